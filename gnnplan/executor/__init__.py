@@ -1,0 +1,1 @@
+"""Trains for real with torch. Never imported by the planner or the simulator."""

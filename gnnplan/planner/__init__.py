@@ -1,0 +1,1 @@
+"""The vocabulary and the decision. Never imports torch or simpy."""

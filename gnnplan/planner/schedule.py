@@ -1,0 +1,130 @@
+"""The score: who does what, after what, with how many bytes and flops. Work and order, no time.
+
+The simulator plays it in virtual time; the executor does the same operations for real and records spans under
+the same labels. Tasks of one (rank, lane) run in the order written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LANES = ("host", "copy", "compute", "comm", "reduce")
+
+
+class Label(NamedTuple):
+    """Names one operation of one rank; prints as 'halo:f:l2:s5' (op, way, layer, chunk, peer, step)."""
+
+    op: str  # forward, backward, halo, pipeline, all_reduce, loss, step, ...; bytes are reported by op
+    step: int
+    way: str = ""  # 'f' with the forward pass, 'b' with the backward pass
+    layer: int | None = None
+    chunk: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.op] + ([self.way] if self.way else [])
+        for letter, value in (("l", self.layer), ("c", self.chunk), ("p", self.peer)):
+            if value is not None:
+                parts.append(f"{letter}{value}")
+        return ":".join([*parts, f"s{self.step}"])
+
+    @property
+    def kind(self) -> str:
+        """The label without its place in time: what validation averages over, as 'halo:f:l2'."""
+        return str(self).rsplit(":", 1)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Work of one rank. Fields may be numpy arrays, then all that is made of them is an array too."""
+
+    flops: float = 0.0  # dense matrix products [flop]
+    gathers: tuple[tuple[float, int], ...] = ()  # aggregation: (rows gathered, row width [numbers]) per call
+    touched: float = 0.0  # element-wise: bytes read and written [B]
+    launches: float = 0.0  # framework operations
+    itemsize: int = 4  # [B] per number
+
+    def __add__(self, other: Compute) -> Compute:
+        return Compute(self.flops + other.flops, self.gathers + other.gathers, self.touched + other.touched,
+                       self.launches + other.launches, self.itemsize)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message to one peer; `Recv` on the other side ends when it has arrived."""
+
+    peer: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Waits for the peer's Send whose label it names."""
+
+    peer: int
+    of: Label  # the sender's label
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """All ranks of `group` meet; each has a task with an equal label. `sent` is what this rank sends: to one peer each
+    (`exchange`, peer -> bytes), or in all by the algorithm's own count (`all_reduce`, under the key -1)."""
+
+    op: str  # 'exchange' | 'all_reduce'
+    group: tuple[int, ...]
+    sent: tuple[tuple[int, int], ...]  # (peer, bytes)
+    size: int = 0  # all_reduce: bytes of the buffer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(n for _, n in self.sent)
+
+
+Work = Compute | Send | Recv | Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    label: Label
+    rank: int
+    lane: str
+    work: Work
+    after: tuple[Label, ...] = ()  # of the same rank, this step or earlier ones (that is what staleness means)
+
+
+@dataclass(slots=True)
+class Schedule:
+    """All ranks' tasks of `steps` steps. `setup` is done once before step 0 and is not part of an epoch."""
+
+    ranks: int
+    steps: int
+    tasks: list[Task] = field(default_factory=list)
+    setup: list[Task] = field(default_factory=list)
+
+    def lane(self, rank: int, lane: str) -> Iterator[Task]:
+        return (t for t in self.tasks if t.rank == rank and t.lane == lane)
+
+    def bytes_by_op(self, tasks: Iterable[Task] | None = None) -> dict[str, int]:
+        """Bytes by operation, each counted once where it is sent [B]."""
+        total: dict[str, int] = {}
+        for task in self.tasks if tasks is None else tasks:
+            if isinstance(task.work, (Send, Collective)):
+                total[task.label.op] = total.get(task.label.op, 0) + task.work.nbytes
+        return total
+
+
+def share(total: int, parts: int, index: int) -> int:
+    """The index-th of `parts` nearly equal whole shares of `total`; they add up exactly.
+
+    >>> [share(10, 4, i) for i in range(4)]
+    [3, 3, 2, 2]
+    """
+    return total // parts + (index < total % parts)
+
+
+def all_reduce(label: Label, rank: int, group: tuple[int, ...], size: int, after: tuple[Label, ...] = ()) -> Task:
+    """A ring all-reduce of `size` bytes: the group sends 2 (n-1) size in all (nccl-tests' bus factor 2(n-1)/n)."""
+    sent = share(2 * (len(group) - 1) * size, len(group), group.index(rank))
+    return Task(label, rank, "reduce", Collective("all_reduce", group, ((-1, sent),), size), after)

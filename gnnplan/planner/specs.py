@@ -1,0 +1,104 @@
+"""What a question is made of: a cluster and a workload, as files and --set may say them.
+
+Frozen pydantic models: they check themselves wherever they come from. Hot loops read numbers out of them
+once (cost.py, profile.py) and then work on arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from gnnplan.planner.units import quantity
+
+Placement = Literal["intra_node", "inter_node"]
+
+
+def _bounded(low: float, high: float, what: str) -> BeforeValidator:
+    """Parse a quantity and refuse what can only be a unit mix-up."""
+
+    def check(value: str | float) -> float:
+        number = quantity(value)
+        if not low <= number <= high:
+            raise ValueError(f"{what} must lie in [{low:g}, {high:g}] (SI: B, s, flop); {value!r} is {number:g}. Check the unit")
+        return number
+
+    return BeforeValidator(check)
+
+
+Bandwidth = Annotated[float, _bounded(1e3, 1e14, "a bandwidth [B/s]")]
+Latency = Annotated[float, _bounded(0.0, 10.0, "a latency [s]")]
+Bytes = Annotated[float, _bounded(1e6, 1e15, "a memory size [B]")]
+Rate = Annotated[float, _bounded(1e6, 1e18, "a compute rate [flop/s]")]
+
+
+class Spec(BaseModel):
+    """Frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Link(Spec):
+    """Alpha-beta: a message of n bytes takes latency + n / bandwidth."""
+
+    bandwidth: Bandwidth
+    latency: Latency = 10e-6
+
+
+class Device(Spec):
+    """A GPU, or a CPU core that plays one rank."""
+
+    name: str = "unnamed"
+    kind: Literal["cpu", "cuda"] = "cuda"
+    memory: Bytes  # [B] that a rank may fill
+    gemm: Rate  # dense matrix product, fp32 [flop/s], as reached
+    memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s], as reached
+    gather: dict[int, Bandwidth] = Field(default_factory=dict)  # row width -> aggregation [B of gathered rows/s]; empty: memory_bandwidth / 2
+    launch: Latency = 8e-6  # one framework operation, however small [s]
+
+
+class Cluster(Spec):
+    """Servers with equal GPUs. `collectives` holds what was measured, as 'all_reduce.intra_node'; links serve for the rest."""
+
+    name: str = "unnamed"
+    servers: int = Field(1, ge=1, le=100_000)
+    gpus_per_server: int = Field(1, ge=1, le=1024)
+    device: Device
+    intra_node: Link
+    inter_node: Link | None = None  # one network card per server
+    collectives: dict[str, Link] = Field(default_factory=dict)
+    provenance: dict[str, str] = Field(default_factory=dict)  # field -> 'measured 2026-11-20 on ...' | 'datasheet' | 'assumed'
+
+    @property
+    def ranks(self) -> int:
+        return self.servers * self.gpus_per_server
+
+    @model_validator(mode="after")
+    def _has_a_network(self) -> Cluster:
+        if self.servers > 1 and self.inter_node is None:
+            raise ValueError(f"servers is {self.servers}, so inter_node (the link between servers) must be given")
+        return self
+
+
+class Workload(Spec):
+    """A GNN and how it is trained."""
+
+    model: Literal["gcn", "sage", "gcnii"] = "gcn"
+    layers: int = Field(3, ge=1, le=10_000)
+    hidden: int = Field(64, ge=1, le=1_000_000)
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    mode: Literal["full", "mini"] = "full"
+    batch: int = Field(1024, ge=1)
+    fanout: tuple[int, ...] | Literal["full"] = "full"
+    seed: int = Field(0, ge=0, lt=2**31)
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: float = Field(0.01, gt=0.0, le=100.0)
+    epochs: int = Field(50, ge=1)
+    dtype: Literal["float32", "float64"] = "float32"
+    alpha: float = Field(0.1, ge=0.0, le=1.0)  # GCNII: strength of the initial residual
+    theta: float = Field(0.5, gt=0.0)  # GCNII: beta_l = log(theta / l + 1)
+
+    @property
+    def itemsize(self) -> int:
+        return 8 if self.dtype == "float64" else 4

@@ -1,0 +1,1 @@
+"""Plays schedules in virtual time. Holds no strategy code."""
