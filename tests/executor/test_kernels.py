@@ -1,0 +1,226 @@
+"""Every operation against the plain one: dense products, DGL, autograd by differences, F.linear, exact hash values."""
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from gnnplan.executor import kernels
+from gnnplan.executor.kernels import Block, aggregate, dropout, dropout_mask, linear
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def random_block(n_dst: int, n_src: int, edges: int, seed: int = 0, weighted: bool = True) -> Block:
+    """Sorted rows, duplicates allowed, some rows empty by chance."""
+    random = np.random.default_rng(seed)
+    rows = np.sort(random.integers(0, max(n_dst, 1), edges))
+    indptr = np.searchsorted(rows, np.arange(n_dst + 1))
+    return Block(indptr, random.integers(0, max(n_src, 1), edges), n_src, random.random(edges) if weighted else None)
+
+
+def dense(block: Block) -> torch.Tensor:
+    """[R, S] in float64."""
+    matrix = torch.zeros(block.n_dst, block.n_src, dtype=torch.float64)
+    rows = torch.arange(block.n_dst).repeat_interleave(block.indptr.diff().long())
+    weight = torch.ones(block.edges, dtype=torch.float64) if block.weight is None else block.weight.double()
+    return matrix.index_put((rows, block.indices.long()), weight, accumulate=True)
+
+
+blocks = st.builds(
+    lambda n_dst, more, edges, seed, weighted: random_block(n_dst, n_dst + more, edges if n_dst else 0, seed, weighted),
+    st.integers(0, 9), st.integers(0, 5), st.integers(0, 40), st.integers(0, 99), st.booleans(),
+)  # fmt: skip
+
+
+@given(blocks, st.integers(0, 7), st.sampled_from([torch.float32, torch.float64]))
+@settings(deadline=None)
+def test_aggregate_is_a_matrix_product_both_ways(block: Block, width: int, dtype: torch.dtype) -> None:
+    block = block.to(dtype=dtype)
+    x = torch.randn(block.n_src, width, dtype=dtype, requires_grad=True)
+    out = aggregate(block, x)
+    torch.testing.assert_close(out, (dense(block) @ x.double()).to(dtype))
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    torch.testing.assert_close(x.grad, (dense(block).t() @ grad.double()).to(dtype))
+
+
+def test_aggregate_by_differences() -> None:
+    block = random_block(5, 8, 17)
+    assert torch.autograd.gradcheck(lambda x: aggregate(block, x), torch.randn(8, 3, dtype=torch.float64, requires_grad=True))
+
+
+def test_means_and_weights_share_a_structure() -> None:
+    block = Block(np.array([0, 2, 2, 3]), np.array([1, 2, 0]), 3)
+    x = torch.tensor([[1.0], [2.0], [4.0]])
+    assert aggregate(block, x).tolist() == [[6.0], [0.0], [1.0]]
+    assert aggregate(block.mean(), x).tolist() == [[3.0], [0.0], [1.0]]
+    weighted = block.weighted(np.array([1, 10, 100], dtype=np.float32))
+    assert aggregate(weighted, x).tolist() == [[42.0], [0.0], [100.0]]
+    assert weighted.t_weight.tolist() == [100, 1, 10] and weighted.indices is block.indices
+
+
+@pytest.mark.parametrize(("indptr", "indices", "n_src", "weight"), [
+    ([0, 1], [3], 3, None), ([0, 1, 1, 1], [0], 2, None), ([0, 1], [0], 1, [1.0, 2.0]), ([0, 2], [0], 1, None), ([0, 1], [-1], 2, None),
+])  # fmt: skip
+def test_a_block_refuses_what_would_read_foreign_memory(indptr, indices, n_src, weight) -> None:
+    with pytest.raises(ValueError):
+        Block(np.array(indptr), np.array(indices), n_src, None if weight is None else np.array(weight))
+    with pytest.raises(ValueError, match="source rows"):
+        aggregate(Block(np.array([0, 1]), np.array([0]), 1), torch.ones(2, 1))
+
+
+@pytest.fixture(scope="module")
+def dgl():
+    os.environ.setdefault("DGLBACKEND", "pytorch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("dgl", exc_type=ImportError)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_aggregate_equals_dgl(dgl, weighted: bool) -> None:
+    block = random_block(300, 400, 5000, weighted=weighted).to(dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DGL's own
+        graph = dgl.create_block(("csc", (block.indptr.long(), block.indices.long(), [])), num_src_nodes=400, num_dst_nodes=300)
+        x, y = (torch.randn(400, 33, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+        theirs = dgl.ops.u_mul_e_sum(graph, x, block.weight[:, None]) if weighted else dgl.ops.copy_u_sum(graph, x)
+        theirs.square().sum().backward()
+    ours = aggregate(block, y)
+    ours.square().sum().backward()
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(y.grad, x.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_computes_the_same() -> None:
+    block = random_block(300, 400, 5000).to(dtype=torch.float32)
+    x, vertices = torch.randn(400, 33), torch.arange(400)
+    y = x.cuda().requires_grad_()
+    out = aggregate(block.to("cuda"), y)
+    torch.testing.assert_close(out.cpu(), aggregate(block, x))
+    out.sum().backward()
+    torch.testing.assert_close(y.grad.cpu(), (dense(block).sum(0)[:, None].expand(-1, 33)).float())
+    assert torch.equal(dropout_mask(1, 2, 3, vertices.cuda(), 33, 0.3).cpu(), dropout_mask(1, 2, 3, vertices, 33, 0.3))
+
+
+# -- linear --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([0, 1, 3, 999, 1000, 1001, 2500]), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_linear_equals_torch(rows: int, h_in: int, h_out: int, with_bias: bool, relu: bool) -> None:
+    x, weight = torch.randn(rows, h_in, requires_grad=True), torch.randn(h_out, h_in, requires_grad=True)
+    bias = torch.randn(h_out, requires_grad=True) if with_bias else None
+    inputs = [t for t in (x, weight, bias) if t is not None]
+    ours, theirs = linear(x, weight, bias, relu), F.linear(x, weight, bias)
+    theirs = theirs.relu() if relu else theirs
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    grad = torch.randn(h_out) * (theirs.detach().abs() > 1e-4)  # not at the kink, where rounding decides; rows = 0 broadcasts
+    for a, b in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-4)
+
+
+def test_linear_without_onednn_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = torch.randn(50, 7), torch.randn(5, 7), torch.randn(5)
+    ours = linear(x, weight, bias, relu=True)
+    monkeypatch.setattr(kernels, "has_onednn", lambda: False)
+    torch.testing.assert_close(linear(x, weight, bias, relu=True), ours)
+
+
+def test_the_probe_survives_a_torch_without_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise AttributeError("no such operation")
+
+    monkeypatch.setattr(kernels, "_product", gone)
+    assert kernels.has_onednn.__wrapped__() is False
+
+
+def test_linear_in_float64_by_differences_and_only_needed_gradients() -> None:
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (5, 3), (5,))]
+    assert torch.autograd.gradcheck(lambda *t: linear(*t, relu=True), inputs)
+    constant, weight = torch.randn(4, 3), torch.randn(5, 3, requires_grad=True)
+    linear(constant, weight).sum().backward()
+    assert constant.grad is None and weight.grad is not None
+
+
+# -- dropout -------------------------------------------------------------------------------------------------------------
+
+
+def test_masks_are_fixed_for_ever() -> None:
+    """Plans and papers compare losses between versions: the hash may never change."""
+    mask = dropout_mask(0, 0, 0, torch.tensor([0, 1, 10**12]), 10, 0.5)
+    assert ["".join("01"[b] for b in row) for row in mask.tolist()] == ["0110000001", "0101000000", "1010110111"]
+
+
+def reference_mask(seed: int, epoch: int, layer: int, vertex: int, width: int, p: float) -> list[bool]:
+    """The same with Python's whole numbers: the definition."""
+    wrap, golden = 2**64 - 1, 0x9E3779B97F4A7C15
+
+    def mix(z: int) -> int:
+        z &= wrap
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & wrap
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & wrap
+        return z ^ (z >> 31)
+
+    key = 0
+    for number in (seed, epoch, layer):
+        key = mix((key + number + 1) * golden)
+    key = mix((vertex + key) * golden)
+    words = [mix(key + (i // 4 + 1) * golden) >> 16 * (i % 4) & 0xFFFF for i in range(width)]
+    return [(w ^ 0x8000) >= round(p * 2**16) for w in words]
+
+
+@given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(0, 1000), st.integers(0, 2**40), st.integers(1, 9), st.floats(0.0, 0.999))
+@settings(deadline=None)
+def test_masks_are_splitmix64(seed: int, epoch: int, layer: int, vertex: int, width: int, p: float) -> None:
+    assert dropout_mask(seed, epoch, layer, torch.tensor([vertex]), width, p)[0].tolist() == reference_mask(
+        seed, epoch, layer, vertex, width, p)  # fmt: skip
+
+
+@given(st.permutations(range(12)), st.integers(0, 12))
+@settings(deadline=None)
+def test_masks_do_not_depend_on_which_rows_or_in_what_order(order: list[int], some: int) -> None:
+    full, rows = dropout_mask(1, 2, 3, torch.arange(12), 6, 0.4), torch.tensor(order[:some], dtype=torch.int64)
+    assert torch.equal(dropout_mask(1, 2, 3, rows, 6, 0.4), full[rows])
+    many = torch.arange(5000)  # several blocks of rows
+    assert torch.equal(dropout_mask(1, 2, 3, many, 200, 0.4)[4321], dropout_mask(1, 2, 3, many[4321:4322], 200, 0.4)[0])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_masks_look_random(p: float) -> None:
+    """Within three to five sigma: the rate, per column too, and the agreement of neighbours in every direction."""
+    rows, width = 4000, 64
+    mask = dropout_mask(7, 3, 1, torch.arange(rows), width, p).double() - (1 - p)
+    sigma = (p * (1 - p)) ** 0.5
+    assert abs(mask.mean()) < 3 * sigma / (rows * width) ** 0.5
+    assert mask.mean(0).abs().max() < 5 * sigma / rows**0.5
+    others = [dropout_mask(*key, torch.arange(rows), width, p).double() - (1 - p) for key in ((7, 4, 1), (7, 3, 2), (8, 3, 1), (3, 7, 1))]
+    pairs = [(mask[1:], mask[:-1]), (mask[:, 1:], mask[:, :-1]), (mask[:, 4:], mask[:, :-4]), *((mask, other) for other in others)]
+    for a, b in pairs:
+        assert abs((a * b).mean()) < 4 * sigma**2 / a.numel() ** 0.5
+
+
+def test_dropout_scales_and_passes_the_same_gradient() -> None:
+    vertices = torch.arange(100, 150)
+    x = torch.rand(50, 13, requires_grad=True)
+    out, mask = dropout(x, 1, 2, 3, vertices, 0.25), dropout_mask(1, 2, 3, vertices, 13, 0.25)
+    torch.testing.assert_close(out, x * mask / 0.75)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, mask / 0.75)
+    assert dropout(x, 1, 2, 3, vertices, 0.0) is x
+    assert dropout(x[:0], 1, 2, 3, vertices[:0], 0.5).shape == (0, 13)
+
+
+def test_the_allocator_answers() -> None:
+    assert kernels.keep_allocator() in (True, False)
