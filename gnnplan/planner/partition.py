@@ -1,0 +1,131 @@
+"""Which part each vertex belongs to. METIS where it pays, cached on disk by the graph's content."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, Literal
+
+import numpy as np
+import pymetis
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import cache_dir, suggest, write_atomically
+from gnnplan.planner.graph import Graph, GraphStats
+
+Array = NDArray[Any]
+METHODS = ("metis", "metis-volume", "hash", "random")
+VERSION = 1  # of what is cached: raise it when the same key should give another partition
+SMALL = 2_000  # vertices; below, all features fit the processor's cache and order does not matter
+
+
+def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed: int = 0,
+              balance: Literal["vertices", "train"] = "vertices") -> NDArray[np.int32]:
+    """Part [N] of each vertex, in [0, parts), no part empty.
+
+    metis cuts few edges, metis-volume sends few rows, hash and random know nothing of edges. `balance` is what METIS makes even:
+    vertices, or training vertices as much as vertices (random splits are even without it). Edge directions do not count.
+    Raises SpecError for more parts than vertices, an unknown method, or a graph of statistics only.
+    """
+    if not isinstance(graph, Graph):
+        raise SpecError(f"{graph.source}: statistics only, so there is nothing to partition; give the graph itself (.npz or synthetic:...)")
+    if method not in METHODS:
+        raise SpecError(f"partitioner {method!r} is unknown{suggest(method, METHODS)}")
+    vertices = graph.stats.vertices
+    _check(parts, vertices, graph.stats.source)
+    if parts == 1:
+        return np.zeros(vertices, np.int32)
+    if method == "hash":
+        return repair(_hashed(vertices, parts), parts)
+    if method == "random":
+        return (np.random.default_rng(seed).permutation(vertices) % parts).astype(np.int32)
+
+    def compute() -> NDArray[np.int32]:
+        weights = None
+        if balance == "train" and (trained := int(graph.train.sum())):
+            weights = 1 + graph.train * max(1, round(vertices / trained))  # METIS takes one weight here: both halves of it equally large
+        return repair(_metis(*undirected(graph), weights, parts, seed, volume=method == "metis-volume"), parts)
+
+    return _cached(f"{graph.stats.hash} {parts} {method} {seed} {balance}", vertices, parts, compute)
+
+
+def partition_weighted(indptr: Array, indices: Array, weights: Array | None, parts: int, seed: int = 0) -> NDArray[np.int32]:
+    """Part [n] of each vertex of a symmetric CSR without self-loops, METIS edge cut, balanced by `weights` (whole numbers >= 0)."""
+    vertices = len(indptr) - 1
+    _check(parts, vertices, "the subgraph")
+    return repair(_metis(indptr, indices, weights, parts, seed), parts)
+
+
+def locality_order(graph: Graph, clusters: int = 64) -> NDArray[np.int32]:
+    """Rank [N] of each vertex in an order that keeps METIS clusters together, so that aggregation finds its rows in cache.
+
+    Row v moves to row rank[v]; identity for small graphs.
+    """
+    vertices = graph.stats.vertices
+    rank = np.arange(vertices, dtype=np.int32)
+    if vertices >= SMALL:
+        rank[np.argsort(partition(graph, clusters), kind="stable")] = np.arange(vertices, dtype=np.int32)
+    return rank
+
+
+def undirected(graph: Graph) -> tuple[Array, Array]:
+    """CSR (indptr, indices) in which every edge goes both ways."""
+    if not graph.stats.directed:
+        return graph.indptr, graph.indices
+    both = sp.csr_matrix(graph.adjacency + graph.adjacency.T)
+    return both.indptr, both.indices
+
+
+def repair(part: NDArray[np.int32], parts: int) -> NDArray[np.int32]:
+    """Give every empty part an even share, or half, of the largest part's last vertices. METIS leaves parts empty when they are small."""
+    sizes = np.bincount(part, minlength=parts)
+    for empty in np.flatnonzero(sizes == 0):
+        largest = int(sizes.argmax())
+        take = max(1, min(len(part) // parts, int(sizes[largest]) // 2))
+        part[np.flatnonzero(part == largest)[-take:]] = empty
+        sizes[largest] -= take
+        sizes[empty] = take
+    return part
+
+
+def _check(parts: int, vertices: int, what: str) -> None:
+    if not 1 <= parts <= vertices:
+        raise SpecError(f"{what}: parts must lie in [1, {vertices:,}] (no more parts than vertices), got {parts:,}")
+
+
+def _hashed(vertices: int, parts: int) -> NDArray[np.int32]:
+    """Fibonacci hashing of the vertex id: the top bits of id * 2**32 / golden ratio."""
+    mixed = np.arange(vertices, dtype=np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)
+    return (mixed * np.uint64(parts) >> np.uint64(32)).astype(np.int32)
+
+
+def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, seed: int, volume: bool = False) -> NDArray[np.int32]:
+    vertices = len(indptr) - 1
+    if parts == 1 or len(indices) == 0 or parts == vertices:  # METIS divides by the number of edges
+        return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
+    if len(indices) >= 2**31:
+        raise SpecError(f"METIS takes fewer than 2**31 directed edges, the graph has {len(indices):,}; use the partitioner hash or random")
+    adjacency = pymetis.CSRAdjacency(indptr.astype(np.int32), indices.astype(np.int32))  # METIS's own width, so no slow conversion
+    options = pymetis.Options(objtype=int(volume), seed=seed)
+    whole = None if weights is None else np.asarray(weights).astype(np.int32)
+    return np.asarray(pymetis.part_graph(parts, adjacency, vweights=whole, recursive=False, options=options).vertex_part, dtype=np.int32)
+
+
+def _cached(key: str, vertices: int, parts: int, compute: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
+    """What `compute` gives, from disk if it is there, whole and plausible."""
+    name = blake2b(f"{VERSION} {pymetis.version} {key}".encode(), digest_size=16).hexdigest()
+    path = cache_dir() / "partitions" / f"{name}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):  # absent or damaged: compute it again
+        part = np.load(path, allow_pickle=False)
+        if part.shape == (vertices,) and part.dtype == np.int32 and part.min() >= 0 and part.max() < parts:
+            return np.asarray(part)
+    part = compute()
+    buffer = io.BytesIO()
+    np.save(buffer, part, allow_pickle=False)
+    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
+        write_atomically(path, buffer.getvalue(), parents=True)
+    return part
