@@ -1,0 +1,154 @@
+"""Traces: what is written is what is read, viewers can open it, and a broken file says so."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.trace import Span, busy, read_traces, recorded_order, transfer_times, write_traces
+
+SPANS = [
+    Span("forward:f:l0:s0", "forward", 0, "compute", 0.0, 0.1, 0, 0),
+    Span("halo:f:l1:s0", "halo", 0, "comm", 0.1, 0.4, 800, 0),
+    Span("forward:f:l0:s0", "forward", 1, "compute", 0.0, 0.3, 0, 0),
+    Span("halo:f:l1:s0", "halo", 1, "comm", 0.3, 0.4, 400, 0),
+    Span("sample:s0", "sample", 1, "dataloader", 0.0, 0.05, 0, 0),
+]
+
+
+def write(directory: Path, spans: list[Span] = SPANS, world: int = 2) -> None:
+    write_traces(directory, spans, range(world), world, "measured", "gloo")
+
+
+def edit(path: Path, change) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def test_what_is_written_is_what_is_read(tmp_path):
+    write(tmp_path)
+    assert read_traces(tmp_path) == SPANS
+
+
+@given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.integers(0, 2), st.text(st.characters(codec="utf-8"), max_size=5))))
+def test_times_survive_to_the_last_bit(tmp_path_factory, drawn):
+    spans = [Span(text, "op", rank, "compute", start, start + length) for start, length, rank, text in drawn]
+    directory = tmp_path_factory.mktemp("trace")
+    write(directory, spans, world=3)
+    assert read_traces(directory) == sorted(spans, key=lambda s: s.rank)
+
+
+def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
+    write(tmp_path)
+    data = json.loads((tmp_path / "trace.rank1.json").read_text())
+    assert data["schemaVersion"] == 1
+    assert data["distributedInfo"] == {"backend": "gloo", "rank": 1, "world_size": 2}
+    assert data["source"] == "measured"
+    events = data["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X"}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 1 (measured)"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert [names[tid] for tid in sorted(names, key=order.__getitem__)] == ["compute", "comm", "dataloader"]
+    halo = next(e for e in events if e["name"] == "halo:f:l1:s0")
+    assert names[halo["tid"]] == "comm"
+    assert halo["pid"] == 1
+    assert (halo["ts"], halo["dur"]) == pytest.approx((300_000, 100_000))  # [us]
+    assert halo["args"]["bytes"] == 400
+
+
+def test_each_rank_writes_its_own_file_and_only_that(tmp_path):
+    for rank in (1, 0):
+        write_traces(tmp_path, SPANS, [rank], 2, "measured", "gloo")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.rank0.json", "trace.rank1.json"]
+    assert read_traces(tmp_path) == SPANS
+
+
+def test_a_run_on_fewer_ranks_leaves_nothing_of_the_older(tmp_path):
+    write(tmp_path, world=4)
+    write(tmp_path, world=2)
+    assert read_traces(tmp_path) == SPANS
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path):
+    write(tmp_path)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write(tmp_path, [Span("x", "x", 0, "compute", float("nan"), 1.0)])
+    assert read_traces(tmp_path) == SPANS
+    assert len(list(tmp_path.iterdir())) == 2  # no litter
+
+
+def change_event(**fields):
+    def change(data):
+        next(e for e in data["traceEvents"] if e["ph"] == "X")["args"].update(fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.clear(), r"trace\.rank1\.json.*'distributedInfo'"),
+        (lambda d: d.pop("traceEvents"), "'traceEvents'"),
+        (lambda d: d["distributedInfo"].update(rank=0), "name says 1"),
+        (lambda d: d["distributedInfo"].update(world_size="two"), "garbles .*two"),
+        (lambda d: d["distributedInfo"].update(world_size=3), "different runs"),
+        (lambda d: d["traceEvents"][-1].pop("args"), "span 2 .*'args'"),
+        (change_event(bytes="many"), "span 0 .*many"),
+        (change_event(end_s=-1.0), "ends after it starts"),
+        (change_event(start_s=float("nan")), "ends after it starts"),
+        (change_event(end_s=float("inf")), "ends after it starts"),
+    ],
+)
+def test_a_broken_file_names_itself_and_what_is_wrong(tmp_path, change, says):
+    write(tmp_path)
+    edit(tmp_path / "trace.rank1.json", change)
+    with pytest.raises(SpecError, match=says):
+        read_traces(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", '{"traceEvents": [', "[]", "\x00"])
+def test_half_a_file_is_an_error(tmp_path, text):
+    write(tmp_path)
+    (tmp_path / "trace.rank0.json").write_text(text)
+    with pytest.raises(SpecError, match=r"trace\.rank0\.json"):
+        read_traces(tmp_path)
+
+
+def test_missing_ranks_and_empty_folders_are_errors(tmp_path):
+    with pytest.raises(SpecError, match="holds no trace"):
+        read_traces(tmp_path)
+    write(tmp_path, world=3)
+    (tmp_path / "trace.rank1.json").unlink()
+    with pytest.raises(SpecError, match=r"world_size is 3.*ranks \[1\] are missing"):
+        read_traces(tmp_path)
+
+
+def test_foreign_events_are_skipped(tmp_path):
+    write(tmp_path)
+    edit(tmp_path / "trace.rank0.json", lambda d: d["traceEvents"].append({"ph": "i", "name": "mark", "ts": 3, "pid": 0, "tid": 0}))
+    assert read_traces(tmp_path) == SPANS
+
+
+def test_recorded_order_is_by_start_within_one_lane():
+    spans = [Span("late", "x", 0, "comm", 2, 3), Span("soon", "x", 0, "comm", 0, 1), Span("else", "x", 0, "compute", 0, 1),
+             Span("other", "x", 1, "comm", 0, 1)]  # fmt: skip
+    assert recorded_order(spans, 0, "comm") == ["soon", "late"]
+
+
+def test_busy_adds_by_rank_and_op():
+    assert busy(SPANS) == pytest.approx({(0, "forward"): 0.1, (0, "halo"): 0.3, (1, "forward"): 0.3, (1, "halo"): 0.1, (1, "sample"): 0.05})
+
+
+def test_the_transfer_is_the_shortest_span_of_its_group():
+    assert transfer_times(SPANS) == pytest.approx({"halo:f:l1:s0": 0.1})  # forward moves no bytes: not a collective
+    assert transfer_times(SPANS, ops=["all_reduce"]) == {}
+
+
+def test_one_who_sends_nothing_may_still_come_last():
+    spans = [Span("x", "halo", 0, "comm", 0.0, 5.0, 8), Span("x", "halo", 1, "comm", 4.0, 5.0, 0)]
+    assert transfer_times(spans) == {"x": 1.0}
