@@ -1,0 +1,66 @@
+"""Tasks per second of the simulator, contention on: `python benchmarks/simulator.py`."""
+
+from __future__ import annotations
+
+import time
+
+from gnnplan.planner.cost import Cost
+from gnnplan.planner.schedule import Collective, Compute, Label, Recv, Schedule, Send, Task, all_reduce
+from gnnplan.planner.specs import Cluster, Device, Link
+from gnnplan.simulator.player import play
+
+DEVICE = Device(memory=24e9, gemm=1e13, memory_bandwidth=5e11, gather={16: 1e11, 256: 3e11})
+TWO_SERVERS = Cluster(servers=2, gpus_per_server=4, device=DEVICE, intra_node=Link(bandwidth=25e9), inter_node=Link(bandwidth=3e9))
+
+
+def pipeline(stages: int = 8, chunks: int = 32, steps: int = 20) -> Schedule:
+    """Forward only, as GNNPipe's chunks flow: receive, compute, send."""
+    schedule = Schedule(stages, steps)
+    for step in range(steps):
+        for chunk in range(chunks):
+            for stage in range(stages):
+                forward = Label("forward", step, "f", chunk=chunk)
+                sent = Label("pipeline", step, "f", chunk=chunk, peer=stage + 1)
+                got = Label("arrive", step, "f", chunk=chunk, peer=stage - 1)
+                if stage:
+                    schedule.tasks.append(Task(got, stage, "copy", Recv(stage - 1, Label("pipeline", step, "f", chunk=chunk, peer=stage))))
+                work = Compute(flops=2e9, gathers=((20_000, 256),), launches=4)
+                schedule.tasks.append(Task(forward, stage, "compute", work, (got,) if stage else ()))
+                if stage < stages - 1:
+                    schedule.tasks.append(Task(sent, stage, "comm", Send(stage + 1, 1_000_000), (forward,)))
+    return schedule
+
+
+def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
+    """Graph parallel with irregular halos; the gradients' all-reduce runs beside the next layer's exchange."""
+    schedule, group = Schedule(ranks, steps), tuple(range(ranks))
+    for step in range(steps):
+        for layer in range(layers):
+            for rank in group:
+                sent = tuple((peer, 10_000 * (1 + (3 * rank + peer) % 5)) for peer in group if peer != rank)
+                exchange, forward = Label("halo", step, "f", layer), Label("forward", step, "f", layer)
+                before = (Label("forward", step, "f", layer - 1),) if layer else ()
+                schedule.tasks += [
+                    Task(exchange, rank, "comm", Collective("exchange", group, sent), before),
+                    Task(forward, rank, "compute", Compute(flops=2e9, gathers=((20_000, 256),), launches=4), (exchange,)),
+                    all_reduce(Label("all_reduce", step, "b", layer), rank, group, 262_144, (forward,)),
+                ]
+    return schedule
+
+
+def main(repeats: int = 3) -> None:
+    cost = Cost.of(TWO_SERVERS)
+    for build in (pipeline, halo):
+        schedule = build()
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            played = play(schedule, cost)
+            seconds.append(time.perf_counter() - start)
+        tasks = len(schedule.tasks)
+        print(f"{build.__name__:>9}: {tasks:6d} tasks, best {tasks / min(seconds):7.0f} tasks/s, "
+              f"median {tasks / sorted(seconds)[repeats // 2]:7.0f}; {played.step_s * 1e3:.3f} ms per step")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
