@@ -111,7 +111,10 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
         raise SpecError(f"METIS takes fewer than 2**31 directed edges, the graph has {len(indices):,}; use the partitioner hash or random")
     adjacency = pymetis.CSRAdjacency(indptr.astype(np.int32), indices.astype(np.int32))  # METIS's own width, so no slow conversion
     options = pymetis.Options(objtype=int(volume), seed=seed)
-    whole = None if weights is None else np.asarray(weights).astype(np.int32)
+    whole = None
+    if weights is not None and vertices >= 2 * parts:  # METIS stumbles, and prints, over parts of one vertex and over weights of nothing
+        grain = max(1, min(1000, 2**30 // max(1, int(weights.sum()))))
+        whole = (1 + grain * weights.astype(np.int64)).astype(np.int32)
     return np.asarray(pymetis.part_graph(parts, adjacency, vweights=whole, recursive=False, options=options).vertex_part, dtype=np.int32)
 
 
