@@ -42,7 +42,7 @@ class Block:
         self.t_indptr, self.t_indices, self.order = _int32(backward.indptr), _int32(backward.indices), _int32(backward.data)
         self.weight = self.t_weight = None
         if weight is not None:
-            self._weigh(torch.as_tensor(weight))
+            self._weigh(torch.tensor(weight))
 
     def _weigh(self, weight: Tensor) -> None:
         if weight.shape != (self.edges,):
@@ -53,7 +53,7 @@ class Block:
     def weighted(self, weight: np.ndarray | Tensor) -> Block:
         """The same edges with weights [E]; shares the structure."""
         block = self._copy()
-        block._weigh(torch.as_tensor(weight))
+        block._weigh(weight if isinstance(weight, Tensor) else torch.tensor(weight))
         return block
 
     def mean(self, dtype: torch.dtype = torch.float32) -> Block:
@@ -79,7 +79,7 @@ class Block:
 
 
 def _int32(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32))
+    return torch.from_numpy(np.array(array, dtype=np.int32))  # a copy: a graph's arrays are read-only, which torch warns about
 
 
 def aggregate(block: Block, x: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ def test_means_and_weights_share_a_structure() -> None:
     x = torch.tensor([[1.0], [2.0], [4.0]])
     assert aggregate(block, x).tolist() == [[6.0], [0.0], [1.0]]
     assert aggregate(block.mean(), x).tolist() == [[3.0], [0.0], [1.0]]
-    weighted = block.weighted(np.array([1, 10, 100], dtype=np.float32))
+    numbers = np.array([1, 10, 100], dtype=np.float32)
+    numbers.flags.writeable = False  # as a loaded graph's arrays are; torch must not warn
+    weighted = block.weighted(numbers)
     assert aggregate(weighted, x).tolist() == [[42.0], [0.0], [100.0]]
     assert weighted.t_weight.tolist() == [100, 1, 10] and weighted.indices is block.indices
 
