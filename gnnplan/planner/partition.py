@@ -54,7 +54,10 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
 
 
 def partition_weighted(indptr: Array, indices: Array, weights: Array | None, parts: int, seed: int = 0) -> NDArray[np.int32]:
-    """Part [n] of each vertex of a symmetric CSR without self-loops, METIS edge cut, balanced by `weights` (whole numbers >= 0)."""
+    """Part [n] of each vertex of a symmetric CSR without self-loops, METIS edge cut, balanced by `weights` (whole numbers >= 0).
+
+    Weights so uneven that a part would hold fewer than three of the largest are ignored.
+    """
     vertices = len(indptr) - 1
     _check(parts, vertices, "the subgraph")
     return repair(_metis(indptr, indices, weights, parts, seed), parts)
@@ -112,8 +115,9 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
     adjacency = pymetis.CSRAdjacency(indptr.astype(np.int32), indices.astype(np.int32))  # METIS's own width, so no slow conversion
     options = pymetis.Options(objtype=int(volume), seed=seed)
     whole = None
-    if weights is not None and vertices >= 2 * parts:  # METIS stumbles, and prints, over parts of one vertex and over weights of nothing
-        grain = max(1, min(1000, 2**30 // max(1, int(weights.sum()))))
+    if weights is not None and int(weights.sum()) >= 3 * parts * int(weights.max()) > 0:
+        # METIS stumbles, and prints, over weights of 0 and where a part would hold a vertex or two, so there they do not count
+        grain = max(1, min(1000, 2**30 // int(weights.sum())))
         whole = (1 + grain * weights.astype(np.int64)).astype(np.int32)
     return np.asarray(pymetis.part_graph(parts, adjacency, vweights=whole, recursive=False, options=options).vertex_part, dtype=np.int32)
 
