@@ -1,0 +1,197 @@
+"""The network's shares against worked examples, a linear program, and a plain loop without components or alarms."""
+
+import random
+
+import numpy as np
+import pytest
+import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from gnnplan.planner.cost import Transfer
+from gnnplan.simulator.network import Network, max_min
+
+A, B, C, D = (("nic_out", i) for i in range(4))
+
+
+def ends(*starts: tuple[float, Transfer]) -> list[float]:
+    """When transfers that start at these times end [s]."""
+    env = simpy.Environment()
+    network = Network(env)
+    over = [float("nan")] * len(starts)
+
+    def done(i):
+        assert over[i] != over[i], "a transfer ends once"
+        over[i] = env.now
+
+    for i, (start, transfer) in enumerate(starts):
+        env.timeout(start).callbacks.append(lambda _, i=i, transfer=transfer: network.start(transfer, lambda: done(i)))
+    env.run()
+    assert not any(network._users.values())
+    return over
+
+
+# -- worked by hand ------------------------------------------------------------------------------------------------------
+
+
+def test_alone_it_takes_its_latency_and_its_busiest_port():
+    assert ends((1.0, Transfer(0.5, {A: 2.0, B: 3.0}))) == [4.5]
+
+
+def test_without_bytes_it_takes_its_latency():
+    assert ends((1.0, Transfer(0.5, {})), (1.0, Transfer(0.0, {A: 0.0}))) == [1.5, 1.0]
+
+
+def test_two_on_one_port_take_twice():
+    assert ends((0, Transfer(0, {A: 3.0})), (0, Transfer(0, {A: 3.0}))) == [6.0, 6.0]
+
+
+def test_two_on_two_ports_do_not_meet():
+    assert ends((0, Transfer(0, {A: 3.0})), (0, Transfer(0, {B: 3.0}))) == [3.0, 3.0]
+
+
+def test_the_latency_does_not_fill_the_port():
+    assert ends((0, Transfer(3.0, {A: 1.0})), (0, Transfer(0, {A: 3.0}))) == [4.0, 3.0]
+
+
+def test_one_joins_and_leaves():
+    """Alone to 2, half speed beside the second from 2 to 6, alone again: 2 + 4/2 + 1 = 5 s of work end at 7."""
+    assert ends((0, Transfer(0, {A: 5.0})), (2, Transfer(0, {A: 2.0}))) == [7.0, 6.0]
+
+
+def test_three_on_one_port_and_a_fourth_takes_what_the_first_leaves_of_the_other():
+    assert max_min([{A: 1, B: 1}, {A: 1}, {A: 1}, {B: 1}]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3])
+
+
+def test_three_over_two_ports():
+    """A is full at 1/2; of B the second then fills 1/4, and the third gets 3/4."""
+    assert max_min([{A: 1.0}, {A: 1.0, B: 0.5}, {B: 1.0}]) == pytest.approx([1 / 2, 1 / 2, 3 / 4])
+
+
+def test_three_over_two_ports_in_time():
+    """Rates 1/2, 1/2, 3/4 as above. The third ends at 4; the others share A to the end."""
+    assert ends((0, Transfer(0, {A: 4.0})), (0, Transfer(0, {A: 4.0, B: 2.0})), (0, Transfer(0, {B: 3.0}))) == [8.0, 8.0, 4.0]
+
+
+def test_a_port_filled_by_half_has_room_for_another():
+    """1/2 each of port B at full rate: they overlap without a loss."""
+    assert ends((0, Transfer(0, {A: 2.0, B: 1.0})), (0, Transfer(0, {C: 2.0, B: 1.0}))) == [2.0, 2.0]
+
+
+def test_the_end_of_one_parts_a_component_in_two():
+    """The middle one ties A and B together until 2; then each of the others is alone on its port."""
+    assert ends((0, Transfer(0, {A: 2.0})), (0, Transfer(0, {A: 1.0, B: 1.0})), (0, Transfer(0, {B: 3.0}))) == [3.0, 2.0, 4.0]
+
+
+def test_one_that_joins_when_another_ends_never_meets_it():
+    assert ends((0, Transfer(0, {A: 2.0})), (1, Transfer(1, {A: 2.0}))) == [2.0, 4.0]
+
+
+# -- against others ------------------------------------------------------------------------------------------------------
+
+
+def by_linear_programs(shares: list[dict]) -> list[float]:
+    """Max-min by definition: raise the lowest rate as far as it goes, fix those that cannot have more, repeat."""
+    ports = sorted({p for s in shares for p in s})
+    n = len(shares)
+    fill = np.array([[s.get(p, 0.0) for s in shares] for p in ports])
+    fixed: dict[int, float] = {}
+    while len(fixed) < n:
+        # variables: the rates and the level t; t <= x_i for those not fixed
+        free = [i for i in range(n) if i not in fixed]
+        above = np.zeros((len(free), n + 1))
+        for row, i in enumerate(free):
+            above[row, i], above[row, n] = -1.0, 1.0
+        bounds = [(fixed[i], fixed[i]) if i in fixed else (0, 1) for i in range(n)] + [(0, 1)]
+        limits = np.vstack([np.hstack([fill, np.zeros((len(ports), 1))]), above])
+        room = np.concatenate([np.ones(len(ports)) + 1e-9, np.zeros(len(free))])
+        level = -linprog([0.0] * n + [-1.0], limits, room, bounds=bounds).fun
+        floor = [(max(0.0, low), high) if i in fixed else (max(0.0, level - 1e-9), 1) for i, (low, high) in enumerate(bounds[:-1])]
+        most = {i: -linprog(-np.eye(n)[i], fill, np.ones(len(ports)) + 1e-8, bounds=floor).fun for i in free}
+        stuck = [i for i in free if most[i] <= level + 1e-6]
+        assert stuck
+        fixed |= dict.fromkeys(stuck, level)
+    return [fixed[i] for i in range(n)]
+
+
+@st.composite
+def demands(draw, flows: int = 5, ports: int = 4) -> list[dict]:
+    """Seconds per port; sixteenths, so that ties happen."""
+    seconds = st.integers(1, 16).map(lambda k: k / 16)
+    return draw(st.lists(st.dictionaries(st.sampled_from([A, B, C, D][:ports]), seconds, min_size=1), min_size=1, max_size=flows))
+
+
+def scaled(busy: dict) -> dict:
+    return {port: s / max(busy.values()) for port, s in busy.items()}
+
+
+@settings(max_examples=40, deadline=None)
+@given(demands())
+def test_shares_equal_a_linear_program(busy):
+    shares = [scaled(b) for b in busy]
+    assert max_min(shares) == pytest.approx(by_linear_programs(shares), abs=1e-5)
+
+
+@given(demands(flows=20))
+def test_everyone_has_a_bottleneck(busy):
+    """Max-min, in other words: no port is overfull, and everyone is among the fastest on some full port."""
+    shares = [scaled(b) for b in busy]
+    rates = max_min(shares)
+    users = {p: [i for i, s in enumerate(shares) if p in s] for p in (A, B, C, D)}
+    filled = {p: sum(rates[i] * shares[i][p] for i in users[p]) for p in users}
+    assert max(filled.values()) <= 1 + 1e-12
+    for i, share in enumerate(shares):
+        assert any(filled[p] > 1 - 1e-9 and rates[i] >= max(rates[j] for j in users[p]) - 1e-9 for p in share)
+
+
+def by_plain_loop(starts: list[tuple[float, Transfer]]) -> list[float]:
+    """All rates anew at every event."""
+    wait = {i: start + transfer.latency for i, (start, transfer) in enumerate(starts)}
+    left: dict[int, float] = {}
+    over, now = [0.0] * len(starts), 0.0
+    while wait or left:
+        for i in [i for i in wait if wait[i] <= now]:
+            del wait[i]
+            left[i] = max(starts[i][1].busy.values(), default=0.0)
+        for i in [i for i in left if left[i] <= 1e-9]:
+            del left[i]
+            over[i] = now
+        going = list(left)
+        rates = dict(zip(going, max_min([scaled(starts[i][1].busy) for i in going]), strict=True))
+        after = min([left[i] / rates[i] for i in going] + [at - now for at in wait.values()], default=0.0)
+        for i in going:
+            left[i] -= rates[i] * after
+        now += after
+    return over
+
+
+@st.composite
+def arrivals(draw) -> list[tuple[float, Transfer]]:
+    times = st.integers(0, 8).map(lambda k: k / 4)
+    return [(draw(times), Transfer(draw(times), busy)) for busy in draw(demands(flows=10))]
+
+
+@given(arrivals())
+def test_the_network_equals_a_plain_loop(starts):
+    assert ends(*starts) == pytest.approx(by_plain_loop(starts), abs=1e-7)
+
+
+@given(arrivals())
+def test_no_port_carries_more_than_it_can_and_nobody_is_faster_than_alone(starts):
+    over = ends(*starts)
+    for (start, transfer), end in zip(starts, over, strict=True):
+        assert end >= start + transfer.alone - 1e-9
+    for port in (A, B, C, D):
+        users = [(start + t.latency, t.busy[port], end) for (start, t), end in zip(starts, over, strict=True) if port in t.busy]
+        if users:
+            assert sum(seconds for _, seconds, _ in users) <= max(end for *_, end in users) - min(at for at, *_ in users) + 1e-9
+
+
+def test_a_thousand_odd_numbers_late_in_time_all_end():
+    """Times near 1e6 s swallow the last bits of short transfers: nothing may hang, nothing may be lost."""
+    random.seed(0)
+    starts = [(1e6 + random.random() * 1e-3, Transfer(random.choice([0.0, 1e-7 / 3]), {p: 10 ** random.uniform(-15, -3) for p in (A, B)}))
+              for _ in range(300)]  # fmt: skip
+    starts += [(0.0, Transfer(1 / 3, {C: 10 ** random.uniform(-12, 3), D: 10 ** random.uniform(-300, -200)})) for _ in range(300)]
+    assert all(end >= start for end, (start, _) in zip(ends(*starts), starts, strict=True))
