@@ -6,15 +6,16 @@ import contextlib
 import difflib
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.specs import Cluster, Workload
 
 PRESETS = Path(__file__).resolve().parent.parent / "presets"
 MAX_YAML = 4 << 20  # [B]; a cluster or workload is a page of text
@@ -126,7 +127,143 @@ def _dotted(where: Where) -> str:
 
 
 def suggest(word: str, allowed: Iterable[str]) -> str:
-    """'; did you mean X? Allowed: ...' for a misspelt word."""
+    """'; did you mean X? Allowed: ...', the end of a message about a misspelt word."""
     allowed = list(allowed)
+    if not allowed:
+        return ""
     near = difflib.get_close_matches(str(word), allowed, n=1, cutoff=0.5)
-    return (f"; did you mean {near[0]}?" if near else "; ") + f" Allowed: {', '.join(allowed)}"
+    return (f"; did you mean {near[0]}? Allowed: " if near else "; allowed: ") + ", ".join(allowed)
+
+
+# --- specifications --------------------------------------------------------------------------------------------------------------------
+
+
+def read_cluster(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Cluster:
+    """A cluster from a YAML file or a preset; `overrides` as {'inter_node.bandwidth': '25GB/s'}.
+
+    'local' is what `gnnplan measure` left in the cache directory, else cautious defaults. Raises SpecError with file, line and field.
+    """
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        presets = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
+        if name_or_path not in presets:
+            raise SpecError(f"{name_or_path}: neither a .yaml file nor a preset{suggest(name_or_path, presets)}")
+        path = PRESETS / f"{name_or_path}.yaml"
+        if name_or_path == "local" and (measured := cache_dir() / "local.yaml").exists():
+            path = measured
+    document = read_yaml(path)
+    return _overridden(_checked(Cluster, document.data, document), overrides or {})
+
+
+def read_workload(path: str | None = None, flags: Mapping[str, object] | None = None,
+                  overrides: Mapping[str, str] | None = None) -> Workload:
+    """A workload: the defaults, then the file, then `flags` (by field name; None is not given), then `overrides`."""
+    document = read_yaml(path) if path else Document("the defaults", {}, {})
+    workload = _checked(Workload, document.data, document)
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    for name in given:
+        if name not in Workload.model_fields:
+            raise SpecError(f"--{name}: not a field of a workload{suggest(name, Workload.model_fields)}")
+    if given:
+        workload = _checked(Workload, workload.model_dump() | given, "--")
+    return _overridden(workload, overrides or {})
+
+
+def apply_overrides(cluster: Cluster, workload: Workload, settings: Sequence[str]) -> tuple[Cluster, Workload]:
+    """Both after settings such as 'servers=16', 'inter_node.bandwidth=25GB/s', 'hidden=256'; the field's name says whose it is."""
+    ours: dict[str, dict[str, str]] = {"cluster": {}, "workload": {}}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        key, first = key.strip(), key.strip().partition(".")[0]
+        if not equals or not value.strip():
+            raise SpecError(f"--set {setting}: must read field=value, as servers=16 or inter_node.bandwidth=25GB/s")
+        if first not in Cluster.model_fields and first not in Workload.model_fields:
+            raise SpecError(f"--set {setting}: no such field{suggest(key, [*_leaves(Cluster), *_leaves(Workload)])}")
+        ours["cluster" if first in Cluster.model_fields else "workload"][key] = value.strip()
+    return _overridden(cluster, ours["cluster"]), _overridden(workload, ours["workload"])
+
+
+def _overridden(model: Model, overrides: Mapping[str, str]) -> Model:
+    """The model with dotted fields replaced, checked as a whole; a cluster remembers in its provenance that a number was set by hand."""
+    if not overrides:
+        return model
+    data = model.model_dump()
+    for key, value in overrides.items():
+        path = key.split(".")
+        if path[0] == "collectives" and len(path) > 2:  # its keys have a dot themselves: collectives.all_reduce.intra_node.bandwidth
+            path = [path[0], ".".join(path[1:-1]), path[-1]]
+        target = data
+        for name in path[:-1]:
+            if target.get(name) is None:
+                target[name] = {}
+            target = target[name]
+            if not isinstance(target, dict):
+                raise SpecError(f"--set {key}: {name} is a single value without fields{suggest(key, _leaves(type(model)))}")
+        target[path[-1]] = value
+        if "provenance" in data and path[0] not in ("provenance", "name"):
+            data["provenance"][key] = "--set"
+    changed = _checked(type(model), data, "--set ")
+    if isinstance(model, Cluster) and isinstance(changed, Cluster):
+        _rescale(model, changed, overrides)
+    return changed
+
+
+def _rescale(before: Cluster, after: Cluster, overrides: Mapping[str, str]) -> None:
+    """Collectives measured on a link keep their ratio to it: without that, changing the link would change nothing."""
+    for key, measured in after.collectives.items():
+        placement = key.rpartition(".")[2]
+        old, new = getattr(before, placement, None), getattr(after, placement, None)
+        if old and new and old != new and not any(name.startswith(f"collectives.{key}.") for name in overrides):
+            latency = measured.latency * new.latency / old.latency if old.latency else new.latency
+            after.collectives[key] = measured.model_copy(update={"bandwidth": measured.bandwidth * new.bandwidth / old.bandwidth,
+                                                                 "latency": latency})
+
+
+def _checked(kind: type[Model], data: Mapping[Any, Any], source: Document | str) -> Model:
+    """A model of the data, or SpecError with a line per mistake; `source` is a document or what to put before a field's name."""
+    if kind is Workload and isinstance(fanout := data.get("fanout"), str) and fanout != "full":
+        data = {**data, "fanout": tuple(number.strip() for number in fanout.split(","))}
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        mistakes = []
+        for item in error.errors():
+            where, message = _mistake(kind, item["loc"], item["type"], item["msg"])
+            mistakes.append(str(source.error(where, message)) if isinstance(source, Document) else
+                            f"{source}{_dotted(where) if where else ''}".strip() + f": {message}")
+        raise SpecError("\n".join(dict.fromkeys(mistakes))) from error
+
+
+def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tuple[Where, str]:
+    """Where and what, in the file's words rather than pydantic's."""
+    parent = _model_at(kind, loc[:-1])
+    if rule == "extra_forbidden":
+        return loc, f"unknown field{suggest(str(loc[-1]), parent.model_fields if parent else [])}"
+    if rule == "missing":
+        return loc, "missing; this field is required"
+    if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
+        return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
+    return loc, message.removeprefix("Value error, ").replace("Input should be", "must be")
+
+
+def _model_at(kind: type[BaseModel], where: Where) -> type[BaseModel] | None:
+    """The model that sits at a place of another; the keys of a dictionary of models lead to its models."""
+    current: type[BaseModel] | None = kind
+    for name in where:
+        if current and name in current.model_fields:
+            current = _inner(current.model_fields[str(name)].annotation)
+    return current
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    """The model in `Link`, `Link | None` or `dict[str, Link]`."""
+    return next((kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _leaves(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    """Dotted names of all fields that --set can name."""
+    names = []
+    for name, field in kind.model_fields.items():
+        inner = _inner(field.annotation)
+        names += _leaves(inner, f"{prefix}{name}.") if inner and get_origin(field.annotation) is not dict else [prefix + name]
+    return names
