@@ -93,9 +93,6 @@ class Network:
 
     def _join(self, flow: _Flow) -> None:
         """The latency is over: take the ports."""
-        if not flow.left:
-            flow.done()
-            return
         alone = True
         for port in flow.shares:
             users = self._users.setdefault(port, {})
@@ -152,7 +149,6 @@ class Network:
         if flows[0].alarm != alarm:  # rates have changed since
             return
         for flow in due:
-            self._changed.pop(flow, None)
             for port in flow.shares:
                 del self._users[port][flow]
         if len(due) < len(flows):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.errors import SpecError
@@ -34,6 +34,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
     assert read_traces(tmp_path) == SPANS
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.integers(0, 2), st.text(st.characters(codec="utf-8"), max_size=5))))
 def test_times_survive_to_the_last_bit(tmp_path_factory, drawn):
     spans = [Span(text, "op", rank, "compute", start, start + length) for start, length, rank, text in drawn]
@@ -80,6 +81,13 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
         write(tmp_path, [Span("x", "x", 0, "compute", float("nan"), 1.0)])
     assert read_traces(tmp_path) == SPANS
     assert len(list(tmp_path.iterdir())) == 2  # no litter
+
+
+def test_a_write_that_cannot_end_leaves_no_litter(tmp_path):
+    (tmp_path / "trace.rank0.json").mkdir()
+    with pytest.raises(OSError):
+        write(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["trace.rank0.json"]
 
 
 def change_event(**fields):

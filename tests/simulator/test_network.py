@@ -12,6 +12,7 @@ from scipy.optimize import linprog
 from gnnplan.planner.cost import Transfer
 from gnnplan.simulator.network import Network, max_min
 
+unhurried = settings(deadline=None)  # the machine may be busy
 A, B, C, D = (("nic_out", i) for i in range(4))
 
 
@@ -133,6 +134,7 @@ def test_shares_equal_a_linear_program(busy):
     assert max_min(shares) == pytest.approx(by_linear_programs(shares), abs=1e-5)
 
 
+@unhurried
 @given(demands(flows=20))
 def test_everyone_has_a_bottleneck(busy):
     """Max-min, in other words: no port is overfull, and everyone is among the fastest on some full port."""
@@ -172,11 +174,13 @@ def arrivals(draw) -> list[tuple[float, Transfer]]:
     return [(draw(times), Transfer(draw(times), busy)) for busy in draw(demands(flows=10))]
 
 
+@unhurried
 @given(arrivals())
 def test_the_network_equals_a_plain_loop(starts):
     assert ends(*starts) == pytest.approx(by_plain_loop(starts), abs=1e-7)
 
 
+@unhurried
 @given(arrivals())
 def test_no_port_carries_more_than_it_can_and_nobody_is_faster_than_alone(starts):
     over = ends(*starts)
