@@ -89,6 +89,11 @@ def aggregate(block: Block, x: Tensor) -> Tensor:
     return _Aggregate.apply(x, block)
 
 
+def aggregate_transposed(block: Block, gradient: Tensor) -> Tensor:
+    """The gradient of aggregate's sources from that of its result, by hand: [R, H] -> [S, H]."""
+    return _spmm(block.t_indptr, block.t_indices, block.t_weight, gradient.contiguous())
+
+
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
@@ -98,8 +103,7 @@ class _Aggregate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        block = ctx.block
-        return _spmm(block.t_indptr, block.t_indices, block.t_weight, grad.contiguous()), None
+        return aggregate_transposed(ctx.block, grad), None
 
 
 def _spmm(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
@@ -117,8 +121,6 @@ def _spmm(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor) -> 
 
 
 # -- linear --------------------------------------------------------------------------------------------------------------
-
-ROWS = 1000  # rows per block of a weight gradient: operands stay in the second-level cache (175 against 92 GFLOP/s unblocked MKL)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
@@ -167,10 +169,14 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad [R, H_out], x [R, H_in] -> grad^T x [H_out, H_in], by blocks of rows."""
-    total = _product(grad[:ROWS].t(), x[:ROWS].t())
-    for start in range(ROWS, len(x), ROWS):
-        total += _product(grad[start : start + ROWS].t(), x[start : start + ROWS].t())
+    """grad [R, H_out], x [R, H_in] -> grad^T x [H_out, H_in].
+
+    By blocks of rows whose operands fit the second-level cache (2 MB): 175 GFLOP/s at width 256 against 140 at once, 93 by MKL.
+    """
+    rows = max(1000, 512_000 // (grad.shape[1] + x.shape[1]))
+    total = _product(grad[:rows].t(), x[:rows].t())
+    for start in range(rows, len(x), rows):
+        total += _product(grad[start : start + rows].t(), x[start : start + rows].t())
     return total
 
 
@@ -241,6 +247,7 @@ def keep_allocator() -> bool:
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
     try:
         libc = ctypes.CDLL(None)
-        return bool(libc.mallopt(mmap_threshold, 1 << 30) and libc.mallopt(trim_threshold, 2**31 - 1))
+        kept = libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 32 << 20)  # older glibc refuses more than 32 MiB
+        return bool(kept and libc.mallopt(trim_threshold, 2**31 - 1))
     except (AttributeError, OSError):  # musl, macOS, Windows
         return False
