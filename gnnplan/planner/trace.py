@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from gnnplan.planner.errors import SpecError
 
-LANE_ORDER = ("compute", "comm", "reduce", "copy", "host")  # top to bottom in the viewer: what matters first
+LANE_ORDER = ("compute", "comm", "receive", "reduce", "copy", "host")  # top to bottom in the viewer: what matters first
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
 
 

@@ -53,7 +53,7 @@ class Played:
 def play(schedule: Schedule, cost: Cost, *, contention: bool = True) -> Played:
     """All tasks of the steps (`setup` is over) in virtual time, starting at 0. Raises Deadlock when tasks wait for ever."""
     score = _Score(schedule, cost)
-    env = simpy.Environment()
+    env = simpy.Environment(0.0)
     network = Network(env)
 
     def end(act: _Act) -> None:
@@ -209,7 +209,7 @@ class _Score:
                 act = _Act(1, seconds[work])
             elif isinstance(work, Send):
                 if (rank, work) not in sends:
-                    sends[rank, work] = cost.send(rank, work)
+                    sends[rank, work] = _plain(cost.send(rank, work))
                 transfer = sends[rank, work]
                 act = _Act(1, transfer.alone, transfer)
             elif isinstance(work, Recv):
@@ -233,7 +233,7 @@ class _Score:
             parts = {n.task.rank: n.task.work for n in act.members if isinstance(n.task.work, Collective)}
             shares = tuple(parts.items())
             if shares not in transfers:
-                transfers[shares] = cost.collective(parts)
+                transfers[shares] = _plain(cost.collective(parts))
             act.transfer = transfers[shares]
             act.seconds = act.transfer.alone
 
@@ -266,6 +266,11 @@ class _Score:
         assert isinstance(work, Collective)  # nothing else waits once it has started
         come = {n.task.rank for n in node.act.members if not n.waits}
         return "ranks " + ", ".join(str(rank) for rank in work.group if rank not in come)
+
+
+def _plain(transfer: Transfer) -> Transfer:
+    """Python's own floats: numpy's are several times slower one by one."""
+    return Transfer(float(transfer.latency), {port: float(seconds) for port, seconds in transfer.busy.items()})
 
 
 def _span(node: _Node) -> Span:

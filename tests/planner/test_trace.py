@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.trace import Span, busy, read_traces, recorded_order, transfer_times, write_traces
+from gnnplan.planner.schedule import LANES
+from gnnplan.planner.trace import LANE_ORDER, Span, busy, read_traces, recorded_order, transfer_times, write_traces
 
 SPANS = [
     Span("forward:f:l0:s0", "forward", 0, "compute", 0.0, 0.1, 0, 0),
@@ -60,6 +61,10 @@ def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
     assert halo["pid"] == 1
     assert (halo["ts"], halo["dur"]) == pytest.approx((300_000, 100_000))  # [us]
     assert halo["args"]["bytes"] == 400
+
+
+def test_every_lane_of_a_schedule_has_its_place():
+    assert set(LANES) <= set(LANE_ORDER)
 
 
 def test_each_rank_writes_its_own_file_and_only_that(tmp_path):

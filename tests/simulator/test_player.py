@@ -72,6 +72,7 @@ def test_spans_tell_all_in_the_order_of_the_tasks():
         Span("forward:s0", "forward", 1, "compute", 5.0, 6.0, 0, 0),
     ]
     assert played.end_s == 6.0
+    assert {type(time) for span in played.spans for time in (span.start, span.end)} == {float}  # numpy's would be slow
 
 
 def pipeline(stages: int, chunks: int, seconds: float) -> Schedule:
