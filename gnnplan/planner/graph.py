@@ -277,21 +277,21 @@ def _from_npz(source: str, path: str, options: Mapping[str, Any], own_width: boo
             at = int(np.flatnonzero(bad)[0])
             raise SpecError(f"{path}: {name}[{at}]: vertex ids must lie in [0, {vertices - 1:,}], found {int(ids[at])} "
                             f"({int(bad.sum()):,} such edges); ids count from 0, and {counted or 'the edges'} give {vertices:,} vertices")
-    _must_fit(source, f"a graph of {vertices:,} vertices", vertices * 8.0)
+    made_up = 0 if "x" in arrays or "x_indptr" in arrays else options["features"]
+    _must_fit(source, f"{vertices:,} vertices with {made_up:,} stand-in features" if made_up else f"{vertices:,} vertices",
+              vertices * (20.0 + 8 * made_up) + 60.0 * len(src))
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
     notes += changes
 
     rng = np.random.default_rng(options["seed"])
     x: Any
-    if "x" in arrays or "x_indptr" in arrays:
+    if not made_up:
         if own_width:
             raise SpecError(f"{source}: features= is the width of stand-in features, but the file has its own; drop it")
         x = _own_features(path, arrays, vertices)
     else:
-        width = options["features"]
-        _must_fit(source, f"stand-in features [{vertices:,}, {width:,}]", 8.0 * vertices * width)
-        x = _stand_in(indptr, width, rng)
-        notes.append(f"stand-in features: the file has none, so {width} made by seed {options['seed']} (random normal, one of log degree)")
+        x = _stand_in(indptr, made_up, rng)
+        notes.append(f"stand-in features: the file has none, so {made_up} made by seed {options['seed']} (normal noise, one of log degree)")
     y, classes = _labels(path, arrays, vertices, meta)
     train, val, test = _masks(path, arrays, y, classes, vertices, rng, notes, options["seed"])
     stats = GraphStats(name=Path(path).stem, source=source, vertices=vertices, edges=len(indices), features=x.shape[1], classes=classes,

@@ -113,7 +113,7 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
     if len(indices) >= 2**31:
         raise SpecError(f"METIS takes fewer than 2**31 directed edges, the graph has {len(indices):,}; use the partitioner hash or random")
     adjacency = pymetis.CSRAdjacency(indptr.astype(np.int32), indices.astype(np.int32))  # METIS's own width, so no slow conversion
-    options = pymetis.Options(objtype=int(volume), seed=seed)
+    options = pymetis.Options(objtype=int(volume), seed=seed + 1)  # to C's random numbers, seeds 0 and 1 are the same
     whole = None
     if weights is not None and int(weights.sum()) >= 3 * parts * int(weights.max()) > 0:
         # METIS stumbles, and prints, over weights of 0 and where a part would hold a vertex or two, so there they do not count

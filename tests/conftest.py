@@ -1,0 +1,33 @@
+"""What tests of several packages share: real graphs where there are some, and a cache of their own."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def dataset() -> Callable[[str], str]:
+    """dataset('squirrel') -> path of the real graph; skips where it is absent.
+
+    Looks in $GNNPLAN_DATASETS, else in shared/datasets beside the repository or one of its parents.
+    """
+
+    def find(name: str) -> str:
+        own = os.environ.get("GNNPLAN_DATASETS")
+        folders = [Path(own)] if own else [parent / "shared" / "datasets" for parent in Path(__file__).resolve().parents[1:]]
+        for folder in folders:
+            if (folder / f"{name}.npz").is_file():
+                return str(folder / f"{name}.npz")
+        pytest.skip(f"real graph {name}.npz not found; set GNNPLAN_DATASETS to the folder that holds it")
+
+    return find
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test starts with an empty cache and leaves the user's alone."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("GNNPLAN_CACHE", str(folder))
+    return folder

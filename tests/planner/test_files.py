@@ -1,0 +1,261 @@
+"""Specifications from files, flags and --set; writing all or nothing."""
+
+import os
+import stat
+import textwrap
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import (
+    PRESETS,
+    apply_overrides,
+    cache_dir,
+    read_cluster,
+    read_workload,
+    read_yaml,
+    write_atomically,
+)
+from gnnplan.planner.specs import Cluster, Workload
+
+CLUSTER = """\
+name: two
+servers: 2
+gpus_per_server: 4
+device:
+  memory: 24GiB
+  gemm: 13.9TFLOP/s
+  memory_bandwidth: 576GB/s
+intra_node: {bandwidth: 23GB/s}
+inter_node:
+  bandwidth: 200Gbit/s
+  latency: 10us
+"""
+
+
+@pytest.fixture
+def cluster_with(tmp_path):
+    """Writes CLUSTER with one piece of text replaced; gives the path."""
+
+    def write(old="", new=""):
+        assert old in CLUSTER
+        (tmp_path / "cluster.yaml").write_text(CLUSTER.replace(old, new) if old else CLUSTER + new)
+        return str(tmp_path / "cluster.yaml")
+
+    return write
+
+
+def test_a_cluster_from_a_file(cluster_with):
+    cluster = read_cluster(cluster_with())
+    assert (cluster.ranks, cluster.device.memory, cluster.inter_node.bandwidth) == (8, 24 * 2**30, 25e9)
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ("  memory: 24GiB", "  memory: 24", r"cluster.yaml:5: device.memory: a memory size \[B\] must lie in .* Check the unit"),
+    ("  latency: 10us", "  latency: 10", None),  # 10 s: at the bound, still allowed
+    ("  latency: 10us", "  latenzy: 10us", "cluster.yaml:11: inter_node.latenzy: unknown field; did you mean latency"),
+    ("  latency: 10us", "  latency: -1us", "cluster.yaml:11: inter_node.latency: a latency"),
+    ("200Gbit/s", "200Gfoo/s", "cluster.yaml:10: inter_node.bandwidth: '200Gfoo/s' has an unknown unit"),
+    ("200Gbit/s", "-5GB/s", "cluster.yaml:10: inter_node.bandwidth: a bandwidth"),
+    ("{bandwidth: 23GB/s}", "{bandwidth: .nan}", "cluster.yaml:8: intra_node.bandwidth: a bandwidth"),
+    ("servers: 2", "servers: two", "cluster.yaml:2: servers: must be a valid integer"),
+    ("servers: 2", "servers: 0", "cluster.yaml:2: servers: must be greater than or equal to 1"),
+    ("  gemm: 13.9TFLOP/s\n", "", "cluster.yaml:4: device.gemm: missing"),
+    ("", "servers: 3\n", "cluster.yaml:12: servers: given twice, first in line 2"),
+    ("", "serverz: 3\n", "cluster.yaml:12: serverz: unknown field; did you mean servers?"),
+    ("", "provenance: [1]\n", "cluster.yaml:12: provenance: must be a valid dictionary"),
+    ("", "collectives:\n  all_reduce.intra_node: {bandwith: 1GB/s}\n", "cluster.yaml:13: .*bandwith: unknown field; did you mean band"),
+    ("", "device: *d\n", "cluster.yaml:12: not valid YAML"),
+    ("", "provenance: &p {a: b}\ncollectives: *p\n", "cluster.yaml:.*anchors and aliases"),
+    ("", "provenance: !!python/object/apply:os.getcwd []\n", "cluster.yaml:12: provenance: must be a valid dictionary"),
+    ("", "a: [1\n", "cluster.yaml:.*not valid YAML"),
+    ("", "? [a]\n: 1\n", "cluster.yaml:12: .*a key must be a word"),
+])  # fmt: skip
+def test_mistakes_are_reported_by_file_line_and_field(cluster_with, old, new, words):
+    path = cluster_with(old, new)
+    if words is None:
+        assert read_cluster(path).inter_node.latency == 10
+        return
+    with pytest.raises(SpecError, match=words):
+        read_cluster(path)
+
+
+def test_all_mistakes_are_reported_at_once(cluster_with):
+    with pytest.raises(SpecError) as error:
+        read_cluster(cluster_with("servers: 2\ngpus_per_server: 4", "servers: 0\ngpus_per_server: none"))
+    assert [line.split(":")[1] for line in str(error.value).splitlines()] == ["2", "3"]
+
+
+def test_more_servers_need_a_network(cluster_with):
+    path = cluster_with("inter_node:\n  bandwidth: 200Gbit/s\n  latency: 10us\n", "")
+    with pytest.raises(SpecError, match=r"inter_node \(the link between servers\) must be given"):
+        read_cluster(path)
+
+
+def test_files_that_are_no_specification(tmp_path):
+    for name, content, words in (("list.yaml", b"[1, 2]", "must be a mapping"), ("bin.yaml", b"\xff\xfe\x00", "not valid YAML"),
+                                 ("deep.yaml", b"a: " + b"[" * 5000, "not valid YAML"),
+                                 ("big.yaml", b"#" * (5 << 20), "larger than")):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SpecError, match=words):
+            read_cluster(str(tmp_path / name))
+    with pytest.raises(SpecError, match=r"none.yaml: cannot be read \(No such file"):
+        read_cluster(str(tmp_path / "none.yaml"))
+    with pytest.raises(SpecError, match=r"cannot be read \(Is a directory"):
+        read_yaml(tmp_path)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_damaged_yaml_is_a_specerror(tmp_path, data):
+    raw = bytearray(CLUSTER.encode())
+    for _ in range(data.draw(st.integers(1, 5))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.sampled_from(b"\x00\xff:{}[]&*!|>%@#\"'-? \t\n19.,a"))
+    (tmp_path / "c.yaml").write_bytes(raw)
+    try:
+        assert isinstance(read_cluster(str(tmp_path / "c.yaml")), Cluster)
+    except SpecError as error:
+        assert "c.yaml" in str(error)
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+def test_presets_are_whole_and_say_where_numbers_come_from(name):
+    cluster = read_cluster(name)
+    assert cluster.name == name
+    needed = {"device.memory", "device.gemm", "device.memory_bandwidth", "intra_node.bandwidth", "intra_node.latency"}
+    needed |= {"inter_node.bandwidth", "inter_node.latency"} if cluster.inter_node else set()
+    assert needed <= set(cluster.provenance)
+    for field, text in cluster.provenance.items():
+        assert text.startswith(("datasheet", "printed", "derived", "assumed", "cautious default")), field
+
+
+def test_datasheet_times_efficiency():
+    cluster = read_cluster("gnnpipe_a5000")
+    assert (cluster.servers, cluster.gpus_per_server) == (2, 4)
+    assert cluster.device.gemm == 27.8e12 * 0.5 and cluster.inter_node.bandwidth == 200e9 / 8 * 0.75
+    assert cluster.provenance["device.gemm"] == "datasheet 27.8 TFLOP/s x 0.5"
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(SpecError, match=r"did you mean gnnpipe_a5000\? Allowed: gnnpipe_a5000, .*local"):
+        read_cluster("gnnpipe_a500")
+
+
+def test_local_is_as_measured_where_it_was_measured(own_cache, cluster_with):
+    assert set(read_cluster("local").provenance.values()) == {"cautious default"}
+    (own_cache / "local.yaml").write_text(CLUSTER)
+    assert read_cluster("local").name == "two"
+    (own_cache / "local.yaml").write_text("servers: 1\n")
+    with pytest.raises(SpecError, match=f"{own_cache}/local.yaml:1: device: missing"):
+        read_cluster("local")
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch, tmp_path):
+    assert cache_dir() == type(tmp_path)(os.environ["GNNPLAN_CACHE"])
+    monkeypatch.delenv("GNNPLAN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "gnnplan"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "gnnplan"
+
+
+# --- workloads and overrides -----------------------------------------------------------------------------------------------------------
+
+
+def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
+    path = tmp_path / "workload.yaml"
+    path.write_text(textwrap.dedent("""\
+        model: gcnii
+        layers: 32
+        hidden: 1000
+        fanout: 15,10
+        """))
+    workload = read_workload(str(path), {"hidden": 64, "dropout": None}, {"layers": "8"})
+    assert (workload.model, workload.layers, workload.hidden, workload.dropout) == ("gcnii", 8, 64, 0.0)
+    assert workload.fanout == (15, 10)
+    assert read_workload() == Workload()
+    assert read_workload(None, {"fanout": "full"}).fanout == "full" and read_workload(None, {"fanout": "5"}).fanout == (5,)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"layers": 0}, "--layers: must be greater than or equal to 1"), ({"fanout": "15,x"}, "--fanout: must be full, or a number"),
+    ({"model": "gat"}, "--model: must be 'gcn', 'sage' or 'gcnii'"), ({"hiden": 3}, "--hiden: not a field .* did you mean hidden"),
+])  # fmt: skip
+def test_bad_flags_are_named(flags, words):
+    with pytest.raises(SpecError, match=words):
+        read_workload(None, flags)
+
+
+def test_overrides_go_where_they_belong():
+    cluster, workload = apply_overrides(read_cluster("pipegcn_2080ti"), Workload(), [
+        "servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "device.gather.64=5GB/s", "fanout=3,2",
+        "collectives.all_reduce.inter_node.bandwidth=2GB/s"])  # fmt: skip
+    assert (cluster.servers, cluster.inter_node.bandwidth, cluster.device.gather) == (16, 25e9, {64: 5e9})
+    assert cluster.collectives["all_reduce.inter_node"].bandwidth == 2e9
+    assert cluster.provenance["servers"] == cluster.provenance["inter_node.bandwidth"] == "--set"
+    assert (workload.hidden, workload.fanout) == (256, (3, 2))
+
+
+@pytest.mark.parametrize("setting, words", [
+    ("hiden=3", "--set hiden=3: no such field; did you mean hidden.*inter_node.bandwidth"), ("servers", "must read field=value"),
+    ("servers=", "must read field=value"), ("servers=1.5", "--set servers: must be a valid integer"),
+    ("intra_node.bandwidt=3GB/s", "--set intra_node.bandwidt: unknown field; did you mean bandwidth"),
+    ("servers.x=3", "servers is a single value without fields"), ("intra_node.bandwidth=25", "Check the unit"),
+    ("servers=2", "--set: servers is 2, so inter_node"), ("device=3", "--set device: must be a valid dictionary"),
+])  # fmt: skip
+def test_bad_overrides_are_named(setting, words):
+    with pytest.raises(SpecError, match=words):
+        apply_overrides(read_cluster("pipegcn_2080ti"), Workload(), [setting])
+
+
+def test_a_measured_collective_follows_its_link(cluster_with):
+    """Else '--set inter_node.bandwidth' would change nothing on a measured cluster."""
+    measured = "  all_reduce.inter_node: {bandwidth: 10GB/s, latency: 40us}\n  exchange.intra_node: {bandwidth: 5GB/s}\n"
+    path = cluster_with("", f"collectives:\n{measured}")
+    cluster = read_cluster(path, {"inter_node.bandwidth": "50GB/s"})
+    assert cluster.collectives["all_reduce.inter_node"].bandwidth == pytest.approx(20e9)
+    assert cluster.collectives["all_reduce.inter_node"].latency == pytest.approx(40e-6)
+    assert cluster.collectives["exchange.intra_node"].bandwidth == 5e9
+    assert read_cluster(path, {"inter_node.bandwidth": "25GB/s"}).collectives == read_cluster(path).collectives
+    both = {"inter_node.bandwidth": "50GB/s", "collectives.all_reduce.inter_node.bandwidth": "1GB/s"}
+    assert read_cluster(path, both).collectives["all_reduce.inter_node"].bandwidth == 1e9
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_writing_replaces_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "plan.json"
+    write_atomically(path, "old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["plan.json"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    write_atomically(path, "old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SpecError, match=r"plan.json: cannot be written \(No space left"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_folders_are_made_only_when_asked_for(tmp_path):
+    path = tmp_path / "a" / "b" / "x.txt"
+    with pytest.raises(SpecError, match="does not exist; create it first"):
+        write_atomically(path, "x")
+    write_atomically(path, "x", parents=True)
+    assert path.read_text() == "x"

@@ -1,0 +1,157 @@
+"""Partitions: complete, none empty, the same again, and better where edges are looked at."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnplan.planner import partition as module
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.graph import in_neighbours, load
+from gnnplan.planner.partition import METHODS, locality_order, partition, partition_weighted, repair, undirected
+
+COMMUNITY = "synthetic:community?vertices=4000&edges=80000&features=2&classes=8"
+
+
+def cut(graph, part):
+    return int((np.repeat(part, graph.degree) != part[graph.indices]).sum())
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return load(COMMUNITY)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_every_vertex_has_a_part_and_parts_are_even(graph, method, parts):
+    part = partition(graph, parts, method)
+    assert part.dtype == np.int32 and part.shape == (4000,)
+    sizes = np.bincount(part, minlength=parts)
+    assert len(sizes) == parts and sizes.max() <= 1.04 * sizes.mean()
+    assert np.array_equal(part, partition(graph, parts, method))
+
+
+def test_only_metis_sees_the_communities(graph):
+    cuts = {method: cut(graph, partition(graph, 8, method)) for method in METHODS}
+    assert cuts["metis"] < cuts["metis-volume"] < cuts["hash"] and cuts["metis"] < 0.5 * cuts["random"]
+    assert min(cuts["hash"], cuts["random"]) > 0.85 * 7 / 8 * graph.stats.edges  # no better than chance: ids are shuffled
+
+
+def test_seeds_differ(graph):
+    assert not np.array_equal(partition(graph, 4, "random", seed=0), partition(graph, 4, "random", seed=1))
+    assert not np.array_equal(partition(graph, 4, "metis", seed=0), partition(graph, 4, "metis", seed=1))
+
+
+def test_training_vertices_are_balanced_on_demand(tmp_path, graph):
+    rows = np.repeat(np.arange(4000), graph.degree)
+    train = partition(graph, 8) < 2  # as uneven as can be: two of eight parts train
+    np.savez(tmp_path / "uneven.npz", src=graph.indices, dst=rows, y=graph.y, train_mask=train, x=graph.x)
+    uneven = load(str(tmp_path / "uneven.npz"))
+
+    def spread(balance):
+        counts = np.bincount(partition(uneven, 4, balance=balance), weights=uneven.train, minlength=4)
+        return counts.max() / counts.mean()
+
+    assert spread("train") < 1.7 < spread("vertices")  # half of a part's weight is training: 0.4 of it at most, 0.25 is even
+
+
+def test_directed_graphs_are_partitioned_as_undirected(tmp_path):
+    np.savez(tmp_path / "path.npz", src=np.arange(99), dst=np.arange(1, 100), x=np.ones((100, 1)))
+    directed = load(str(tmp_path / "path.npz"), directed=True)
+    indptr, indices = undirected(directed)
+    both = load(str(tmp_path / "path.npz"))
+    assert np.array_equal(indptr, both.indptr) and np.array_equal(indices, both.indices)
+    assert cut(directed, partition(directed, 2)) <= 3
+
+
+def test_refusals(tmp_path, graph):
+    with pytest.raises(SpecError, match=r"parts must lie in \[1, 4,000\] .*, got 4,001"):
+        partition(graph, 4001)
+    with pytest.raises(SpecError, match="got 0"):
+        partition(graph, 0)
+    with pytest.raises(SpecError, match="'mets' is unknown; did you mean metis"):
+        partition(graph, 2, "mets")
+    (tmp_path / "s.yaml").write_text("vertices: 10\nedges: 20\nfeatures: 1\nclasses: 2\n")
+    with pytest.raises(SpecError, match="statistics only"):
+        partition(load(str(tmp_path / "s.yaml")), 2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 30), st.data())
+def test_small_graphs_never_leave_a_part_empty(vertices, data):
+    ids = st.integers(0, vertices - 1)
+    src, dst = np.array(data.draw(st.lists(st.tuples(ids, ids), max_size=80)), np.int64).reshape(-1, 2).T
+    parts = data.draw(st.integers(1, vertices))
+    weights = data.draw(st.none() | st.lists(st.integers(0, 50), min_size=vertices, max_size=vertices).map(np.array))
+    indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
+    part = partition_weighted(indptr, indices, weights, parts)
+    assert part.shape == (vertices,) and set(part.tolist()) == set(range(parts))
+
+
+def test_metis_prints_nothing(capfd):
+    """It would break --json; it used to, on parts of about one vertex and on weights of 0."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        n = int(rng.integers(2, 40))
+        indptr, indices, _ = in_neighbours(rng.integers(0, n, 3 * n), rng.integers(0, n, 3 * n), n, directed=False)
+        partition_weighted(indptr, indices, rng.integers(0, 4, n), int(rng.integers(1, n + 1)))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_are_balanced(graph):
+    weights = np.random.default_rng(0).integers(0, 20, 4000)
+    loads = np.bincount(partition_weighted(graph.indptr, graph.indices, weights, 8), weights=weights)
+    assert loads.max() <= 1.05 * loads.mean()
+
+
+def test_repair_moves_the_last_vertices_of_the_largest_part():
+    assert repair(np.array([0, 0, 0, 0, 0, 0, 2], np.int32), 4).tolist() == [0, 0, 0, 0, 3, 1, 2]
+
+
+def test_the_cache_answers_and_survives_damage(own_cache, graph, monkeypatch):
+    part = partition(graph, 4)
+    (path,) = own_cache.glob("partitions/*.npy")
+
+    def fail(*_, **__):
+        raise AssertionError("METIS was asked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_metis", fail)
+        assert np.array_equal(partition(graph, 4), part)
+        with pytest.raises(AssertionError):
+            partition(graph, 4, seed=1)  # another seed is another partition
+    for rubbish in (b"", b"rubbish", path.read_bytes()[:-5]):
+        path.write_bytes(rubbish)
+        assert np.array_equal(partition(graph, 4), part)
+    for wrong in (part[:-1], part + 1, part.astype(np.int64), part.astype(object)):
+        np.save(path, wrong)
+        assert np.array_equal(partition(graph, 4), part)
+    assert np.array_equal(np.load(path), part)  # mended
+
+
+def test_a_closed_cache_costs_only_time(graph, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path / "file"))
+    assert len(np.unique(partition(graph, 4))) == 4
+
+
+def test_locality_order_keeps_clusters_together(graph):
+    rank = locality_order(graph, 16)
+    assert np.array_equal(np.sort(rank), np.arange(4000))
+    rows = np.repeat(np.arange(4000), graph.degree)
+    distance = np.abs(rank[rows].astype(int) - rank[graph.indices]).mean()
+    assert distance < 0.8 * np.abs(rows - graph.indices).mean()
+    clusters = partition(graph, 16)
+    in_order = clusters[np.argsort(rank)]
+    assert (np.diff(in_order) != 0).sum() == 15  # each cluster is one stretch
+
+
+def test_small_graphs_stay_in_order():
+    assert np.array_equal(locality_order(load("synthetic:community?vertices=500&edges=2000")), np.arange(500))
+
+
+def test_squirrel(dataset):
+    graph = load(dataset("squirrel"))
+    cuts = {method: cut(graph, partition(graph, 8, method)) for method in METHODS}
+    assert cuts["metis"] < 150_000 < 320_000 < cuts["hash"]
