@@ -232,6 +232,9 @@ def _checked(kind: type[Model], data: Mapping[Any, Any], source: Document | str)
             mistakes.append(str(source.error(where, message)) if isinstance(source, Document) else
                             f"{source}{_dotted(where) if where else ''}".strip() + f": {message}")
         raise SpecError("\n".join(dict.fromkeys(mistakes))) from error
+    except TypeError as error:  # from a validator that was given a list, a mapping or nothing
+        name = source.path if isinstance(source, Document) else source.strip()
+        raise SpecError(f"{name}: a field is empty, a list or a mapping where a number is expected ({error})") from error
 
 
 def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tuple[Where, str]:

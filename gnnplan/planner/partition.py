@@ -115,10 +115,11 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
     adjacency = pymetis.CSRAdjacency(indptr.astype(np.int32), indices.astype(np.int32))  # METIS's own width, so no slow conversion
     options = pymetis.Options(objtype=int(volume), seed=seed + 1)  # to C's random numbers, seeds 0 and 1 are the same
     whole = None
+    weights = None if weights is None else np.asarray(weights, dtype=np.int64)
     if weights is not None and int(weights.sum()) >= 3 * parts * int(weights.max()) > 0:
         # METIS stumbles, and prints, over weights of 0 and where a part would hold a vertex or two, so there they do not count
         grain = max(1, min(1000, 2**30 // int(weights.sum())))
-        whole = (1 + grain * weights.astype(np.int64)).astype(np.int32)
+        whole = (1 + grain * weights).astype(np.int32)
     return np.asarray(pymetis.part_graph(parts, adjacency, vweights=whole, recursive=False, options=options).vertex_part, dtype=np.int32)
 
 

@@ -63,6 +63,7 @@ def test_a_cluster_from_a_file(cluster_with):
     ("servers: 2", "servers: two", "cluster.yaml:2: servers: must be a valid integer"),
     ("servers: 2", "servers: 0", "cluster.yaml:2: servers: must be greater than or equal to 1"),
     ("  gemm: 13.9TFLOP/s\n", "", "cluster.yaml:4: device.gemm: missing"),
+    ("  memory: 24GiB", "  memory:", "cluster.yaml:"),
     ("", "servers: 3\n", "cluster.yaml:12: servers: given twice, first in line 2"),
     ("", "serverz: 3\n", "cluster.yaml:12: serverz: unknown field; did you mean servers?"),
     ("", "provenance: [1]\n", "cluster.yaml:12: provenance: must be a valid dictionary"),
