@@ -7,7 +7,7 @@ shares ports between transfers that overlap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,13 +23,16 @@ Number = Any  # float or numpy array: closed forms are evaluated over many candi
 class Transfer(NamedTuple):
     """`latency` [s], then every port is busy for its seconds when alone."""
 
-    latency: float
-    busy: Mapping[Port, float]
+    latency: Number
+    busy: Mapping[Port, Number]
 
     @property
-    def alone(self) -> float:
+    def alone(self) -> Number:
         """Duration without contention [s]."""
-        return self.latency + max(self.busy.values(), default=0.0)
+        if not self.busy:
+            return self.latency
+        values = list(self.busy.values())
+        return self.latency + (np.maximum.reduce(values) if np.ndim(values[0]) else max(values))
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Cost:
         seconds = work.flops / device.gemm + work.touched / device.memory_bandwidth + work.launches * device.launch
         for rows, width in work.gathers:
             seconds = seconds + rows * width * work.itemsize / self.gather_rate(width)
-        return seconds
+        return seconds + work.beside * device.overlap_tax / self.link("exchange", "intra_node").bandwidth
 
     def gather_rate(self, width: int) -> float:
         """Aggregation rate at a row width [B of gathered rows/s]: log-log between the measured widths, flat outside."""
@@ -75,18 +78,22 @@ class Cost:
         return "intra_node" if self.servers[a] == self.servers[b] else "inter_node"
 
     def send(self, rank: int, work: Send) -> Transfer:
-        return self._pairwise("send", [(rank, work.peer, work.nbytes)])
+        return self._pairwise("send", np.array([rank]), np.array([work.peer]), np.array([work.nbytes]))
 
     def collective(self, parts: Mapping[int, Collective]) -> Transfer:
         """`parts`: every member's own share of one collective."""
         first = next(iter(parts.values()))
         if first.op == "all_reduce":
             return self.all_reduce(first.size, first.group)
-        return self.exchange((rank, peer, n) for rank, part in parts.items() for peer, n in part.sent)
+        sent = np.zeros((len(self.servers),) * 2)
+        for rank, part in parts.items():
+            for peer, nbytes in part.sent:
+                sent[rank, peer] = nbytes
+        return self.exchange(sent)
 
-    def exchange(self, messages: Iterable[tuple[int, int, int]]) -> Transfer:
-        """Pairwise irregular all-to-all of (from, to, bytes); each rank starts its messages one after the other."""
-        return self._pairwise("exchange", messages)
+    def exchange(self, sent: np.ndarray) -> Transfer:
+        """Pairwise irregular all-to-all, `sent[i, j]` bytes from i to j; each rank starts its messages one after the other."""
+        return self._pairwise("exchange", *np.nonzero(sent), sent[np.nonzero(sent)])
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
         """Ring: 2 (n-1) hops of size / n bytes; servers are visited one after the other, so a card carries the ring once."""
@@ -103,23 +110,17 @@ class Cost:
                 busy[("nic_out", server)] = busy[("nic_in", server)] = wire / slowest.bandwidth
         return Transfer(2 * (n - 1) * slowest.latency, busy)
 
-    def _pairwise(self, op: str, messages: Iterable[tuple[int, int, int]]) -> Transfer:
-        busy: dict[Port, float] = {}
-        delay: dict[int, float] = {}
-        links: dict[Placement, Link] = {}
-        for source, target, nbytes in messages:
-            if not nbytes:
+    def _pairwise(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray) -> Transfer:
+        server = np.asarray(self.servers)
+        inside = server[source] == server[target]
+        latency: Number = 0.0
+        busy: dict[Port, Number] = {}
+        for where, chosen, kind, at in (("intra_node", inside, "gpu", np.arange(len(server))), ("inter_node", ~inside, "nic", server)):
+            if not chosen.any():
                 continue
-            where = self.placement(source, target)
-            if where not in links:
-                links[where] = self.link(op, where)
-            link = links[where]
-            seconds = nbytes / link.bandwidth
-            delay[source] = delay.get(source, 0.0) + link.latency
-            if where == "intra_node":
-                ports: tuple[Port, Port] = (("gpu_out", source), ("gpu_in", target))
-            else:
-                ports = (("nic_out", self.servers[source]), ("nic_in", self.servers[target]))
-            for port in ports:
-                busy[port] = busy.get(port, 0.0) + seconds
-        return Transfer(max(delay.values(), default=0.0), busy)
+            link = self.link(op, where)  # type: ignore[arg-type]
+            latency = latency + np.bincount(source[chosen]).max() * link.latency
+            for way, end in (("out", source), ("in", target)):
+                load = np.bincount(at[end[chosen]], weights=nbytes[chosen])
+                busy.update({(f"{kind}_{way}", int(port)): load[port] / link.bandwidth for port in np.flatnonzero(load)})
+        return Transfer(latency, busy)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-LANES = ("host", "copy", "compute", "comm", "reduce")
+LANES = ("host", "copy", "compute", "comm", "receive", "reduce")
 
 
 class Label(NamedTuple):
@@ -45,10 +45,11 @@ class Compute:
     touched: float = 0.0  # element-wise: bytes read and written [B]
     launches: float = 0.0  # framework operations
     itemsize: int = 4  # [B] per number
+    beside: float = 0.0  # bytes that move beside it and tax it (overlap) [B]
 
     def __add__(self, other: Compute) -> Compute:
         return Compute(self.flops + other.flops, self.gathers + other.gathers, self.touched + other.touched,
-                       self.launches + other.launches, self.itemsize)  # fmt: skip
+                       self.launches + other.launches, self.itemsize, self.beside + other.beside)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,10 @@ class Link(Spec):
     bandwidth: Bandwidth
     latency: Latency = 10e-6
 
+    def slowed(self, factor: float) -> Link:
+        """The same link when its driver gets 1/factor of a core."""
+        return Link(bandwidth=self.bandwidth / factor, latency=self.latency * factor)
+
 
 class Device(Spec):
     """A GPU, or a CPU core that plays one rank."""
@@ -56,6 +60,7 @@ class Device(Spec):
     memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s], as reached
     gather: dict[int, Bandwidth] = Field(default_factory=dict)  # row width -> aggregation [B of gathered rows/s]; empty: memory_bandwidth / 2
     launch: Latency = 8e-6  # one framework operation, however small [s]
+    overlap_tax: float = Field(0.0, ge=0.0, le=1.0)  # share of a transfer's seconds that computation beside it loses
 
 
 class Cluster(Spec):
@@ -67,6 +72,7 @@ class Cluster(Spec):
     device: Device
     intra_node: Link
     inter_node: Link | None = None  # one network card per server
+    cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server
     collectives: dict[str, Link] = Field(default_factory=dict)
     provenance: dict[str, str] = Field(default_factory=dict)  # field -> 'measured 2026-11-20 on ...' | 'datasheet' | 'assumed'
 

@@ -11,7 +11,7 @@ _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PATTERN = re.compile(r"^\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-zµ]*)(/s|ps)?\s*$")
 
 
-def quantity(text: str | float) -> float:
+def quantity(text: object) -> float:
     """'25GB/s', '400Mbit/s', '10us', '24GiB', '27.8TFLOP/s' or a bare number, in SI [B, s, flop, per s].
 
     Raises ValueError when the unit is unknown.
@@ -19,7 +19,9 @@ def quantity(text: str | float) -> float:
     >>> quantity("25GB/s"), quantity("400 Mbit/s"), quantity("10us"), quantity(3)
     (25000000000.0, 50000000.0, 1e-05, 3.0)
     """
-    if isinstance(text, (int, float)):
+    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        raise ValueError(f"needs a number with a unit such as 25GB/s, not {text!r}")
+    if not isinstance(text, str):
         return float(text)
     match = _PATTERN.match(text)
     if not match:

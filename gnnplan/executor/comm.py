@@ -1,0 +1,101 @@
+"""Rows between ranks: pairwise exchanges whose gradient is the same exchange backwards, and point-to-point messages.
+
+Across a slow link isend/irecv pairs beat all_to_all_single (211 against 356 ms for 10 MB at 400 Mbit/s). NCCL moves
+device tensors; Gloo moves host tensors, so device rows are staged through pinned host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnnplan.executor.worker import Rank
+
+
+class Exchange:
+    """Who gets which of my rows, and how many rows I get from whom.
+
+    give: per peer the positions of my rows it needs (int64); take: rows I get from each peer [ranks]. Received rows stand
+    grouped by peer, as layout.Piece.halo has them.
+    """
+
+    def __init__(self, rank: Rank, give: Sequence[np.ndarray], take: np.ndarray) -> None:
+        self.rank = rank
+        self.take = [int(n) for n in take]
+        self.positions = torch.from_numpy(np.concatenate(give).astype(np.int64)).to(rank.device)  # of all peers, one after the other
+        self.gives = [len(g) for g in give]
+
+    @property
+    def silent(self) -> bool:
+        """Nothing to send and nothing to receive on this rank."""
+        return not sum(self.gives) and not sum(self.take)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """My rows for all peers, a copy [sum gives, H]: the source may be overwritten while they travel."""
+        return rows.index_select(0, self.positions)
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Send packed rows, receive my halo [sum take, H]. Blocks until both are done."""
+        return self._swap(packed, self.gives, self.take)
+
+    def backward(self, halo_gradient: Tensor) -> Tensor:
+        """Send my halo's gradient home, receive the peers' gradients of the rows I gave [sum gives, H]."""
+        return self._swap(halo_gradient, self.take, self.gives)
+
+    def add_home(self, gradient: Tensor, received: Tensor) -> None:
+        """Add the peers' gradients to my rows' gradient in place."""
+        if received.shape[0]:
+            gradient.index_add_(0, self.positions, received)
+
+    def _swap(self, outgoing: Tensor, gives: list[int], takes: list[int]) -> Tensor:
+        rank, width = self.rank, outgoing.shape[1]
+        staged = rank.staged(outgoing)
+        incoming = torch.empty((sum(takes), width), dtype=staged.dtype, device=staged.device)
+        outs, ins = staged.split(gives), incoming.split(takes)
+        ops = []
+        for shift in range(1, rank.world):  # peers in turn, so that not all send to rank 0 first
+            to, source = (rank.rank + shift) % rank.world, (rank.rank - shift) % rank.world
+            if gives[to]:
+                ops.append(dist.P2POp(dist.isend, outs[to], to, rank.exchange_group))
+            if takes[source]:
+                ops.append(dist.P2POp(dist.irecv, ins[source], source, rank.exchange_group))
+        if ops:
+            for handle in dist.batch_isend_irecv(ops):
+                handle.wait()
+        return rank.unstaged(incoming)
+
+    def nbytes(self, width: int, itemsize: int, way: str) -> int:
+        """Bytes this rank sends."""
+        return sum(self.gives if way == "f" else self.take) * width * itemsize
+
+
+def send(rank: Rank, rows: Tensor, peer: int) -> None:
+    """Blocks until the rows have left."""
+    dist.send(rank.staged(rows), peer, group=rank.exchange_group)
+
+
+class Arrival:
+    """A message under way from a peer into a fresh buffer."""
+
+    def __init__(self, rank: Rank, shape: tuple[int, int], dtype: torch.dtype, peer: int) -> None:
+        self.rank = rank
+        self.buffer = torch.empty(shape, dtype=dtype, device=rank.wire_device)
+        self.handle = dist.irecv(self.buffer, peer, group=rank.exchange_group)
+
+    def wait(self) -> Tensor:
+        assert self.handle is not None
+        self.handle.wait()
+        return self.rank.unstaged(self.buffer)
+
+
+def all_reduce(rank: Rank, flat: Tensor) -> None:
+    """Sum over all ranks, in place."""
+    if rank.world > 1:
+        wire = rank.staged(flat)
+        dist.all_reduce(wire)
+        if wire is not flat:
+            flat.copy_(wire)

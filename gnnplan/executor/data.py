@@ -1,0 +1,89 @@
+"""A rank's share of the graph as tensors: features, labels, and blocks with a layer's edge weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnnplan.executor.kernels import Block
+from gnnplan.planner.graph import Graph
+from gnnplan.planner.specs import Workload
+
+
+def dtype_of(workload: Workload) -> torch.dtype:
+    return torch.float64 if workload.dtype == "float64" else torch.float32
+
+
+def features(graph: Graph, rows: np.ndarray, workload: Workload, device: torch.device) -> Tensor:
+    """Dense features [rows, F]."""
+    return torch.from_numpy(np.array(graph.features(rows))).to(device, dtype_of(workload))
+
+
+def weighted_block(
+    graph: Graph, edges: str, dst: np.ndarray, src: np.ndarray, indptr: np.ndarray, indices: np.ndarray, workload: Workload
+) -> Block:
+    """A Block with the weights that a layer's `edges` asks for, from degrees in the whole graph.
+
+    dst [R], src [S]: global ids of rows (dst are the first of src); CSR over dst with positions in src.
+    """
+    degree = np.diff(graph.indptr)
+    counts = np.diff(indptr)
+    reader = np.repeat(np.arange(dst.size), counts)
+    if edges == "mean":
+        weight = 1.0 / np.maximum(degree[dst], 1)[reader]
+    elif edges == "gcn":  # self edges come last in every row
+        out_degree = np.bincount(graph.indices, minlength=degree.size) if graph.stats.directed else degree
+        indices = np.insert(indices, indptr[1:], np.arange(dst.size, dtype=indices.dtype))
+        indptr = indptr + np.arange(dst.size + 1)
+        reader = np.repeat(np.arange(dst.size), counts + 1)
+        weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[indices])
+    else:
+        raise ValueError(f"a layer's edges are 'gcn' or 'mean', not {edges!r}")
+    return Block(indptr, indices, src.size, weight.astype(np.float64 if workload.dtype == "float64" else np.float32))
+
+
+class Targets:
+    """Labels and masks of some rows, and what is counted on them."""
+
+    def __init__(self, graph: Graph, rows: np.ndarray, workload: Workload, device: torch.device) -> None:
+        self.multilabel = graph.stats.multilabel
+        y = torch.from_numpy(np.array(graph.y[rows]))
+        self.y = y.to(device, dtype_of(workload) if self.multilabel else torch.int64)
+        self.masks = [torch.from_numpy(np.flatnonzero(mask[rows])).to(device) for mask in (graph.train, graph.val, graph.test)]
+        self.total = graph.stats.train_vertices
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """This rank's part of the mean loss over all training vertices of the graph."""
+        train = self.masks[0]
+        if not train.numel():
+            return logits.sum() * 0.0
+        chosen, y = logits.index_select(0, train), self.y.index_select(0, train)
+        if self.multilabel:
+            return F.binary_cross_entropy_with_logits(chosen, y, reduction="sum") / (self.total * y.shape[1])
+        return F.cross_entropy(chosen, y, reduction="sum") / self.total
+
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right answers on train, val and test, and how many there are: float64 [3, 3] of (2 TP or right, FP + FN or wrong).
+
+        Accuracy is right / (right + wrong); for several labels the same fraction is F1-micro.
+        """
+        out = torch.zeros(3, 2, dtype=torch.float64)
+        for i, rows in enumerate(self.masks):
+            if not rows.numel():
+                continue
+            answer, y = logits.index_select(0, rows), self.y.index_select(0, rows)
+            if self.multilabel:
+                positive, true = answer > 0, y > 0.5
+                out[i, 0], out[i, 1] = 2 * (positive & true).sum(), (positive ^ true).sum()
+            else:
+                labelled = y >= 0
+                right = ((answer.argmax(1) == y) & labelled).sum()
+                out[i, 0], out[i, 1] = right, labelled.sum() - right
+        return out
+
+
+def scores(counts: Tensor) -> list[float | None]:
+    """Accuracy (F1-micro) on train, val and test; None where there are no rows."""
+    return [float(right / (right + wrong)) if right + wrong else None for right, wrong in counts.tolist()]

@@ -1,0 +1,21 @@
+"""One file per family, named as in planner/strategies: the same operations for real."""
+
+from __future__ import annotations
+
+from gnnplan.executor.strategies import gnnpipe, granndis, graph_parallel
+from gnnplan.executor.worker import Rank
+from gnnplan.planner.job import Job
+from gnnplan.planner.layout import Layout
+from gnnplan.planner.strategies import GNNPipe, GraNNDis, GraphParallel, Strategy
+
+
+def open_worker(rank: Rank, job: Job, strategy: Strategy) -> graph_parallel.Worker | gnnpipe.Worker:
+    """The rank's part of a strategy."""
+    if isinstance(strategy, GNNPipe):
+        return gnnpipe.Worker(rank, job, strategy)
+    if isinstance(strategy, GraNNDis):
+        return granndis.open_worker(rank, job, strategy)
+    assert isinstance(strategy, GraphParallel)
+    layout = job.layout()
+    assert isinstance(layout, Layout)
+    return graph_parallel.Worker(rank, job, layout, strategy.narrow, strategy.staleness)

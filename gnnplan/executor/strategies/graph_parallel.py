@@ -1,0 +1,278 @@
+"""Graph parallel for real: layer after layer over a Layout, halo rows exchanged before each (GraNNDis: a deeper Layout).
+
+Every layer is a segment of its own: its inputs are leaves, its backward is called by hand, and between segments stand
+the exchanges under the schedule's names (planner/strategies/layerwise.py). Staleness 1 uses what was received one step
+ago and sends on the comm lane's thread.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnplan.executor.comm import Exchange
+from gnnplan.executor.data import Targets, dtype_of, features, weighted_block
+from gnnplan.executor.kernels import aggregate, dropout
+from gnnplan.executor.models import Net
+from gnnplan.executor.worker import Rank
+from gnnplan.planner.job import Job
+from gnnplan.planner.layout import Layout
+from gnnplan.planner.schedule import Label
+
+
+@dataclass
+class _Step:
+    """What a layer's forward keeps for its backward."""
+
+    leaf: Tensor  # the layer's own input rows [local, H_{l-1}]
+    projected: tuple[Tensor, Tensor] | None  # narrow: own projected rows and own dropped rows, with their graph
+    source: Tensor | None = None  # leaf: all source rows [S, width]; None where the aggregate is cached
+    own: Tensor | None = None  # narrow: leaf, destinations' own inputs
+    out: Tensor | None = None
+
+
+@dataclass
+class Worker:
+    """Runs the steps of one rank."""
+
+    rank: Rank
+    job: Job
+    layout: Layout
+    narrow: bool = False
+    staleness: int = 0
+    pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        job, layout, me, device = self.job, self.layout, self.rank.rank, self.rank.device
+        graph, workload = job.graph, job.workload
+        assert graph is not None
+        self.shapes, self.dtype = job.model, dtype_of(workload)
+        self.net = Net(self.shapes, workload).to(device)
+        self.layers = range(1, workload.layers + 1)
+        self.exchanges: dict[int, Exchange] = {}
+        self.silent: dict[int, bool] = {}  # nobody sends anything before this layer
+        self.blocks, self.vertices = {}, {}
+        made: dict[object, int] = {}  # layers with the same piece share block and exchange
+        for layer in self.layers:
+            piece = layout.piece(me, layer)
+            twin = made.setdefault((id(piece), self.net.layer(layer).edges), layer)
+            if twin != layer:
+                self.exchanges[layer], self.silent[layer] = self.exchanges[twin], self.silent[twin]
+                self.blocks[layer], self.vertices[layer] = self.blocks[twin], self.vertices[twin]
+                continue
+            source = np.concatenate([layout.rows(me, layer - 1), piece.halo])
+            self.exchanges[layer] = Exchange(self.rank, layout.sent(me, layer), piece.received)
+            self.silent[layer] = not layout.facts(layer).sends.any()
+            self.vertices[layer] = torch.from_numpy(source).to(device)
+            block = weighted_block(graph, self.net.layer(layer).edges, layout.rows(me, layer), source, *layout.block(me, layer), workload)
+            self.blocks[layer] = block.to(device)
+        self.own_vertices = torch.from_numpy(layout.own(me)).to(device)
+        self.targets = Targets(graph, layout.own(me), workload, device)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Features of all rows this rank computes (preload), the halo of constant inputs, the cached first aggregate."""
+        layout, me, job = self.layout, self.rank.rank, self.job
+        assert job.graph is not None
+        rows = layout.rows(me, 0)
+        own = layout.own(me)
+        x = features(job.graph, own, job.workload, self.rank.device)
+        give, take, order = _preload(layout, me)
+        if layout.preloaded().any():
+            exchange = Exchange(self.rank, give, take)
+            label = Label("preload", -1)
+            with self.rank.span(label, "comm", self.rank.count(label, exchange.nbytes(x.shape[1], x.element_size(), "f"))):
+                received = exchange.forward(exchange.pack(x))
+            external = torch.empty_like(received)
+            external[torch.from_numpy(order).to(x.device)] = received
+            x = torch.cat([x, external])
+        assert x.shape[0] == rows.size
+        self.features = x
+        self.cached: Tensor | None = None
+        if self.shapes.first_varying == 1 and not self.silent[1]:
+            exchange = self.exchanges[1]
+            label = Label("input_halo", -1)
+            with self.rank.span(label, "comm", self.rank.count(label, exchange.nbytes(x.shape[1], x.element_size(), "f"))):
+                halo = exchange.forward(exchange.pack(x))
+            self.features = torch.cat([x, halo])
+        if self.shapes.aggregate_cached(1):
+            self.cached = aggregate(self.blocks[1], self.features)
+            self.features = self.features[: self.blocks[1].n_dst].clone() if job.workload.model == "sage" else self.features[:0]
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _drop(self, x: Tensor, step: int, layer: int, vertices: Tensor) -> Tensor:
+        p = self.job.workload.dropout if self.training else 0.0
+        return dropout(x, self.job.workload.seed, step, layer, vertices, p)
+
+    def _is_narrow(self, layer: int) -> bool:
+        return self.narrow and layer > self.shapes.first_varying and self.net.layer(layer).projects_first
+
+    def _enter(self, h: Tensor, step: int, layer: int) -> _Step:
+        """h_{l-1} [local, H_{l-1}] becomes the layer's leaf; narrow layers multiply before the exchange."""
+        leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
+        if not self._is_narrow(layer):
+            return _Step(leaf, None)
+        dropped = self._drop(leaf, step, layer, self.vertices[layer][: leaf.shape[0]])
+        return _Step(leaf, (self.net.layer(layer).project(dropped), dropped[: self.blocks[layer].n_dst]))
+
+    def _outgoing(self, entered: _Step) -> Tensor:
+        return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
+
+    def _halo(self, step: int, layer: int, way: str, rows: Tensor) -> Tensor | None:
+        """Rows that have arrived for this step: sent just now, or one step ago if stale; None before anything has."""
+        exchange = self.exchanges[layer]
+        moving = exchange.pack(rows) if way == "f" else rows
+        label = Label("halo", step, way, layer)
+        nbytes = self.rank.count(label, exchange.nbytes(moving.shape[1], moving.element_size(), way))
+
+        def swap() -> Tensor:
+            with self.rank.span(label, "comm", nbytes):
+                return exchange.forward(moving) if way == "f" else exchange.backward(moving)
+
+        if not self.staleness or not self.training:
+            return swap()
+        before = self.pending.pop((way, layer), None)
+        self.pending[way, layer] = self.rank.submit("comm", swap)
+        return None if before is None else before.result()
+
+    def _layer(self, step: int, layer: int, entered: _Step) -> _Step | None:
+        """Forward of one layer; the next one's entry, or None after the last. `entered.out` is h_l with its segment's graph."""
+        net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
+        halo = None
+        if layer > self.shapes.first_varying and not self.silent[layer]:
+            halo = self._halo(step, layer, "f", self._outgoing(entered))
+        with self.rank.span(Label("forward", step, layer=layer), "compute"):
+            x0 = self.x0[: block.n_dst] if self.x0 is not None else None
+            if self.cached is not None and layer == 1:
+                entered.out = _update_cached(net, self.cached, self.features, relu)
+            else:
+                self._aggregate(step, layer, entered, halo, x0)
+            return self._enter(entered.out, step, layer + 1) if layer < len(self.layers) else None
+
+    def _aggregate(self, step: int, layer: int, entered: _Step, halo: Tensor | None, x0: Tensor | None) -> None:
+        net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
+        rows = self._outgoing(entered)
+        missing = block.n_src - rows.shape[0]
+        if missing:
+            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1]) if halo is None else halo])
+        entered.source = rows.detach().requires_grad_(entered.leaf.requires_grad)
+        if entered.projected is not None:
+            entered.own = entered.projected[1].detach().requires_grad_(self.training)
+            entered.out = net.update(aggregate(block, entered.source), entered.own, x0, relu)
+        else:
+            entered.out = net(block, self._drop(entered.source, step, layer, self.vertices[layer]), x0, relu)
+
+    def _backward(self, step: int, layer: int, entered: _Step, above: _Step | None, home: Tensor | None) -> Tensor | None:
+        """Backward of one layer -> gradient of this rank's rows of h_{l-1} as exchanged, complete with what peers send home.
+        `home` is that of the layer above (or of h_L)."""
+        assert entered.out is not None and home is not None
+        with self.rank.span(Label("backward", step, layer=layer), "compute"):
+            torch.autograd.backward(entered.out, _through_projection(above, home))
+            entered.out = None
+        if not entered.leaf.requires_grad:
+            return None
+        assert entered.source is not None and entered.source.grad is not None
+        local = entered.leaf.shape[0]
+        gradient = entered.source.grad[:local]
+        if not self.silent[layer]:
+            received = self._halo(step, layer, "b", entered.source.grad[local:])
+            if received is not None:
+                self.exchanges[layer].add_home(gradient, received)
+        return gradient
+
+    def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
+        """All layers: what each keeps (the last one's `out` is h_L [own, H_L]), and the encoder's output with its graph."""
+        encoded, self.x0 = None, None
+        if self.net.encoder is None:
+            entered = [self._enter(self.features, step, 1)]
+        else:
+            with self.rank.span(Label("encode", step, "f"), "compute"):
+                x = self._drop(self.features, step, 0, self.vertices[1][: self.features.shape[0]])
+                encoded = self.net.encode(x)
+                self.x0 = encoded.detach().requires_grad_(self.training)
+                entered = [self._enter(encoded, step, 1)]
+        for layer in self.layers:
+            following = self._layer(step, layer, entered[-1])
+            if following is not None:
+                entered.append(following)
+        return entered, encoded
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a training step: (this rank's part of the loss, logits [own, C]). Gradients are summed
+        into the parameters' .grad."""
+        self.training = True
+        entered, encoded = self.forward(step)
+        with self.rank.span(Label("loss", step), "compute"):
+            assert entered[-1].out is not None
+            leaf = entered[-1].out.detach().requires_grad_()
+            logits = self.net.decode(self._drop(leaf, step, len(self.layers) + 1, self.own_vertices) if self.net.decoder else leaf)
+            loss = self.targets.loss(logits)
+            loss.backward()
+        gradient, above = leaf.grad, None
+        for layer in reversed(self.layers):
+            gradient = self._backward(step, layer, entered[-1], above, gradient)
+            above = entered.pop()
+        if encoded is not None:
+            with self.rank.span(Label("encode", step, "b"), "compute"):
+                assert gradient is not None and self.x0 is not None and self.x0.grad is not None
+                torch.autograd.backward(encoded, _through_projection(above, gradient) + self.x0.grad)
+        return loss.detach(), logits.detach()
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Logits [own, C] without dropout and without staleness."""
+        self.training = False
+        out = self.forward(step)[0][-1].out
+        assert out is not None
+        return self.net.decode(out)
+
+    def counts(self, logits: Tensor) -> Tensor:
+        return self.targets.counts(logits)
+
+    def drain(self) -> None:
+        """Wait for exchanges still under way; what they bring stays for the next step."""
+        for future in self.pending.values():
+            future.result()
+
+
+def _through_projection(above: _Step | None, gradient: Tensor) -> Tensor:
+    """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
+    if above is None or above.projected is None:
+        return gradient
+    assert above.own is not None
+    if above.own.grad is None:  # the layer does not read its own rows but through the aggregate
+        torch.autograd.backward(above.projected[0], gradient)
+    else:
+        torch.autograd.backward(above.projected, (gradient, above.own.grad))
+    assert above.leaf.grad is not None
+    return above.leaf.grad
+
+
+def _update_cached(net, cached: Tensor, own: Tensor, relu: bool) -> Tensor:  # type: ignore[no-untyped-def]
+    """Layer 1 from its cached aggregate: aggregated rows are multiplied afterwards, whichever side is narrower."""
+    first, net.projects_first = net.projects_first, False
+    try:
+        return net.update(cached, own, None, relu)
+    finally:
+        net.projects_first = first
+
+
+def _preload(layout: Layout, me: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Set-up exchange: positions of my own rows that each peer computes too, rows I get by owner, and where in my external
+    rows each received one belongs."""
+    give = []
+    for peer in range(layout.ranks):
+        wanted = layout.rows(peer, 0)[layout.own(peer).size :]
+        wanted = wanted[np.argsort(layout.owner[wanted], kind="stable")]
+        mine = wanted[layout.owner[wanted] == me]
+        place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
+        place[layout.own(me)] = np.arange(layout.own(me).size)
+        give.append(place[mine])
+    external = layout.rows(me, 0)[layout.own(me).size :]
+    owner = layout.owner[external]
+    return give, np.bincount(owner, minlength=layout.ranks), np.argsort(owner, kind="stable")

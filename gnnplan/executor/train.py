@@ -1,0 +1,139 @@
+"""The training loop of one rank: steps under the schedule's names, metrics, evaluation, and what stays on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gnnplan.executor import comm
+from gnnplan.executor.data import scores
+from gnnplan.executor.models import Net
+from gnnplan.executor.strategies import graph_parallel, open_worker
+from gnnplan.executor.worker import Rank, now
+from gnnplan.planner.errors import GnnplanError
+from gnnplan.planner.job import Job
+from gnnplan.planner.schedule import Collective, Label, all_reduce
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.trace import write_traces
+
+
+class Worker(Protocol):
+    """What a strategy's executor offers the loop."""
+
+    net: Net
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]: ...
+    def evaluate(self, step: int) -> Tensor: ...
+    def counts(self, logits: Tensor) -> Tensor: ...
+    def drain(self) -> None: ...
+
+
+def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: int, eval_every: int = 10,
+          report: Callable[[dict[str, Any]], None] = lambda row: None) -> Net:  # fmt: skip
+    """All epochs; rank 0 appends a line per epoch to metrics.jsonl as it is finished. Raises GnnplanError on a loss that is not finite."""
+    worker: Worker = open_worker(rank, job, strategy)
+    flat = _flat_gradients(worker.net)
+    shared = rank.world > 1 and isinstance(worker, graph_parallel.Worker)  # a pipeline stage alone holds its weights
+    optimizer = _optimizer(worker.net, job)
+    free = (job.workload.dropout == 0 and strategy.exact and shared) or (rank.world == 1 and job.workload.dropout == 0)
+    metrics = open(out / "metrics.jsonl", "a", encoding="utf-8") if out and rank.rank == 0 else None  # noqa: SIM115
+    group = tuple(range(rank.world))
+    setup = {op: sent for op, sent in rank.sent.items() if sent}
+    rank.sent.clear()
+    for epoch in range(epochs):
+        started, sent_before = now(), sum(rank.sent.values())
+        flat.zero_()
+        loss, logits = worker.step(epoch)
+        if shared:
+            task = all_reduce(Label("all_reduce", epoch), rank.rank, group, flat.numel() * flat.element_size())
+            assert isinstance(task.work, Collective)
+            with rank.span(task.label, "reduce", rank.count(task.label, task.work.nbytes)):
+                comm.all_reduce(rank, flat)
+        with rank.span(Label("update", epoch), "compute"):
+            optimizer.step()
+        seconds = now() - started
+        counts = worker.counts(logits)
+        due = epoch == epochs - 1 or (eval_every and (epoch + 1) % eval_every == 0)
+        if due and not (free and epoch < epochs - 1):
+            worker.drain()
+            rank.recording = False
+            tested = worker.counts(worker.evaluate(epoch))
+            rank.recording = True
+        else:
+            tested = counts if free else torch.full((3, 2), math.nan, dtype=torch.float64)
+        row = _row(rank, epoch, loss, counts, tested, seconds, sum(rank.sent.values()) - sent_before)
+        if not math.isfinite(row["loss"]):
+            raise GnnplanError(f"the loss is {row['loss']} in epoch {epoch + 1}; lower the learning rate (--set lr={job.workload.lr / 10:g})")
+        if metrics:
+            metrics.write(json.dumps(row) + "\n")
+            metrics.flush()
+            os.fsync(metrics.fileno())
+            report(row)
+    worker.drain()
+    if metrics:
+        metrics.close()
+    if out:
+        _leave(rank, out, worker, job, setup, epochs)
+    return worker.net
+
+
+def _flat_gradients(net: Net) -> Tensor:
+    """One buffer behind all .grad, so that one all-reduce moves them."""
+    parameters = list(net.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+    offset = 0
+    for p in parameters:
+        p.grad = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    return flat
+
+
+def _optimizer(net: Net, job: Job) -> torch.optim.Optimizer:
+    if job.workload.optimizer == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=job.workload.lr)
+    return torch.optim.Adam(net.parameters(), lr=job.workload.lr, fused=True)
+
+
+def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int) -> dict[str, Any]:
+    """A line of metrics.jsonl. `train_accuracy` is that of the training pass (its dropout and staleness on), val and test those
+    of an evaluation, None where this epoch has none. Sums over ranks; the epoch ends with its last rank."""
+    numbers = torch.cat([loss.double().reshape(1).cpu(), counts.flatten(), tested.flatten(), torch.tensor([float(sent)], dtype=torch.float64)])
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    if rank.world > 1:
+        numbers, slowest = numbers.to(rank.wire_device), slowest.to(rank.wire_device)
+        dist.all_reduce(numbers)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        numbers, slowest = numbers.cpu(), slowest.cpu()
+    train = scores(numbers[1:7].view(3, 2))[0]
+    evaluated = scores(numbers[7:13].view(3, 2)) if not numbers[7:13].isnan().any() else [None] * 3
+    return {"epoch": epoch + 1, "loss": float(numbers[0]), "train_accuracy": train, "val_accuracy": evaluated[1],
+            "test_accuracy": evaluated[2], "epoch_s": float(slowest), "bytes": int(numbers[13])}  # fmt: skip
+
+
+def _leave(rank: Rank, out: Path, worker: Worker, job: Job, setup: dict[str, int], epochs: int) -> None:
+    """This rank's trace and counts; the model's final weights from all ranks that hold some."""
+    write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
+    peak = torch.cuda.max_memory_allocated(rank.device) if rank.device.type == "cuda" else None
+    (out / f"rank{rank.rank}.json").write_text(json.dumps({
+        "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": epochs, "bytes": dict(rank.sent),
+        "setup_bytes": setup, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_device_bytes": peak,
+    }))  # fmt: skip
+    state = {name: p.detach().cpu().contiguous() for name, p in worker.net.state_dict().items()}
+    if rank.world > 1 and not isinstance(worker, graph_parallel.Worker):
+        states: list[Any] = [None] * rank.world
+        dist.gather_object(state, states if rank.rank == 0 else None)
+        state = {name: p for part in states if part for name, p in part.items()}
+    if rank.rank == 0:
+        beside = out / ".weights.tmp"
+        save_file(state, beside)
+        os.replace(beside, out / "weights.safetensors")

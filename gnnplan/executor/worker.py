@@ -1,0 +1,129 @@
+"""One rank: its place, device, process groups, lanes and the spans it records."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnnplan.executor.kernels import keep_allocator
+from gnnplan.planner.schedule import Label
+from gnnplan.planner.trace import Span
+
+T = TypeVar("T")
+_CLOCK = time.time() - time.perf_counter()  # perf_counter is monotonic; the offset lines several servers' traces up
+
+
+def now() -> float:
+    """Seconds since the epoch, monotonic within a process."""
+    return time.perf_counter() + _CLOCK
+
+
+@dataclass
+class Rank:
+    """`rank` of `world`; communication goes through `wire_device` (the GPU under NCCL, host memory under Gloo)."""
+
+    rank: int
+    world: int
+    device: torch.device
+    backend: str
+    recording: bool = True  # off while evaluating
+    traced: int = 60  # steps whose spans are kept; bytes are counted in all
+    spans: list[Span] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)  # operation -> bytes this rank sent while recording
+    doing: str = "set-up"  # the operation it is in: what an error names
+    exchange_group: dist.ProcessGroup | None = None
+    _lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def wire_device(self) -> torch.device:
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def staged(self, rows: Tensor) -> Tensor:
+        """On the device that communicates."""
+        return rows.contiguous() if rows.device == self.wire_device else rows.to(self.wire_device)
+
+    def unstaged(self, rows: Tensor) -> Tensor:
+        return rows.to(self.device)
+
+    @contextmanager
+    def span(self, label: Label, lane: str, nbytes: int = 0) -> Iterator[None]:
+        """Record what happens inside under the schedule's label."""
+        self.doing = str(label)
+        start = now()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        if self.recording and label.step < self.traced:
+            with self._lock:
+                self.spans.append(Span(str(label), label.op, self.rank, lane, start, now(), nbytes, label.step))
+
+    def count(self, label: Label, nbytes: int) -> int:
+        """Note bytes that this rank sends; on the step's own thread, since a lane may lag behind."""
+        if self.recording and nbytes:
+            self.sent[label.op] = self.sent.get(label.op, 0) + nbytes
+        return nbytes
+
+    def submit(self, lane: str, work: Callable[[], T]) -> Future[T]:
+        """Do it in order on the lane's own thread (and CUDA stream), beside the computation."""
+        if lane not in self._lanes:
+            self._lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=lane, initializer=self._start_lane)
+        if self.device.type != "cuda":
+            return self._lanes[lane].submit(work)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))  # the rows to move are computed on this stream
+
+        def on_stream() -> T:
+            torch.cuda.current_stream(self.device).wait_event(ready)
+            return work()
+
+        return self._lanes[lane].submit(on_stream)
+
+    def _start_lane(self) -> None:
+        torch.set_num_threads(1)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.shutdown(wait=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_rank(world: int | None = None, timeout_s: float = 30.0) -> Rank:
+    """This process's rank from the launcher's environment (torchrun or Slurm), or the only rank without one.
+
+    NCCL when every local rank has a GPU of its own; it refuses two ranks on one GPU, which go over Gloo with host staging.
+    """
+    env = os.environ
+    rank = int(env.get("RANK", env.get("SLURM_PROCID", "0")))
+    size = int(env.get("WORLD_SIZE", env.get("SLURM_NTASKS", "1")))
+    local = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")))
+    local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", str(size))))
+    torch.set_num_threads(max(1, int(env.get("GNNPLAN_THREADS", "1"))))
+    keep_allocator()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
+    backend = "nccl" if gpus and local_world <= gpus else "gloo"
+    if gpus:
+        torch.cuda.set_device(device)
+    me = Rank(rank, size, device, backend)
+    if size > 1:
+        env.setdefault("RANK", str(rank))
+        env.setdefault("WORLD_SIZE", str(size))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        me.exchange_group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    return me

@@ -1,0 +1,162 @@
+"""plan.json: the question, the answer, the runners-up, and why. A plan says exactly what it was made for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gnnplan import __version__
+from gnnplan.planner import formulas
+from gnnplan.planner.errors import Mismatch, SpecError
+from gnnplan.planner.files import write_atomically
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.job import Job
+from gnnplan.planner.layout import Layout
+from gnnplan.planner.search import Candidate, Found
+from gnnplan.planner.specs import Cluster, Workload
+from gnnplan.planner.strategies import FAMILIES, Strategy, named
+from gnnplan.planner.units import show_bytes, show_time
+
+MAX_PLAN = 64 * 2**20  # [B]
+
+
+def make(job: Job, found: Found) -> dict[str, Any]:
+    """The document of a found plan, JSON-ready."""
+    best = found.ranked[0]
+    return {
+        "gnnplan": __version__,
+        "graph": {"source": job.stats.source, "hash": job.stats.hash, "name": job.stats.name, "vertices": job.stats.vertices,
+                  "edges": job.stats.edges, "features": job.stats.features, "classes": job.stats.classes,
+                  "directed": job.stats.directed, "known": job.stats.known, "notes": list(job.stats.notes)},
+        "workload": job.workload.model_dump(mode="json"),
+        "cluster": job.cluster.model_dump(mode="json"),
+        "partitioner": job.method,
+        "best": {**_answer(best), "placement": best.strategy.placement(job)},
+        "alternatives": [_answer(candidate) for candidate in found.ranked[1:]],
+        "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
+        "explanation": explain(job, found),
+    }  # fmt: skip
+
+
+def _answer(candidate: Candidate) -> dict[str, Any]:
+    p = candidate.predicted
+    return {
+        "strategy": {"name": candidate.strategy.name, **candidate.strategy.knobs()},
+        "exact": candidate.strategy.exact,
+        "predicted": {
+            "epoch_s": float(p.epoch_s), "compute_s": float(p.compute_s), "comm_s": float(p.comm_s), "bubble_s": float(p.bubble_s),
+            "bytes_total": p.bytes_total, "bytes": p.bytes, "bytes_by_link": p.bytes_by_link, "setup_bytes": p.setup_bytes,
+            "memory_bytes": candidate.memory_bytes, "memory": candidate.fullest(), "bottleneck": p.bottleneck,
+            "by_op": {kind: float(seconds) for kind, seconds in p.by_op.items()},
+        },
+    }  # fmt: skip
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The document. Raises SpecError (not a plan) or Mismatch (another version's)."""
+    try:
+        if Path(path).stat().st_size > MAX_PLAN:
+            raise SpecError(f"{path} is larger than {show_bytes(MAX_PLAN)}: not a plan")
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror or error}); make one with `gnnplan plan -o {path}`") from error
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{path}: not JSON ({error}); make one with `gnnplan plan -o plan.json`") from error
+    missing = [k for k in ("gnnplan", "graph", "workload", "cluster", "partitioner", "best") if k not in document] if isinstance(document, dict) else ["all"]
+    if missing:
+        raise SpecError(f"{path}: not a plan (missing: {', '.join(missing)}); make one with `gnnplan plan -o plan.json`")
+    if document["gnnplan"] != __version__:
+        raise Mismatch(f"{path} was made by gnnplan {document['gnnplan']}, this is {__version__}; plan again")
+    return document
+
+
+def question(document: dict[str, Any], cluster: Cluster | None = None, workload: Workload | None = None) -> Job:
+    """The job a plan answers, perhaps on another cluster or workload. Raises SpecError, Mismatch (the data have changed)."""
+    try:
+        about = document["graph"]
+        graph = load(str(about["source"]), directed=bool(about["directed"]))
+        cluster = cluster or Cluster.model_validate(document["cluster"])
+        workload = workload or Workload.model_validate(document["workload"])
+        method, expected = str(document["partitioner"]), about["hash"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecError(f"plan: {error}; make it again with `gnnplan plan`") from error
+    stats = graph.stats if isinstance(graph, Graph) else graph
+    if stats.hash != expected:
+        raise Mismatch(f"the plan was made for other data: {about['source']} hashes to {stats.hash}, the plan says {expected}; plan again")
+    return Job(stats, graph if isinstance(graph, Graph) else None, workload, cluster, method)
+
+
+def chosen(document: dict[str, Any]) -> Strategy:
+    """The recommended strategy of a plan. Raises SpecError."""
+    try:
+        knobs = dict(document["best"]["strategy"])
+        return named(str(knobs.pop("name")), knobs)
+    except (KeyError, TypeError) as error:
+        raise SpecError(f"plan: best.strategy is not readable ({error}); make it again with `gnnplan plan`") from error
+
+
+def write(path: str | Path, document: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+# -- words ---------------------------------------------------------------------------------------------------------------
+
+
+def explain(job: Job, found: Found) -> list[str]:
+    """Sentences: what binds, why each family lost, and GraNNDis' printed conditions beside the measured ones."""
+    best = found.ranked[0]
+    t = float(best.predicted.epoch_s)
+    out = [f"{best.strategy}: {show_time(t)} per epoch; bottleneck: {best.predicted.bottleneck}"]
+    if not job.stats.known:
+        out.append("The graph is known by statistics only: halo sizes are those of a random graph, and the plan cannot be run.")
+    for family in FAMILIES:
+        theirs = [c for c in found.ranked if isinstance(c.strategy, family)]
+        if not theirs or isinstance(best.strategy, family):
+            continue
+        other, p = theirs[0].strategy, theirs[0].predicted
+        more = float(p.epoch_s) / t - 1
+        parts = {"computation": float(p.compute_s) - float(best.predicted.compute_s), "exposed communication": float(p.comm_s) - float(best.predicted.comm_s),
+                 "bubble": float(p.bubble_s) - float(best.predicted.bubble_s)}  # fmt: skip
+        worst = max(parts, key=lambda k: parts[k])
+        out.append(f"{other} is {more:.0%} slower: {show_time(parts[worst])} more {worst}")
+    return out + granndis_conditions(job)
+
+
+def granndis_conditions(job: Job) -> list[str]:
+    """GraNNDis Eq. 3-7 as printed, and with the measured growth in the place of D^a L. Shown, never deciding."""
+    servers, gpus, stats = job.cluster.servers, job.cluster.gpus_per_server, job.stats
+    if servers == 1:
+        return ["GraNNDis: one server, so nothing crosses servers and preloading is plain graph parallel."]
+    assert job.cluster.inter_node is not None
+    degree = stats.edges / max(stats.vertices, 1)
+    width = job.workload.hidden * job.workload.itemsize
+    model, layers = job.model, job.workload.layers
+    whole = [model.forward(x, stats.vertices, stats.vertices, stats.edges) + model.backward(x, stats.vertices, stats.vertices, stats.edges)
+             for x in range(1, layers + 1)]  # fmt: skip
+    compute = stats.vertices / float(sum(job.cost.compute_s(work) for work in whole))
+    inside = job.cluster.intra_node.bandwidth / (2 * width * max(layers - 1, 1))
+    outside = job.cluster.inter_node.bandwidth / gpus / (2 * width * max(layers - 1, 1))
+    layout = job.layout(layers)
+    if isinstance(layout, Layout):
+        rows = np.array([layout.rows(r, 0).size for r in range(layout.ranks)]).reshape(servers, -1).sum(1)
+    else:
+        rows = (layout.facts(1).sources - layout.facts(1).sends.sum(0)).reshape(servers, -1).sum(1)
+    own = stats.vertices / servers
+    measured = float(formulas.growth_measured(own, max(float(rows.mean()) - own, 0.0)))
+    printed = float(formulas.growth_printed(1.75, layers))  # D^a lies in 1.5-2.0
+    before = float(formulas.t_previous(stats.vertices, stats.edges, servers, gpus, compute, inside, outside))
+    lines = [f"GraNNDis Eq. 3: T_prev = {show_time(before)} (C = {compute:.3g}, B_int = {inside:.3g}, B_ext = {outside:.3g} vertices/s, D = {degree:.1f})"]
+    for name, growth in ((f"as printed, D^a L = 1.75 x {layers} =", printed), ("measured growth of a server's part,", measured)):
+        after = float(formulas.t_preload(stats.vertices, stats.edges, servers, gpus, compute, inside, max(growth, 1e-9)))
+        threshold = float(formulas.preload_threshold(growth, degree)) if degree else float("inf")
+        valid = "" if name.startswith("measured") or formulas.preload_in_range(growth, servers, gpus) else f" (outside Eq. 5: 1 < {growth:.1f} <= {servers * gpus} fails)"
+        wins = compute / outside > threshold
+        lines.append(f"GraNNDis Eq. 4, 7 {name} {growth:.2f}: T_preload = {show_time(after)}; C/B_ext = {compute / outside:.3g} "
+                     f"{'>' if wins else '<='} {threshold:.3g}: preloading {'wins' if wins else 'loses'}{valid}")  # fmt: skip
+    return [*lines, "These conditions are shown, they do not decide: the ranking uses the measured rows of every layer."]

@@ -1,0 +1,119 @@
+"""The choice: every family's candidates, those that fit ranked by their closed form, the others with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gnnplan.planner.errors import Infeasible, SpecError
+from gnnplan.planner.job import Job
+from gnnplan.planner.strategies import FAMILIES, Strategy
+from gnnplan.planner.strategies.strategy import Memory, Prediction
+from gnnplan.planner.units import show_bytes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that fits, with its prediction."""
+
+    strategy: Strategy
+    predicted: Prediction
+    memory: Memory
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest rank [B]."""
+        return float(sum(self.memory.values(), np.zeros(1)).max())
+
+    def fullest(self) -> dict[str, float]:
+        """Bytes by use on the fullest rank."""
+        rank = int(np.argmax(sum(self.memory.values(), np.zeros(1))))
+        return {use: float(per_rank[rank]) for use, per_rank in self.memory.items()}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Candidates from fastest to slowest; (strategy, reason) of those that cannot be."""
+
+    ranked: list[Candidate]
+    rejected: list[tuple[str, str]]
+
+
+def weigh(job: Job, strategy: Strategy) -> Candidate:
+    """Raises SpecError where the knobs do not suit the job, Infeasible where the memory is too small."""
+    strategy = strategy.settle(job)
+    strategy.check(job)
+    candidate = Candidate(strategy, strategy.predict(job), strategy.memory(job))
+    room = job.cluster.device.memory
+    if candidate.memory_bytes > room:
+        use, most = max(candidate.fullest().items(), key=lambda item: item[1])
+        raise Infeasible(
+            f"{strategy} needs {show_bytes(candidate.memory_bytes)} on its fullest rank but a {job.cluster.device.name} has "
+            f"{show_bytes(room)}; most of it is {use} ({show_bytes(most)})"
+        )
+    return candidate
+
+
+def search(job: Job, exact: bool = False, forced: Strategy | None = None) -> Found:
+    """All candidates of all families, or the forced one. Raises SpecError (forced and unsuitable) or Infeasible (nothing fits)."""
+    if job.workload.mode == "mini":
+        raise Infeasible("mode mini: the mini-batch families (data_parallel, p3, gsplit) are not in this version; use --mode full")
+    if forced is not None:
+        if exact and not forced.settle(job).exact:
+            raise SpecError(f"--exact excludes {forced.settle(job)}: it changes the gradient; drop --exact or use graph_parallel or granndis")
+        try:
+            return Found([weigh(job, forced)], [])
+        except Infeasible as error:
+            raise Infeasible(f"{error}; {smallest_change(job, [forced])}") from None
+    ranked: list[Candidate] = []
+    rejected: list[tuple[str, str]] = []
+    for family in FAMILIES:
+        tried = 0
+        for strategy in family.candidates(job):
+            tried += 1
+            if exact and not strategy.settle(job).exact:
+                rejected.append((str(strategy.settle(job)), "it changes the gradient, and --exact asks for strategies that do not"))
+                continue
+            try:
+                ranked.append(weigh(job, strategy))
+            except (SpecError, Infeasible) as error:
+                rejected.append((str(strategy.settle(job)), str(error)))
+        if not tried:
+            rejected.append((family.family, family.absent(job)))
+    if not ranked:
+        change = smallest_change(job, [s for family in FAMILIES for s in family.candidates(job) if not exact or s.settle(job).exact])
+        raise Infeasible("nothing fits:\n  " + "\n  ".join(f"{name}: {reason}" for name, reason in rejected) + f"\n{change}")
+    ranked.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
+    return Found(ranked, rejected)
+
+
+def smallest_change(job: Job, strategies: Sequence[Strategy]) -> str:
+    """What would make room: more memory per device, or more servers (estimated from statistics)."""
+    needs = []
+    for strategy in strategies:
+        try:
+            settled = strategy.settle(job)
+            settled.check(job)
+            needs.append((float(sum(settled.memory(job).values(), np.zeros(1)).max()), settled))
+        except SpecError:
+            continue
+    words = []
+    if needs:
+        least, strategy = min(needs, key=lambda pair: pair[0])
+        words.append(f"--set device.memory={np.ceil(least / 1e9 * 1.001 * 100) / 100:g}GB would fit {strategy}")
+    for factor in (2, 4, 8, 16, 32, 64):
+        cluster = job.cluster.model_copy(update={
+            "servers": job.cluster.servers * factor, "inter_node": job.cluster.inter_node or job.cluster.intra_node,
+        })  # fmt: skip
+        if cluster.ranks > min(job.stats.vertices, 4096):
+            break
+        larger = replace(job, graph=None, cluster=cluster, _layouts={}, _chunks={})
+        for family in {type(s) for s in strategies}:
+            for strategy in family.candidates(larger):
+                try:
+                    return f"the smallest change that would fit: {' or '.join([*words, f'--set servers={cluster.servers} ({weigh(larger, strategy).strategy}, estimated)'])}"
+                except (SpecError, Infeasible):
+                    continue
+    return f"the smallest change that would fit: {words[0]}" if words else "no number of servers up to 64 times as many would fit"

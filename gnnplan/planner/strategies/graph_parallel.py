@@ -1,0 +1,76 @@
+"""Graph parallel: a part of the graph per rank, halo rows before every layer. With staleness 1 it is PipeGCN.
+
+    staleness 0, one step (exact)
+    compute  |enc| . . . |forward 1| . . . |forward 2|loss|backward 2| . . . |backward 1| . . . . . |update|
+    comm           |halo1|          |halo 2|                         |halo 2 b|
+    reduce                                                                              |all_reduce|
+
+    staleness 1 (PipeGCN): halo rows and halo gradients of step t are used in step t + 1; weights are never stale
+    compute  |forward 1|forward 2|loss|backward 2|backward 1|. . . . . .|update|forward 1|forward 2| ...
+    comm              |halo 2 f  . . . . . . |halo 2 b . . . . . . . .              ^ waits for halo 2 f of step t
+    reduce                                                  |all_reduce|
+
+Bytes per epoch: 2 b sum_{l=2..L} H_{l-1} sum_i |B_i| + 2 (M-1) W b; the features' halo is sent once, at set-up.
+`narrow`: a layer that shrinks its rows multiplies before the exchange, so that min(H_{l-1}, H_l) numbers cross (exact;
+not with staleness, since then weights would be stale).
+Papers: PipeGCN (ICLR 2022) Alg. 1; GNNPipe Sec. 2 for the baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.job import Job
+from gnnplan.planner.schedule import Schedule
+from gnnplan.planner.strategies import layerwise
+from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+
+
+@dataclass(frozen=True)
+class GraphParallel(Strategy):
+    """staleness: steps by which halo rows and gradients lag (0 or 1). narrow: exchange the narrower side."""
+
+    staleness: int = 0
+    narrow: bool = False
+
+    family: ClassVar[str] = "graph_parallel"
+    claim: ClassVar[float] = 0.25  # synchronous: exact; stale: a layer's own window may bind where the sum does not
+
+    @property
+    def name(self) -> str:
+        return "pipegcn" if self.staleness else "graph_parallel"
+
+    @property
+    def exact(self) -> bool:
+        return self.staleness == 0
+
+    @classmethod
+    def candidates(cls, job: Job) -> Iterator[Strategy]:
+        yield cls()
+        if job.ranks > 1:
+            if any(layer.projects_first for layer in job.model.layers[1:]):
+                yield cls(narrow=True)
+            yield cls(staleness=1)
+
+    def check(self, job: Job) -> None:
+        if self.staleness not in (0, 1):
+            raise SpecError(f"graph_parallel: staleness is 0 (exact) or 1 (PipeGCN), not {self.staleness}")
+        if self.staleness and self.narrow:
+            raise SpecError("graph_parallel: narrow exchanges projected rows, which would make weights stale; use narrow=False with staleness=1")
+        if job.ranks > job.stats.vertices:
+            raise SpecError(f"graph_parallel needs a vertex per rank (vertices: {job.stats.vertices}, ranks: {job.ranks}); use fewer ranks")
+
+    def memory(self, job: Job) -> Memory:
+        return layerwise.memory(job, job.layout(), self.narrow, self.staleness)
+
+    def predict(self, job: Job) -> Prediction:
+        return layerwise.predict(job, job.layout(), self.narrow, self.staleness)
+
+    def schedule(self, job: Job, steps: int) -> Schedule:
+        return layerwise.schedule(job, job.layout(), self.narrow, self.staleness, steps)
+
+    def placement(self, job: Job) -> list[dict[str, int]]:
+        return [{"rank": r, "server": s, "gpu": r % job.cluster.gpus_per_server, "part": r} for r, s in enumerate(job.servers)]

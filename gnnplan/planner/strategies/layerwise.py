@@ -1,0 +1,213 @@
+"""The step that graph parallel and GraNNDis share: layer after layer, all ranks together, over a Layout.
+
+One list of operations per step (`step`) makes the closed form, the bytes and the schedule, so they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.cost import Number
+from gnnplan.planner.job import EstimatedLayout, Job
+from gnnplan.planner.layout import Layout
+from gnnplan.planner.schedule import Collective, Compute, Label, Schedule, Task, all_reduce
+from gnnplan.planner.strategies.strategy import Memory, Prediction, slowest
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of all ranks: computation (arrays [ranks]) or an exchange (bytes [ranks, ranks]) or an all-reduce."""
+
+    op: str
+    way: str = ""
+    layer: int | None = None
+    work: Compute | None = None
+    sent: np.ndarray | None = None
+    size: int = 0
+
+    def label(self, step: int) -> Label:
+        return Label(self.op, step, self.way, self.layer)
+
+
+def step(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int) -> Iterator[Op]:
+    """The operations of one step in order. Exchanges stand where a synchronous rank meets them."""
+    model, layers = job.model, job.workload.layers
+    facts = {layer: layout.facts(layer) for layer in range(1, layers + 1)}
+
+    def exchange(layer: int, way: str) -> Op | None:
+        rows = facts[layer].sends
+        if layer <= model.first_varying or not rows.any():
+            return None
+        return Op("halo", way, layer, sent=(rows if way == "f" else rows.T) * model.exchanged_width(layer, narrow) * model.itemsize)
+
+    def beside(layer: int, way: str) -> Number:
+        """What an overlapped exchange taxes the computation of the same layer with, per rank [B]."""
+        op = exchange(layer, way) if staleness else None
+        return 0.0 if op is None or op.sent is None else np.maximum(op.sent.sum(1), op.sent.sum(0))
+
+    encode = model.encode(_local(layout, 0)) if model.encoder else None
+    if encode:
+        yield Op("encode", "f", work=encode[0])
+    for layer in range(1, layers + 1):
+        if halo := exchange(layer, "f"):
+            yield halo
+        f = facts[layer]
+        work = model.forward(layer, f.rows, f.sources, f.edges, narrow) + Compute(beside=beside(layer, "f"))
+        yield Op("forward", layer=layer, work=work + model.project(layer + 1, f.rows)[0] if narrow else work)
+    forward, backward = model.finish(facts[layers].rows)
+    yield Op("loss", work=forward + backward)
+    for layer in range(layers, 0, -1):
+        f = facts[layer]
+        work = model.backward(layer, f.rows, f.sources, f.edges, narrow) + Compute(beside=beside(layer, "b"))
+        yield Op("backward", layer=layer, work=work + model.project(layer + 1, f.rows)[1] if narrow else work)
+        if halo := exchange(layer, "b"):
+            yield halo
+    if encode:
+        yield Op("encode", "b", work=encode[1])
+    if job.ranks > 1:
+        yield Op("all_reduce", size=model.weights * model.itemsize)
+    yield Op("update", work=model.update(model.weights))
+
+
+def setup(job: Job, layout: Layout | EstimatedLayout) -> Iterator[Op]:
+    """Exchanges done once: features of recomputed rows, then the halo of constant inputs."""
+    width = job.stats.features * job.model.itemsize
+    preloaded = layout.preloaded()
+    if preloaded.any():
+        yield Op("preload", sent=preloaded * width)
+    halo = layout.facts(1).sends
+    if job.model.first_varying == 1 and halo.any():
+        yield Op("input_halo", sent=halo * width)
+
+
+def _local(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
+    """Rows of h_h per rank."""
+    if isinstance(layout, Layout):
+        return np.array([layout.rows(rank, h).size for rank in range(layout.ranks)])
+    return layout.facts(1).sources - layout.facts(1).sends.sum(0)
+
+
+# -- the three answers -------------------------------------------------------------------------------------------------
+
+
+def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int) -> Prediction:
+    """Synchronous: the sum over operations of their slowest rank. Stale: max(computation, exchange) + all-reduce
+    (PipeGCN: layer l's exchange has until layer l of the next step, all layers share one communication lane)."""
+    cost = job.cost
+    compute: Number = 0.0
+    lockstep: Number = 0.0
+    exchanged: Number = 0.0
+    reduced: Number = 0.0
+    by_op: dict[str, Any] = {}
+    sent: dict[str, int] = {}
+    links = {"intra_node": 0, "inter_node": 0}
+    same = np.equal.outer(job.servers, job.servers)
+    for op in step(job, layout, narrow, staleness):
+        if op.work is not None:
+            seconds = cost.compute_s(op.work)
+            compute = compute + seconds
+            seconds = slowest(seconds)
+            lockstep = lockstep + seconds
+        elif op.sent is not None:
+            seconds = cost.exchange(op.sent).alone
+            exchanged = exchanged + seconds
+            sent["halo"] = sent.get("halo", 0) + int(op.sent.sum())
+            links["intra_node"] += int(op.sent[same].sum())
+            links["inter_node"] += int(op.sent[~same].sum())
+        else:
+            seconds = cost.all_reduce(op.size, range(job.ranks)).alone
+            reduced = reduced + seconds
+            wire = 2 * (job.ranks - 1) * op.size
+            sent["all_reduce"] = wire
+            across = wire * job.cluster.servers // job.ranks if job.cluster.servers > 1 else 0  # a ring leaves each server once
+            links["inter_node"] += across
+            links["intra_node"] += wire - across
+        kind = op.label(0).kind
+        by_op[kind] = by_op.get(kind, 0.0) + seconds
+    busiest = slowest(compute)
+    if staleness:
+        epoch = np.maximum(busiest, exchanged) + reduced
+        exposed = np.maximum(exchanged - busiest, 0.0) + reduced
+    else:
+        epoch = lockstep + exchanged + reduced
+        exposed = exchanged + reduced
+    waiting = np.maximum(epoch - busiest - exposed, 0.0)
+    once = sum(int(op.sent.sum()) for op in setup(job, layout) if op.sent is not None)
+    return Prediction(epoch, busiest, exposed, waiting, sent, {k: v for k, v in links.items() if v}, once, by_op)
+
+
+def schedule(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int, steps: int) -> Schedule:
+    """Every rank's tasks. A stale exchange is waited for one step later."""
+    ranks = job.ranks
+    group = tuple(range(ranks))
+    out = Schedule(ranks, steps)
+    for op in setup(job, layout):
+        out.setup += [_exchange(op, rank, group, -1, ()) for rank in group]
+    ops = list(step(job, layout, narrow, staleness))
+    for t in range(steps):
+        for rank in group:
+            before: Label | None = None  # the last computation of this rank
+            waits: tuple[Label, ...] = ()
+            for op in ops:
+                label = op.label(t)
+                if op.work is not None:
+                    out.tasks.append(Task(label, rank, "compute", _of_rank(op.work, rank), waits))
+                    before, waits = label, ()
+                elif op.sent is not None:
+                    out.tasks.append(_exchange(op, rank, group, t, (before,) if before else ()))
+                    waits += (label._replace(step=t - staleness),)
+                else:
+                    out.tasks.append(all_reduce(label, rank, group, op.size, (before,) if before else ()))
+                    waits += (label,)
+    return out
+
+
+def _exchange(op: Op, rank: int, group: tuple[int, ...], t: int, after: tuple[Label, ...]) -> Task:
+    assert op.sent is not None
+    row = op.sent[rank]
+    sent = tuple((peer, int(row[peer])) for peer in group if row[peer])
+    return Task(op.label(t), rank, "comm", Collective("exchange", group, sent), after)
+
+
+def _of_rank(work: Compute, rank: int) -> Compute:
+    def pick(value: Any) -> float:
+        return float(value[rank]) if np.ndim(value) else float(value)
+
+    return Compute(pick(work.flops), tuple((pick(rows), width) for rows, width in work.gathers), pick(work.touched),
+                   work.launches, work.itemsize, pick(work.beside))  # fmt: skip
+
+
+def memory(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int) -> Memory:
+    """Bytes per rank by use; what autograd keeps is counted from the operations of executor/models.py."""
+    model, b = job.model, job.model.itemsize
+    zero = np.zeros(job.ranks)
+    use: Memory = {
+        "parameters": zero + model.weights * b,
+        "optimizer": zero + (3 if job.workload.optimizer == "adam" else 1) * model.weights * b,
+        "features": zero, "activations": zero, "halo": zero, "graph": zero, "runtime": zero + RUNTIME[job.cluster.device.kind],
+    }  # fmt: skip
+    for layer in range(1, job.workload.layers + 1):
+        f, spec = layout.facts(layer), model.layers[layer - 1]
+        halo = f.sends.sum(0)
+        width = model.exchanged_width(layer, narrow)
+        kept = f.sources * width + f.rows * (spec.h_out + (0 if spec.projects_first else spec.h_in))
+        if model.dropout:
+            kept = kept + f.sources * (width + width / b)
+        if layer <= model.first_varying:
+            use["features"] = use["features"] + f.sources * spec.h_in * b
+            use["activations"] = use["activations"] + f.rows * (spec.h_out + spec.h_in) * b
+        else:
+            use["activations"] = use["activations"] + kept * b
+            use["halo"] = use["halo"] + (halo + f.sends.sum(1)) * width * b * (2 if staleness else 1)
+        if layer == 1 or (isinstance(layout, Layout) and layout.hops(layer) != layout.hops(layer - 1)):
+            use["graph"] = use["graph"] + 16.0 * (f.edges + f.rows)
+    if model.encoder:
+        use["features"] = use["features"] + _local(layout, 0) * model.features * b
+    return use
+
+
+RUNTIME = {"cpu": 300e6, "cuda": 800e6}  # [B] libraries and context of a process that has done nothing yet

@@ -1,0 +1,127 @@
+"""What every strategy answers: which variants, how much memory, how long, and the score."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gnnplan.planner.cost import Number
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.job import Job
+from gnnplan.planner.schedule import Schedule
+
+Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Closed form of one epoch in steady state. Bytes are sums over all ranks, each counted where it is sent."""
+
+    epoch_s: Number
+    compute_s: Number  # of the busiest rank
+    comm_s: Number  # exposed: not hidden behind computation
+    bubble_s: Number  # waiting for other stages
+    bytes: dict[str, int]  # by operation
+    bytes_by_link: dict[str, int]  # intra_node, inter_node
+    setup_bytes: int
+    by_op: dict[str, Number] = field(default_factory=dict)  # operation kind -> seconds of its slowest rank
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The largest share of the epoch, in words."""
+        shares = {"computation": self.compute_s, "communication": self.comm_s, "pipeline bubble": self.bubble_s}
+        largest = max(shares, key=lambda k: float(shares[k]))
+        return f"{largest} ({float(shares[largest]) / max(float(self.epoch_s), 1e-12):.0%})"
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """A frozen dataclass of knobs."""
+
+    family: ClassVar[str]
+    claim: ClassVar[float]  # |closed form / simulation without contention - 1| stays below this
+
+    @property
+    def name(self) -> str:
+        """Its published name: variants are knob values."""
+        return self.family
+
+    @property
+    @abstractmethod
+    def exact(self) -> bool:
+        """Whether it leaves the gradient as one process computes it. A claim: tests hold it."""
+
+    @classmethod
+    @abstractmethod
+    def candidates(cls, job: Job) -> Iterator[Strategy]:
+        """Variants worth weighing for this job."""
+
+    @classmethod
+    def absent(cls, job: Job) -> str:
+        """Why `candidates` is empty for this job."""
+        return "no variant suits this job"
+
+    def settle(self, job: Job) -> Strategy:
+        """The same with every knob left open filled in."""
+        return self
+
+    @abstractmethod
+    def check(self, job: Job) -> None:
+        """Raises SpecError where the knobs do not suit the job."""
+
+    @abstractmethod
+    def memory(self, job: Job) -> Memory:
+        """Bytes per rank by use."""
+
+    @abstractmethod
+    def predict(self, job: Job) -> Prediction:
+        """Closed form; broadcasts over a cluster whose numbers are arrays [jobs, 1]."""
+
+    @abstractmethod
+    def schedule(self, job: Job, steps: int) -> Schedule:
+        """What the simulator plays and the executor must do."""
+
+    @abstractmethod
+    def placement(self, job: Job) -> list[dict[str, int]]:
+        """What each rank owns."""
+
+    def knobs(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """As --strategy takes it."""
+        return f"{self.name}({','.join(f'{k}={v}' for k, v in self.knobs().items())})"
+
+
+def parse_call(text: str) -> tuple[str, dict[str, Any]]:
+    """'gnnpipe(stages=4,chunks=16)' -> ('gnnpipe', {'stages': 4, 'chunks': 16}). Literals only. Raises SpecError.
+
+    >>> parse_call("gnnpipe(stages=4, shuffle=False)")
+    ('gnnpipe', {'stages': 4, 'shuffle': False})
+    >>> parse_call("granndis")
+    ('granndis', {})
+    """
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            return node.func.id, {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+    except (SyntaxError, ValueError):
+        pass
+    raise SpecError(f"--strategy {text!r} is not a family with knobs; write it as 'gnnpipe(stages=4,chunks=16)'")
+
+
+def slowest(seconds: Number) -> Number:
+    """Over ranks (last axis)."""
+    return np.max(np.atleast_1d(seconds), axis=-1, keepdims=np.ndim(seconds) > 1)
