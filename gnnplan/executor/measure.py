@@ -36,7 +36,7 @@ GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=8&classes=16&
 WIDTHS = (16, 64, 128, 256, 512)
 SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64, 64), (2_500, 512, 512))  # rows, H_in, H_out
 SIZES = tuple(2**k for k in range(10, 25, 2))  # messages of 1 KiB to 16 MiB [B]
-BESIDE = 2**22  # moved beside computation, to see what that loses [B]
+BESIDE = 2**24  # moved beside computation, to see what that loses [B]
 SECONDS = 0.25  # spent on each number
 STUCK = 60  # [s] without an answer from a peer means that it is gone
 
@@ -108,7 +108,7 @@ def _run_ranks(ranks: int, folder: Path, tell: Callable[[str], None]) -> dict[st
         time.sleep(0.5)  # whoever failed first has ended by now as well
         lost = next((r for r, p in reversed(list(enumerate(started))) if p.poll()), 0)
         why = (folder / f"stderr{lost}").read_text().strip().splitlines()[-1:]
-        raise LostRank(f"rank {lost} of {ranks} failed while measuring: {''.join(why) or 'it left no message'}")
+        raise LostRank(f"rank {lost} of {ranks} failed while measuring: {''.join(why).removeprefix(f'[rank{lost}]: ') or 'it left no message'}")
     finally:
         for process in started:
             process.kill()
@@ -321,7 +321,7 @@ def _wait(requests: list[dist.Work]) -> None:
 def fit(sizes: list[float], seconds: list[float], latencies: float = 1.0, wire: float = 1.0) -> tuple[Link, float]:
     """Alpha-beta by least squares of relative errors: seconds = latencies * alpha + wire * size / beta; (link, typical relative error).
 
-    >>> link, error = fit([1e3, 1e6, 1e7], [1.1e-4, 1.1e-3, 1.01e-2])
+    >>> link, error = fit([1e3, 1e6, 1e7], [1.01e-4, 1.1e-3, 1.01e-2])
     >>> f"{link.latency:.1e} {link.bandwidth:.1e} {error:.2f}"
     '1.0e-04 1.0e+09 0.00'
     """

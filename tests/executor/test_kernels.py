@@ -17,6 +17,7 @@ from gnnplan.executor.kernels import Block, aggregate, dropout, dropout_mask, li
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 def random_block(n_dst: int, n_src: int, edges: int, seed: int = 0, weighted: bool = True) -> Block:
