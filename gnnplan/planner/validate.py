@@ -1,0 +1,142 @@
+"""Predicted, simulated and measured side by side, and which layer of knowledge is wrong: volume, cost or schedule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.schedule import Schedule
+from gnnplan.planner.strategies.strategy import Prediction
+from gnnplan.planner.trace import Span, recorded_order
+
+TRANSFERS = ("halo", "all_reduce", "preload", "input_halo")  # all ranks meet: the transfer is the shortest span of the group
+LANES = ("compute", "comm", "reduce", "receive")
+
+
+def operation(label: str) -> str:
+    """'halo:f:l2:s5' -> 'halo:f': what errors are averaged over.
+
+    >>> operation("halo:f:l2:s5"), operation("forward:c3:s0"), operation("update:s1")
+    ('halo:f', 'forward', 'update')
+    """
+    parts = label.split(":")
+    return ":".join(parts[: 2 if len(parts) > 1 and parts[1] in ("f", "b") else 1])
+
+
+def per_operation(spans: Iterable[Span], steps: range) -> dict[str, float]:
+    """Operation -> seconds per step: of its slowest rank; for transfers where all ranks meet, without the waiting. Median over steps."""
+    rank_sum: dict[tuple[str, int, int], float] = {}
+    shortest: dict[tuple[str, int], float] = {}
+    for span in spans:
+        if span.step not in steps:
+            continue
+        name = operation(span.label)
+        if span.op in TRANSFERS:
+            key = (span.label, span.step)
+            shortest[key] = min(shortest.get(key, span.seconds), span.seconds)
+        elif span.op != "receive":  # all waiting; what moved is in the peer's send
+            rank_sum[name, span.step, span.rank] = rank_sum.get((name, span.step, span.rank), 0.0) + span.seconds
+    by_step: dict[tuple[str, int], float] = {}
+    for (name, step, _), seconds in rank_sum.items():
+        by_step[name, step] = max(by_step.get((name, step), 0.0), seconds)
+    for (label, step), seconds in shortest.items():
+        by_step[operation(label), step] = by_step.get((operation(label), step), 0.0) + seconds
+    out: dict[str, list[float]] = {}
+    for (name, _), seconds in by_step.items():
+        out.setdefault(name, []).append(seconds)
+    return {name: median(values) for name, values in out.items()}
+
+
+def predicted_per_operation(prediction: Prediction) -> dict[str, float]:
+    """The closed form's seconds by the same operations."""
+    out: dict[str, float] = {}
+    for kind, seconds in prediction.by_op.items():
+        out[operation(kind)] = out.get(operation(kind), 0.0) + float(seconds)
+    return out
+
+
+def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """metrics.jsonl and rank*.json of a run. Raises SpecError."""
+    try:
+        metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        ranks = [json.loads(p.read_text()) for p in sorted(directory.glob("rank*.json"), key=lambda p: int(p.stem[4:]))]
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{directory} is not a finished run ({error}); make one with `gnnplan run plan.json --out {directory}`") from error
+    if not metrics or not ranks:
+        raise SpecError(f"{directory} is not a finished run (no epochs or no rank files); make one with `gnnplan run plan.json --out {directory}`")
+    return metrics, ranks
+
+
+def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], simulated_step_s: float, schedule: Schedule,
+            measured: list[Span], metrics: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, Any]:  # fmt: skip
+    """The document of `gnnplan validate`: rows per operation, the step, bytes, order, memory, and a verdict in words."""
+    epochs = len(metrics)
+    warm = range(min(2, epochs - 1), epochs)  # the first steps allocate and build caches
+    seen = per_operation(measured, warm)
+    played = per_operation(simulated, range(1, schedule.steps) if schedule.steps > 1 else range(1))
+    told = predicted_per_operation(prediction)
+    told.setdefault("pipeline:f", told.get("pipeline", 0.0) / 2)
+    told.setdefault("pipeline:b", told.get("pipeline", 0.0) / 2)
+    rows = [_row(name, told.get(name), played.get(name), seen[name]) for name in seen]
+    rows.sort(key=lambda row: -row["measured_s"])
+    step = _row("step", float(prediction.epoch_s), simulated_step_s, median(m["epoch_s"] for m in metrics[warm.start :]))
+    counted: dict[str, int] = {}
+    once = 0
+    for rank in ranks:
+        once += sum(rank["setup_bytes"].values())
+        for op, nbytes in rank["bytes"].items():
+            counted[op] = counted.get(op, 0) + nbytes
+    expected = {op: nbytes * epochs for op, nbytes in prediction.bytes.items()}
+    volume = counted == expected and once == prediction.setup_bytes
+    disorder = _disorder(schedule, measured, epochs)
+    peak = max(rank["peak_device_bytes"] or rank["peak_rss_bytes"] for rank in ranks)
+    return {
+        "step": step, "operations": rows,
+        "bytes": {"predicted": expected, "counted": counted, "setup_predicted": prediction.setup_bytes, "setup_counted": once, "equal": volume},
+        "order": {"equal": disorder is None, "first_difference": disorder},
+        "memory": {"predicted_bytes": memory_bytes, "measured_bytes": peak, "error": memory_bytes / peak - 1},
+        "wrong": _wrong(volume, disorder, step, rows),
+    }  # fmt: skip
+
+
+def _row(name: str, predicted: float | None, simulated: float | None, measured: float) -> dict[str, Any]:
+    def error(value: float | None) -> float | None:
+        return None if value is None or measured <= 0 else value / measured - 1
+
+    return {"operation": name, "predicted_s": predicted, "simulated_s": simulated, "measured_s": measured,
+            "predicted_error": error(predicted), "simulated_error": error(simulated)}  # fmt: skip
+
+
+def _disorder(schedule: Schedule, measured: list[Span], epochs: int) -> str | None:
+    """The first place where a lane's recorded order is not the schedule's."""
+    for rank in range(schedule.ranks):
+        for lane in LANES:
+            planned = [str(task.label) for task in schedule.lane(rank, lane) if task.label.step < epochs]
+            recorded = [label for label in recorded_order([s for s in measured if s.step >= 0], rank, lane)][: len(planned)]
+            for place, (a, b) in enumerate(zip(planned, recorded, strict=False)):
+                if a != b:
+                    return f"rank {rank}, lane {lane}, place {place}: planned {a}, recorded {b}"
+            if len(planned) != len(recorded):
+                return f"rank {rank}, lane {lane}: planned {len(planned)} operations, recorded {len(recorded)}"
+    return None
+
+
+def _wrong(volume: bool, disorder: str | None, step: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Which layer of knowledge to doubt first."""
+    if not volume:
+        return "volume: the bytes counted are not the bytes predicted"
+    if disorder:
+        return f"schedule: {disorder}"
+    gaps = [(abs((row["simulated_s"] or 0.0) - row["measured_s"]), row) for row in rows]
+    explained = sum((row["simulated_s"] or 0.0) - row["measured_s"] for row in rows)
+    missed = step["simulated_s"] - step["measured_s"]
+    if abs(missed) <= 0.1 * step["measured_s"]:
+        return "nothing by more than 10 % of the step"
+    gap, row = max(gaps, key=lambda pair: pair[0])
+    if gap >= 0.3 * abs(missed) and explained * missed > 0:
+        return f"cost: {row['operation']} was simulated {row['simulated_s'] or 0:.4f} s and measured {row['measured_s']:.4f} s per step"
+    return f"schedule: operations fit, but the step was simulated {step['simulated_s']:.4f} s and measured {step['measured_s']:.4f} s"
