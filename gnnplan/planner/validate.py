@@ -116,7 +116,7 @@ def _disorder(schedule: Schedule, measured: list[Span], epochs: int) -> str | No
     for rank in range(schedule.ranks):
         for lane in LANES:
             planned = [str(task.label) for task in schedule.lane(rank, lane) if task.label.step < epochs]
-            recorded = [label for label in recorded_order([s for s in measured if s.step >= 0], rank, lane)][: len(planned)]
+            recorded = recorded_order([s for s in measured if 0 <= s.step < schedule.steps], rank, lane)
             for place, (a, b) in enumerate(zip(planned, recorded, strict=False)):
                 if a != b:
                     return f"rank {rank}, lane {lane}, place {place}: planned {a}, recorded {b}"

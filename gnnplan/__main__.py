@@ -1,0 +1,5 @@
+"""python -m gnnplan"""
+
+from gnnplan.cli import main
+
+main()

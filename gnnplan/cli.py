@@ -1,0 +1,440 @@
+"""The one front door. Every verb imports what it needs when it is called, so that --help is instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from gnnplan.planner.job import Job
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    help="Which parallel strategy to train a graph neural network with on your cluster: plan it, simulate it, run it, and see how "
+    "wrong the prediction was.\n\nStart with: gnnplan plan -o plan.json && gnnplan simulate plan.json && gnnplan run plan.json --out run "
+    "&& gnnplan validate run\n\nExit codes: 0 done, 1 a check failed, 2 bad input, 3 nothing fits, 4 a rank was lost.",
+)  # fmt: skip
+
+DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
+GRAPH_HELP = "a .npz, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., or a .yaml of statistics only"
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output and nothing else there.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a cluster or workload field, as servers=16 or inter_node.bandwidth=25GB/s.")]
+Method = Annotated[str, typer.Option("--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random.")]
+Directed = Annotated[bool, typer.Option("--directed", help="Keep the edges' direction; otherwise graphs are made undirected.")]
+
+
+def say(line: str = "") -> None:
+    """To people, on standard error."""
+    print(line, file=sys.stderr)
+
+
+def emit(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def numbers(text: str, what: str) -> list[int]:
+    from gnnplan.planner.errors import SpecError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SpecError(f"{what} {text!r} is not a list of whole numbers; write it as 2,4,8") from None
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table for people on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    view = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        view.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        view.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(view)
+
+
+@app.command()
+def profile(
+    graph: Annotated[str, typer.Argument(help=GRAPH_HELP)] = DEFAULT_GRAPH,
+    parts: Annotated[str, typer.Option(help="Part counts to look at, as 2,4,8.")] = "2,4,8",
+    partitioner: Method = "metis",
+    hops: Annotated[int, typer.Option(help="How many hops of a part's growth to report.")] = 3,
+    directed: Directed = False,
+    as_json: Json = False,
+) -> None:
+    """Facts of a graph that a plan needs: halo rows, cut, balance and growth per part count. Cached by content."""
+    from gnnplan.planner.graph import load
+    from gnnplan.planner.profile import profile as make_profile
+
+    counts = numbers(parts, "--parts")
+    say(f"profiling {graph} ...")
+    document = make_profile(load(graph, directed), counts, partitioner, hops=hops)
+    if as_json:
+        return emit(document)
+    about = document["graph"]
+    print(f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges, {about['features']} features, {about['classes']} classes")
+    for note in about["notes"]:
+        print(f"  note: {note}")
+    if degree := about.get("degree"):
+        print("  degree: " + ", ".join(f"{k} {v:g}" for k, v in degree.items()))
+    rows = []
+    for count, facts in document["parts"].items():
+        growth = " ".join(f"{g:.2f}" for g in facts.get("growth") or [])
+        cut = f"{facts['edge_cut']:,.0f}" if facts.get("edge_cut") is not None else "-"
+        rows.append([count, f"{facts['halo_rows']:,.0f}", cut, f"{facts['balance']:.3f}" if facts.get("balance") else "-", growth])
+    table("per part count", ["parts", "halo rows", "edges cut", "max/mean rows", f"growth at 1..{hops} hops"], rows)
+
+
+@app.command()
+def plan(
+    graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
+    cluster: Annotated[str, typer.Option(help="A YAML file or a preset: local (this machine, as measured), gnnpipe_a5000, ...")] = "local",
+    workload: Annotated[str | None, typer.Option(help="A YAML file with the fields that the options below override.")] = None,
+    model: Annotated[str | None, typer.Option(help="gcn, sage or gcnii.")] = None,
+    layers: Annotated[int | None, typer.Option(help="GNN layers.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Dropout before every layer.")] = None,
+    mode: Annotated[str | None, typer.Option(help="full (full graph) or mini (mini-batch).")] = None,
+    batch: Annotated[int | None, typer.Option(help="Mini-batch size over all ranks together.")] = None,
+    fanout: Annotated[str | None, typer.Option(help="Neighbours per layer from the seeds outwards, as 15,10, or full.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same training on any number of ranks.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Only strategies that leave the gradient unchanged.")] = False,
+    strategy: Annotated[str | None, typer.Option(help="Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Use this many ranks, equally many per server.")] = None,
+    set_: Set = None,
+    partitioner: Method = "metis",
+    directed: Directed = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the plan goes (plan.json).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank all strategies that fit and recommend one, with its rank placement and the reasons."""
+    from gnnplan.planner import plan as plans
+    from gnnplan.planner.files import read_cluster, read_workload
+    from gnnplan.planner.search import search
+    from gnnplan.planner.strategies import parse
+
+    forced = parse(strategy) if strategy else None
+    flags = {"model": model, "layers": layers, "hidden": hidden, "dropout": dropout, "mode": mode, "batch": batch, "fanout": fanout, "seed": seed}
+    job = ask(graph, read_cluster(cluster), read_workload(workload, flags), set_ or [], ranks, partitioner, directed)
+    for note in job.stats.notes:
+        say(f"note: {note}")
+    found = search(job, exact, forced)
+    document = plans.make(job, found)
+    if output:
+        plans.write(output, document)
+    if as_json:
+        return emit(document)
+    show_plan(job, document)
+    if output:
+        print(f"written to {output}; next: gnnplan simulate {output}, gnnplan run {output}")
+
+
+def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int | None, method: str, directed: bool) -> Job:
+    """The question, checked."""
+    from gnnplan.planner.errors import SpecError
+    from gnnplan.planner.files import apply_overrides
+    from gnnplan.planner.graph import Graph, load
+    from gnnplan.planner.job import Job, with_ranks
+    from gnnplan.planner.partition import METHODS
+
+    if method not in METHODS:
+        raise SpecError(f"--partitioner {method!r}: use one of {', '.join(METHODS)}")
+    cluster, workload = apply_overrides(cluster, workload, settings)
+    cluster = with_ranks(cluster, ranks)
+    loaded = load(graph, directed)
+    stats = loaded.stats if isinstance(loaded, Graph) else loaded
+    return Job(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
+
+
+def show_plan(job: Job, document: dict[str, Any]) -> None:
+    from gnnplan.planner.units import show_bytes, show_time
+
+    w, c = job.workload, job.cluster
+    print(f"{job.stats.name}: {job.stats.vertices:,} vertices, {job.stats.edges:,} edges; {w.model} {w.layers} layers x {w.hidden}, dropout {w.dropout:g}; "
+          f"{c.name}: {c.servers} servers x {c.gpus_per_server} {c.device.name}")  # fmt: skip
+    rows = []
+    for answer in [document["best"], *document["alternatives"]][:8]:
+        p = answer["predicted"]
+        links = ", ".join(f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in p["bytes_by_link"].items()) or "none"
+        rows.append([call(answer["strategy"]), "yes" if answer["exact"] else "no", show_time(p["epoch_s"]), links, show_bytes(p["setup_bytes"]),
+                     show_bytes(p["memory_bytes"]), p["bottleneck"]])  # fmt: skip
+    table("leaders", ["strategy", "exact", "epoch", "bytes per epoch", "set-up", "memory/rank", "bottleneck"], rows)
+    print("placement: " + "; ".join(f"server {s}: ranks {', '.join(str(p['rank']) for p in document['best']['placement'] if p['server'] == s)}"
+                                    for s in sorted({p["server"] for p in document["best"]["placement"]})))  # fmt: skip
+    for line in document["explanation"]:
+        print(f"- {line}")
+    for item in document["rejected"]:
+        print(f"- not {item['strategy']}: {item['reason']}")
+
+
+def call(strategy: dict[str, Any]) -> str:
+    """A plan's strategy as --strategy takes it."""
+    return f"{strategy['name']}({','.join(f'{k}={v}' for k, v in strategy.items() if k != 'name')})"
+
+
+@app.command()
+def simulate(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps to play; the epoch is their steady state.")] = 3,
+    sweep: Annotated[str | None, typer.Option(help="What if: a field and its values, as servers=1,2,4,8.")] = None,
+    set_: Set = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome/Kineto trace per rank here (open it with Perfetto).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Play a plan's schedule in virtual time, perhaps on another cluster; sweep a field and see where the recommendation changes."""
+    from gnnplan.planner.files import apply_overrides
+    from gnnplan.planner.plan import chosen, question, read
+    from gnnplan.planner.specs import Cluster, Workload
+    from gnnplan.planner.trace import write_traces
+    from gnnplan.planner.units import show_bytes, show_time
+    from gnnplan.planner.validate import per_operation, predicted_per_operation
+    from gnnplan.simulator.player import critical_path, play, serial
+
+    document = read(plan_file)
+    base = question(document)
+    strategy = chosen(document)
+    if sweep:
+        return show_sweep(base, strategy, sweep, set_ or [], as_json)
+    cluster, workload = apply_overrides(Cluster.model_validate(document["cluster"]), Workload.model_validate(document["workload"]), set_ or [])
+    job = question(document, cluster, workload) if set_ else base
+    strategy = refit(strategy, job) if job.ranks != base.ranks else strategy.settle(job)
+    strategy.check(job)
+    prediction, schedule = strategy.predict(job), strategy.schedule(job, steps)
+    played = play(schedule, job.cost)
+    last = [task for task in schedule.tasks if task.label.step == steps - 1]
+    if trace:
+        write_traces(trace, played.spans, range(schedule.ranks), schedule.ranks, "simulated", "simulator")
+    result = {
+        "strategy": {"name": strategy.name, **strategy.knobs()}, "ranks": job.ranks, "steps": steps, "tasks": len(schedule.tasks),
+        "simulated": {"epoch_s": played.step_s, "end_s": played.end_s, "critical_path_s": critical_path(schedule, job.cost),
+                      "serial_s": serial(schedule, job.cost), "bytes": schedule.bytes_by_op(last),
+                      "operations": per_operation(played.spans, range(min(1, steps - 1), steps))},
+        "predicted": {"epoch_s": float(prediction.epoch_s), "bytes": prediction.bytes, "operations": predicted_per_operation(prediction)},
+        "trace": str(trace) if trace else None,
+    }  # fmt: skip
+    if as_json:
+        return emit(result)
+    print(f"{strategy} on {job.cluster.name} ({job.cluster.servers} x {job.cluster.gpus_per_server}), {steps} steps, {len(schedule.tasks):,} tasks")
+    print(f"epoch simulated {show_time(played.step_s)}, predicted {show_time(float(prediction.epoch_s))}; "
+          f"{', '.join(f'{k} {show_bytes(v)}' for k, v in prediction.bytes.items()) or 'nothing sent'}")  # fmt: skip
+    told = result["predicted"]["operations"]
+    rows = [[k, show_time(v), show_time(told[k]) if k in told else "-"] for k, v in sorted(result["simulated"]["operations"].items(), key=lambda kv: -kv[1])]
+    table("seconds per step (slowest rank)", ["operation", "simulated", "predicted"], rows)
+    if trace:
+        print(f"traces in {trace}; open them at ui.perfetto.dev")
+
+
+def refit(strategy: Any, job: Job) -> Any:
+    """The same family where the number of ranks has changed: its best variant there."""
+    from gnnplan.planner.search import search
+
+    found = search(job)
+    same = [c.strategy for c in found.ranked if c.strategy.name == strategy.name]
+    if same:
+        return same[0]
+    from gnnplan.planner.errors import Infeasible
+
+    reasons = [reason for name, reason in found.rejected if name.startswith(strategy.name)]
+    raise Infeasible(f"{strategy.name} cannot run there: {reasons[0] if reasons else 'no variant fits'}")
+
+
+def show_sweep(base: Job, strategy: Any, sweep: str, settings: list[str], as_json: bool) -> None:
+    """A row per value: the plan's family and the recommendation there."""
+    from gnnplan.planner.errors import Infeasible, SpecError
+    from gnnplan.planner.files import apply_overrides
+    from gnnplan.planner.job import Job
+    from gnnplan.planner.search import search
+    from gnnplan.planner.units import show_bytes, show_time
+    from gnnplan.simulator.player import play
+
+    key, equals, values = sweep.partition("=")
+    if not equals or not values:
+        raise SpecError(f"--sweep {sweep!r}: write a field and its values, as servers=1,2,4,8 or inter_node.bandwidth=1GB/s,10GB/s")
+    rows: list[dict[str, Any]] = []
+    for value in values.split(","):
+        say(f"{key}={value} ...")
+        cluster, workload = apply_overrides(base.cluster, base.workload, [*settings, f"{key}={value}"])
+        job = Job(base.stats, base.graph, workload, cluster, base.method)
+        row: dict[str, Any] = {"value": value, "ranks": job.ranks}
+        try:
+            found = search(job)
+        except Infeasible as error:
+            rows.append({**row, "best": None, "reason": str(error)})
+            continue
+        best = found.ranked[0]
+        same = next((c for c in found.ranked if c.strategy.name == strategy.name), None)
+        row |= {"best": str(best.strategy), "family": best.strategy.name, "predicted_s": float(best.predicted.epoch_s),
+                "simulated_s": play(best.strategy.schedule(job, 3), job.cost).step_s, "bytes_total": best.predicted.bytes_total,
+                "memory_bytes": best.memory_bytes, "plan": str(same.strategy) if same else None,
+                "plan_simulated_s": play(same.strategy.schedule(job, 3), job.cost).step_s if same else None}  # fmt: skip
+        rows.append(row)
+    changes = [{"at": b["value"], "from": a["family"], "to": b["family"]} for a, b in zip(rows, rows[1:], strict=False)
+               if a.get("family") != b.get("family") and a.get("family") and b.get("family")]  # fmt: skip
+    if as_json:
+        return emit({"sweep": key, "strategy": strategy.name, "rows": rows, "changes": changes})
+    table(f"{key} swept", [key, "ranks", "recommended", "predicted", "simulated", "bytes", f"{strategy.name} simulated"], [
+        [r["value"], str(r["ranks"]), r["best"], show_time(r["predicted_s"]), show_time(r["simulated_s"]), show_bytes(r["bytes_total"]),
+         show_time(r["plan_simulated_s"]) if r["plan_simulated_s"] is not None else "-"] if r["best"] else
+        [r["value"], str(r["ranks"]), "nothing fits", "-", "-", "-", "-"] for r in rows])  # fmt: skip
+    for change in changes:
+        print(f"the recommendation changes from {change['from']} to {change['to']} at {key}={change['at']}")
+    if not changes:
+        print("the recommendation does not change over these values")
+
+
+@app.command()
+def run(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; default: the workload's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for metrics, traces and weights; must not hold a run. Default: runs/<graph>-<strategy>-<n>.")] = None,
+    eval_every: Annotated[int, typer.Option(min=0, help="Evaluate validation and test accuracy every so many epochs and at the end (0: at the end).")] = 10,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank waits for its peers before it gives up.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when torchrun or Slurm started it."""
+    from gnnplan.executor import launch
+    from gnnplan.planner.errors import SpecError
+    from gnnplan.planner.units import show_bytes, show_time
+
+    document, job, strategy = launch.prepare(plan_file)
+    epochs = epochs or job.workload.epochs
+    follower = launch.started_by_launcher()
+    if out is None:
+        if follower:
+            raise SpecError("--out is needed when torchrun or Slurm starts the ranks, so that all of them write to one folder")
+        stem = f"{job.stats.name.split('?')[0].replace(':', '-').replace('/', '-')}-{strategy.name}"
+        out = next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{stem}-{n}").exists())
+    if not follower and (out / "metrics.jsonl").exists():
+        raise SpecError(f"{out} holds a run already; give another --out, or remove it")
+    from gnnplan.planner.files import write_atomically
+
+    out.mkdir(parents=True, exist_ok=True)
+    if follower:
+        sys.exit(launch.work(plan_file, out, epochs, eval_every, timeout))
+    write_atomically(out / "plan.json", plan_file.read_text(encoding="utf-8"))
+    strategy.schedule(job, 1)  # partitions are made once, here, and read by the ranks
+    say(f"training {job.stats.name} with {strategy} on {job.ranks} ranks, {epochs} epochs, into {out}")
+    launch.start(out / "plan.json", out, epochs, eval_every, timeout, job.ranks)
+    result = summary(out)
+    if as_json:
+        return emit(result)
+    accuracy = "  ".join(f"{k} {result[f'{k}_accuracy']:.3f}" for k in ("train", "val", "test") if result[f"{k}_accuracy"] is not None)
+    print(f"{epochs} epochs, loss {result['first_loss']:.4f} -> {result['loss']:.4f}  {accuracy}")
+    print(f"epoch {show_time(result['epoch_s'])} (median); sent per epoch: {', '.join(f'{k} {show_bytes(v)}' for k, v in result['bytes'].items()) or 'nothing'}; "
+          f"peak memory {show_bytes(max(result['peak_rss_bytes']))} per rank")  # fmt: skip
+    print(f"in {out}; next: gnnplan validate {out}")
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """What a run left behind, in one document."""
+    from statistics import median
+
+    from gnnplan.planner.validate import read_run
+
+    metrics, ranks = read_run(out)
+    sent: dict[str, int] = {}
+    for rank in ranks:
+        for op, nbytes in rank["bytes"].items():
+            sent[op] = sent.get(op, 0) + nbytes
+    last = metrics[-1]
+    return {
+        "out": str(out), "epochs": len(metrics), "first_loss": metrics[0]["loss"], "loss": last["loss"],
+        **{f"{k}_accuracy": last[f"{k}_accuracy"] for k in ("train", "val", "test")},
+        "epoch_s": median(m["epoch_s"] for m in metrics[min(2, len(metrics) - 1) :]), "backend": ranks[0]["backend"],
+        "bytes": {op: nbytes // len(metrics) for op, nbytes in sent.items()},
+        "setup_bytes": sum(sum(rank["setup_bytes"].values()) for rank in ranks),
+        "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks], "peak_device_bytes": [rank["peak_device_bytes"] for rank in ranks],
+    }  # fmt: skip
+
+
+@app.command()
+def validate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a finished run.")],
+    as_json: Json = False,
+) -> None:
+    """Predicted, simulated and measured side by side, and which layer of knowledge is wrong. Exit 1 if bytes or order differ."""
+    from gnnplan.planner.plan import chosen, question, read
+    from gnnplan.planner.search import weigh
+    from gnnplan.planner.trace import read_traces
+    from gnnplan.planner.units import show_bytes, show_time
+    from gnnplan.planner.validate import compare, read_run
+    from gnnplan.simulator.player import play
+
+    metrics, ranks = read_run(directory)
+    document = read(directory / "plan.json")
+    job = question(document)
+    candidate = weigh(job, chosen(document))
+    schedule = candidate.strategy.schedule(job, min(len(metrics), 5))
+    played = play(schedule, job.cost)
+    result = compare(candidate.predicted, candidate.memory_bytes, played.spans, played.step_s, schedule, read_traces(directory), metrics, ranks)
+    result["strategy"] = {"name": candidate.strategy.name, **candidate.strategy.knobs()}
+    if as_json:
+        emit(result)
+    else:
+        def seconds(value: float | None) -> str:
+            return "-" if value is None else show_time(value)
+
+        def percent(value: float | None) -> str:
+            return "-" if value is None else f"{value:+.0%}"
+
+        columns = ["operation", "predicted", "simulated", "measured", "predicted error", "simulated error"]
+        table(f"{candidate.strategy}, {len(metrics)} epochs", columns, [
+            [r["operation"], seconds(r["predicted_s"]), seconds(r["simulated_s"]), seconds(r["measured_s"]), percent(r["predicted_error"]),
+             percent(r["simulated_error"])] for r in [result["step"], *result["operations"]]])  # fmt: skip
+        sizes = result["bytes"]
+        print(f"bytes: counted {sum(sizes['counted'].values()):,}, predicted {sum(sizes['predicted'].values()):,}; set-up {sizes['setup_counted']:,} "
+              f"and {sizes['setup_predicted']:,}: {'equal' if sizes['equal'] else 'DIFFERENT'}")  # fmt: skip
+        print(f"order of operations: {'as scheduled on every rank and lane' if result['order']['equal'] else result['order']['first_difference']}")
+        memory = result["memory"]
+        print(f"memory per rank: predicted {show_bytes(memory['predicted_bytes'])}, measured peak {show_bytes(memory['measured_bytes'])} ({memory['error']:+.0%})")
+        print(f"wrong: {result['wrong']}")
+    if not (result["bytes"]["equal"] and result["order"]["equal"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def measure(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the cluster file goes; also kept as preset 'local'.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks active at once.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Micro-benchmarks of this machine with all ranks active: the numbers that a plan uses, each with its provenance."""
+    import yaml
+
+    from gnnplan.executor.measure import measure as measure_machine
+    from gnnplan.planner.files import cache_dir, write_atomically
+
+    cluster = measure_machine(ranks, progress=say)
+    text = yaml.safe_dump(cluster.model_dump(mode="json"), sort_keys=False)
+    write_atomically(cache_dir() / "local.yaml", text, parents=True)
+    if output:
+        write_atomically(output, text)
+    if as_json:
+        return emit(cluster.model_dump(mode="json"))
+    print(text, end="")
+    say(f"kept as preset 'local' in {cache_dir() / 'local.yaml'}{f' and written to {output}' if output else ''}")
+
+
+def main() -> NoReturn:
+    """Errors that a user can mend are a line, not a traceback; the exit code says whose turn it is."""
+    from gnnplan.planner.errors import GnnplanError
+
+    try:
+        app(standalone_mode=True)
+    except GnnplanError as error:
+        if "--json" in sys.argv:
+            emit({"error": str(error), "exit_code": error.exit_code})
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
