@@ -1,0 +1,33 @@
+# Two commands: `make demo` and `make test`. Both set up .venv first; nothing else is needed but Python 3.11 and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+RUN ?= runs/demo
+
+.PHONY: demo test bench clean
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dgl,dev]'
+	touch $@
+
+demo: .venv/.installed  ## measure this machine, then plan, simulate, run on two ranks and validate the embedded default
+	rm -rf $(RUN) && mkdir -p $(RUN)
+	$(BIN)/gnnplan measure --ranks 2 -o $(RUN)/cluster.yaml > /dev/null
+	$(BIN)/gnnplan plan --cluster $(RUN)/cluster.yaml --model sage --layers 3 --hidden 256 -o $(RUN)/plan.json
+	$(BIN)/gnnplan simulate $(RUN)/plan.json --trace $(RUN)/simulated
+	$(BIN)/gnnplan run $(RUN)/plan.json --epochs 30 --out $(RUN)/trained
+	$(BIN)/gnnplan validate $(RUN)/trained
+
+test: .venv/.installed  ## lint, types, tests
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+bench: .venv/.installed  ## timings: ratios measured side by side, never asserted
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planner.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulator.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/spine.py
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
