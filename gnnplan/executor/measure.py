@@ -108,7 +108,7 @@ def _run_ranks(ranks: int, folder: Path, tell: Callable[[str], None]) -> dict[st
         time.sleep(0.5)  # whoever failed first has ended by now as well
         lost = next((r for r, p in reversed(list(enumerate(started))) if p.poll()), 0)
         why = (folder / f"stderr{lost}").read_text().strip().splitlines()[-1:]
-        raise LostRank(f"rank {lost} of {ranks} failed while measuring: {''.join(why).removeprefix(f'[rank{lost}]: ') or 'it left no message'}")
+        raise LostRank(f"rank {lost} of {ranks} failed while measuring: {''.join(why).removeprefix(f'[rank{lost}]: ') or 'no message'}")
     finally:
         for process in started:
             process.kill()

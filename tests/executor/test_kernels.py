@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from gnnplan.executor import kernels
-from gnnplan.executor.kernels import Block, aggregate, dropout, dropout_mask, linear
+from gnnplan.executor.kernels import Block, aggregate, dropout, dropout_mask, linear, linear_sum
 
 
 @pytest.fixture(autouse=True)
@@ -135,9 +135,19 @@ def test_linear_equals_torch(rows: int, h_in: int, h_out: int, with_bias: bool, 
 
 
 @pytest.mark.parametrize("rows", [999, 1000, 1001, 2500])
-def test_weight_gradients_by_blocks_of_rows(rows: int) -> None:
-    grad, x = torch.randn(rows, 300), torch.randn(rows, 260)
-    torch.testing.assert_close(kernels._weight_gradient(grad, x), (grad.double().t() @ x.double()).float(), atol=1e-3, rtol=1e-4)
+@pytest.mark.parametrize("relu", [False, True])
+def test_sums_of_linear_layers_by_blocks_of_rows(rows: int, relu: bool) -> None:
+    """Against float64, which takes the plain way."""
+    shapes = [(rows, 260), (300, 260), (rows, 7), (300, 7), (300,)]
+    ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    theirs = [t.detach().double().requires_grad_() for t in ours]
+    outs = [linear_sum([(x, w), (y, v)], bias, relu) for x, w, y, v, bias in (ours, theirs)]
+    torch.testing.assert_close(outs[0], outs[1].float(), atol=1e-4, rtol=1e-4)
+    grad = torch.randn(rows, 300) * (outs[1].detach().abs() > 1e-3)  # not at the kink, where rounding decides
+    for out in outs:
+        out.backward(grad.to(out.dtype))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad.float(), atol=2e-3, rtol=1e-4)
 
 
 def test_linear_without_onednn_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
