@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +30,13 @@ class Transfer(NamedTuple):
     @property
     def alone(self) -> Number:
         """Duration without contention [s]."""
-        if not self.busy:
-            return self.latency
+        return self.latency + self.busiest
+
+    @property
+    def busiest(self) -> Number:
+        """Seconds of the port that is busy longest."""
         values = list(self.busy.values())
-        return self.latency + (np.maximum.reduce(values) if np.ndim(values[0]) else max(values))
+        return reduce(np.maximum, values) if any(map(np.ndim, values)) else max(values, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ class Cost:
 
     def exchange(self, sent: np.ndarray) -> Transfer:
         """Pairwise irregular all-to-all, `sent[i, j]` bytes from i to j; each rank starts its messages one after the other."""
-        return self._pairwise("exchange", *np.nonzero(sent), sent[np.nonzero(sent)])
+        source, target = np.nonzero(sent)
+        return self._pairwise("exchange", source, target, sent[source, target])
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
         """Ring: 2 (n-1) hops of size / n bytes; servers are visited one after the other, so a card carries the ring once."""

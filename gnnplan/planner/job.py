@@ -14,6 +14,7 @@ from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import LayerFacts, Layout
 from gnnplan.planner.partition import partition
+from gnnplan.planner.schedule import share
 from gnnplan.planner.specs import Cluster, Workload
 
 
@@ -67,15 +68,20 @@ class EstimatedLayout:
             among, others = float(self.vertices), ~np.eye(m, dtype=bool)
         p = self.edges / float(self.vertices) ** 2
         halo = (among - local) * -np.expm1(rows * np.log1p(-min(p, 0.5)))
-        sends = others * (halo / max(int(others[0].sum()), 1))
+        sends = _even(others, halo)
         count = np.full(m, 1.0)
-        return LayerFacts(rows * count, (local + halo * (others[0].sum() > 0)) * count, rows / self.vertices * self.edges * count, sends)
+        return LayerFacts(rows * count, local + sends.sum(0), rows / self.vertices * self.edges * count, sends)
 
     def preloaded(self) -> np.ndarray:
         m, servers = self.ranks, len(set(self.servers))
         across = ~np.equal.outer(self.servers, self.servers)
         external = (self._region(self.hops(0)) - self.vertices / servers) / (m // servers)
-        return across * (external / max(int(across[0].sum()), 1))
+        return _even(across, external)
+
+
+def _even(peers: np.ndarray, rows: float) -> np.ndarray:
+    """Whole rows [ranks, ranks] that every rank gets from its `peers`, equally many from each."""
+    return peers * round(rows / max(int(peers[0].sum()), 1))
 
 
 def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
@@ -119,8 +125,8 @@ class Job:
     workload: Workload
     cluster: Cluster
     method: str = "metis"
-    _layouts: dict = field(default_factory=dict, compare=False, repr=False)
-    _chunks: dict = field(default_factory=dict, compare=False, repr=False)
+    _layouts: dict[int, Layout | EstimatedLayout] = field(default_factory=dict, compare=False, repr=False)
+    _chunks: dict[int, ChunkFacts] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -170,9 +176,8 @@ class Job:
     def _count_chunks(self, chunks: int) -> ChunkFacts:
         n, e = self.stats.vertices, self.stats.edges
         if self.graph is None:
-            rows = n / chunks
-            sources = rows + float(expected_halo_rows(n, chunks, min(e / n**2, 0.5))) / chunks
-            return ChunkFacts(np.full(chunks, rows), np.full(chunks, e / chunks), np.full(chunks, sources))
+            rows = np.array([share(n, chunks, i) for i in range(chunks)])
+            return ChunkFacts(rows, rows * (e / n), rows + float(expected_halo_rows(n, chunks, min(e / n**2, 0.5))) / chunks)
         of = self.chunk_of(chunks).astype(np.int64)
         degree = np.diff(self.graph.indptr)
         reader = np.repeat(of, degree)

@@ -196,7 +196,7 @@ def _neighbours(graph: Graph, rows: np.ndarray) -> np.ndarray:
     if not rows.size or not degree.sum():
         return np.zeros(0, dtype=graph.indices.dtype)
     offsets = np.repeat(start - np.concatenate([[0], np.cumsum(degree)[:-1]]), degree)
-    return graph.indices[offsets + np.arange(degree.sum())]
+    return np.asarray(graph.indices[offsets + np.arange(degree.sum())])
 
 
 def _induced(graph: Graph, region: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -63,7 +63,7 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         if Path(path).stat().st_size > MAX_PLAN:
             raise SpecError(f"{path} is larger than {show_bytes(MAX_PLAN)}: not a plan")
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror or error}); make one with `gnnplan plan -o {path}`") from error
     except (ValueError, RecursionError) as error:

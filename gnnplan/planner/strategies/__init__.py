@@ -31,7 +31,7 @@ def named(name: str, knobs: dict[str, object]) -> Strategy:
         kind = bool if "bool" in allowed[knob] else int
         if not (value is None and "None" in allowed[knob]) and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise SpecError(f"{name}: {knob} is {allowed[knob]}, not {value!r}")
-    return family(**{**preset, **knobs})  # type: ignore[arg-type]
+    return family(**{**preset, **knobs})
 
 
 def parse(text: str) -> Strategy:

@@ -148,12 +148,12 @@ class GNNPipe(Strategy):
             links.append(cost.send(stage, Send(stage + 1, 1)).alone + float(rows.mean()) * row * self._per_byte(job, stage))
             where = cost.placement(stage, stage + 1)
             bytes_by_link[where] = bytes_by_link.get(where, 0) + 2 * job.stats.vertices * row
-        ready: list[Number] = [0.0] * k  # when each chunk reaches the stage
+        ready: Number = np.zeros(k)  # when each chunk reaches the stage
         ends: list[Number] = []
         for stage in range(self.stages):
             ready, end = _through(ready, work[stage][0], fixed[stage][0], links[stage] if stage + 1 < self.stages else None)
             ends.append(end)
-        ready = [0.0] * k
+        ready = np.zeros(k)
         for stage in reversed(range(self.stages)):
             ready, ends[stage] = _through(ready, work[stage][1][..., ::-1], ends[stage], links[stage - 1] if stage else None)
         epoch = reduce(np.maximum, [end + fixed[s][1] for s, end in enumerate(ends)])
@@ -231,15 +231,21 @@ class GNNPipe(Strategy):
         return [{"rank": r, "server": s, "gpu": r % job.cluster.gpus_per_server, "stage": r} for r, s in enumerate(job.servers)]
 
 
-def _through(ready: list[Number], work: Number, start: Number, link: Number | None) -> tuple[list[Number], Number]:
-    """Chunks in order through one stage, free from `start` on, and its link: (arrival at the next, end of the stage)."""
-    out, free, sent = [], start, 0.0
-    for k, arrival in enumerate(ready):
-        free = np.maximum(arrival, free) + work[..., k : k + 1] if np.ndim(work) > 1 else max(arrival, free) + work[k]
-        if link is not None:
-            sent = np.maximum(free, sent) + link
-        out.append(sent)
-    return out, free
+def _through(ready: Number, work: Number, start: Number, link: Number | None) -> tuple[Number, Number]:
+    """Chunks (last axis) in order through one stage, free from `start` on, and its link: (arrival at the next, end of the stage).
+
+    The end of chunk k is the largest, over j <= k, of the begin of j plus the work from j to k.
+    """
+    done = np.cumsum(work, axis=-1)
+    ends = np.maximum.accumulate(np.maximum(ready, start) - done + work, axis=-1) + done
+    if link is not None:
+        sent = np.arange(1, np.shape(work)[-1] + 1) * link
+        ready = np.maximum.accumulate(ends - sent + link, axis=-1) + sent
+    return ready, _last(ends)
+
+
+def _last(values: Number) -> Number:
+    return values[..., -1:] if np.ndim(values) > 1 else values[-1]
 
 
 def slowest_stage(work: list[list[Number]], way: int) -> Number:

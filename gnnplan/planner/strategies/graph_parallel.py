@@ -37,7 +37,7 @@ class GraphParallel(Strategy):
     narrow: bool = False
 
     family: ClassVar[str] = "graph_parallel"
-    claim: ClassVar[float] = 0.25  # synchronous: exact; stale: a layer's own window may bind where the sum does not
+    claim: ClassVar[float] = 0.25  # synchronous: exact; stale: exchanges and all-reduce fill different ports at different times
 
     @property
     def name(self) -> str:

@@ -88,20 +88,22 @@ def _local(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
     """Rows of h_h per rank."""
     if isinstance(layout, Layout):
         return np.array([layout.rows(rank, h).size for rank in range(layout.ranks)])
-    return layout.facts(1).sources - layout.facts(1).sends.sum(0)
+    return np.asarray(layout.facts(1).sources - layout.facts(1).sends.sum(0))
 
 
 # -- the three answers -------------------------------------------------------------------------------------------------
 
 
 def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int) -> Prediction:
-    """Synchronous: the sum over operations of their slowest rank. Stale: max(computation, exchange) + all-reduce
-    (PipeGCN: layer l's exchange has until layer l of the next step, all layers share one communication lane)."""
+    """Synchronous: from one transfer to the next all wait for the slowest rank. Stale: layer l's exchange has until layer l of
+    the next step, all layers share one communication lane; computation waits for the all-reduce, which shares wires with them."""
     cost = job.cost
     compute: Number = 0.0
+    apart: Number = 0.0  # what each rank has computed since the last transfer
     lockstep: Number = 0.0
     exchanged: Number = 0.0
     reduced: Number = 0.0
+    wires: Number = 0.0  # seconds of the busiest ports, without latencies
     by_op: dict[str, Any] = {}
     sent: dict[str, int] = {}
     links = {"intra_node": 0, "inter_node": 0}
@@ -109,18 +111,21 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
     for op in step(job, layout, narrow, staleness):
         if op.work is not None:
             seconds = cost.compute_s(op.work)
-            compute = compute + seconds
+            compute, apart = compute + seconds, apart + seconds
             seconds = slowest(seconds)
-            lockstep = lockstep + seconds
         elif op.sent is not None:
-            seconds = cost.exchange(op.sent).alone
-            exchanged = exchanged + seconds
+            lockstep, apart = lockstep + slowest(apart), 0.0
+            transfer = cost.exchange(op.sent)
+            seconds = transfer.alone
+            exchanged, wires = exchanged + seconds, wires + transfer.busiest
             sent["halo"] = sent.get("halo", 0) + int(op.sent.sum())
             links["intra_node"] += int(op.sent[same].sum())
             links["inter_node"] += int(op.sent[~same].sum())
         else:
-            seconds = cost.all_reduce(op.size, range(job.ranks)).alone
-            reduced = reduced + seconds
+            lockstep, apart = lockstep + slowest(apart), 0.0
+            transfer = cost.all_reduce(op.size, range(job.ranks))
+            reduced = seconds = transfer.alone
+            wires = wires + transfer.busiest
             wire = 2 * (job.ranks - 1) * op.size
             sent["all_reduce"] = wire
             across = wire * job.cluster.servers // job.ranks if job.cluster.servers > 1 else 0  # a ring leaves each server once
@@ -130,10 +135,10 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
         by_op[kind] = by_op.get(kind, 0.0) + seconds
     busiest = slowest(compute)
     if staleness:
-        epoch = np.maximum(busiest, exchanged) + reduced
-        exposed = np.maximum(exchanged - busiest, 0.0) + reduced
+        epoch = np.maximum(np.maximum(busiest + reduced, exchanged), wires)
+        exposed = epoch - busiest
     else:
-        epoch = lockstep + exchanged + reduced
+        epoch = lockstep + slowest(apart) + exchanged + reduced
         exposed = exchanged + reduced
     waiting = np.maximum(epoch - busiest - exposed, 0.0)
     once = sum(int(op.sent.sum()) for op in setup(job, layout) if op.sent is not None)

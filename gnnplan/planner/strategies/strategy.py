@@ -49,7 +49,7 @@ class Strategy(ABC):
     """A frozen dataclass of knobs."""
 
     family: ClassVar[str]
-    claim: ClassVar[float]  # |closed form / simulation without contention - 1| stays below this
+    claim: ClassVar[float]  # |closed form / simulation - 1| stays below this; contention plays a role only where transfers overlap
 
     @property
     def name(self) -> str:
