@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.kernels import Block, aggregate, linear
+from gnnplan.executor.kernels import Block, aggregate, linear, linear_sum
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.specs import Workload
 
@@ -77,8 +77,9 @@ class SAGELayer(_Split):
         return linear(x, self.weight)
 
     def update(self, aggregated: Tensor, x: Tensor, x0: Tensor | None = None, relu: bool = False) -> Tensor:
-        neighbours = aggregated if self.projects_first else linear(aggregated, self.weight)
-        out = linear(x, self.weight_self, self.bias) + neighbours
+        if not self.projects_first:
+            return linear_sum([(x, self.weight_self), (aggregated, self.weight)], self.bias, relu)
+        out = linear(x, self.weight_self, self.bias) + aggregated
         return out.relu_() if relu else out
 
 
