@@ -16,8 +16,8 @@ def quantity(text: object) -> float:
 
     Raises ValueError when the unit is unknown.
 
-    >>> quantity("25GB/s"), quantity("400 Mbit/s"), quantity("10us"), quantity(3)
-    (25000000000.0, 50000000.0, 1e-05, 3.0)
+    >>> quantity("25GB/s"), quantity("400 Mbit/s"), quantity("2us"), quantity(3)
+    (25000000000.0, 50000000.0, 2e-06, 3.0)
     """
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
         raise ValueError(f"needs a number with a unit such as 25GB/s, not {text!r}")
