@@ -1,6 +1,7 @@
 """How fast the spine is, side by side in one run on this machine: `python benchmarks/spine.py`. Prints ratios, asserts nothing.
 
-Part A, the floor: what one process of DGL, the best exact single-process peer, needs for the same training.
+The floor is one process of DGL, the best exact single-process peer, with one and with two threads; beside it our families on two
+Gloo ranks (one thread each) for the same training, in turn and several times, because these machines drift.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from functools import partial
+from statistics import median
 from typing import Any
 
 GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
@@ -30,7 +34,6 @@ def floor(threads: int, epochs: int = 12) -> dict[str, Any]:
 def dgl_child(threads: int, epochs: int) -> dict[str, Any]:
     """The process of `floor`: DGL as its documentation has it (SAGEConv, loss on the training vertices, torch's Adam)."""
     import resource
-    import statistics
 
     import torch
     from torch.nn import functional as F
@@ -65,7 +68,23 @@ def dgl_child(threads: int, epochs: int) -> dict[str, Any]:
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    return {"threads": threads, "epoch_s": statistics.median(seconds[2:]), "min_s": min(seconds[2:]), "losses": losses, "rss_mb": rss}
+    return {"threads": threads, "epoch_s": median(seconds[2:]), "min_s": min(seconds[2:]), "losses": losses, "rss_mb": rss}
+
+
+def ours(strategy: str, ranks: int, epochs: int = 14) -> dict[str, Any]:
+    """The same training by `gnnplan run`: {'epoch_s': median [s], 'rss_mb': of the fullest rank, 'loss'}."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan, out = f"{folder}/plan.json", f"{folder}/run"
+        gnnplan = [sys.executable, "-m", "gnnplan"]
+        question = ["--graph", GRAPH, "--model", "sage", "--layers", str(LAYERS), "--hidden", str(HIDDEN), "--ranks", str(ranks)]
+        subprocess.run([*gnnplan, "plan", *question, "--strategy", strategy, "-o", plan], check=True, capture_output=True)
+        command = [*gnnplan, "run", plan, "--epochs", str(epochs), "--eval-every", "0", "--out", out, "--json"]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    result = json.loads(done.stdout)
+    return {"epoch_s": result["epoch_s"], "rss_mb": max(result["peak_rss_bytes"]) / 1e6, "loss": result["loss"]}
+
+
+OURS = (("graph_parallel(narrow=True)", 1), ("graph_parallel(narrow=True)", 2), ("graph_parallel", 2), ("pipegcn", 2), ("gnnpipe", 2))
 
 
 def main() -> None:
@@ -73,10 +92,21 @@ def main() -> None:
         warnings.filterwarnings("ignore", module="dgl")
         print(json.dumps(dgl_child(int(sys.argv[2]), int(sys.argv[3]))))
         return
-    for threads in (1, 2):
-        result = floor(threads)
-        print(f"DGL, one process, {threads} thread(s): {result['epoch_s']:.3f} s/epoch (fastest {result['min_s']:.3f}), "
-              f"loss {result['losses'][0]:.3f} -> {result['losses'][-1]:.3f}, {result['rss_mb']:.0f} MB")  # fmt: skip
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    seconds: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    for i in range(rounds):
+        for name, once in [*((f"DGL, one process, {t} thread(s)", partial(floor, t)) for t in (1, 2)),
+                           *((f"{strategy}, {ranks} rank(s)", partial(ours, strategy, ranks)) for strategy, ranks in OURS)]:  # fmt: skip
+            print(f"round {i + 1}/{rounds}: {name}", file=sys.stderr)
+            result = once()
+            seconds.setdefault(name, []).append(result["epoch_s"])
+            memory[name] = max(memory.get(name, 0.0), result["rss_mb"])
+    floors = seconds["DGL, one process, 1 thread(s)"]
+    print(f"3-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, 128 features; median epoch of {rounds} rounds in turn")
+    for name, series in seconds.items():
+        ratio = median(a / b for a, b in zip(series, floors, strict=True))
+        print(f"{name:40s} {median(series):.3f} s  {ratio:.2f}x DGL on one thread  {memory[name]:.0f} MB/process")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
             tested = counts if free else torch.full((3, 2), math.nan, dtype=torch.float64)
         row = _row(rank, epoch, loss, counts, tested, seconds, sum(rank.sent.values()) - sent_before)
         if not math.isfinite(row["loss"]):
-            raise GnnplanError(f"the loss is {row['loss']} in epoch {epoch + 1}; lower the learning rate (--set lr={job.workload.lr / 10:g})")
+            lower = job.workload.lr / 10
+            raise GnnplanError(f"the loss is {row['loss']} in epoch {epoch + 1}; lower the learning rate (--set lr={lower:g})")
         if metrics:
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()
@@ -107,7 +108,8 @@ def _optimizer(net: Net, job: Job) -> torch.optim.Optimizer:
 def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int) -> dict[str, Any]:
     """A line of metrics.jsonl. `train_accuracy` is that of the training pass (its dropout and staleness on), val and test those
     of an evaluation, None where this epoch has none. Sums over ranks; the epoch ends with its last rank."""
-    numbers = torch.cat([loss.double().reshape(1).cpu(), counts.flatten(), tested.flatten(), torch.tensor([float(sent)], dtype=torch.float64)])
+    ends = torch.tensor([float(loss)], dtype=torch.float64), torch.tensor([float(sent)], dtype=torch.float64)
+    numbers = torch.cat([ends[0], counts.flatten(), tested.flatten(), ends[1]])
     slowest = torch.tensor([seconds], dtype=torch.float64)
     if rank.world > 1:
         numbers, slowest = numbers.to(rank.wire_device), slowest.to(rank.wire_device)

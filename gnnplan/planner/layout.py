@@ -80,7 +80,7 @@ class Layout:
             frontier = np.flatnonzero(server_of == server)
             hop[frontier] = 0
             for distance in range(1, reach + 1):
-                near = np.unique(_neighbours(graph, frontier)) if frontier.size else frontier
+                near = np.unique(neighbours(graph, frontier)) if frontier.size else frontier
                 frontier = near[hop[near] == FAR]
                 hop[frontier] = distance
             mine = np.flatnonzero(np.asarray(self.servers) == server)
@@ -142,7 +142,7 @@ class Layout:
 
     def _piece(self, rank: int, layer: int) -> Piece:
         rows, local = self.rows(rank, layer), self.rows(rank, layer - 1)
-        columns = _neighbours(self.graph, rows)
+        columns = neighbours(self.graph, rows)
         position = self._positions[rank][columns]
         halo = np.unique(columns[(position < 0) | (position >= local.size)])
         provider = self._assigned[self.servers[rank]][halo] if self.recomputed(layer) else self.owner[halo]
@@ -170,7 +170,7 @@ class Layout:
         where[where >= piece.local] = -1
         where[piece.halo] = piece.local + np.arange(piece.halo.size, dtype=np.int32)
         degree = np.diff(self.graph.indptr)[rows]
-        return np.concatenate([[0], np.cumsum(degree)]), where[_neighbours(self.graph, rows)]
+        return np.concatenate([[0], np.cumsum(degree)]), where[neighbours(self.graph, rows)]
 
     def facts(self, layer: int) -> LayerFacts:
         """Counts of layer l over all ranks."""
@@ -190,7 +190,7 @@ class Layout:
         return sends
 
 
-def _neighbours(graph: Graph, rows: np.ndarray) -> np.ndarray:
+def neighbours(graph: Graph, rows: np.ndarray) -> np.ndarray:
     """In-neighbours of `rows`, one after the other, int32 [edges]."""
     start, degree = graph.indptr[rows], np.diff(graph.indptr)[rows]
     if not rows.size or not degree.sum():
@@ -203,7 +203,7 @@ def _induced(graph: Graph, region: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """CSR of the subgraph induced by `region`."""
     place = np.full(graph.stats.vertices, -1, dtype=np.int64)
     place[region] = np.arange(region.size)
-    columns = place[_neighbours(graph, region)]
+    columns = place[neighbours(graph, region)]
     row = np.repeat(np.arange(region.size), np.diff(graph.indptr)[region])[columns >= 0]
     counts = np.bincount(row, minlength=region.size)
     return np.concatenate([[0], np.cumsum(counts)]), columns[columns >= 0]

@@ -22,6 +22,7 @@ from gnnplan.executor.kernels import Block, aggregate, aggregate_transposed, dro
 from gnnplan.executor.models import Net
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
+from gnnplan.planner.layout import neighbours
 from gnnplan.planner.schedule import Label
 from gnnplan.planner.strategies import GNNPipe
 from gnnplan.planner.strategies.gnnpipe import chunk_order
@@ -65,8 +66,13 @@ class Worker:
         self.features = features(graph, order, workload, device) if self.is_first else None
         self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]
         width = {layer: self.shapes.input_width(layer) for layer in self.varying}
-        self.past, self.mixed, self.slope = ({layer: torch.zeros(n, width[layer], dtype=self.dtype, device=device) for layer in self.varying} for _ in range(3))
-        self.carried = {layer: torch.zeros_like(self.slope[layer]) for layer in self.varying} if strategy.historical_gradients else {}
+
+
+        def rows_of_all_layers() -> dict[int, Tensor]:
+            return {layer: torch.zeros(n, width[layer], dtype=self.dtype, device=device) for layer in self.varying}
+
+        self.past, self.mixed, self.slope = rows_of_all_layers(), rows_of_all_layers(), rows_of_all_layers()
+        self.carried = rows_of_all_layers() if strategy.historical_gradients else {}
         self.cached: list[Tensor] = []  # layer 1's aggregates of constant features, by chunk
         if self.features is not None and self.shapes.aggregate_cached(1):
             self.cached = [self._gather(chunk, 1, self.features) for chunk in self.chunks]
@@ -89,15 +95,16 @@ class Worker:
         start = int(np.searchsorted(of[order], c))
         stop = int(np.searchsorted(of[order], c, side="right"))
         mine = order[start:stop]
-        degree = np.diff(graph.indptr)[mine]
-        columns = np.concatenate([place[graph.indices[graph.indptr[v] : graph.indptr[v + 1]]] for v in mine]) if degree.sum() else np.zeros(0, np.int64)
-        others = np.unique(columns[(columns < start) | (columns >= stop)])
+        indptr = np.concatenate([[0], np.cumsum(np.diff(graph.indptr)[mine])])
+        columns = place[neighbours(graph, mine)]
+        inside = (columns >= start) & (columns < stop)
+        others = np.unique(columns[~inside])
         sources = np.concatenate([np.arange(start, stop), others])
-        local = np.where((columns >= start) & (columns < stop), columns - start, (stop - start) + np.searchsorted(others, columns))
-        indptr = np.concatenate([[0], np.cumsum(degree)])
+        local = np.where(inside, columns - start, mine.size + np.searchsorted(others, columns)).astype(np.int32)
+        device, workload = self.rank.device, self.job.workload
         kinds = {self.net.layer(layer).edges for layer in self.layers}
-        blocks = {k: weighted_block(graph, k, mine, order[sources], indptr, local.astype(np.int32), self.job.workload).to(self.rank.device) for k in kinds}
-        return Chunk(slice(start, stop), torch.from_numpy(sources).to(self.rank.device), blocks)
+        blocks = {kind: weighted_block(graph, kind, mine, order[sources], indptr, local, workload).to(device) for kind in kinds}
+        return Chunk(slice(start, stop), torch.from_numpy(sources).to(device), blocks)
 
     def _gather(self, chunk: Chunk, layer: int, rows: Tensor) -> Tensor:
         """The chunk's aggregate over all N rows [chunk, H]."""
@@ -124,7 +131,7 @@ class Worker:
         arrivals = self._expect(order, self.stage - 1)
         kept: dict[int, tuple] = {}
         loss = torch.zeros((), dtype=self.dtype, device=self.rank.device)
-        logits = torch.zeros(len(self.vertices), self.shapes.classes, dtype=self.dtype, device=self.rank.device) if self.is_last else self.vertices[:0]
+        logits = loss.new_zeros(len(self.vertices) if self.is_last else 0, self.shapes.classes)
         departures: list[Future] = []
         for c in order:
             message = self._receive(arrivals, step, c, "f", self.stage - 1)
