@@ -362,8 +362,11 @@ def _cluster(ranks: int, memory: float, found: dict[str, Any]) -> Cluster:
         nbytes, lost = found["overlap"]
         device["overlap_tax"] = min(1.0, max(0.0, typical(lost) / (nbytes / link.bandwidth)))
         provenance["device.overlap_tax"] = f"{source}, {nbytes} bytes beside matrix products"
-    return Cluster(name="measured", servers=1, gpus_per_server=ranks, device=Device(**device), intra_node=link,
-                   cores=_cores(), collectives=fitted, provenance=provenance)  # fmt: skip
+    # several servers played on this machine talk over the same loopback, so that `--set servers=2` asks a sensible question
+    across = {key.replace("intra", "inter"): value for key, value in fitted.items()}
+    provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}
+    return Cluster(name="measured", servers=1, gpus_per_server=ranks, device=Device(**device), intra_node=link, inter_node=link,
+                   cores=_cores(), collectives={**fitted, **across}, provenance=provenance)  # fmt: skip
 
 
 def _cores() -> int:
