@@ -174,7 +174,9 @@ def show_plan(job: Job, document: dict[str, Any]) -> None:
 
 def call(strategy: dict[str, Any]) -> str:
     """A plan's strategy as --strategy takes it."""
-    return f"{strategy['name']}({','.join(f'{k}={v}' for k, v in strategy.items() if k != 'name')})"
+    from gnnplan.planner.strategies import named
+
+    return str(named(strategy["name"], {knob: value for knob, value in strategy.items() if knob != "name"}))
 
 
 @app.command()

@@ -37,8 +37,8 @@ def named(name: str, knobs: dict[str, object]) -> Strategy:
 def parse(text: str) -> Strategy:
     """As --strategy takes it: 'gnnpipe(stages=4,chunks=16)'. Raises SpecError.
 
-    >>> str(parse("pipegcn"))
-    'pipegcn(staleness=1,narrow=False)'
+    >>> str(parse("pipegcn")), str(parse("gnnpipe(stages=4, chunks=16, period=23)"))
+    ('pipegcn', 'gnnpipe(stages=4,chunks=16)')
     """
     return named(*parse_call(text))
 

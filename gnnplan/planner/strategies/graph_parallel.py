@@ -44,6 +44,10 @@ class GraphParallel(Strategy):
         return "pipegcn" if self.staleness else "graph_parallel"
 
     @property
+    def implied(self) -> dict[str, int]:
+        return {"staleness": self.staleness}
+
+    @property
     def exact(self) -> bool:
         return self.staleness == 0
 

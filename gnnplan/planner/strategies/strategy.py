@@ -98,9 +98,16 @@ class Strategy(ABC):
     def knobs(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    @property
+    def implied(self) -> dict[str, Any]:
+        """Knobs that the name says already."""
+        return {}
+
     def __str__(self) -> str:
-        """As --strategy takes it."""
-        return f"{self.name}({','.join(f'{k}={v}' for k, v in self.knobs().items())})"
+        """As --strategy takes it, without knobs at their defaults."""
+        usual = {f.name: f.default for f in dataclasses.fields(self)} | self.implied
+        told = ",".join(f"{knob}={value}" for knob, value in self.knobs().items() if value != usual[knob])
+        return f"{self.name}({told})" if told else self.name
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
