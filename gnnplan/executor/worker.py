@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,15 +104,27 @@ class Rank:
             dist.destroy_process_group()
 
 
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm node list, as 'gpu[07-12,20],login1' -> 'gpu07'.
+
+    >>> _first_host("gpu[07-12,20],login1"), _first_host("node3")
+    ('gpu07', 'node3')
+    """
+    head, bracket, rest = nodes.split(",")[0].partition("[")
+    return head + re.split("[-,\\]]", rest)[0] if bracket else head
+
+
 def open_rank(world: int | None = None, timeout_s: float = 30.0) -> Rank:
     """This process's rank from the launcher's environment (torchrun or Slurm), or the only rank without one.
 
     NCCL when every local rank has a GPU of its own; it refuses two ranks on one GPU, which go over Gloo with host staging.
     """
     env = os.environ
-    rank = int(env.get("RANK", env.get("SLURM_PROCID", "0")))
-    size = int(env.get("WORLD_SIZE", env.get("SLURM_NTASKS", "1")))
-    local = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")))
+    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:  # srun
+        env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": env["SLURM_LOCALID"]}
+        env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
+        env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000))
+    rank, size, local = (int(env.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", str(size))))
     torch.set_num_threads(max(1, int(env.get("GNNPLAN_THREADS", "1"))))
     keep_allocator()
@@ -122,8 +135,6 @@ def open_rank(world: int | None = None, timeout_s: float = 30.0) -> Rank:
         torch.cuda.set_device(device)
     me = Rank(rank, size, device, backend)
     if size > 1:
-        env.setdefault("RANK", str(rank))
-        env.setdefault("WORLD_SIZE", str(size))
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         me.exchange_group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
     return me

@@ -111,7 +111,9 @@ class GNNPipe(Strategy):
         for layer in layers:
             forward = forward + model.forward(layer, rows, rows, edges)
             backward = backward + model.backward(layer, rows, rows, edges)
-            if layer > model.first_varying:  # gradients are scattered to all rows read
+            if not model.aggregate_cached(layer):  # the rows read are gathered, and their gradients scattered
+                forward = forward + Compute(touched=2.0 * sources * model.input_width(layer) * b, launches=1, itemsize=b)
+            if layer > model.first_varying:
                 backward = backward + Compute(touched=3.0 * sources * model.input_width(layer) * b, launches=2, itemsize=b)
         if model.layers and len(model.layers) in layers:
             last = model.finish(rows)
