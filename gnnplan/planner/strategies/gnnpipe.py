@@ -160,10 +160,12 @@ class GNNPipe(Strategy):
             ready, ends[stage] = _through(ready, work[stage][1][..., ::-1], ends[stage], links[stage - 1] if stage else None)
         epoch = reduce(np.maximum, [end + fixed[s][1] for s, end in enumerate(ends)])
         busy = reduce(np.maximum, [np.sum(f + w, axis=-1, keepdims=np.ndim(f) > 1) + sum(fixed[s]) for s, (f, w) in enumerate(work)])
-        moving = 2.0 * sum(links)  # the first chunk's way through the pipeline, twice; the rest hides behind computation
+        # the first chunk's way through the pipeline, twice; the rest hides behind computation, and so may some of this
+        moving = np.minimum(2.0 * sum(links), np.maximum(epoch - busy, 0.0))
         total = sum(bytes_by_link.values())
         by_op = {"forward": slowest_stage(work, 0), "backward": slowest_stage(work, 1), "pipeline": 2 * k * reduce(np.maximum, links, 0.0)}
-        return Prediction(epoch, busy, moving, np.maximum(epoch - busy - moving, 0), {"pipeline": total} if total else {}, bytes_by_link, 0, by_op)
+        bubble = np.maximum(epoch - busy - moving, 0.0)
+        return Prediction(epoch, busy, moving, bubble, {"pipeline": total} if total else {}, bytes_by_link, 0, by_op)
 
     def _per_byte(self, job: Job, stage: int) -> Number:
         return 1.0 / job.cost.link("send", job.cost.placement(stage, stage + 1)).bandwidth

@@ -123,7 +123,9 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
         if isinstance(node, ast.Name):
             return node.id, {}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-            return node.func.id, {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+            knobs = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+            if len(knobs) == len(node.keywords):  # no **, no knob twice
+                return node.func.id, knobs
     except (SyntaxError, ValueError):
         pass
     raise SpecError(f"--strategy {text!r} is not a family with knobs; write it as 'gnnpipe(stages=4,chunks=16)'")
