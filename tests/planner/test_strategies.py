@@ -1,0 +1,561 @@
+"""Laws over every family: closed form, schedule and memory tell one story, and the story bends the right way."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnplan.planner.cost import Cost
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.graph import Graph, GraphStats, load
+from gnnplan.planner.job import Job
+from gnnplan.planner.schedule import Collective, Schedule, Send
+from gnnplan.planner.search import search
+from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.strategies import FAMILIES, NAMES, GNNPipe, GraNNDis, GraphParallel, Prediction, Strategy, named, parse
+from gnnplan.simulator.player import Played, critical_path, play, serial
+
+STEPS = 4
+ROUND = 1e-9  # what rounding may do to a sum of seconds
+
+
+def community(vertices: int, edges: int, seed: int = 0) -> Graph:
+    graph = load(f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=5&seed={seed}")
+    assert isinstance(graph, Graph)
+    return graph
+
+
+def statistics(graph: Graph) -> GraphStats:
+    """The same graph, of which only the statistics are known."""
+    return replace(graph.stats, known=False)
+
+
+GRAPHS = (community(400, 6000), community(120, 900, 1), community(60, 100, 2), community(24, 0, 3))  # dense to all isolated
+
+
+def cluster(servers: int = 2, gpus: int = 2, inter: float = 1e9, intra: float = 1e10, latency: float = 1e-6, **device: Any) -> Cluster:
+    gpu = Device(**{"memory": 1e12, "gemm": 1e11, "memory_bandwidth": 1e11, "launch": 1e-6, **device})
+    return Cluster(servers=servers, gpus_per_server=gpus, device=gpu, intra_node=Link(bandwidth=intra, latency=latency),
+                   inter_node=Link(bandwidth=inter, latency=latency))  # fmt: skip
+
+
+def job_of(graph: Graph | GraphStats, where: Cluster, method: str = "metis", **workload: Any) -> Job:
+    known = isinstance(graph, Graph)
+    return Job(graph.stats if known else graph, graph if known else None, Workload(**workload), where, method)
+
+
+def variants(job: Job) -> Iterator[Strategy]:
+    """Every family's candidates, and what a user could force, that suit the job."""
+    forced: list[Strategy] = [
+        GraphParallel(), GraphParallel(staleness=1), GraphParallel(narrow=True),
+        GraNNDis(0), GraNNDis(1), GraNNDis(), GraNNDis(narrow=True),
+        GNNPipe(), GNNPipe(chunks=1), GNNPipe(chunks=3, shuffle=False), GNNPipe(chunks=7, historical_gradients=True, period=1),
+    ]  # fmt: skip
+    seen: set[Strategy] = set()
+    for strategy in [s for family in FAMILIES for s in family.candidates(job)] + forced:
+        settled = strategy.settle(job)
+        if settled in seen:
+            continue
+        seen.add(settled)
+        try:
+            settled.check(job)
+        except SpecError:
+            continue
+        yield settled
+
+
+def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(np.log10(low), np.log10(high)).map(lambda x: float(10**x))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    where = cluster(
+        draw(st.integers(1, 3)), draw(st.integers(1, 3)), inter=draw(log_uniform(1e6, 1e10)), intra=draw(log_uniform(1e7, 1e11)),
+        latency=draw(log_uniform(1e-7, 1e-3)), gemm=draw(log_uniform(1e9, 1e13)), memory_bandwidth=draw(log_uniform(1e9, 1e12)),
+        launch=draw(log_uniform(1e-7, 1e-4)), overlap_tax=draw(st.sampled_from([0.0, 0.4])),
+        gather=draw(st.sampled_from([{}, {4: 1e9, 64: 2e10}])),
+    )  # fmt: skip
+    return job_of(draw(st.sampled_from(GRAPHS)), where, model=draw(st.sampled_from(["gcn", "sage", "gcnii"])),
+                  layers=draw(st.integers(1, 6)), hidden=draw(st.sampled_from([3, 16, 64])), dropout=draw(st.sampled_from([0.0, 0.5])),
+                  optimizer=draw(st.sampled_from(["adam", "sgd"])), dtype=draw(st.sampled_from(["float32", "float64"])))  # fmt: skip
+
+
+def some(law_examples: int = 12) -> Any:
+    return settings(deadline=None, max_examples=law_examples)
+
+
+# -- time ----------------------------------------------------------------------------------------------------------------
+
+
+@given(jobs())
+@some(25)
+def test_critical_path_simulated_serial(job: Job):
+    for strategy in variants(job):
+        schedule = strategy.schedule(job, STEPS)
+        bounds = [critical_path(schedule, job.cost), play(schedule, job.cost, contention=False).end_s, play(schedule, job.cost).end_s,
+                  serial(schedule, job.cost)]  # fmt: skip
+        assert all(low <= high * (1 + ROUND) for low, high in pairwise(bounds)), (strategy, bounds)
+        assert bounds[0] == pytest.approx(bounds[1], rel=ROUND)  # without contention nothing else delays
+
+
+@given(jobs())
+@some(25)
+def test_closed_form_is_the_simulation_within_the_claim(job: Job):
+    """Transfers of a synchronous step or of a pipeline do not meet on a wire, so contention does not matter. A stale step's
+    all-reduce does meet exchanges: its closed form lies between the two simulations and close to the contended one."""
+    for strategy in variants(job):
+        schedule, closed = strategy.schedule(job, 6), float(strategy.predict(job).epoch_s)
+        alone, contended = (play(schedule, job.cost, contention=contention).step_s for contention in (False, True))
+        assert abs(closed / contended - 1) <= strategy.claim, (strategy, closed, contended)
+        if getattr(strategy, "staleness", 0):
+            assert alone * (1 - ROUND) <= closed <= contended * (1 + ROUND)
+        else:
+            assert abs(closed / alone - 1) <= strategy.claim, (strategy, closed, alone)
+
+
+def sums(p: Prediction) -> float:
+    return float(p.compute_s) + float(p.comm_s) + float(p.bubble_s)
+
+
+@given(jobs())
+@some()
+def test_parts_of_the_epoch_add_up(job: Job):
+    for strategy in variants(job):
+        p = strategy.predict(job)
+        assert min(float(p.compute_s), float(p.comm_s), float(p.bubble_s)) >= 0
+        assert float(p.compute_s) <= float(p.epoch_s) * (1 + ROUND)
+        assert sums(p) == pytest.approx(float(p.epoch_s), rel=1e-9), strategy
+        assert p.bottleneck.split(" (")[0] in ("computation", "communication", "pipeline bubble")
+
+
+@given(jobs(), st.sampled_from(["intra", "inter", "latency", "gemm", "memory_bandwidth", "launch"]), st.floats(1.0, 50.0))
+@some(20)
+def test_better_hardware_is_never_slower(job: Job, what: str, factor: float):
+    c = job.cluster
+    assert c.inter_node
+    intra, inter, device = c.intra_node, c.inter_node, c.device
+    if what == "intra":
+        intra = Link(bandwidth=intra.bandwidth * factor, latency=intra.latency)
+    elif what == "inter":
+        inter = Link(bandwidth=inter.bandwidth * factor, latency=inter.latency)
+    elif what == "latency":
+        intra, inter = (Link(bandwidth=link.bandwidth, latency=link.latency / factor) for link in (intra, inter))
+    else:
+        better = getattr(device, what) * (factor if what != "launch" else 1 / factor)
+        device = device.model_copy(update={what: better})
+    faster = replace(job, cluster=c.model_copy(update={"intra_node": intra, "inter_node": inter, "device": device}))
+    for strategy in variants(job):
+        assert float(strategy.predict(faster).epoch_s) <= float(strategy.predict(job).epoch_s) * (1 + ROUND), strategy
+        schedule = strategy.schedule(job, STEPS)
+        assert strategy.schedule(faster, STEPS) == schedule  # a plan is work and order: no time in it
+        assert play(schedule, faster.cost, contention=False).end_s <= play(schedule, job.cost, contention=False).end_s * (1 + ROUND)
+
+
+def best_of(job: Job) -> dict[str, float]:
+    """Family -> its fastest candidate's epoch [s]."""
+    out: dict[str, float] = {}
+    for candidate in search(job).ranked:
+        out.setdefault(candidate.strategy.family, float(candidate.predicted.epoch_s))
+    return out
+
+
+def test_topology_changes_the_answer():
+    """Slow links between servers: recomputing or piping rows beats exchanging them. Fast ones: it does not."""
+    question = {"model": "gcn", "layers": 4, "hidden": 64}
+    slow = best_of(job_of(GRAPHS[0], cluster(inter=1e6, gemm=1e12, memory_bandwidth=1e12), **question))
+    fast = best_of(job_of(GRAPHS[0], cluster(inter=1e11, intra=1e11, gemm=1e9, memory_bandwidth=1e9), **question))
+    assert slow["granndis"] < 0.5 * slow["graph_parallel"] and slow["gnnpipe"] < slow["graph_parallel"]
+    assert fast["graph_parallel"] < min(fast["granndis"], fast["gnnpipe"])
+
+
+def test_where_the_cut_between_servers_lies_changes_the_answer():
+    """The same eight GPUs and links: on one server nothing is between servers and GraNNDis has nothing to offer."""
+    one, four = (job_of(GRAPHS[0], cluster(servers, 8 // servers, inter=1e7, intra=1e10), layers=3) for servers in (1, 4))
+    assert "granndis" not in best_of(one)
+    assert best_of(four)["granndis"] < best_of(four)["graph_parallel"]
+    assert best_of(one)["graph_parallel"] < best_of(four)["graph_parallel"]
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def steady_bytes(schedule: Schedule, step: int = 1) -> dict[str, int]:
+    return {op: n for op, n in schedule.bytes_by_op(t for t in schedule.tasks if t.label.step == step).items() if n}
+
+
+def crossing(schedule: Schedule, job: Job, step: int = 1) -> dict[str, int]:
+    """Bytes of a step by class of link, read off the schedule; a ring over ranks in order leaves each server once."""
+    links = {"intra_node": 0, "inter_node": 0}
+    for task in schedule.tasks:
+        if task.label.step == step and isinstance(task.work, (Send, Collective)):
+            sent = task.work.sent if isinstance(task.work, Collective) else ((task.work.peer, task.work.nbytes),)
+            for peer, nbytes in sent:
+                if peer < 0:
+                    continue
+                links[job.cost.placement(task.rank, peer)] += nbytes
+    rings = sum(t.work.nbytes for t in schedule.tasks
+                if t.label.step == step and isinstance(t.work, Collective) and t.work.op == "all_reduce")  # fmt: skip
+    across = rings * job.cluster.servers // job.ranks if job.cluster.servers > 1 else 0
+    links["inter_node"] += across
+    links["intra_node"] += rings - across
+    return {where: n for where, n in links.items() if n}
+
+
+@given(jobs())
+@some(20)
+def test_bytes_of_the_schedule_are_those_of_predict(job: Job):
+    for known in (job, replace(job, stats=replace(job.stats, known=False), graph=None, _layouts={}, _chunks={})):
+        for strategy in variants(known):
+            p, schedule = strategy.predict(known), strategy.schedule(known, 3)
+            assert steady_bytes(schedule) == steady_bytes(schedule, 2) == p.bytes
+            assert sum(p.bytes_by_link.values()) == p.bytes_total
+            assert crossing(schedule, known) == p.bytes_by_link
+            assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes
+            assert all(isinstance(n, int) and n > 0 for n in [*p.bytes.values(), *p.bytes_by_link.values()])
+
+
+@given(jobs())
+@some(20)
+def test_stale_moves_the_same_bytes_and_is_never_slower(job: Job):
+    """Without contention; a tax on computation beside a transfer would be a price that synchronous steps do not pay."""
+    c = job.cluster
+    job = replace(job, cluster=c.model_copy(update={"device": c.device.model_copy(update={"overlap_tax": 0.0})}))
+    fresh, stale = (GraphParallel(staleness=staleness) for staleness in (0, 1))
+    assert fresh.predict(job).bytes == stale.predict(job).bytes
+    assert fresh.predict(job).bytes_by_link == stale.predict(job).bytes_by_link
+    schedules = [strategy.schedule(job, STEPS) for strategy in (fresh, stale)]
+    assert steady_bytes(schedules[0]) == steady_bytes(schedules[1])
+    seconds = [play(schedule, job.cost, contention=False).step_s for schedule in schedules]
+    assert seconds[1] <= seconds[0] * (1 + ROUND)
+    assert float(stale.predict(job).epoch_s) <= float(fresh.predict(job).epoch_s) * (1 + ROUND)
+
+
+def test_stale_hides_what_fresh_waits_for():
+    """Exchange and computation of about equal length: one of them disappears. And the tax brings some of it back."""
+    job = job_of(GRAPHS[0], cluster(inter=1e9, intra=1e9, gemm=1e10, memory_bandwidth=1e10), layers=4, hidden=64)
+    fresh, stale = (GraphParallel(staleness=s).predict(job) for s in (0, 1))
+    assert stale.epoch_s < 0.8 * fresh.epoch_s
+    c = job.cluster
+    taxed = replace(job, cluster=c.model_copy(update={"device": c.device.model_copy(update={"overlap_tax": 0.5})}))
+    assert GraphParallel(staleness=1).predict(taxed).compute_s > stale.compute_s
+    assert GraphParallel().predict(taxed).epoch_s == fresh.epoch_s
+
+
+@given(jobs())
+@some()
+def test_one_rank_sends_nothing(job: Job):
+    alone = replace(job, cluster=job.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}), _layouts={}, _chunks={})
+    for strategy in variants(alone):
+        p, schedule = strategy.predict(alone), strategy.schedule(alone, 2)
+        assert (p.bytes, p.bytes_by_link, p.bytes_total, p.setup_bytes, p.comm_s) == ({}, {}, 0, 0, 0)
+        assert not [t for t in schedule.tasks + schedule.setup if isinstance(t.work, (Send, Collective))]
+    assert [family.family for family in FAMILIES for _ in family.candidates(alone)] == ["graph_parallel"]
+
+
+def test_graph_parallel_bytes_by_hand():
+    """2 b sum_l H_{l-1} sum_i |B_i| over hidden layers, and 2 (M-1) W b: 40 -> 16 -> 16 -> 5, biases too."""
+    job = job_of(GRAPHS[1], cluster(1, 3), layers=3, hidden=16)
+    halo = int(job.layout().facts(2).sends.sum())
+    weights = 40 * 16 + 16 + 16 * 16 + 16 + 16 * 5 + 5
+    p = GraphParallel().predict(job)
+    assert p.bytes == {"halo": 2 * 4 * (16 + 16) * halo, "all_reduce": 2 * 2 * 4 * weights}
+    assert p.setup_bytes == halo * 40 * 4
+    assert GraphParallel(narrow=True).predict(job).bytes["halo"] == 2 * 4 * (16 + 5) * halo
+
+
+def test_pipeline_bytes_by_hand():
+    """2 (stages - 1) N H b, and GCNII hands its initial residual on."""
+    for model, tensors in (("gcn", 1), ("sage", 1), ("gcnii", 2)):
+        p = GNNPipe().settle(job := job_of(GRAPHS[1], cluster(2, 2), model=model, layers=5, hidden=16)).predict(job)
+        assert p.bytes == {"pipeline": tensors * 2 * 3 * 120 * 16 * 4}
+        assert p.bytes_by_link == {"intra_node": p.bytes_total * 2 // 3, "inter_node": p.bytes_total // 3}
+
+
+def test_deeper_preload_crosses_servers_less_and_costs_more():
+    job = job_of(GRAPHS[1], cluster(2, 1), layers=4, hidden=16)
+    crossed = [GraNNDis(depth).predict(job) for depth in range(4)]
+    for shallow, deep in pairwise(crossed):
+        assert shallow.bytes_by_link["inter_node"] > deep.bytes_by_link["inter_node"]
+        assert shallow.compute_s < deep.compute_s and shallow.setup_bytes <= deep.setup_bytes  # no further than the whole graph
+    assert set(crossed[-1].bytes) == {"all_reduce"}
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------------
+
+
+def drawn(played: Played, rank: int) -> str:
+    """The compute lane in order: 'f0 f1 | b1 b0' by op and chunk."""
+    return " ".join(s.op[0] + next((p[1:] for p in s.label.split(":")[1:] if p[0] == "c"), "") for s in played.spans
+                    if (s.rank, s.lane) == (rank, "compute"))  # fmt: skip
+
+
+def test_a_pipeline_runs_chunks_forward_and_back():
+    job = job_of(GRAPHS[1], cluster(1, 2), layers=2)
+    strategy = GNNPipe(2, 3, shuffle=False)
+    for rank in (0, 1):
+        assert drawn(play(strategy.schedule(job, 1), job.cost), rank) == "h f0 f1 f2 b2 b1 b0 u"
+
+
+def test_shuffled_chunks_have_one_order_on_all_stages_and_another_each_step():
+    job = job_of(GRAPHS[1], cluster(1, 3), layers=3)
+    schedule = GNNPipe(3, 12).schedule(job, 3)
+    orders = {(t, rank): [x.label.chunk for x in schedule.lane(rank, "compute") if x.label.op == "forward" and x.label.step == t]
+              for t in range(3) for rank in range(3)}  # fmt: skip
+    assert all(orders[t, 0] == orders[t, rank] and sorted(orders[t, 0]) == list(range(12)) for t, rank in orders)  # type: ignore[type-var]
+    assert len({tuple(orders[t, 0]) for t in range(3)}) == 3
+
+
+@given(jobs())
+@some()
+def test_every_wait_names_a_task_and_every_rank_has_the_same_meetings(job: Job):
+    for strategy in variants(job):
+        schedule = strategy.schedule(job, 2)
+        meetings: dict[Any, set[int]] = {}
+        for rank in range(job.ranks):
+            known = {t.label for t in schedule.tasks if t.rank == rank}
+            assert all(label in known or label.step < 0 for t in schedule.tasks if t.rank == rank for label in t.after)
+        for t in schedule.tasks:
+            if isinstance(t.work, Collective):
+                meetings.setdefault((t.label, t.work.group), set()).add(t.rank)
+        assert all(set(group) == ranks for (_, group), ranks in meetings.items())
+
+
+# -- words ---------------------------------------------------------------------------------------------------------------
+
+
+def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
+    numbers = st.none() | st.integers(0, 99)
+    return {
+        GraphParallel: st.builds(GraphParallel, st.integers(0, 1), st.booleans()),
+        GNNPipe: st.builds(GNNPipe, numbers, numbers, st.booleans(), st.booleans(), st.integers(0, 99)),
+        GraNNDis: st.builds(GraNNDis, numbers, st.booleans()),
+    }[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_knobs_survive_words_and_json(family: type[Strategy], data: st.DataObject):
+    strategy = data.draw(knobs_of(family))
+    assert parse(str(strategy)) == strategy
+    assert named(strategy.name, json.loads(json.dumps(strategy.knobs()))) == strategy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_published_name_is_its_preset(name: str):
+    strategy = parse(name)
+    assert strategy == parse(f" {name}() ") == named(name, {}) and strategy.name == name
+    assert type(strategy) in FAMILIES
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("gnnpip", "there is no strategy 'gnnpip'; use one of graph_parallel, pipegcn, gnnpipe, granndis"),
+    ("gnnpipe(stage=4)", "gnnpipe has no knob 'stage'; its knobs are stages, chunks, shuffle, historical_gradients, period"),
+    ("gnnpipe(stages=4.0)", "gnnpipe: stages is int | None, not 4.0"),
+    ("gnnpipe(stages='4')", "gnnpipe: stages is int | None, not '4'"),
+    ("gnnpipe(stages=True)", "gnnpipe: stages is int | None, not True"),
+    ("gnnpipe(shuffle=1)", "gnnpipe: shuffle is bool, not 1"),
+    ("gnnpipe(period=None)", "gnnpipe: period is int, not None"),
+    ("pipegcn(staleness=None)", "pipegcn: staleness is int, not None"),
+    ("granndis(depth=[1])", r"granndis: depth is int \| None, not \[1\]"),
+    ("gnnpipe(4)", "is not a family with knobs; write it as"),
+    ("gnnpipe(stages=4", "is not a family with knobs"),
+    ("gnnpipe(stages=x)", "is not a family with knobs"),
+    ("gnnpipe(**{'stages': 4})", "is not a family with knobs"),
+    ("gnnpipe(stages=4, stages=2)", "is not a family with knobs"),
+    ("gnnpipe(stages=__import__('os').getpid())", "is not a family with knobs"),
+    ("", "is not a family with knobs"),
+])  # fmt: skip
+def test_words_that_make_no_strategy(text: str, words: str):
+    with pytest.raises(SpecError, match=words.replace("int | None", r"int \| None")):
+        parse(text)
+
+
+@pytest.mark.parametrize(("text", "rule"), [
+    ("gnnpipe(stages=6)", r"a layer per stage \(layers: 3, stages: 6\); use stages <= 3"),
+    ("gnnpipe(stages=3)", r"one stage on every rank \(stages: 3, ranks: 2\); use --ranks 3"),
+    ("gnnpipe(stages=0)", r"stages: 0"),
+    ("gnnpipe(stages=-1)", r"stages: -1"),
+    ("gnnpipe(chunks=25)", r"a vertex per chunk \(vertices: 24, chunks: 25\); use fewer chunks"),
+    ("gnnpipe(chunks=0)", r"chunks: 0"),
+    ("gnnpipe(period=0)", r"period \(alpha\) is at least 1 .*, not 0"),
+    ("graph_parallel(staleness=2)", r"staleness is 0 \(exact\) or 1 \(PipeGCN\), not 2"),
+    ("graph_parallel(staleness=-1)", r"not -1"),
+    ("pipegcn(narrow=True)", r"use narrow=False with staleness=1"),
+    ("granndis(depth=4)", r"depth lies between 0 \(plain halo\) and the layers \(3, full preload\), not 4"),
+    ("granndis(depth=-1)", r"not -1"),
+])  # fmt: skip
+def test_impossible_knobs(text: str, rule: str):
+    job = job_of(GRAPHS[3], cluster(2, 1), layers=3)
+    with pytest.raises(SpecError, match=rule):
+        parse(text).settle(job).check(job)
+
+
+@pytest.mark.parametrize("name", ["graph_parallel", "pipegcn", "granndis"])
+def test_more_parts_than_vertices(name: str):
+    job = job_of(GRAPHS[3], cluster(5, 5), layers=3)
+    with pytest.raises(SpecError, match=r"a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks"):
+        parse(name).settle(job).check(job)
+
+
+@given(jobs())
+@some()
+def test_candidates_suit_their_job_and_differ(job: Job):
+    for family in FAMILIES:
+        settled = [s.settle(job) for s in family.candidates(job)]
+        assert len(set(settled)) == len(settled)
+        assert settled or family.absent(job)
+        for strategy in settled:
+            assert strategy.settle(job) == strategy
+            assert [place["rank"] for place in strategy.placement(job)] == list(range(job.ranks))
+            assert all(place["server"] == job.servers[place["rank"]] for place in strategy.placement(job))
+
+
+# -- estimates -----------------------------------------------------------------------------------------------------------
+
+
+def random_graph(vertices: int, edges: int) -> Graph:
+    """Uniform, as the formulas assume: one community, no skew."""
+    return load(f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=4&mixing=1&skew=100")  # type: ignore[return-value]
+
+
+UNIFORM = {share: random_graph(2000, share * 2000) for share in (8, 40)}  # mean degree
+
+
+@pytest.mark.parametrize("degree", UNIFORM)
+@pytest.mark.parametrize(("servers", "gpus"), [(1, 4), (2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize("model", ["gcn", "gcnii"])
+def test_estimates_resemble_a_measured_random_graph(degree: int, servers: int, gpus: int, model: str):
+    """A random cut of a uniform graph is what expected_halo_rows expects, so rows differ by chance only (a few per cent of
+    some hundred) and 10 % is generous. A server's region is still cut over its GPUs by METIS, which finds fewer halo rows than
+    a random cut even where there is nothing to find, so what depends on that stays within a factor of 2 (not at a mean degree
+    of 2 or 3, where a random graph is nearly a forest)."""
+    graph = UNIFORM[degree]
+    where = cluster(servers, gpus)
+    measured = job_of(graph, where, "random", model=model, layers=4, hidden=32)
+    estimated = job_of(statistics(graph), where, model=model, layers=4, hidden=32)
+    for strategy in variants(estimated):
+        p, e = strategy.predict(measured), strategy.predict(estimated)
+        within = 0.1 if strategy.family == "graph_parallel" or gpus == 1 else 1.0
+        pairs = [(p.epoch_s, e.epoch_s), (p.compute_s, e.compute_s), (p.bytes_total, e.bytes_total), (p.setup_bytes, e.setup_bytes)]
+        pairs += [(sum(strategy.memory(measured).values()).max(), sum(strategy.memory(estimated).values()).max())]
+        for real, guess in pairs:
+            assert np.isfinite(guess) and (guess > 0) == (real > 0)
+            assert real / (1 + within) <= guess <= real * (1 + within), (strategy, real, guess)
+
+
+@given(st.integers(1, 3000), st.integers(0, 20_000), st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
+@some(40)
+def test_estimates_are_finite_for_any_statistics(vertices: int, edges: int, servers: int, gpus: int, layers: int):
+    edges = min(edges, vertices * (vertices - 1))
+    stats = GraphStats("s", "s.yaml", vertices, edges, 10, 3, max(1, vertices // 2), False, "h", known=False)
+    for model in ("gcn", "gcnii"):
+        job = job_of(stats, cluster(servers, gpus), model=model, layers=layers)
+        for strategy in variants(job):
+            p = strategy.predict(job)
+            assert np.isfinite([float(p.epoch_s), sums(p), p.bytes_total]).all() and p.epoch_s > 0
+            assert all((np.isfinite(use) & (use >= 0)).all() for use in strategy.memory(job).values())
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+@given(jobs())
+@some()
+def test_memory_is_told_by_rank_and_use(job: Job):
+    for strategy in variants(job):
+        memory = strategy.memory(job)
+        assert all(use.shape == (job.ranks,) and (use >= 0).all() and np.isfinite(use).all() for use in memory.values())
+        total = sum(memory.values())
+        assert (total > memory["parameters"] + memory["optimizer"]).all()
+        assert all((memory[use] > 0).all() for use in ("parameters", "optimizer", "graph", "runtime", "activations"))
+        assert memory["parameters"].sum() >= job.model.weights * job.model.itemsize
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii"])
+def test_more_ranks_never_need_more_memory_each(model: str):
+    """Of what the graph fills (parameters and libraries are on every rank), on a graph that can be cut at all."""
+    graph = load("synthetic:community?vertices=2000&edges=12000&features=40&classes=5&communities=50&mixing=0.02")
+    assert isinstance(graph, Graph)
+    for strategy in (GraphParallel(), GraphParallel(staleness=1)):
+        most = []
+        for ranks in (1, 2, 4, 8):
+            memory = strategy.memory(job_of(graph, cluster(1, ranks), model=model, layers=3))
+            most.append(sum(memory[use] for use in memory if use not in ("parameters", "optimizer", "runtime")).max())
+        assert most == sorted(most, reverse=True)
+
+
+def test_what_costs_memory():
+    """Staleness a second buffer, Adam two more numbers than SGD per parameter, dropout its masks, depth rows, stages history."""
+    job = job_of(GRAPHS[0], cluster(2, 2), layers=3)
+
+    def total(strategy: Strategy, question: Job = job) -> float:
+        return float(sum(strategy.settle(question).memory(question).values()).max())
+
+    adam, sgd = (job_of(GRAPHS[0], cluster(2, 2), layers=3, optimizer=optimizer) for optimizer in ("adam", "sgd"))
+    weights = job.model.weights * 4
+    assert total(GraphParallel(), adam) - total(GraphParallel(), sgd) == 2 * weights
+    assert total(GraphParallel(staleness=1)) > total(GraphParallel())
+    assert total(GraNNDis()) > total(GraNNDis(1)) > total(GraphParallel())
+    assert total(GraphParallel(), job_of(GRAPHS[0], cluster(2, 2), layers=3, dropout=0.5)) > total(GraphParallel())
+    deep = job_of(GRAPHS[0], cluster(2, 2), layers=8)
+    assert GNNPipe().settle(deep).memory(deep)["parameters"].sum() == deep.model.weights * 4
+
+
+# -- many clusters at once -----------------------------------------------------------------------------------------------
+
+
+def with_arrays(c: Cluster, rows: list[dict[str, float]]) -> Cluster:
+    """The cluster with the fields of `rows` as columns [n, 1]; model_copy does not validate."""
+    changed: dict[str, Any] = {}
+    for name in rows[0]:
+        column = np.array([[row[name]] for row in rows])
+        part, _, field = name.partition(".")
+        changed[part] = changed.get(part, getattr(c, part)).model_copy(update={field: column})
+    return c.model_copy(update=changed)
+
+
+FIELDS = {"device.gemm": (1e9, 1e13), "device.memory_bandwidth": (1e9, 1e12), "device.launch": (1e-7, 1e-4),
+          "intra_node.bandwidth": (1e7, 1e11), "intra_node.latency": (1e-7, 1e-3),
+          "inter_node.bandwidth": (1e6, 1e10), "inter_node.latency": (1e-7, 1e-3)}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [*([name] for name in FIELDS), list(FIELDS)], ids=lambda names: names[0] if len(names) == 1 else "all")
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2), (3, 1)])
+@pytest.mark.parametrize("model", ["sage", "gcnii"])
+def test_predict_broadcasts_over_clusters(fields: list[str], shape: tuple[int, int], model: str):
+    rng = np.random.default_rng(0)
+    rows = [{name: float(10 ** rng.uniform(*np.log10(FIELDS[name]))) for name in fields} for _ in range(5)]
+    job = job_of(GRAPHS[1], cluster(*shape), model=model, layers=3, dropout=0.5)
+    many = replace(job, cluster=with_arrays(job.cluster, rows))
+    for strategy in variants(job):
+        together = strategy.predict(many)
+        for i, row in enumerate(rows):
+            alone = strategy.predict(replace(job, cluster=with_arrays(job.cluster, [row])))
+            one = {part: getattr(job.cluster, part).model_copy(update={name.split(".")[1]: value for name, value in row.items()
+                   if name.startswith(part)}) for part in {name.split(".")[0] for name in row}}  # fmt: skip
+            scalar = strategy.predict(replace(job, cluster=job.cluster.model_copy(update=one)))
+            for field in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
+                expected = float(getattr(scalar, field))
+                close = {"rel": 1e-9, "abs": 1e-9 * float(scalar.epoch_s)}
+                assert at(getattr(together, field), i) == pytest.approx(expected, **close)
+                assert at(getattr(alone, field), 0) == pytest.approx(expected, **close)
+            assert together.by_op.keys() == scalar.by_op.keys()
+            for kind, seconds in together.by_op.items():
+                assert at(seconds, i) == pytest.approx(float(scalar.by_op[kind]), rel=1e-9)
+        assert together.bytes == scalar.bytes and together.bytes_by_link == scalar.bytes_by_link
+
+
+def at(value: Any, i: int) -> float:
+    """The i-th job's number of a prediction; what does not depend on the array may stay a scalar."""
+    return float(value[i, 0]) if np.ndim(value) == 2 else float(value)
+
+
+def test_ranks_fill_servers_in_order():
+    assert Cost.of(cluster(2, 3)).servers == (0, 0, 0, 1, 1, 1)
