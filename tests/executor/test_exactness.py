@@ -1,0 +1,119 @@
+"""Exact strategies leave the gradient alone: several ranks train to the weights of one process.
+
+One process itself is held against training written plainly with dense matrices (plain.py), so that an error that all
+ranks share shows too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from plain import difference, train_plainly
+from ranks import Case, Ranks, Result
+
+from gnnplan.planner.graph import load
+from gnnplan.planner.layout import Layout
+
+pytestmark = pytest.mark.timeout(110)
+
+MODELS = ("gcn", "sage", "gcnii")
+GRAPH_PARALLEL = ("graph_parallel", "graph_parallel(narrow=True)", "gnnpipe(chunks=1)")
+GRANNDIS = ("granndis(depth=0)", "granndis(depth=1)", "granndis(depth=1,narrow=True)", "granndis(depth=2)", "granndis")
+SETTINGS = [
+    *((2, 1, s) for s in GRAPH_PARALLEL), *((2, 2, s) for s in GRANNDIS),
+    *((3, 1, s) for s in GRAPH_PARALLEL), (3, 3, "granndis(depth=1)"),
+    *((4, 1, s) for s in GRAPH_PARALLEL), *((4, 2, s) for s in GRANNDIS),
+]  # fmt: skip
+settings = pytest.mark.parametrize(("world", "servers", "strategy"), SETTINGS, ids=lambda value: str(value))
+
+
+def workload(model: str, **more: object) -> dict[str, object]:
+    """4 layers, so that 4 stages have one each; 12 features -> 8 -> 4 classes, so that narrow layers exist."""
+    return {"model": model, "layers": 4, "hidden": 8, "dropout": 0.0, "lr": 0.05, "seed": 3, **more}
+
+
+_references: dict[str, Result] = {}
+
+
+def reference(run_ranks: Ranks, case: Case) -> Result:
+    case = replace(case, strategy="graph_parallel", servers=1)
+    if str(case) not in _references:
+        _references[str(case)] = run_ranks.alone(case)
+    return _references[str(case)]
+
+
+def assert_equal(run_ranks: Ranks, world: int, cases: list[Case], weights: float, losses: float) -> None:
+    """Final weights, every epoch's loss and accuracies; tolerances are relative."""
+    for case, result in zip(cases, run_ranks(world, cases), strict=True):
+        alone = reference(run_ranks, case)
+        assert difference(result.weights, alone.weights) <= weights, str(case)
+        assert result.losses == pytest.approx(alone.losses, rel=losses), str(case)
+        for ours, theirs in zip(result.metrics, alone.metrics, strict=True):
+            for split in ("train", "val", "test"):
+                if theirs[f"{split}_accuracy"] is not None and ours[f"{split}_accuracy"] is not None:
+                    assert ours[f"{split}_accuracy"] == pytest.approx(theirs[f"{split}_accuracy"], abs=1e-12), (str(case), ours["epoch"])
+        assert all(result.metrics[-1][f"{split}_accuracy"] is not None for split in ("train", "val", "test"))
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_is_plain_training(run_ranks: Ranks, graphs: dict[str, str], model: str) -> None:
+    for graph, directed, dropout, optimizer in itertools.product(("rough", "multi"), (False, True), (0.0, 0.5), ("adam", "sgd")):
+        case = Case("graph_parallel", graphs[graph], workload(model, dtype="float64", dropout=dropout, optimizer=optimizer), directed=directed)
+        losses, weights = train_plainly(case)
+        alone = reference(run_ranks, case)
+        assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(alone.weights, weights) <= 1e-9, str(case)
+
+
+def test_the_graphs_are_as_awkward_as_they_claim(graphs: dict[str, str]) -> None:
+    rough, directed = load(graphs["rough"]), load(graphs["rough"], directed=True)
+    assert (rough.degree == 0).sum() >= 6
+    assert any("self-loops" in note for note in rough.stats.notes) and any("duplicate" in note for note in rough.stats.notes)
+    assert directed.stats.directed and directed.stats.edges < rough.stats.edges
+    assert load(graphs["multi"]).stats.multilabel
+    case = Case("graph_parallel", graphs["islands"], workload("gcn"))
+    for world, silent in ((2, True), (4, False)):
+        layout = case.job(world).layout()
+        assert isinstance(layout, Layout)
+        assert layout.facts(2).sends.any() != silent
+        trained = [int(layout.graph.train[layout.own(rank)].sum()) for rank in range(world)]
+        assert 0 in trained and sum(trained) > 0
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+@settings
+@pytest.mark.parametrize("model", MODELS)
+def test_float64_weights(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, strategy: str) -> None:
+    cases = [
+        Case(strategy, graphs["rough"], workload(model, dtype="float64", dropout=dropout, optimizer=optimizer), servers, eval_every=2)
+        for dropout, optimizer in itertools.product((0.0, 0.5), ("adam", "sgd"))
+    ]
+    assert_equal(run_ranks, world, cases, weights=1e-9, losses=1e-9)
+
+
+@settings
+def test_float32_losses(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str) -> None:
+    """Weights under plain SGD only, since Adam divides rounding by rounding."""
+    sgd = [Case(strategy, graphs["rough"], workload(model, dropout=dropout, optimizer="sgd"), servers)
+           for model, dropout in itertools.product(MODELS, (0.0, 0.5))]  # fmt: skip
+    assert_equal(run_ranks, world, sgd, weights=1e-4, losses=1e-4)
+    adam = [replace(case, workload=case.workload | {"optimizer": "adam", "lr": 0.01}) for case in sgd]
+    assert_equal(run_ranks, world, adam, weights=1.0, losses=1e-4)
+
+
+@settings
+def test_awkward_graphs(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str) -> None:
+    """Several labels, directed edges, an empty halo, parts without training vertices."""
+    cases = [
+        Case(strategy, graphs[graph], workload(model, dtype="float64", dropout=0.5, optimizer=optimizer), servers, directed=directed)
+        for model, optimizer in (("sage", "adam"), ("gcnii", "sgd"), ("gcn", "sgd"))
+        for graph, directed in (("multi", False), ("rough", True), ("islands", False))
+    ]
+    assert_equal(run_ranks, world, cases, weights=1e-9, losses=1e-9)
