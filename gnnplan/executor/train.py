@@ -45,7 +45,6 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
     flat = _flat_gradients(worker.net)
     shared = rank.world > 1 and isinstance(worker, graph_parallel.Worker)  # a pipeline stage alone holds its weights
     optimizer = _optimizer(worker.net, job)
-    free = (job.workload.dropout == 0 and strategy.exact and shared) or (rank.world == 1 and job.workload.dropout == 0)
     metrics = open(out / "metrics.jsonl", "a", encoding="utf-8") if out and rank.rank == 0 else None  # noqa: SIM115
     group = tuple(range(rank.world))
     setup = {op: sent for op, sent in rank.sent.items() if sent}
@@ -63,14 +62,12 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
             optimizer.step()
         seconds = now() - started
         counts = worker.counts(logits)
-        due = epoch == epochs - 1 or (eval_every and (epoch + 1) % eval_every == 0)
-        if due and not (free and epoch < epochs - 1):
+        tested = torch.full((3, 2), math.nan, dtype=torch.float64)
+        if epoch == epochs - 1 or (eval_every and (epoch + 1) % eval_every == 0):
             worker.drain()
             rank.recording = False
             tested = worker.counts(worker.evaluate(epoch))
             rank.recording = True
-        else:
-            tested = counts if free else torch.full((3, 2), math.nan, dtype=torch.float64)
         row = _row(rank, epoch, loss, counts, tested, seconds, sum(rank.sent.values()) - sent_before)
         if not math.isfinite(row["loss"]):
             lower = job.workload.lr / 10
@@ -107,7 +104,7 @@ def _optimizer(net: Net, job: Job) -> torch.optim.Optimizer:
 
 def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int) -> dict[str, Any]:
     """A line of metrics.jsonl. `train_accuracy` is that of the training pass (its dropout and staleness on), val and test those
-    of an evaluation, None where this epoch has none. Sums over ranks; the epoch ends with its last rank."""
+    of an evaluation with the weights that the epoch leaves, None where this epoch has none. Sums over ranks; the epoch ends with its last rank."""
     ends = torch.tensor([float(loss)], dtype=torch.float64), torch.tensor([float(sent)], dtype=torch.float64)
     numbers = torch.cat([ends[0], counts.flatten(), tested.flatten(), ends[1]])
     slowest = torch.tensor([seconds], dtype=torch.float64)
