@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from gnnplan.planner.job import Job
 from gnnplan.planner.strategies import FAMILIES, Strategy
 from gnnplan.planner.strategies.strategy import Memory, Prediction
 from gnnplan.planner.units import show_bytes
+
+MOST_RANKS = 4096  # that are tried when nothing fits
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None) -> Fou
         raise Infeasible("mode mini: the mini-batch families (data_parallel, p3, gsplit) are not in this version; use --mode full")
     if forced is not None:
         if exact and not forced.settle(job).exact:
-            raise SpecError(f"--exact excludes {forced.settle(job)}: it changes the gradient; drop --exact or use graph_parallel or granndis")
+            name = forced.settle(job)
+            raise SpecError(f"--exact excludes {name}: it changes the gradient; drop --exact or use graph_parallel or granndis")
         try:
             return Found([weigh(job, forced)], [])
         except Infeasible as error:
-            raise Infeasible(f"{error}; {smallest_change(job, [forced])}") from None
+            raise Infeasible(f"{error}; {smallest_change(job, lambda _: [forced])}") from None
     ranked: list[Candidate] = []
     rejected: list[tuple[str, str]] = []
     for family in FAMILIES:
@@ -83,37 +87,51 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None) -> Fou
         if not tried:
             rejected.append((family.family, family.absent(job)))
     if not ranked:
-        change = smallest_change(job, [s for family in FAMILIES for s in family.candidates(job) if not exact or s.settle(job).exact])
-        raise Infeasible("nothing fits:\n  " + "\n  ".join(f"{name}: {reason}" for name, reason in rejected) + f"\n{change}")
+        reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
+        raise Infeasible(f"nothing fits:\n  {reasons}\n{smallest_change(job, partial(_candidates, exact=exact))}")
     ranked.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
     return Found(ranked, rejected)
 
 
-def smallest_change(job: Job, strategies: Sequence[Strategy]) -> str:
-    """What would make room: more memory per device, or more servers (estimated from statistics)."""
-    needs = []
-    for strategy in strategies:
-        try:
-            settled = strategy.settle(job)
-            settled.check(job)
-            needs.append((float(sum(settled.memory(job).values(), np.zeros(1)).max()), settled))
-        except SpecError:
-            continue
+def _candidates(job: Job, exact: bool) -> list[Strategy]:
+    return [s for family in FAMILIES for s in family.candidates(job) if not exact or s.settle(job).exact]
+
+
+def smallest_change(job: Job, options: Callable[[Job], list[Strategy]]) -> str:
+    """What would make room for one of `options`: more memory per device, or more servers (estimated from statistics)."""
     words = []
+    needs = [(need, str(strategy.settle(job))) for strategy in options(job) if (need := needed(job, strategy)) is not None]
     if needs:
-        least, strategy = min(needs, key=lambda pair: pair[0])
-        words.append(f"--set device.memory={np.ceil(least / 1e9 * 1.001 * 100) / 100:g}GB would fit {strategy}")
-    for factor in (2, 4, 8, 16, 32, 64):
-        cluster = job.cluster.model_copy(update={
-            "servers": job.cluster.servers * factor, "inter_node": job.cluster.inter_node or job.cluster.intra_node,
-        })  # fmt: skip
-        if cluster.ranks > min(job.stats.vertices, 4096):
-            break
+        least, name = min(needs)
+        words.append(f"--set device.memory={np.ceil(least / 1e9 * 1.001 * 100) / 100:g}GB would fit {name}")
+
+    def with_servers(servers: int) -> str | None:
+        """A strategy that fits on so many."""
+        cluster = job.cluster.model_copy(update={"servers": servers, "inter_node": job.cluster.inter_node or job.cluster.intra_node})
+        if cluster.ranks > min(job.stats.vertices, MOST_RANKS):
+            return None
         larger = replace(job, graph=None, cluster=cluster, _layouts={}, _chunks={})
-        for family in {type(s) for s in strategies}:
-            for strategy in family.candidates(larger):
-                try:
-                    return f"the smallest change that would fit: {' or '.join([*words, f'--set servers={cluster.servers} ({weigh(larger, strategy).strategy}, estimated)'])}"
-                except (SpecError, Infeasible):
-                    continue
-    return f"the smallest change that would fit: {words[0]}" if words else "no number of servers up to 64 times as many would fit"
+        fitting = (str(s.settle(larger)) for s in options(larger) if (needed(larger, s) or np.inf) <= cluster.device.memory)
+        return next(fitting, None)
+
+    few = job.cluster.servers
+    many = next((few * factor for factor in (2, 4, 8, 16, 32, 64) if with_servers(few * factor)), 0)
+    if many:
+        few = many // 2
+        while many - few > 1:
+            between = (few + many) // 2
+            few, many = (few, between) if with_servers(between) else (between, many)
+        words.append(f"--set servers={many} ({with_servers(many)}, estimated)")
+    if not words:
+        return "no memory per device and no number of servers up to 64 times as many would fit"
+    return f"the smallest change that would fit: {' or '.join(words)}"
+
+
+def needed(job: Job, strategy: Strategy) -> float | None:
+    """Memory of the fullest rank [B]; None where the strategy does not suit the job."""
+    try:
+        strategy = strategy.settle(job)
+        strategy.check(job)
+        return float(sum(strategy.memory(job).values(), np.zeros(1)).max())
+    except SpecError:
+        return None
