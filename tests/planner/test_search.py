@@ -1,0 +1,261 @@
+"""The choice and the plan that carries it: what is ranked, what is rejected and why, what would fit, and what survives a file."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnplan import __version__
+from gnnplan.planner import plan
+from gnnplan.planner.errors import Infeasible, Mismatch, SpecError
+from gnnplan.planner.files import apply_overrides
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.job import Job
+from gnnplan.planner.search import search
+from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.strategies import FAMILIES, GraphParallel, parse
+
+SOURCE = "synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0"
+GRAPH = load(SOURCE)
+assert isinstance(GRAPH, Graph)
+
+
+def job_of(servers: int = 2, gpus: int = 2, memory: float = 1e12, inter: float = 1e9, **workload: Any) -> Job:
+    device = Device(name="toy", memory=memory, gemm=1e11, memory_bandwidth=1e11)
+    link = Link(bandwidth=inter, latency=1e-6)
+    where = Cluster(servers=servers, gpus_per_server=gpus, device=device, intra_node=Link(bandwidth=1e10), inter_node=link)
+    return Job(GRAPH.stats, GRAPH, Workload(**{"layers": 4, "hidden": 64, **workload}), where)
+
+
+def candidates(job: Job) -> list[str]:
+    return [str(s.settle(job)) for family in FAMILIES for s in family.candidates(job)]
+
+
+# -- ranking -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.sampled_from(["gcn", "gcnii"]), st.sampled_from([1e6, 1e8, 1e10]))
+@settings(deadline=None, max_examples=25)
+def test_every_candidate_is_ranked_or_rejected_and_the_fastest_leads(servers: int, gpus: int, layers: int, model: str, inter: float):
+    job = job_of(servers, gpus, inter=inter, layers=layers, model=model)
+    found = search(job)
+    seconds = [float(c.predicted.epoch_s) for c in found.ranked]
+    assert seconds == sorted(seconds)
+    for candidate in found.ranked:
+        assert float(candidate.strategy.predict(job).epoch_s) == candidate.predicted.epoch_s
+        assert candidate.memory_bytes == sum(candidate.fullest().values()) <= job.cluster.device.memory
+    ranked, rejected = [str(c.strategy) for c in found.ranked], [name for name, _ in found.rejected]
+    absent = [family.family for family in FAMILIES if not list(family.candidates(job))]
+    assert sorted(ranked + rejected) == sorted(candidates(job) + absent)
+
+
+def test_rejected_say_why():
+    reasons = dict(search(job_of(1, 4, layers=3)).rejected)
+    assert reasons["granndis"].startswith("one server: no row crosses servers")
+    assert any("a layer per stage (layers: 3, stages: 4); use stages <= 3" in reason for reason in reasons.values())
+    assert dict(search(job_of(1, 1)).rejected)["gnnpipe"] == "one rank: a pipeline needs at least two stages"
+
+
+def test_what_does_not_fit_is_rejected_with_what_fills_the_memory():
+    whole = search(job_of())
+    needs = {str(c.strategy): c.memory_bytes for c in whole.ranked}
+    middle = float(np.median(list(needs.values())))
+    found = search(job_of(memory=middle))
+    assert {str(c.strategy) for c in found.ranked} == {name for name, need in needs.items() if need <= middle}
+    reasons = dict(found.rejected)
+    assert reasons.keys() == {name for name, need in needs.items() if need > middle} != set()
+    for name, reason in reasons.items():
+        use, most = max(next(c for c in whole.ranked if str(c.strategy) == name).fullest().items(), key=lambda item: item[1])
+        assert re.search(rf"needs .*B on its fullest rank but a toy has .*B; most of it is {use} \(", reason) and most > 0
+
+
+def test_exact_keeps_the_gradient():
+    job = job_of()
+    everything, exact = search(job), search(job, exact=True)
+    assert [c.strategy for c in exact.ranked] == [c.strategy for c in everything.ranked if c.strategy.exact]
+    dropped = {str(c.strategy) for c in everything.ranked if not c.strategy.exact}
+    assert {name for name, reason in exact.rejected if "--exact" in reason} == dropped
+    assert "pipegcn" in {name.split("(")[0] for name in dropped}
+
+
+def test_forced():
+    job = job_of()
+    assert [c.strategy for c in search(job, forced=parse("gnnpipe(chunks=5)")).ranked] == [parse("gnnpipe(stages=4,chunks=5)")]
+    with pytest.raises(SpecError, match=r"a layer per stage \(layers: 4, stages: 8\); use stages <= 4"):
+        search(job, forced=parse("gnnpipe(stages=8)"))
+    with pytest.raises(SpecError, match=r"--exact excludes pipegcn.*: it changes the gradient; drop --exact"):
+        search(job, exact=True, forced=parse("pipegcn"))
+    assert search(job, exact=True, forced=parse("gnnpipe(chunks=1)")).ranked[0].strategy.exact
+
+
+def test_mini_batches_are_not_there_yet():
+    with pytest.raises(Infeasible, match="use --mode full"):
+        search(job_of(mode="mini"))
+
+
+# -- nothing fits --------------------------------------------------------------------------------------------------------
+
+
+def refused(job: Job, **how: Any) -> str:
+    with pytest.raises(Infeasible) as caught:
+        search(job, **how)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", [
+    {}, {"exact": True}, {"forced": parse("pipegcn")}, {"forced": parse("gnnpipe(chunks=8)")}, {"forced": parse("granndis(depth=1)")},
+])  # fmt: skip
+@pytest.mark.parametrize("memory", [1e6, 3e8, 8.005e8])
+def test_more_memory_as_proposed_does_fit(how: dict[str, Any], memory: float):
+    job = job_of(memory=memory)
+    message = refused(job, **how)
+    assert "most of it is runtime (800.00 MB)" in message  # libraries alone are 800 MB
+    proposed, name = re.search(r"--set (device.memory=\S+) would fit (\S+)", message).groups()  # type: ignore[union-attr]
+    cluster, _ = apply_overrides(job.cluster, job.workload, [proposed])
+    larger = replace(job, cluster=cluster)
+    assert name in [str(c.strategy) for c in search(larger, **how).ranked]
+    smaller = cluster.device.model_copy(update={"memory": cluster.device.memory * 0.98})
+    less = replace(job, cluster=cluster.model_copy(update={"device": smaller}))
+    assert refused(less, **how)  # the smallest, but for the rounding to 10 MB
+
+
+@pytest.mark.parametrize("how", [{}, {"exact": True}, {"forced": parse("pipegcn")}, {"forced": parse("gnnpipe")}])
+def test_more_servers_as_proposed_would_fit(how: dict[str, Any]):
+    """A graph that fills the memory, so that more servers help; the proposal is an estimate, and holds as one."""
+    stats = replace(GRAPH.stats, vertices=10**6, edges=10**7, features=50, known=False)
+    job = replace(job_of(memory=12e9, layers=64, model="gcnii", dropout=0.5), stats=stats, graph=None)
+    message = refused(job, **how)
+    servers, name = re.search(r"or --set servers=(\d+) \((.*), estimated\)$", message).groups()  # type: ignore[union-attr]
+
+    def on(count: int) -> Job:
+        return replace(job, cluster=job.cluster.model_copy(update={"servers": count}), _layouts={}, _chunks={})
+
+    assert name in [str(c.strategy) for c in search(on(int(servers)), **how).ranked]
+    assert parse(name).exact or "exact" not in how
+    assert refused(on(int(servers) - 1), **how)
+
+
+def test_no_servers_are_proposed_where_they_do_not_help():
+    message = refused(job_of(memory=7e8))  # libraries alone need more, on any number of servers
+    assert "--set device.memory" in message and "--set servers" not in message
+    assert all(name in message for name in candidates(job_of()))
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    job = job_of()
+    return plan.make(job, search(job))
+
+
+@pytest.mark.parametrize("name", ["graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=7,shuffle=False)", "granndis(depth=2)"])
+def test_a_plan_survives_its_file(name: str, tmp_path: Path):
+    job = job_of(model="sage", dropout=0.25, seed=3)
+    found = search(job, forced=parse(name))
+    made = plan.make(job, found)
+    plan.write(tmp_path / "plan.json", made)
+    read = plan.read(tmp_path / "plan.json")
+    assert read == made
+    assert plan.chosen(read) == found.ranked[0].strategy
+    asked = plan.question(read)
+    assert (asked.stats, asked.workload, asked.cluster, asked.method) == (job.stats, job.workload, job.cluster, job.method)
+    assert plan.chosen(read).predict(asked).epoch_s == made["best"]["predicted"]["epoch_s"]
+
+
+def test_a_plan_says_what_was_asked_for_and_what_was_found(document: dict[str, Any]):
+    best, found = document["best"], search(job_of())
+    assert best["strategy"] == {"name": found.ranked[0].strategy.name, **found.ranked[0].strategy.knobs()}
+    p = best["predicted"]
+    assert p["bytes_total"] == sum(p["bytes"].values()) == sum(p["bytes_by_link"].values())
+    assert p["memory_bytes"] == pytest.approx(sum(p["memory"].values()))
+    assert p["epoch_s"] == pytest.approx(p["compute_s"] + p["comm_s"] + p["bubble_s"])
+    assert [place["rank"] for place in best["placement"]] == [0, 1, 2, 3]
+    assert [a["predicted"]["epoch_s"] for a in document["alternatives"]] == [float(c.predicted.epoch_s) for c in found.ranked[1:]]
+    assert document["rejected"] == [{"strategy": name, "reason": reason} for name, reason in found.rejected]
+    words = "\n".join(document["explanation"])
+    assert words.startswith(str(found.ranked[0].strategy))
+    assert all(text in words for text in ("GraNNDis Eq. 3", "as printed", "measured growth", "slower", "they do not decide"))
+    json.dumps(document, allow_nan=False)
+
+
+def test_explanations_of_one_server_and_of_statistics():
+    one = job_of(1, 2)
+    assert any("nothing crosses servers" in line for line in plan.make(one, search(one))["explanation"])
+    job = job_of()
+    guess = replace(job, stats=replace(job.stats, known=False), graph=None, _layouts={}, _chunks={})
+    assert any("statistics only" in line for line in plan.make(guess, search(guess))["explanation"])
+
+
+def test_a_plan_can_be_asked_about_another_cluster(document: dict[str, Any]):
+    other = job_of(4, 1).cluster
+    assert plan.question(document, cluster=other).cluster == other
+    assert plan.question(document, workload=Workload(layers=2)).workload.layers == 2
+
+
+def test_other_data_or_version_is_a_mismatch(document: dict[str, Any], tmp_path: Path):
+    document["graph"]["hash"] = "0" * 32
+    with pytest.raises(Mismatch, match=rf"made for other data: .*{GRAPH.stats.hash}, the plan says 0{{32}}; plan again"):
+        plan.question(document)
+    plan.write(tmp_path / "plan.json", {**document, "gnnplan": "0.0.0"})
+    with pytest.raises(Mismatch, match=rf"made by gnnplan 0.0.0, this is {__version__}; plan again"):
+        plan.read(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(("content", "rule"), [
+    ("", "not JSON"), ("{", "not JSON"), ("[" * 100_000, "not JSON"), ("\x00", "not JSON"), ("[]", "not a plan"), ("3", "not a plan"),
+    ('"text"', "not a plan"), ("null", "not a plan"), ("{}", "not a plan .missing: gnnplan, graph, workload, cluster, partitioner, best"),
+])  # fmt: skip
+def test_files_that_are_no_plan(content: str, rule: str, tmp_path: Path):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(SpecError, match=rf"plan.json: {rule}"):
+        plan.read(tmp_path / "plan.json")
+
+
+def test_files_that_are_not_text_or_not_there(tmp_path: Path):
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe{}")
+    for path in (tmp_path / "plan.json", tmp_path / "absent.json", tmp_path):
+        with pytest.raises(SpecError, match=re.escape(str(path))):
+            plan.read(path)
+
+
+@pytest.mark.parametrize(("where", "value"), [
+    (("cluster", "servers"), -1), (("cluster", "speed"), 1), (("cluster",), None), (("workload", "model"), "gat"), (("workload",), []),
+    (("graph",), 3), (("graph", "source"), "absent.npz"), (("graph",), {}),
+])  # fmt: skip
+def test_plans_edited_by_hand(where: tuple[str, ...], value: Any, document: dict[str, Any]):
+    target = document
+    for key in where[:-1]:
+        target = target[key]
+    target[where[-1]] = value
+    with pytest.raises(SpecError):
+        plan.question(document)
+
+
+@pytest.mark.parametrize("strategy", [
+    None, 3, [], {}, {"name": "gnnpip"}, {"name": "gnnpipe", "stages": "4"}, {"name": "gnnpipe", "depth": 1},
+])  # fmt: skip
+def test_strategies_edited_by_hand(strategy: Any, document: dict[str, Any]):
+    document["best"]["strategy"] = strategy
+    with pytest.raises(SpecError):
+        plan.chosen(document)
+
+
+def test_nothing_is_half_written(tmp_path: Path, document: dict[str, Any]):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        plan.write(tmp_path / "plan.json", {**document, "bad": float("nan")})
+    with pytest.raises(SpecError, match="does not exist"):
+        plan.write(tmp_path / "no" / "plan.json", document)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_of_one_strategy_has_no_rival(tmp_path: Path):
+    job = job_of(1, 1)
+    assert plan.chosen(plan.make(job, search(job))) == GraphParallel()
