@@ -9,9 +9,11 @@ Run as a script this file is one rank: it reads a case per line and answers a li
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -141,8 +143,13 @@ class World:
         return Result(case, self.world, out)
 
     def _fail(self, case: Case, what: str, rank: int) -> None:
+        for process in self.processes:
+            process.send_signal(signal.SIGUSR1)  # those that still run say where they are
+        time.sleep(0.5)
         self.close()
-        raise AssertionError(f"{case}: {what}\n{self.errors[rank].read_text()[-4000:]}")
+        others = [r for r in range(self.world) if r != rank]
+        words = "\n".join(f"-- rank {r}\n{self.errors[r].read_text()[-3000:]}" for r in [rank, *others])
+        raise AssertionError(f"{case}: {what}\n{words}")
 
     @property
     def alive(self) -> bool:
@@ -208,6 +215,7 @@ def _train(rank: Any, case: Case, out: Path) -> None:
 
 def main() -> None:
     """Be a rank until the input ends."""
+    faulthandler.register(signal.SIGUSR1)
     answers, sys.stdout = sys.stdout, sys.stderr
     import warnings
 

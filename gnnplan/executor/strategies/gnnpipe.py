@@ -248,6 +248,7 @@ class Worker:
             gradient = self._undrop(slope[chunk.rows], step, layer, chunk.rows)
             if self.carried:
                 gradient = gradient + self.carried[layer][chunk.rows]
+                slope[chunk.rows].zero_()  # passed on; what is added from here on is historical
         if encoded is not None:
             torch.autograd.backward(encoded, gradient + x0.grad)
             return None

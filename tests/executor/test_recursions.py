@@ -1,0 +1,134 @@
+"""What is not exact follows its paper: PipeGCN's and GNNPipe's recursions, written plainly in one process.
+
+Both are the plain model (plain.py) with another aggregation: rows that a rank does not have yet are leaves, and what
+flows into those leaves is added to the next step's gradient where the paper says so. An added gradient g of rows h is
+written as a term <h, g> of the objective.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from plain import Plain, difference
+from ranks import Case, Ranks
+from torch import Tensor
+
+from gnnplan.planner.strategies.gnnpipe import chunk_order
+
+pytestmark = pytest.mark.timeout(110)
+
+MODELS = ("gcn", "sage", "gcnii")
+
+
+def workload(model: str, dropout: float, **more: object) -> dict[str, object]:
+    return {"model": model, "layers": 4, "hidden": 8, "dropout": dropout, "lr": 0.05, "seed": 3, "dtype": "float64", **more}
+
+
+# -- PipeGCN -----------------------------------------------------------------------------------------------------------
+
+
+def pipegcn(case: Case, part: np.ndarray) -> tuple[list[float], dict[str, Tensor]]:
+    """Rows of other parts are those of the step before (zero at first); the gradient that they get goes home one step later."""
+    plain = Plain(case)
+    same = torch.from_numpy(part[:, None] == part[None, :])
+    within, across = plain.operator * same, plain.operator * ~same
+    n, layers = len(part), [layer for layer in range(1, plain.layers + 1) if plain.varies(layer)]
+    width = {layer: plain.workload.hidden for layer in layers}
+    sent = {layer: torch.zeros(n, width[layer], dtype=torch.float64) for layer in layers}
+    home = {layer: torch.zeros(n, width[layer], dtype=torch.float64) for layer in layers}
+    losses = []
+    for step in range(case.epochs):
+        stale = {layer: sent[layer].clone().requires_grad_() for layer in layers}
+
+        def aggregate(layer: int, h: Tensor, step: int = step, stale: dict[int, Tensor] = stale) -> Tensor:
+            fresh = plain.drop(h, step, layer)
+            if layer not in stale:
+                return plain.operator @ fresh
+            return within @ fresh + across @ plain.drop(stale[layer], step, layer)
+
+        logits, rows = plain.forward(step, aggregate)
+        loss = plain.loss(logits)
+        losses.append(loss.item())
+        plain.descend(loss + sum((rows[layer - 1] * home[layer]).sum() for layer in layers))
+        for layer in layers:
+            sent[layer], home[layer] = rows[layer - 1].detach(), stale[layer].grad
+    return losses, plain.w
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_staleness_one_is_pipegcn(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int) -> None:
+    for graph, dropout, optimizer in (("rough", 0.0, "adam"), ("rough", 0.5, "sgd"), ("multi", 0.5, "adam"), ("islands", 0.5, "sgd")):
+        case = Case("pipegcn", graphs[graph], workload(model, dropout, optimizer=optimizer), epochs=6, eval_every=2)
+        losses, weights = pipegcn(case, case.job(world).layout().owner)
+        result = run_ranks(world, [case])[0]
+        assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(result.weights, weights) <= 1e-9, str(case)
+        if graph == "rough":  # the exact run is another one, so the comparison above has teeth
+            exact = run_ranks.alone(Case("graph_parallel", case.graph, case.workload, epochs=6))
+            assert difference(result.weights, exact.weights) > 1e-3
+
+
+# -- GNNPipe -----------------------------------------------------------------------------------------------------------
+
+
+def gnnpipe(case: Case, chunk: np.ndarray, shuffle: bool, historical_gradients: bool, period: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Algorithm 1. A neighbour whose chunk is later in the step's order than the reader's is historical: epoch t = 1, 2, ..
+    reads the rows of epoch period * floor((t - 1) / period); epoch 0 is an evaluation with the initial weights."""
+    plain = Plain(case)
+    chunks, layers = int(chunk.max()) + 1, [layer for layer in range(1, plain.layers + 1) if plain.varies(layer)]
+    with torch.no_grad():
+        epochs = {0: plain.forward(None)[1]}  # epoch -> [h_0 .. h_L]
+    late = {layer: torch.zeros_like(epochs[0][layer - 1]) for layer in layers}
+    losses = []
+    for step in range(case.epochs):
+        place = np.empty(chunks, dtype=int)
+        place[chunk_order(plain.workload.seed, step, chunks, shuffle)] = np.arange(chunks)
+        processed = torch.from_numpy(place[chunk][None, :] <= place[chunk][:, None])  # row v reads column u fresh
+        fresh, historical = plain.operator * processed, plain.operator * ~processed
+        past = epochs[period * (step // period)]
+        history = {layer: past[layer - 1].clone().requires_grad_() for layer in layers}
+
+        def aggregate(layer: int, h: Tensor, step: int = step, history: dict = history, fresh: Tensor = fresh, historical: Tensor = historical) -> Tensor:
+            own = plain.drop(h, step, layer)
+            if layer not in history:
+                return plain.operator @ own
+            return fresh @ own + historical @ plain.drop(history[layer], step, layer)
+
+        logits, rows = plain.forward(step, aggregate)
+        loss = plain.loss(logits)
+        losses.append(loss.item())
+        plain.descend(loss + sum((rows[layer - 1] * late[layer]).sum() for layer in layers))
+        epochs[step + 1] = [h.detach() for h in rows]
+        if historical_gradients:
+            late = {layer: history[layer].grad for layer in layers}
+    return losses, plain.w
+
+
+TRICKS = list(itertools.product((True, False), (False, True), (1, 3)))
+
+
+@pytest.mark.parametrize(("world", "chunks"), [(2, 8), (3, 5), (4, 4)])
+@pytest.mark.parametrize("model", MODELS)
+def test_gnnpipe_is_algorithm_1(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, chunks: int) -> None:
+    for (shuffle, historical_gradients, period), dropout in itertools.product(TRICKS, (0.0, 0.5)):
+        strategy = f"gnnpipe(chunks={chunks},shuffle={shuffle},historical_gradients={historical_gradients},period={period})"
+        graph, optimizer = ("multi", "adam") if period == 3 and dropout else ("rough", "sgd")
+        case = Case(strategy, graphs[graph], workload(model, dropout, optimizer=optimizer), epochs=8, eval_every=3)
+        losses, weights = gnnpipe(case, case.job(1).chunk_of(chunks), shuffle, historical_gradients, period)
+        result = run_ranks(world, [case])[0]
+        assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(result.weights, weights) <= 1e-9, str(case)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gnnpipe_with_the_papers_period(run_ranks: Ranks, graphs: dict[str, str], model: str) -> None:
+    """alpha = 23: the first 23 epochs read epoch 0, the 24th and later ones epoch 23."""
+    case = Case("gnnpipe(chunks=4)", graphs["rough"], workload(model, 0.5), epochs=26)
+    losses, weights = gnnpipe(case, case.job(1).chunk_of(4), shuffle=True, historical_gradients=False, period=23)
+    result = run_ranks(2, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(result.weights, weights) <= 1e-9
