@@ -1,0 +1,149 @@
+"""What ranks do is what the schedule says: the same operations in the same order, with the bytes that were predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from typing import Any
+
+import pytest
+from ranks import Case, Ranks, Result
+
+from gnnplan.planner.schedule import LANES, Collective, Send
+from gnnplan.planner.strategies import FAMILIES, parse
+from gnnplan.planner.trace import Span, read_traces, recorded_order, transfer_times, write_traces
+
+pytestmark = pytest.mark.timeout(110)
+
+EPOCHS = 3
+SETTINGS = [  # ranks, servers, strategy, model, graph, dropout
+    (2, 1, "graph_parallel", "gcn", "rough", 0.0),
+    (2, 1, "graph_parallel(narrow=True)", "sage", "rough", 0.5),
+    (2, 1, "graph_parallel", "gcnii", "islands", 0.0),  # no halo at all
+    (4, 1, "graph_parallel", "gcnii", "islands", 0.5),  # some ranks have nothing to send
+    (3, 1, "graph_parallel(narrow=True)", "gcn", "multi", 0.0),
+    (2, 1, "pipegcn", "sage", "rough", 0.5),
+    (3, 1, "pipegcn", "gcnii", "rough", 0.0),
+    (4, 2, "pipegcn", "gcn", "islands", 0.0),
+    (2, 1, "gnnpipe", "gcn", "rough", 0.0),
+    (3, 1, "gnnpipe(chunks=5,shuffle=False)", "gcnii", "multi", 0.5),
+    (4, 2, "gnnpipe(chunks=6,historical_gradients=True,period=1)", "sage", "rough", 0.5),
+    (2, 1, "gnnpipe(chunks=1)", "gcnii", "rough", 0.0),
+    (2, 2, "granndis", "gcn", "rough", 0.0),
+    (3, 3, "granndis(depth=1)", "sage", "rough", 0.5),
+    (4, 2, "granndis(depth=0)", "gcn", "rough", 0.0),
+    (4, 2, "granndis(depth=1)", "gcnii", "rough", 0.5),
+    (4, 2, "granndis(depth=2,narrow=True)", "sage", "rough", 0.0),
+    (4, 2, "granndis", "gcnii", "multi", 0.5),
+]
+
+
+class Played:
+    """A run beside its schedule and prediction. Evaluated after every epoch: that must not show anywhere."""
+
+    def __init__(self, result: Result) -> None:
+        self.result, self.world = result, result.world
+        job = result.case.job(result.world)
+        strategy = result.case.settled(job)
+        self.schedule, self.prediction = strategy.schedule(job, result.case.epochs), strategy.predict(job)
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        return self.result.spans
+
+    @cached_property
+    def ranks(self) -> list[dict[str, Any]]:
+        return [self.result.rank(rank) for rank in range(self.world)]
+
+
+_played: dict[tuple, Played] = {}
+
+
+@pytest.fixture(params=SETTINGS, ids=lambda setting: f"{setting[2]}-{setting[3]}-{setting[0]}x{setting[1]}-{setting[4]}")
+def played(request: pytest.FixtureRequest, run_ranks: Ranks, graphs: dict[str, str]) -> Played:
+    """Each setting runs once for all tests."""
+    world, servers, strategy, model, graph, dropout = request.param
+    if request.param not in _played:
+        workload = {"model": model, "layers": 4, "hidden": 8, "dropout": dropout, "seed": 1}
+        case = Case(strategy, graphs[graph], workload, servers, epochs=EPOCHS, eval_every=1)
+        _played[request.param] = Played(run_ranks(world, [case])[0])
+    return _played[request.param]
+
+
+def test_every_family_is_here() -> None:
+    assert {type(parse(setting[2])) for setting in SETTINGS} == set(FAMILIES)
+    assert any(getattr(parse(setting[2]), "staleness", 0) for setting in SETTINGS)
+
+
+def test_order_of_operations(played: Played) -> None:
+    """Per rank and lane, step by step; and the set-up before them."""
+    assert {span.lane for span in played.spans} <= set(LANES)
+    for rank in range(played.world):
+        for lane in LANES:
+            recorded = [label for label in recorded_order(played.spans, rank, lane) if not label.endswith(":s-1")]
+            assert recorded == [str(task.label) for task in played.schedule.lane(rank, lane)], (rank, lane)
+        once = [span.label for span in played.spans if span.rank == rank and span.step < 0]
+        assert once == [str(task.label) for task in played.schedule.setup if task.rank == rank]
+
+
+def test_nothing_starts_before_what_it_waits_for(played: Played) -> None:
+    """On its own rank, by the schedule's arrows; those into earlier steps are what staleness means."""
+    spans = {(span.rank, span.label): span for span in played.spans}
+    arrows = 0
+    for task in played.schedule.tasks:
+        for before in task.after:
+            if before.step >= 0:
+                arrows += 1
+                first, then = spans[task.rank, str(before)], spans[task.rank, str(task.label)]
+                assert first.end <= then.start, f"{then.label} of rank {task.rank} began before {first.label} had ended"
+    assert arrows
+
+
+def test_bytes_of_every_operation(played: Played) -> None:
+    """Counted = scheduled per rank and operation = predicted in all; spans carry the same."""
+    counted: Counter[str] = Counter()
+    for rank, left in enumerate(played.ranks):
+        scheduled = played.schedule.bytes_by_op(task for task in played.schedule.tasks if task.rank == rank)
+        assert left["bytes"] == {op: nbytes for op, nbytes in scheduled.items() if nbytes}
+        counted.update(left["bytes"])
+    assert counted == {op: nbytes * EPOCHS for op, nbytes in played.prediction.bytes.items() if nbytes}
+    assert counted.total() == played.prediction.bytes_total * EPOCHS
+    spans = {(span.rank, span.label): span.nbytes for span in played.spans}
+    for task in played.schedule.setup + played.schedule.tasks:
+        expected = task.work.nbytes if isinstance(task.work, (Send, Collective)) else 0
+        assert spans[task.rank, str(task.label)] == expected, (task.rank, str(task.label))
+
+
+def test_set_up_bytes(played: Played) -> None:
+    counted: Counter[str] = Counter()
+    for left in played.ranks:
+        counted.update(left["setup_bytes"])
+    assert counted.total() == played.prediction.setup_bytes
+    assert counted == {op: nbytes for op, nbytes in played.schedule.bytes_by_op(played.schedule.setup).items() if nbytes}
+
+
+def test_evaluation_is_not_counted(played: Played) -> None:
+    """Every epoch was evaluated, and its line says the bytes of training alone."""
+    assert [row["bytes"] for row in played.result.metrics] == [played.prediction.bytes_total] * EPOCHS
+    assert all(row["val_accuracy"] is not None for row in played.result.metrics)
+
+
+def test_a_measured_trace_survives_its_file(played: Played, tmp_path) -> None:
+    write_traces(tmp_path, played.spans, range(played.world), played.world, "measured", "gloo")
+    assert read_traces(tmp_path) == played.spans
+    assert all(span.start <= span.end for span in played.spans)
+    collectives = {str(task.label) for task in played.schedule.setup + played.schedule.tasks if isinstance(task.work, Collective) and task.work.nbytes}
+    assert set(transfer_times(played.spans)) == collectives
+
+
+@pytest.mark.parametrize("strategy", ["graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "granndis", "gnnpipe"])
+@pytest.mark.parametrize("model", ["gcn", "gcnii"])
+def test_one_rank_sends_nothing(run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str) -> None:
+    """Nor does it record an exchange or an all-reduce; and it trains as one process does."""
+    case = Case(strategy, graphs["rough"], {"model": model, "layers": 3, "hidden": 8}, epochs=2, eval_every=1)
+    result = run_ranks.alone(case)
+    played = Played(result)
+    assert result.rank(0)["bytes"] == result.rank(0)["setup_bytes"] == {}
+    assert played.prediction.bytes_total == played.prediction.setup_bytes == 0
+    assert {span.lane for span in result.spans} == {"compute"}
+    assert recorded_order(result.spans, 0, "compute") == [str(task.label) for task in played.schedule.tasks]
