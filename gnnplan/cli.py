@@ -20,6 +20,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
+MOST_TASKS = 4_000_000  # that a simulation may have: a few GB and minutes
 GRAPH_HELP = "a .npz, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., or a .yaml of statistics only"
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output and nothing else there.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a cluster or workload field, as servers=16 or inter_node.bandwidth=25GB/s.")]
@@ -114,11 +115,13 @@ def plan(
 ) -> None:
     """Rank all strategies that fit and recommend one, with its rank placement and the reasons."""
     from gnnplan.planner import plan as plans
-    from gnnplan.planner.files import read_cluster, read_workload
+    from gnnplan.planner.files import must_be_writable, read_cluster, read_workload
     from gnnplan.planner.search import search
     from gnnplan.planner.strategies import parse
 
-    forced = parse(strategy) if strategy else None
+    if output:
+        must_be_writable(output)
+    forced = parse(strategy) if strategy is not None else None
     flags = {"model": model, "layers": layers, "hidden": hidden, "dropout": dropout, "mode": mode, "batch": batch, "fanout": fanout, "seed": seed}
     job = ask(graph, read_cluster(cluster), read_workload(workload, flags), set_ or [], ranks, partitioner, directed)
     for note in job.stats.notes:
@@ -148,6 +151,8 @@ def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int
     cluster = with_ranks(cluster, ranks)
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
+    if cluster.ranks > stats.vertices:
+        raise SpecError(f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); use --ranks {stats.vertices} or less")
     return Job(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
 
 
@@ -189,9 +194,9 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Play a plan's schedule in virtual time, perhaps on another cluster; sweep a field and see where the recommendation changes."""
-    from gnnplan.planner.files import apply_overrides
+    from gnnplan.planner.errors import SpecError
+    from gnnplan.planner.files import apply_overrides, make_folder
     from gnnplan.planner.plan import chosen, question, read
-    from gnnplan.planner.specs import Cluster, Workload
     from gnnplan.planner.trace import write_traces
     from gnnplan.planner.units import show_bytes, show_time
     from gnnplan.planner.validate import per_operation, predicted_per_operation
@@ -200,12 +205,17 @@ def simulate(
     document = read(plan_file)
     base = question(document)
     strategy = chosen(document)
-    if sweep:
+    if sweep is not None:
         return show_sweep(base, strategy, sweep, set_ or [], as_json)
-    cluster, workload = apply_overrides(Cluster.model_validate(document["cluster"]), Workload.model_validate(document["workload"]), set_ or [])
-    job = question(document, cluster, workload) if set_ else base
+    cluster, workload = apply_overrides(base.cluster, base.workload, set_ or [])
+    job = Job(base.stats, base.graph, workload, cluster, base.method) if set_ else base
     strategy = refit(strategy, job) if job.ranks != base.ranks else strategy.settle(job)
     strategy.check(job)
+    tasks = len(strategy.schedule(job, 1).tasks)
+    if tasks * steps > MOST_TASKS:
+        raise SpecError(f"--steps {steps:,} of {tasks:,} tasks each are more than {MOST_TASKS:,} tasks; use --steps {max(1, MOST_TASKS // tasks)} or less")
+    if trace:
+        make_folder(trace)
     prediction, schedule = strategy.predict(job), strategy.schedule(job, steps)
     played = play(schedule, job.cost)
     last = [task for task in schedule.tasks if task.label.step == steps - 1]
@@ -255,12 +265,12 @@ def show_sweep(base: Job, strategy: Any, sweep: str, settings: list[str], as_jso
     from gnnplan.simulator.player import play
 
     key, equals, values = sweep.partition("=")
-    if not equals or not values:
+    if not (equals and key.strip() and all(value.strip() for value in values.split(","))):
         raise SpecError(f"--sweep {sweep!r}: write a field and its values, as servers=1,2,4,8 or inter_node.bandwidth=1GB/s,10GB/s")
     rows: list[dict[str, Any]] = []
-    for value in values.split(","):
+    specs = [apply_overrides(base.cluster, base.workload, [*settings, f"{key}={value}"]) for value in values.split(",")]  # all before the first
+    for value, (cluster, workload) in zip(values.split(","), specs, strict=True):
         say(f"{key}={value} ...")
-        cluster, workload = apply_overrides(base.cluster, base.workload, [*settings, f"{key}={value}"])
         job = Job(base.stats, base.graph, workload, cluster, base.method)
         row: dict[str, Any] = {"value": value, "ranks": job.ranks}
         try:

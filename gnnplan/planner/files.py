@@ -47,10 +47,28 @@ def write_atomically(path: str | Path, data: str | bytes, parents: bool = False)
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-    except FileNotFoundError as error:
-        raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first") from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not path.parent.exists():
+            raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first") from error
         raise SpecError(f"{path}: cannot be written ({error.strerror or error}); choose another place or free it") from error
+
+
+def must_be_writable(path: Path) -> None:
+    """Raises SpecError before long work rather than after it."""
+    if not path.parent.is_dir():
+        raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
+    if path.is_dir():
+        raise SpecError(f"{path}: is a folder; give the name of a file")
+
+
+def make_folder(path: Path) -> None:
+    """With its parents. Raises SpecError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise SpecError(f"{path}: is a file, but a folder is needed; give another place") from error
+    except OSError as error:
+        raise SpecError(f"{path}: the folder cannot be made ({error.strerror or error}); choose another place") from error
 
 
 # --- YAML with line numbers ------------------------------------------------------------------------------------------------------------
@@ -152,20 +170,20 @@ def read_cluster(name_or_path: str, overrides: Mapping[str, str] | None = None) 
         if name_or_path == "local" and (measured := cache_dir() / "local.yaml").exists():
             path = measured
     document = read_yaml(path)
-    return _overridden(_checked(Cluster, document.data, document), overrides or {})
+    return _overridden(checked(Cluster, document.data, document), overrides or {})
 
 
 def read_workload(path: str | None = None, flags: Mapping[str, object] | None = None,
                   overrides: Mapping[str, str] | None = None) -> Workload:
     """A workload: the defaults, then the file, then `flags` (by field name; None is not given), then `overrides`."""
     document = read_yaml(path) if path else Document("the defaults", {}, {})
-    workload = _checked(Workload, document.data, document)
+    workload = checked(Workload, document.data, document)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     for name in given:
         if name not in Workload.model_fields:
             raise SpecError(f"--{name}: not a field of a workload{suggest(name, Workload.model_fields)}")
     if given:
-        workload = _checked(Workload, workload.model_dump() | given, "--")
+        workload = checked(Workload, workload.model_dump() | given, "--")
     return _overridden(workload, overrides or {})
 
 
@@ -202,7 +220,7 @@ def _overridden(model: Model, overrides: Mapping[str, str]) -> Model:
         target[path[-1]] = value
         if "provenance" in data and path[0] not in ("provenance", "name"):
             data["provenance"][key] = "--set"
-    changed = _checked(type(model), data, "--set ")
+    changed = checked(type(model), data, "--set ")
     if isinstance(model, Cluster) and isinstance(changed, Cluster):
         _rescale(model, changed, overrides)
     return changed
@@ -219,9 +237,9 @@ def _rescale(before: Cluster, after: Cluster, overrides: Mapping[str, str]) -> N
                                                                  "latency": latency})
 
 
-def _checked(kind: type[Model], data: Mapping[Any, Any], source: Document | str) -> Model:
+def checked(kind: type[Model], data: Mapping[Any, Any], source: Document | str) -> Model:
     """A model of the data, or SpecError with a line per mistake; `source` is a document or what to put before a field's name."""
-    if kind is Workload and isinstance(fanout := data.get("fanout"), str) and fanout != "full":
+    if kind is Workload and isinstance(data, Mapping) and isinstance(fanout := data.get("fanout"), str) and fanout != "full":
         data = {**data, "fanout": tuple(number.strip() for number in fanout.split(","))}
     try:
         return kind.model_validate(data)

@@ -15,7 +15,7 @@ from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import LayerFacts, Layout
 from gnnplan.planner.partition import partition
 from gnnplan.planner.schedule import share
-from gnnplan.planner.specs import Cluster, Workload
+from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
     and share its cores. Raises SpecError."""
     if ranks is None or ranks == cluster.ranks:
         return cluster
-    if ranks < 1 or (ranks % cluster.servers and ranks > cluster.gpus_per_server):
+    if not 1 <= ranks <= MOST_RANKS:
+        raise SpecError(f"--ranks must lie in [1, {MOST_RANKS}], got {ranks}")
+    if (ranks % cluster.servers and ranks > cluster.gpus_per_server):
         raise SpecError(
             f"--ranks {ranks} cannot be spread equally over {cluster.servers} servers; use a multiple of {cluster.servers} "
             f"or at most {cluster.gpus_per_server} (one server)"

@@ -11,10 +11,11 @@ import numpy as np
 from gnnplan import __version__
 from gnnplan.planner import formulas
 from gnnplan.planner.errors import Mismatch, SpecError
-from gnnplan.planner.files import write_atomically
+from gnnplan.planner.files import checked, suggest, write_atomically
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
+from gnnplan.planner.partition import METHODS
 from gnnplan.planner.search import Candidate, Found
 from gnnplan.planner.specs import Cluster, Workload
 from gnnplan.planner.strategies import FAMILIES, Strategy, named
@@ -59,7 +60,7 @@ def _answer(candidate: Candidate) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The document. Raises SpecError (not a plan) or Mismatch (another version's)."""
+    """The document, checked in all that is used of it. Raises SpecError (not a plan) or Mismatch (another version's)."""
     try:
         if Path(path).stat().st_size > MAX_PLAN:
             raise SpecError(f"{path} is larger than {show_bytes(MAX_PLAN)}: not a plan")
@@ -68,28 +69,54 @@ def read(path: str | Path) -> dict[str, Any]:
         raise SpecError(f"{path}: cannot be read ({error.strerror or error}); make one with `gnnplan plan -o {path}`") from error
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: not JSON ({error}); make one with `gnnplan plan -o plan.json`") from error
-    missing = [k for k in ("gnnplan", "graph", "workload", "cluster", "partitioner", "best") if k not in document] if isinstance(document, dict) else ["all"]
-    if missing:
+    fields = ("gnnplan", "graph", "workload", "cluster", "partitioner", "best")
+    if missing := [field for field in fields if field not in document] if isinstance(document, dict) else ["all"]:
         raise SpecError(f"{path}: not a plan (missing: {', '.join(missing)}); make one with `gnnplan plan -o plan.json`")
     if document["gnnplan"] != __version__:
         raise Mismatch(f"{path} was made by gnnplan {document['gnnplan']}, this is {__version__}; plan again")
+    _inspect(path, document)
     return document
 
 
-def question(document: dict[str, Any], cluster: Cluster | None = None, workload: Workload | None = None) -> Job:
-    """The job a plan answers, perhaps on another cluster or workload. Raises SpecError, Mismatch (the data have changed)."""
+def _inspect(path: str | Path, document: dict[str, Any]) -> None:
+    """Raises SpecError naming the file and the field that someone has changed."""
+    again = "make it again with `gnnplan plan`"
+
+    def must_be(kind: type, field: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise SpecError(f"{path}: {field} must be {_JSON[kind]}, is {_JSON.get(type(value), 'empty')}; {again}")
+
+    for field in ("graph", "workload", "cluster", "best"):
+        must_be(dict, field, document[field])
+    must_be(str, "partitioner", document["partitioner"])
+    for field in ("source", "hash"):
+        must_be(str, f"graph.{field}", document["graph"].get(field))
+    must_be(bool, "graph.directed", document["graph"].get("directed"))
+    if document["partitioner"] not in METHODS:
+        raise SpecError(f"{path}: partitioner {document['partitioner']!r} is unknown{suggest(document['partitioner'], METHODS)}")
+    checked(Cluster, document["cluster"], f"{path}: cluster.")
+    checked(Workload, document["workload"], f"{path}: workload.")
     try:
-        about = document["graph"]
-        graph = load(str(about["source"]), directed=bool(about["directed"]))
-        cluster = cluster or Cluster.model_validate(document["cluster"])
-        workload = workload or Workload.model_validate(document["workload"])
-        method, expected = str(document["partitioner"]), about["hash"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecError(f"plan: {error}; make it again with `gnnplan plan`") from error
+        chosen(document)
+    except SpecError as error:
+        raise SpecError(f"{path}: best.strategy: {error}") from error
+
+
+_JSON: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+
+
+def question(document: dict[str, Any], cluster: Cluster | None = None, workload: Workload | None = None) -> Job:
+    """The job a plan from `read` answers, perhaps on another cluster or workload. Raises SpecError, Mismatch (the data have changed)."""
+    _inspect("plan", document)
+    about = document["graph"]
+    graph = load(about["source"], about["directed"])
     stats = graph.stats if isinstance(graph, Graph) else graph
-    if stats.hash != expected:
-        raise Mismatch(f"the plan was made for other data: {about['source']} hashes to {stats.hash}, the plan says {expected}; plan again")
-    return Job(stats, graph if isinstance(graph, Graph) else None, workload, cluster, method)
+    if stats.hash != about["hash"]:
+        raise Mismatch(f"the plan was made for other data: {about['source']} hashes to {stats.hash}, the plan says {about['hash']}; "
+                       "plan again")
+    cluster = cluster or Cluster.model_validate(document["cluster"])
+    workload = workload or Workload.model_validate(document["workload"])
+    return Job(stats, graph if isinstance(graph, Graph) else None, workload, cluster, document["partitioner"])
 
 
 def chosen(document: dict[str, Any]) -> Strategy:
@@ -97,8 +124,8 @@ def chosen(document: dict[str, Any]) -> Strategy:
     try:
         knobs = dict(document["best"]["strategy"])
         return named(str(knobs.pop("name")), knobs)
-    except (KeyError, TypeError) as error:
-        raise SpecError(f"plan: best.strategy is not readable ({error}); make it again with `gnnplan plan`") from error
+    except (KeyError, TypeError, ValueError):
+        raise SpecError("must be an object with a name and knobs; make it again with `gnnplan plan`") from None
 
 
 def write(path: str | Path, document: dict[str, Any]) -> None:
@@ -121,7 +148,8 @@ def explain(job: Job, found: Found) -> list[str]:
             continue
         other, p = theirs[0].strategy, theirs[0].predicted
         more = float(p.epoch_s) / t - 1
-        parts = {"computation": float(p.compute_s) - float(best.predicted.compute_s), "exposed communication": float(p.comm_s) - float(best.predicted.comm_s),
+        parts = {"computation": float(p.compute_s) - float(best.predicted.compute_s),
+                 "exposed communication": float(p.comm_s) - float(best.predicted.comm_s),
                  "bubble": float(p.bubble_s) - float(best.predicted.bubble_s)}  # fmt: skip
         worst = max(parts, key=lambda k: parts[k])
         out.append(f"{other} is {more:.0%} slower: {show_time(parts[worst])} more {worst}")
@@ -151,11 +179,13 @@ def granndis_conditions(job: Job) -> list[str]:
     measured = float(formulas.growth_measured(own, max(float(rows.mean()) - own, 0.0)))
     printed = float(formulas.growth_printed(1.75, layers))  # D^a lies in 1.5-2.0
     before = float(formulas.t_previous(stats.vertices, stats.edges, servers, gpus, compute, inside, outside))
-    lines = [f"GraNNDis Eq. 3: T_prev = {show_time(before)} (C = {compute:.3g}, B_int = {inside:.3g}, B_ext = {outside:.3g} vertices/s, D = {degree:.1f})"]
+    lines = [f"GraNNDis Eq. 3: T_prev = {show_time(before)} (C = {compute:.3g}, B_int = {inside:.3g}, B_ext = {outside:.3g} vertices/s, "
+             f"D = {degree:.1f})"]
     for name, growth in ((f"as printed, D^a L = 1.75 x {layers} =", printed), ("measured growth of a server's part,", measured)):
         after = float(formulas.t_preload(stats.vertices, stats.edges, servers, gpus, compute, inside, max(growth, 1e-9)))
         threshold = float(formulas.preload_threshold(growth, degree)) if degree else float("inf")
-        valid = "" if name.startswith("measured") or formulas.preload_in_range(growth, servers, gpus) else f" (outside Eq. 5: 1 < {growth:.1f} <= {servers * gpus} fails)"
+        in_range = name.startswith("measured") or formulas.preload_in_range(growth, servers, gpus)
+        valid = "" if in_range else f" (outside Eq. 5: 1 < {growth:.1f} <= {servers * gpus} fails)"
         wins = compute / outside > threshold
         lines.append(f"GraNNDis Eq. 4, 7 {name} {growth:.2f}: T_preload = {show_time(after)}; C/B_ext = {compute / outside:.3g} "
                      f"{'>' if wins else '<='} {threshold:.3g}: preloading {'wins' if wins else 'loses'}{valid}")  # fmt: skip

@@ -24,6 +24,7 @@ from gnnplan.planner.partition import partition
 
 Array = NDArray[Any]
 VERSION = 1  # of what is cached
+MOST_HOPS = 1000
 
 
 def profile(graph: Graph | GraphStats, parts: Sequence[int], method: str = "metis", servers: int | None = None, hops: int = 3,
@@ -36,8 +37,10 @@ def profile(graph: Graph | GraphStats, parts: Sequence[int], method: str = "meti
     Raises SpecError for part counts that do not fit.
     """
     stats = graph.stats if isinstance(graph, Graph) else graph
-    if hops < 1 or (servers is not None and servers < 1):
-        raise SpecError(f"hops and servers must be at least 1, got {hops} and {servers}")
+    if not 1 <= hops <= MOST_HOPS:
+        raise SpecError(f"hops must lie in [1, {MOST_HOPS}], got {hops}")
+    if servers is not None and servers < 1:
+        raise SpecError(f"servers must be at least 1, got {servers}")
     entries = {}
     for count in dict.fromkeys(parts):
         if not 1 <= count <= stats.vertices:

@@ -10,11 +10,10 @@ import numpy as np
 
 from gnnplan.planner.errors import Infeasible, SpecError
 from gnnplan.planner.job import Job
+from gnnplan.planner.specs import MOST_RANKS
 from gnnplan.planner.strategies import FAMILIES, Strategy
 from gnnplan.planner.strategies.strategy import Memory, Prediction
 from gnnplan.planner.units import show_bytes
-
-MOST_RANKS = 4096  # that are tried when nothing fits
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,19 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from gnnplan.planner.units import quantity
+from gnnplan.planner.units import kind, quantity
 
 Placement = Literal["intra_node", "inter_node"]
+MOST_RANKS = 4096  # a plan looks at every pair of them
 
 
-def _bounded(low: float, high: float, what: str) -> BeforeValidator:
+def _bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
     """Parse a quantity and refuse what can only be a unit mix-up."""
 
     def check(value: str | float) -> float:
         number = quantity(value)
+        if kind(value) not in ("", unit):
+            raise ValueError(f"{what} is given in {unit}, but {value!r} is in {kind(value)}. Check the unit")
         if not low <= number <= high:
             raise ValueError(f"{what} must lie in [{low:g}, {high:g}] (SI: B, s, flop); {value!r} is {number:g}. Check the unit")
         return number
@@ -27,10 +30,10 @@ def _bounded(low: float, high: float, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Bandwidth = Annotated[float, _bounded(1e3, 1e14, "a bandwidth [B/s]")]
-Latency = Annotated[float, _bounded(0.0, 10.0, "a latency [s]")]
-Bytes = Annotated[float, _bounded(1e6, 1e15, "a memory size [B]")]
-Rate = Annotated[float, _bounded(1e6, 1e18, "a compute rate [flop/s]")]
+Bandwidth = Annotated[float, _bounded(1e3, 1e14, "a bandwidth [B/s]", "B/s")]
+Latency = Annotated[float, _bounded(0.0, 10.0, "a latency [s]", "s")]
+Bytes = Annotated[float, _bounded(1e6, 1e15, "a memory size [B]", "B")]
+Rate = Annotated[float, _bounded(1e6, 1e18, "a compute rate [flop/s]", "flop/s")]
 
 
 class Spec(BaseModel):
@@ -58,7 +61,7 @@ class Device(Spec):
     memory: Bytes  # [B] that a rank may fill
     gemm: Rate  # dense matrix product, fp32 [flop/s], as reached
     memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s], as reached
-    gather: dict[int, Bandwidth] = Field(default_factory=dict)  # row width -> aggregation [B of gathered rows/s]; empty: memory_bandwidth / 2
+    gather: dict[int, Bandwidth] = Field(default_factory=dict)  # row width -> aggregation [B gathered/s]; empty: memory_bandwidth / 2
     launch: Latency = 8e-6  # one framework operation, however small [s]
     overlap_tax: float = Field(0.0, ge=0.0, le=1.0)  # share of a transfer's seconds that computation beside it loses
 
@@ -82,6 +85,8 @@ class Cluster(Spec):
 
     @model_validator(mode="after")
     def _has_a_network(self) -> Cluster:
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"servers x gpus_per_server is {self.ranks:,}; at most {MOST_RANKS:,} ranks can be planned")
         if self.servers > 1 and self.inter_node is None:
             raise ValueError(f"servers is {self.servers}, so inter_node (the link between servers) must be given")
         return self
@@ -96,7 +101,7 @@ class Workload(Spec):
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     mode: Literal["full", "mini"] = "full"
     batch: int = Field(1024, ge=1)
-    fanout: tuple[int, ...] | Literal["full"] = "full"
+    fanout: tuple[Annotated[int, Field(ge=1)], ...] | Literal["full"] = "full"
     seed: int = Field(0, ge=0, lt=2**31)
     optimizer: Literal["adam", "sgd"] = "adam"
     lr: float = Field(0.01, gt=0.0, le=100.0)

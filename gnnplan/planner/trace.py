@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import make_folder
 
 LANE_ORDER = ("compute", "comm", "receive", "reduce", "copy", "host")  # top to bottom in the viewer: what matters first
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
@@ -44,7 +45,7 @@ def write_traces(directory: str | Path, spans: Iterable[Span], ranks: Iterable[i
                  source: Literal["simulated", "measured"], backend: str) -> list[Path]:  # fmt: skip
     """One `trace.rank<r>.json` for each of `ranks`, each written whole or not at all; the paths."""
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     by_rank: dict[int, list[Span]] = {rank: [] for rank in ranks}
     for span in spans:
         if span.rank in by_rank:

@@ -11,6 +11,22 @@ _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PATTERN = re.compile(r"^\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-zµ]*)(/s|ps)?\s*$")
 
 
+def kind(text: object) -> str:
+    """What a quantity measures: 's', 'B', 'flop', 'B/s', 'flop/s', or '' for a number without a unit.
+
+    >>> kind("25GB/s"), kind("10us"), kind("24GiB"), kind("27TFLOPS"), kind(5), kind("5G")
+    ('B/s', 's', 'B', 'flop/s', '', '')
+    """
+    match = _PATTERN.match(text) if isinstance(text, str) else None
+    if not match or match[2] in _PREFIX:
+        return ""
+    unit, per_second = match[2], bool(match[3])
+    if unit in _TIME:
+        return "s"
+    base = "flop" if unit.upper().rstrip("S").endswith("FLOP") else "B"
+    return f"{base}/s" if per_second or unit.endswith("FLOPS") else base
+
+
 def quantity(text: object) -> float:
     """'25GB/s', '400Mbit/s', '10us', '24GiB', '27.8TFLOP/s' or a bare number, in SI [B, s, flop, per s].
 

@@ -61,14 +61,28 @@ def predicted_per_operation(prediction: Prediction) -> dict[str, float]:
 
 def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """metrics.jsonl and rank*.json of a run. Raises SpecError."""
+    make = f"make one with `gnnplan run plan.json --out {directory}`"
     try:
         metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         ranks = [json.loads(p.read_text()) for p in sorted(directory.glob("rank*.json"), key=lambda p: int(p.stem[4:]))]
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{directory} is not a finished run ({error}); make one with `gnnplan run plan.json --out {directory}`") from error
+    except OSError as error:
+        raise SpecError(f"{directory} is not a finished run ({error.filename}: {error.strerror}); {make}") from error
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{directory}: metrics.jsonl or a rank*.json is damaged ({error}); {make}") from error
     if not metrics or not ranks:
-        raise SpecError(f"{directory} is not a finished run (no epochs or no rank files); make one with `gnnplan run plan.json --out {directory}`")
+        raise SpecError(f"{directory} is not a finished run (no {'rank*.json' if metrics else 'epoch in metrics.jsonl'}); {make}")
+    for row in metrics:
+        if not (isinstance(row, dict) and all(isinstance(row.get(k), float | int) for k in ("epoch", "loss", "epoch_s"))):
+            raise SpecError(f"{directory}/metrics.jsonl: every line needs numbers epoch, loss and epoch_s, found {str(row)[:100]}; {make}")
+    for rank in ranks:
+        if not (isinstance(rank, dict) and all(_counts(rank.get(k)) for k in ("bytes", "setup_bytes"))
+                and isinstance(rank.get("peak_rss_bytes"), int) and isinstance(rank.get("peak_device_bytes"), int | None)):
+            raise SpecError(f"{directory}: a rank*.json needs bytes and setup_bytes by operation and peak_rss_bytes; {make}")
     return metrics, ranks
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(nbytes, int) for nbytes in value.values())
 
 
 def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], simulated_step_s: float, schedule: Schedule,
@@ -96,7 +110,8 @@ def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], 
     peak = max(rank["peak_device_bytes"] or rank["peak_rss_bytes"] for rank in ranks)
     return {
         "step": step, "operations": rows,
-        "bytes": {"predicted": expected, "counted": counted, "setup_predicted": prediction.setup_bytes, "setup_counted": once, "equal": volume},
+        "bytes": {"predicted": expected, "counted": counted, "setup_predicted": prediction.setup_bytes, "setup_counted": once,
+                  "equal": volume},
         "order": {"equal": disorder is None, "first_difference": disorder},
         "memory": {"predicted_bytes": memory_bytes, "measured_bytes": peak, "error": memory_bytes / peak - 1},
         "wrong": _wrong(volume, disorder, step, rows),
