@@ -8,6 +8,7 @@ a decoder after the last (GCNII). Layer l reads h_{l-1} [rows, H_{l-1}] and writ
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gnnplan.planner.cost import Number
 from gnnplan.planner.schedule import Compute
@@ -57,6 +58,7 @@ class Model:
             total += self.decoder[0] * self.decoder[1] + self.decoder[1]
         return total
 
+    @cached_property
     def aggregating_first(self) -> Model:
         """The same model where no layer multiplies before it aggregates."""
         return replace(self, layers=tuple(replace(layer, projects_first=False) for layer in self.layers))

@@ -28,7 +28,7 @@ import numpy as np
 from gnnplan.planner.cost import Number
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.gnn import Model
-from gnnplan.planner.job import Job
+from gnnplan.planner.job import ChunkFacts, Job
 from gnnplan.planner.schedule import Compute, Label, Recv, Schedule, Send, Task
 from gnnplan.planner.strategies.layerwise import RUNTIME
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
@@ -47,6 +47,9 @@ def stage_layers(layers: int, stages: int) -> list[range]:
     """
     bounds = [-(-layers * s // stages) for s in range(stages + 1)]
     return [range(a + 1, b + 1) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+Alone = tuple[Number, Number]  # begin and end of each chunk (last axis) in a stage that never waits [s]
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class GNNPipe(Strategy):
     def shape(self, job: Job) -> tuple[Model, list[range]]:
         """The model (rows are aggregated before they are multiplied: each row is computed once) and each stage's layers."""
         assert self.stages is not None
-        return job.model.aggregating_first(), stage_layers(job.workload.layers, self.stages)
+        return job.model.aggregating_first, stage_layers(job.workload.layers, self.stages)
 
     def stage_work(self, job: Job, stage: int, rows: Number, edges: Number, sources: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of a stage on a chunk."""
@@ -140,35 +143,49 @@ class GNNPipe(Strategy):
         done. For equal chunks this is (K + stages - 1) slots forward and as many backward. Chunks in METIS' order."""
         assert self.stages is not None and self.chunks is not None
         cost, k, facts, b = job.cost, self.chunks, job.chunks(self.chunks), job.model.itemsize
-        rows, edges, sources = (np.asarray(a, dtype=float) for a in (facts.rows, facts.edges, facts.sources))
-        work = [[cost.compute_s(w) for w in self.stage_work(job, s, rows, edges, sources)] for s in range(self.stages)]
+        forward, backward = self._unhindered(job, facts)
         fixed = [[cost.compute_s(w) for w in (self.refresh_work(job, s), job.model.update(self._weights(job, s)))] for s in range(self.stages)]
-        links = []  # seconds of the mean chunk to the next stage
+        links: list[Number] = []  # seconds of the mean chunk to the next stage
+        equal: dict[object, Number] = {}
         bytes_by_link: dict[str, int] = {}
         for stage in range(self.stages - 1):
-            row = self.boundary(job, stage) * b
-            links.append(cost.send(stage, Send(stage + 1, 1)).alone + float(rows.mean()) * row * self._per_byte(job, stage))
-            where = cost.placement(stage, stage + 1)
+            where, row = cost.placement(stage, stage + 1), self.boundary(job, stage) * b
+            if (where, row) not in equal:
+                equal[where, row] = cost.send(stage, Send(stage + 1, round(job.stats.vertices / k * row))).alone
+            links.append(equal[where, row])
             bytes_by_link[where] = bytes_by_link.get(where, 0) + 2 * job.stats.vertices * row
         ready: Number = np.zeros(k)  # when each chunk reaches the stage
         ends: list[Number] = []
         for stage in range(self.stages):
-            ready, end = _through(ready, work[stage][0], fixed[stage][0], links[stage] if stage + 1 < self.stages else None)
+            ready, end = _through(ready, forward[stage], fixed[stage][0], links[stage] if stage + 1 < self.stages else None)
             ends.append(end)
         ready = np.zeros(k)
         for stage in reversed(range(self.stages)):
-            ready, ends[stage] = _through(ready, work[stage][1][..., ::-1], ends[stage], links[stage - 1] if stage else None)
+            ready, ends[stage] = _through(ready, backward[stage], ends[stage], links[stage - 1] if stage else None)
         epoch = reduce(np.maximum, [end + fixed[s][1] for s, end in enumerate(ends)])
-        busy = reduce(np.maximum, [np.sum(f + w, axis=-1, keepdims=np.ndim(f) > 1) + sum(fixed[s]) for s, (f, w) in enumerate(work)])
+        slowest = [[_last(end) for _, end in way] for way in (forward, backward)]
+        busy = reduce(np.maximum, [f + w + sum(more) for f, w, more in zip(*slowest, fixed, strict=True)])
         # the first chunk's way through the pipeline, twice; the rest hides behind computation, and so may some of this
         moving = np.minimum(2.0 * sum(links), np.maximum(epoch - busy, 0.0))
         total = sum(bytes_by_link.values())
-        by_op = {"forward": slowest_stage(work, 0), "backward": slowest_stage(work, 1), "pipeline": 2 * k * reduce(np.maximum, links, 0.0)}
+        by_op = {op: reduce(np.maximum, seconds) for op, seconds in zip(("forward", "backward"), slowest, strict=True)}
+        by_op["pipeline"] = 2 * k * reduce(np.maximum, links, 0.0)
         bubble = np.maximum(epoch - busy - moving, 0.0)
         return Prediction(epoch, busy, moving, bubble, {"pipeline": total} if total else {}, bytes_by_link, 0, by_op)
 
-    def _per_byte(self, job: Job, stage: int) -> Number:
-        return 1.0 / job.cost.link("send", job.cost.placement(stage, stage + 1)).bandwidth
+    def _unhindered(self, job: Job, facts: ChunkFacts) -> tuple[list[Alone], list[Alone]]:
+        """Forward and backward (last chunk first) of every stage, were it never to wait. Stages of equal layers share theirs."""
+        model, stages = self.shape(job)
+        rows, edges, sources = (np.asarray(a, dtype=float) for a in (facts.rows, facts.edges, facts.sources))
+        found: dict[object, tuple[Alone, Alone]] = {}
+        out = []
+        for stage, layers in enumerate(stages):
+            key = (1 in layers, len(model.layers) in layers, *(model.layers[layer - 1] for layer in layers))
+            if key not in found:
+                forward, backward = (job.cost.compute_s(work) for work in self.stage_work(job, stage, rows, edges, sources))
+                found[key] = _alone(forward), _alone(backward[..., ::-1])
+            out.append(found[key])
+        return [f for f, _ in out], [b for _, b in out]
 
     def _weights(self, job: Job, stage: int) -> int:
         model, stages = self.shape(job)
@@ -235,23 +252,23 @@ class GNNPipe(Strategy):
         return [{"rank": r, "server": s, "gpu": r % job.cluster.gpus_per_server, "stage": r} for r, s in enumerate(job.servers)]
 
 
-def _through(ready: Number, work: Number, start: Number, link: Number | None) -> tuple[Number, Number]:
-    """Chunks (last axis) in order through one stage, free from `start` on, and its link: (arrival at the next, end of the stage).
+def _alone(seconds: Number) -> Alone:
+    end = np.cumsum(seconds, axis=-1)
+    return end - seconds, end
 
-    The end of chunk k is the largest, over j <= k, of the begin of j plus the work from j to k.
+
+def _through(ready: Number, alone: Alone, start: Number, link: Number | None) -> tuple[Number, Number]:
+    """Chunks in order through one stage, free from `start` on, and its link: (arrival at the next, end of the stage).
+
+    Chunk k ends after the largest delay of a chunk j <= k.
     """
-    done = np.cumsum(work, axis=-1)
-    ends = np.maximum.accumulate(np.maximum(ready, start) - done + work, axis=-1) + done
+    begin, end = alone
+    ends = np.maximum.accumulate(np.maximum(ready, start) - begin, axis=-1) + end
     if link is not None:
-        sent = np.arange(1, np.shape(work)[-1] + 1) * link
-        ready = np.maximum.accumulate(ends - sent + link, axis=-1) + sent
+        sent = np.arange(1, np.shape(end)[-1] + 1) * link
+        ready = np.maximum.accumulate(ends - (sent - link), axis=-1) + sent
     return ready, _last(ends)
 
 
 def _last(values: Number) -> Number:
     return values[..., -1:] if np.ndim(values) > 1 else values[-1]
-
-
-def slowest_stage(work: list[list[Number]], way: int) -> Number:
-    """Seconds per step of the busiest stage."""
-    return reduce(np.maximum, [np.sum(w[way], axis=-1, keepdims=np.ndim(w[way]) > 1) for w in work])
