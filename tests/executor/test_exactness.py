@@ -93,7 +93,7 @@ def test_the_graphs_are_as_awkward_as_they_claim(graphs: dict[str, str]) -> None
 def test_float64_weights(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, strategy: str) -> None:
     cases = [
         Case(strategy, graphs["rough"], workload(model, dtype="float64", dropout=dropout, optimizer=optimizer), servers, eval_every=2)
-        for dropout, optimizer in itertools.product((0.0, 0.5), ("adam", "sgd"))
+        for dropout, optimizer in ((0.0, "adam"), (0.5, "sgd"), (0.5, "adam"))
     ]
     assert_equal(run_ranks, world, cases, weights=1e-9, losses=1e-9)
 
@@ -101,11 +101,11 @@ def test_float64_weights(run_ranks: Ranks, graphs: dict[str, str], model: str, w
 @settings
 def test_float32_losses(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str) -> None:
     """Weights under plain SGD only, since Adam divides rounding by rounding."""
-    sgd = [Case(strategy, graphs["rough"], workload(model, dropout=dropout, optimizer="sgd"), servers)
-           for model, dropout in itertools.product(MODELS, (0.0, 0.5))]  # fmt: skip
-    assert_equal(run_ranks, world, sgd, weights=1e-4, losses=1e-4)
-    adam = [replace(case, workload=case.workload | {"optimizer": "adam", "lr": 0.01}) for case in sgd]
-    assert_equal(run_ranks, world, adam, weights=1.0, losses=1e-4)
+    for model in MODELS:
+        sgd = Case(strategy, graphs["rough"], workload(model, dropout=0.5, optimizer="sgd"), servers)
+        assert_equal(run_ranks, world, [sgd], weights=1e-4, losses=1e-4)
+        adam = Case(strategy, graphs["rough"], workload(model, optimizer="adam", lr=0.01), servers)
+        assert_equal(run_ranks, world, [adam], weights=1.0, losses=1e-4)
 
 
 @settings
@@ -113,7 +113,7 @@ def test_awkward_graphs(run_ranks: Ranks, graphs: dict[str, str], world: int, se
     """Several labels, directed edges, an empty halo, parts without training vertices."""
     cases = [
         Case(strategy, graphs[graph], workload(model, dtype="float64", dropout=0.5, optimizer=optimizer), servers, directed=directed)
-        for model, optimizer in (("sage", "adam"), ("gcnii", "sgd"), ("gcn", "sgd"))
-        for graph, directed in (("multi", False), ("rough", True), ("islands", False))
-    ]
+        for graph, directed, model, optimizer in (("multi", False, "gcnii", "adam"), ("rough", True, "gcn", "sgd"),
+                                                  ("rough", True, "sage", "adam"), ("islands", False, "sage", "sgd"))
+    ]  # fmt: skip
     assert_equal(run_ranks, world, cases, weights=1e-9, losses=1e-9)
