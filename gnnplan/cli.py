@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -23,7 +25,7 @@ DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&c
 MOST_TASKS = 4_000_000  # that a simulation may have: a few GB and minutes
 GRAPH_HELP = "a .npz, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., or a .yaml of statistics only"
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output and nothing else there.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Override a cluster or workload field, as servers=16 or inter_node.bandwidth=25GB/s.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a cluster or workload field: servers=16, intra_node.latency=5us.")]
 Method = Annotated[str, typer.Option("--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random.")]
 Directed = Annotated[bool, typer.Option("--directed", help="Keep the edges' direction; otherwise graphs are made undirected.")]
 
@@ -78,7 +80,8 @@ def profile(
     if as_json:
         return emit(document)
     about = document["graph"]
-    print(f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges, {about['features']} features, {about['classes']} classes")
+    print(f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges, {about['features']} features, "
+          f"{about['classes']} classes")  # fmt: skip
     for note in about["notes"]:
         print(f"  note: {note}")
     if degree := about.get("degree"):
@@ -122,7 +125,8 @@ def plan(
     if output:
         must_be_writable(output)
     forced = parse(strategy) if strategy is not None else None
-    flags = {"model": model, "layers": layers, "hidden": hidden, "dropout": dropout, "mode": mode, "batch": batch, "fanout": fanout, "seed": seed}
+    flags = {"model": model, "layers": layers, "hidden": hidden, "dropout": dropout, "mode": mode, "batch": batch, "fanout": fanout,
+             "seed": seed}  # fmt: skip
     job = ask(graph, read_cluster(cluster), read_workload(workload, flags), set_ or [], ranks, partitioner, directed)
     for note in job.stats.notes:
         say(f"note: {note}")
@@ -152,7 +156,8 @@ def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
     if cluster.ranks > stats.vertices:
-        raise SpecError(f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); use --ranks {stats.vertices} or less")
+        raise SpecError(f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); "
+                        f"use --ranks {stats.vertices} or less")  # fmt: skip
     return Job(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
 
 
@@ -160,17 +165,19 @@ def show_plan(job: Job, document: dict[str, Any]) -> None:
     from gnnplan.planner.units import show_bytes, show_time
 
     w, c = job.workload, job.cluster
-    print(f"{job.stats.name}: {job.stats.vertices:,} vertices, {job.stats.edges:,} edges; {w.model} {w.layers} layers x {w.hidden}, dropout {w.dropout:g}; "
-          f"{c.name}: {c.servers} servers x {c.gpus_per_server} {c.device.name}")  # fmt: skip
+    print(f"{job.stats.name}: {job.stats.vertices:,} vertices, {job.stats.edges:,} edges; {w.model} {w.layers} layers x {w.hidden}, "
+          f"dropout {w.dropout:g}; {c.name}: {c.servers} servers x {c.gpus_per_server} {c.device.name}")  # fmt: skip
     rows = []
     for answer in [document["best"], *document["alternatives"]][:8]:
         p = answer["predicted"]
         links = ", ".join(f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in p["bytes_by_link"].items()) or "none"
-        rows.append([call(answer["strategy"]), "yes" if answer["exact"] else "no", show_time(p["epoch_s"]), links, show_bytes(p["setup_bytes"]),
-                     show_bytes(p["memory_bytes"]), p["bottleneck"]])  # fmt: skip
+        rows.append([call(answer["strategy"]), "yes" if answer["exact"] else "no", show_time(p["epoch_s"]), links,
+                     show_bytes(p["setup_bytes"]), show_bytes(p["memory_bytes"]), p["bottleneck"]])  # fmt: skip
     table("leaders", ["strategy", "exact", "epoch", "bytes per epoch", "set-up", "memory/rank", "bottleneck"], rows)
-    print("placement: " + "; ".join(f"server {s}: ranks {', '.join(str(p['rank']) for p in document['best']['placement'] if p['server'] == s)}"
-                                    for s in sorted({p["server"] for p in document["best"]["placement"]})))  # fmt: skip
+    on_server: dict[int, list[str]] = {}
+    for place in document["best"]["placement"]:
+        on_server.setdefault(place["server"], []).append(str(place["rank"]))
+    print("placement: " + "; ".join(f"server {server}: ranks {', '.join(ranks)}" for server, ranks in sorted(on_server.items())))
     for line in document["explanation"]:
         print(f"- {line}")
     for item in document["rejected"]:
@@ -213,7 +220,8 @@ def simulate(
     strategy.check(job)
     tasks = len(strategy.schedule(job, 1).tasks)
     if tasks * steps > MOST_TASKS:
-        raise SpecError(f"--steps {steps:,} of {tasks:,} tasks each are more than {MOST_TASKS:,} tasks; use --steps {max(1, MOST_TASKS // tasks)} or less")
+        most = max(1, MOST_TASKS // tasks)
+        raise SpecError(f"--steps {steps:,} of {tasks:,} tasks each are more than {MOST_TASKS:,} tasks; use --steps {most} or less")
     if trace:
         make_folder(trace)
     prediction, schedule = strategy.predict(job), strategy.schedule(job, steps)
@@ -231,11 +239,13 @@ def simulate(
     }  # fmt: skip
     if as_json:
         return emit(result)
-    print(f"{strategy} on {job.cluster.name} ({job.cluster.servers} x {job.cluster.gpus_per_server}), {steps} steps, {len(schedule.tasks):,} tasks")
+    print(f"{strategy} on {job.cluster.name} ({job.cluster.servers} x {job.cluster.gpus_per_server}), {steps} steps, "
+          f"{len(schedule.tasks):,} tasks")  # fmt: skip
     print(f"epoch simulated {show_time(played.step_s)}, predicted {show_time(float(prediction.epoch_s))}; "
           f"{', '.join(f'{k} {show_bytes(v)}' for k, v in prediction.bytes.items()) or 'nothing sent'}")  # fmt: skip
     told = result["predicted"]["operations"]
-    rows = [[k, show_time(v), show_time(told[k]) if k in told else "-"] for k, v in sorted(result["simulated"]["operations"].items(), key=lambda kv: -kv[1])]
+    longest = sorted(result["simulated"]["operations"].items(), key=lambda item: -item[1])
+    rows = [[name, show_time(seconds), show_time(told[name]) if name in told else "-"] for name, seconds in longest]
     table("seconds per step (slowest rank)", ["operation", "simulated", "predicted"], rows)
     if trace:
         print(f"traces in {trace}; open them at ui.perfetto.dev")
@@ -268,7 +278,7 @@ def show_sweep(base: Job, strategy: Any, sweep: str, settings: list[str], as_jso
     if not (equals and key.strip() and all(value.strip() for value in values.split(","))):
         raise SpecError(f"--sweep {sweep!r}: write a field and its values, as servers=1,2,4,8 or inter_node.bandwidth=1GB/s,10GB/s")
     rows: list[dict[str, Any]] = []
-    specs = [apply_overrides(base.cluster, base.workload, [*settings, f"{key}={value}"]) for value in values.split(",")]  # all before the first
+    specs = [apply_overrides(base.cluster, base.workload, [*settings, f"{key}={value}"]) for value in values.split(",")]  # all or none
     for value, (cluster, workload) in zip(values.split(","), specs, strict=True):
         say(f"{key}={value} ...")
         job = Job(base.stats, base.graph, workload, cluster, base.method)
@@ -285,7 +295,7 @@ def show_sweep(base: Job, strategy: Any, sweep: str, settings: list[str], as_jso
                 "memory_bytes": best.memory_bytes, "plan": str(same.strategy) if same else None,
                 "plan_simulated_s": play(same.strategy.schedule(job, 3), job.cost).step_s if same else None}  # fmt: skip
         rows.append(row)
-    changes = [{"at": b["value"], "from": a["family"], "to": b["family"]} for a, b in zip(rows, rows[1:], strict=False)
+    changes = [{"at": b["value"], "from": a["family"], "to": b["family"]} for a, b in pairwise(rows)
                if a.get("family") != b.get("family") and a.get("family") and b.get("family")]  # fmt: skip
     if as_json:
         return emit({"sweep": key, "strategy": strategy.name, "rows": rows, "changes": changes})
@@ -303,41 +313,50 @@ def show_sweep(base: Job, strategy: Any, sweep: str, settings: list[str], as_jso
 def run(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; default: the workload's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for metrics, traces and weights; must not hold a run. Default: runs/<graph>-<strategy>-<n>.")] = None,
-    eval_every: Annotated[int, typer.Option(min=0, help="Evaluate validation and test accuracy every so many epochs and at the end (0: at the end).")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Folder for all it leaves; must not hold a run. Default: one in runs/.")] = None,
+    eval_every: Annotated[int, typer.Option(min=0, help="Evaluate every so many epochs and at the end (0: at the end).")] = 10,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank waits for its peers before it gives up.")] = 30.0,
     as_json: Json = False,
 ) -> None:
     """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when torchrun or Slurm started it."""
     from gnnplan.executor import launch
+    from gnnplan.planner import plan as plans
     from gnnplan.planner.errors import SpecError
-    from gnnplan.planner.units import show_bytes, show_time
+    from gnnplan.planner.files import make_folder
 
+    if launch.started_by_launcher():
+        if out is None:
+            raise SpecError("--out is needed when torchrun or srun starts the ranks, so that all of them write to one folder")
+        code = launch.follow(plan_file, out, epochs, eval_every, timeout)
+        if code == 0 and os.environ.get("RANK", "0") == "0":
+            show_run(out, as_json)
+        launch.leave(code)
     document, job, strategy = launch.prepare(plan_file)
     epochs = epochs or job.workload.epochs
-    follower = launch.started_by_launcher()
     if out is None:
-        if follower:
-            raise SpecError("--out is needed when torchrun or Slurm starts the ranks, so that all of them write to one folder")
         stem = f"{job.stats.name.split('?')[0].replace(':', '-').replace('/', '-')}-{strategy.name}"
         out = next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{stem}-{n}").exists())
-    if not follower and (out / "metrics.jsonl").exists():
-        raise SpecError(f"{out} holds a run already; give another --out, or remove it")
-    from gnnplan.planner.files import write_atomically
-
-    out.mkdir(parents=True, exist_ok=True)
-    if follower:
-        sys.exit(launch.work(plan_file, out, epochs, eval_every, timeout))
-    write_atomically(out / "plan.json", plan_file.read_text(encoding="utf-8"))
+    launch.must_be_new(out)
+    launch.must_fit_here(job)
     strategy.schedule(job, 1)  # partitions are made once, here, and read by the ranks
+    make_folder(out)
+    plans.write(out / "plan.json", document)
     say(f"training {job.stats.name} with {strategy} on {job.ranks} ranks, {epochs} epochs, into {out}")
     launch.start(out / "plan.json", out, epochs, eval_every, timeout, job.ranks)
+    show_run(out, as_json)
+
+
+def show_run(out: Path, as_json: bool) -> None:
+    """What a finished run left behind."""
+    from gnnplan.planner.units import show_bytes, show_time
+
     result = summary(out)
     if as_json:
         return emit(result)
-    accuracy = "  ".join(f"{k} {result[f'{k}_accuracy']:.3f}" for k in ("train", "val", "test") if result[f"{k}_accuracy"] is not None)
-    print(f"{epochs} epochs, loss {result['first_loss']:.4f} -> {result['loss']:.4f}  {accuracy}")
-    print(f"epoch {show_time(result['epoch_s'])} (median); sent per epoch: {', '.join(f'{k} {show_bytes(v)}' for k, v in result['bytes'].items()) or 'nothing'}; "
+    scores = "  ".join(f"{k} {result[f'{k}_accuracy']:.3f}" for k in ("train", "val", "test") if result[f"{k}_accuracy"] is not None)
+    sent = ", ".join(f"{k} {show_bytes(v)}" for k, v in result["bytes"].items()) or "nothing"
+    print(f"{result['epochs']} epochs, loss {result['first_loss']:.4f} -> {result['loss']:.4f}  {scores}")
+    print(f"epoch {show_time(result['epoch_s'])} (median); sent per epoch: {sent}; "
           f"peak memory {show_bytes(max(result['peak_rss_bytes']))} per rank")  # fmt: skip
     print(f"in {out}; next: gnnplan validate {out}")
 
@@ -378,12 +397,13 @@ def validate(
     from gnnplan.simulator.player import play
 
     metrics, ranks = read_run(directory)
+    traces = read_traces(directory)
     document = read(directory / "plan.json")
     job = question(document)
     candidate = weigh(job, chosen(document))
     schedule = candidate.strategy.schedule(job, min(len(metrics), 5))
     played = play(schedule, job.cost)
-    result = compare(candidate.predicted, candidate.memory_bytes, played.spans, played.step_s, schedule, read_traces(directory), metrics, ranks)
+    result = compare(candidate.predicted, candidate.memory_bytes, played.spans, played.step_s, schedule, traces, metrics, ranks)
     result["strategy"] = {"name": candidate.strategy.name, **candidate.strategy.knobs()}
     if as_json:
         emit(result)
@@ -399,11 +419,13 @@ def validate(
             [r["operation"], seconds(r["predicted_s"]), seconds(r["simulated_s"]), seconds(r["measured_s"]), percent(r["predicted_error"]),
              percent(r["simulated_error"])] for r in [result["step"], *result["operations"]]])  # fmt: skip
         sizes = result["bytes"]
-        print(f"bytes: counted {sum(sizes['counted'].values()):,}, predicted {sum(sizes['predicted'].values()):,}; set-up {sizes['setup_counted']:,} "
-              f"and {sizes['setup_predicted']:,}: {'equal' if sizes['equal'] else 'DIFFERENT'}")  # fmt: skip
-        print(f"order of operations: {'as scheduled on every rank and lane' if result['order']['equal'] else result['order']['first_difference']}")
+        verdict = "equal" if sizes["equal"] else "DIFFERENT"
+        print(f"bytes: counted {sum(sizes['counted'].values()):,}, predicted {sum(sizes['predicted'].values()):,}; "
+              f"set-up {sizes['setup_counted']:,} and {sizes['setup_predicted']:,}: {verdict}")  # fmt: skip
+        print(f"order of operations: {result['order']['first_difference'] or 'as scheduled on every rank and lane'}")
         memory = result["memory"]
-        print(f"memory per rank: predicted {show_bytes(memory['predicted_bytes'])}, measured peak {show_bytes(memory['measured_bytes'])} ({memory['error']:+.0%})")
+        print(f"memory per rank: predicted {show_bytes(memory['predicted_bytes'])}, "
+              f"measured peak {show_bytes(memory['measured_bytes'])} ({memory['error']:+.0%})")  # fmt: skip
         print(f"wrong: {result['wrong']}")
     if not (result["bytes"]["equal"] and result["order"]["equal"]):
         raise typer.Exit(1)
@@ -419,8 +441,10 @@ def measure(
     import yaml
 
     from gnnplan.executor.measure import measure as measure_machine
-    from gnnplan.planner.files import cache_dir, write_atomically
+    from gnnplan.planner.files import cache_dir, must_be_writable, write_atomically
 
+    if output:
+        must_be_writable(output)
     cluster = measure_machine(ranks, progress=say)
     text = yaml.safe_dump(cluster.model_dump(mode="json"), sort_keys=False)
     write_atomically(cache_dir() / "local.yaml", text, parents=True)
@@ -436,16 +460,34 @@ def main() -> NoReturn:
     """Errors that a user can mend are a line, not a traceback; the exit code says whose turn it is."""
     from gnnplan.planner.errors import GnnplanError
 
+    code: Any = 1
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
     except GnnplanError as error:
-        if "--json" in sys.argv:
-            emit({"error": str(error), "exit_code": error.exit_code})
-        say(f"error: {error}")
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0)
+        code = fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except BrokenPipeError:  # `gnnplan plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if not hasattr(error, "format_message") or not hasattr(error, "show"):
+            raise
+        if "--json" in sys.argv[1:]:
+            emit({"error": error.format_message(), "exit_code": 2})
+        error.show()  # typer's, of a wrong option: with the verb's usage, on standard error
+        code = 2
+    if code == 130:
+        fail("interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str, code: int) -> int:
+    """Say it to people, and to programs that asked for JSON."""
+    if "--json" in sys.argv[1:]:
+        emit({"error": message, "exit_code": code})
+    say(f"error: {message}")
+    return code
 
 
 if __name__ == "__main__":

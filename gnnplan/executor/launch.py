@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -10,19 +11,24 @@ import time
 import traceback
 import uuid
 import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from gnnplan.planner.errors import GnnplanError, LostRank, SpecError
+from gnnplan.planner.files import make_folder, write_atomically
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.job import Job
-from gnnplan.planner.plan import chosen, question, read
+from gnnplan.planner.plan import chosen, question, read, write
 from gnnplan.planner.strategies import Strategy
-from gnnplan.planner.units import show_time
+from gnnplan.planner.units import show_bytes, show_time
 
 FAILED_WITH_OTHERS = 75  # a rank that stopped because its peers did
+LOST_PEER = ("onnection", "ocket", "gloo", "imed out", "NCCL", "peer")  # words of torch.distributed's errors
+LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 
 
 def prepare(plan: Path) -> tuple[dict[str, Any], Job, Strategy]:
@@ -32,24 +38,46 @@ def prepare(plan: Path) -> tuple[dict[str, Any], Job, Strategy]:
     if not isinstance(job.graph, Graph):
         raise SpecError(f"{plan}: the graph {job.stats.name} is known by statistics only and cannot be trained; plan with a graph file")
     if job.stats.classes == 0 or job.stats.train_vertices == 0:
-        raise SpecError(f"{plan}: the graph {job.stats.name} has no labelled training vertices; it can be planned and simulated, not trained")
+        raise SpecError(f"{plan}: the graph {job.stats.name} has no labelled training vertices; it can be planned and simulated, "
+                        "not trained; plan with a graph that has y")
     strategy = chosen(document).settle(job)
     strategy.check(job)
     return document, job, strategy
 
 
 def started_by_launcher() -> bool:
-    """torchrun or srun has started this very process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    """torchrun or srun has started this very process as one of several ranks; a batch script around them has not."""
+    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def must_be_new(out: Path) -> None:
+    """Raises SpecError where a run has left something."""
+    if any((out / name).exists() for name in ("metrics.jsonl", "rank0.json", "weights.safetensors")):
+        raise SpecError(f"{out} holds a run already; give another --out, or remove it")
+
+
+def must_fit_here(job: Job) -> None:
+    """Raises SpecError where this machine cannot hold as many processes."""
+    from gnnplan.executor.measure import free_memory
+
+    room = free_memory()
+    if job.ranks * LEAST_MEMORY > room:
+        raise SpecError(f"the plan is for {job.ranks:,} ranks, but this machine has memory for {int(room / LEAST_MEMORY):,} "
+                        f"({show_bytes(room)} free, at least {show_bytes(LEAST_MEMORY)} each); plan again with --ranks, or start it with "
+                        "torchrun on several servers")  # fmt: skip
 
 
 def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float, ranks: int) -> None:
-    """Start `ranks` local ranks and wait for them. Raises LostRank naming the one that failed first."""
+    """Start `ranks` local ranks and wait for them; leaves none behind. Raises LostRank naming the one that failed first."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # [s] from SIGTERM to SIGKILL, for ranks that do not answer
+    for note in out.glob("error.rank*.json"):  # of an attempt before this one
+        note.unlink()
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         max_restarts=0, monitor_interval=0.2, start_method="spawn", local_addr="127.0.0.1",
@@ -60,6 +88,10 @@ def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float,
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         raise _lost(error.failures, out) from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
 
 
 def _quiet() -> None:
@@ -82,47 +114,81 @@ def _lost(failures: dict[int, Any], out: Path) -> GnnplanError:
         error = GnnplanError(said["message"])
         error.exit_code = said["exit_code"]
         return error
-    how = f"killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else said.get("message", f"exit code {failure.exitcode}")
+    code = failure.exitcode
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else said.get("message", f"exit code {code}")
     where = f" in {said['doing']}" if "doing" in said else ""
     lines = (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
     return LostRank(f"rank {rank} was lost{where}: {how}. All ranks were stopped; {lines} finished epochs are in {out / 'metrics.jsonl'}")
 
 
+@dataclass(frozen=True)
+class Failure:
+    """How a rank ended before its time, as it says itself."""
+
+    exit_code: int
+    message: str
+    doing: str  # the operation it was in
+
+
 def work(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float) -> int:
-    """Be one rank, to the end. Returns the exit code; leaves error.rank<r>.json behind where it fails."""
+    """Be one of the ranks that `start` started. Returns the exit code; leaves error.rank<r>.json behind where it fails."""
+    failure = _attempt(plan, out, epochs, eval_every, timeout_s, new=False)
+    if failure is None:
+        return 0
+    with suppress(GnnplanError):  # a full disk must not hide the failure
+        write_atomically(out / f"error.rank{os.environ.get('RANK', '0')}.json", json.dumps(asdict(failure)))
+    if failure.exit_code == FAILED_WITH_OTHERS:
+        time.sleep(2.0)  # let the launcher see first who failed by itself
+    return failure.exit_code
+
+
+def follow(plan: Path, out: Path, epochs: int | None, eval_every: int, timeout_s: float) -> int:
+    """Be the rank that torchrun or srun made of this process, and say on standard error what went wrong. Returns the exit code."""
+    failure = _attempt(plan, out, epochs, eval_every, timeout_s, new=True)
+    if failure is None:
+        return 0
+    sys.stderr.write(f"error: rank {os.environ.get('RANK', '0')} in {failure.doing}: {failure.message}\n")  # in one piece
+    return 4 if failure.exit_code == FAILED_WITH_OTHERS else failure.exit_code
+
+
+def _attempt(plan: Path, out: Path, epochs: int | None, eval_every: int, timeout_s: float, new: bool) -> Failure | None:
+    """Train as one rank, to the end. `new`: nobody has prepared `out` yet."""
     from gnnplan.executor.train import train
     from gnnplan.executor.worker import open_rank
 
     rank = None
     try:
-        _, job, strategy = prepare(plan)
+        document, job, strategy = prepare(plan)
+        if new:
+            must_be_new(out)  # rank 0 writes only when all ranks have met, so what is here is another run's
         rank = open_rank(timeout_s=timeout_s)
         if rank.world != job.ranks:
-            raise SpecError(f"the plan is for {job.ranks} ranks, but {rank.world} were started; plan again with --ranks {rank.world}")
+            raise SpecError(f"the plan is for {job.ranks} ranks, but {rank.world} were started; start {job.ranks}, "
+                            f"or plan again with --ranks {rank.world}")  # fmt: skip
+        make_folder(out)
+        if new and rank.rank == 0:
+            write(out / "plan.json", document)
+        epochs = epochs or job.workload.epochs
         train(rank, job, strategy, out, epochs, eval_every, _progress(epochs))
+        if rank.world > 1:
+            torch.distributed.barrier()  # whoever is done first may read what all ranks have left
         rank.close()
-        return 0
+        return None
     except GnnplanError as error:
-        _note(out, rank, error.exit_code, str(error))
-        return error.exit_code
+        return Failure(error.exit_code, str(error), rank.doing if rank else "start")
     except Exception as error:
-        lost = isinstance(error, (torch.distributed.DistBackendError, RuntimeError)) and any(
-            word in str(error) for word in ("onnection", "Socket", "socket", "gloo", "timed out", "Timed out", "NCCL", "peer")
-        )
-        if lost:
-            message = f"its peers did not answer ({str(error).splitlines()[0][:200]})"
-            _note(out, rank, 4, message)
-            time.sleep(2.0)  # let the launcher see first who failed by itself
-            return FAILED_WITH_OTHERS
+        doing = rank.doing if rank else "start"
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER):
+            return Failure(FAILED_WITH_OTHERS, f"its peers did not answer ({str(error).splitlines()[0][:200]})", doing)
         traceback.print_exc()
-        _note(out, rank, 4, f"{type(error).__name__}: {error}")
-        return 4
+        return Failure(4, f"{type(error).__name__}: {error}", doing)
 
 
-def _note(out: Path, rank: Any, code: int, message: str) -> None:
-    number = rank.rank if rank else int(os.environ.get("RANK", "0"))
-    doing = rank.doing if rank else "start"
-    (out / f"error.rank{number}.json").write_text(json.dumps({"exit_code": code, "message": message, "doing": doing}))
+def leave(code: int) -> NoReturn:
+    """End this process now: Gloo's threads sometimes abort a regular exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _progress(epochs: int) -> Any:
@@ -138,7 +204,8 @@ def _progress(epochs: int) -> Any:
         accuracy = "  ".join(f"{k} {row[f'{k}_accuracy']:.3f}" for k in ("train", "val", "test") if row[f"{k}_accuracy"] is not None)
         left = (shown - started) / row["epoch"] * (epochs - row["epoch"])
         line = f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {accuracy}  {show_time(row['epoch_s'])}/epoch  {left:.0f} s left"
-        print(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() and not last else "\n", file=sys.stderr, flush=True)
+        renew = sys.stderr.isatty()
+        print(f"\r\x1b[K{line}" if renew else line, end="" if renew and not last else "\n", file=sys.stderr, flush=True)
 
     return report
 
@@ -146,10 +213,17 @@ def _progress(epochs: int) -> Any:
 def main() -> None:
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
     plan, out, epochs, eval_every, timeout = sys.argv[1:]
-    code = work(Path(plan), Path(out), int(epochs), int(eval_every), float(timeout))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # Gloo's threads sometimes abort a regular exit
+    _die_with_parent()
+    leave(work(Path(plan), Path(out), int(epochs), int(eval_every), float(timeout)))
+
+
+def _die_with_parent() -> None:
+    """Linux: a launcher that is killed outright takes its ranks with it."""
+    parent = os.getppid()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died in between
+        os._exit(FAILED_WITH_OTHERS)
 
 
 if __name__ == "__main__":

@@ -54,14 +54,14 @@ def measure(ranks: int, progress: Callable[[str], None] | None = None) -> Cluste
                         "use fewer ranks, or CUDA_VISIBLE_DEVICES= to measure the processor")  # fmt: skip
     tell = progress or (lambda what: None)
     tell("preparing a graph")
-    memory = torch.cuda.mem_get_info()[0] if cuda else _free_memory() / ranks
+    memory = torch.cuda.mem_get_info()[0] if cuda else free_memory() / ranks
     with tempfile.TemporaryDirectory() as folder:
         _save_parts(Path(folder))
         found = _run_ranks(ranks, Path(folder), tell)
     return _cluster(ranks, memory, found)
 
 
-def _free_memory() -> float:
+def free_memory() -> float:
     """Memory that new processes may fill without swapping [B]."""
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():

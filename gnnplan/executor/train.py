@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from gnnplan.executor import comm
@@ -21,6 +21,7 @@ from gnnplan.executor.models import Net
 from gnnplan.executor.strategies import graph_parallel, open_worker
 from gnnplan.executor.worker import Rank, now
 from gnnplan.planner.errors import GnnplanError
+from gnnplan.planner.files import write_atomically
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective, Label, all_reduce
 from gnnplan.planner.strategies import Strategy
@@ -104,7 +105,8 @@ def _optimizer(net: Net, job: Job) -> torch.optim.Optimizer:
 
 def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int) -> dict[str, Any]:
     """A line of metrics.jsonl. `train_accuracy` is that of the training pass (its dropout and staleness on), val and test those
-    of an evaluation with the weights that the epoch leaves, None where this epoch has none. Sums over ranks; the epoch ends with its last rank."""
+    of an evaluation with the weights that the epoch leaves, None where this epoch has none. Sums over ranks; the epoch ends with its
+    last rank."""
     ends = torch.tensor([float(loss)], dtype=torch.float64), torch.tensor([float(sent)], dtype=torch.float64)
     numbers = torch.cat([ends[0], counts.flatten(), tested.flatten(), ends[1]])
     slowest = torch.tensor([seconds], dtype=torch.float64)
@@ -123,7 +125,7 @@ def _leave(rank: Rank, out: Path, worker: Worker, job: Job, setup: dict[str, int
     """This rank's trace and counts; the model's final weights from all ranks that hold some."""
     write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
     peak = torch.cuda.max_memory_allocated(rank.device) if rank.device.type == "cuda" else None
-    (out / f"rank{rank.rank}.json").write_text(json.dumps({
+    write_atomically(out / f"rank{rank.rank}.json", json.dumps({
         "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": epochs, "bytes": dict(rank.sent),
         "setup_bytes": setup, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_device_bytes": peak,
     }))  # fmt: skip
@@ -133,6 +135,4 @@ def _leave(rank: Rank, out: Path, worker: Worker, job: Job, setup: dict[str, int
         dist.gather_object(state, states if rank.rank == 0 else None)
         state = {name: p for part in states if part for name, p in part.items()}
     if rank.rank == 0:
-        beside = out / ".weights.tmp"
-        save_file(state, beside)
-        os.replace(beside, out / "weights.safetensors")
+        write_atomically(out / "weights.safetensors", save(state))
