@@ -66,6 +66,7 @@ def profile(
     graph: Annotated[str, typer.Argument(help=GRAPH_HELP)] = DEFAULT_GRAPH,
     parts: Annotated[str, typer.Option(help="Part counts to look at, as 2,4,8.")] = "2,4,8",
     partitioner: Method = "metis",
+    servers: Annotated[int | None, typer.Option(help="Report the growth of a server's part: so many servers, parts spread over them.")] = None,
     hops: Annotated[int, typer.Option(help="How many hops of a part's growth to report.")] = 3,
     directed: Directed = False,
     as_json: Json = False,
@@ -76,7 +77,7 @@ def profile(
 
     counts = numbers(parts, "--parts")
     say(f"profiling {graph} ...")
-    document = make_profile(load(graph, directed), counts, partitioner, hops=hops)
+    document = make_profile(load(graph, directed), counts, partitioner, servers=servers, hops=hops)
     if as_json:
         return emit(document)
     about = document["graph"]
@@ -153,6 +154,9 @@ def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int
         raise SpecError(f"--partitioner {method!r}: use one of {', '.join(METHODS)}")
     cluster, workload = apply_overrides(cluster, workload, settings)
     cluster = with_ranks(cluster, ranks)
+    head, mark, query = graph.partition("?")
+    if not head.startswith("synthetic:"):
+        graph = str(Path(head).resolve()) + mark + query  # a plan is run from other folders too
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
     if cluster.ranks > stats.vertices:
