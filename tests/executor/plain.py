@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from gnnplan.executor.kernels import dropout_mask
 from gnnplan.executor.models import Net
-from gnnplan.planner.graph import load
 from gnnplan.planner.specs import Workload
 
 Aggregate = Callable[[int, Tensor], Tensor]  # layer, h_{l-1} [N, H] before dropout -> aggregated [N, H]

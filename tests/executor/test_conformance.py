@@ -132,7 +132,8 @@ def test_a_measured_trace_survives_its_file(played: Played, tmp_path) -> None:
     write_traces(tmp_path, played.spans, range(played.world), played.world, "measured", "gloo")
     assert read_traces(tmp_path) == played.spans
     assert all(span.start <= span.end for span in played.spans)
-    collectives = {str(task.label) for task in played.schedule.setup + played.schedule.tasks if isinstance(task.work, Collective) and task.work.nbytes}
+    tasks = played.schedule.setup + played.schedule.tasks
+    collectives = {str(task.label) for task in tasks if isinstance(task.work, Collective) and task.work.nbytes}
     assert set(transfer_times(played.spans)) == collectives
 
 

@@ -63,7 +63,8 @@ def assert_equal(run_ranks: Ranks, world: int, cases: list[Case], weights: float
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_is_plain_training(run_ranks: Ranks, graphs: dict[str, str], model: str) -> None:
     for graph, directed, dropout, optimizer in itertools.product(("rough", "multi"), (False, True), (0.0, 0.5), ("adam", "sgd")):
-        case = Case("graph_parallel", graphs[graph], workload(model, dtype="float64", dropout=dropout, optimizer=optimizer), directed=directed)
+        how = workload(model, dtype="float64", dropout=dropout, optimizer=optimizer)
+        case = Case("graph_parallel", graphs[graph], how, directed=directed)
         losses, weights = train_plainly(case)
         alone = reference(run_ranks, case)
         assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)

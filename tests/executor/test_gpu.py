@@ -129,8 +129,8 @@ def test_a_lane_reads_what_was_computed_before(gpu_rank: Rank) -> None:
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
 @pytest.mark.parametrize(("model", "dropout"), [("gcn", 0.0), ("sage", 0.5), ("gcnii", 0.5)])
 def test_peak_memory(gpu_rank: Rank, tmp_path: Path, model: str, dropout: float, strategy: str) -> None:
-    """What the caching allocator gave out at most, against what the plan says without the context. No GPU has confirmed a
-    tighter factor than 2 yet; a plan must not promise half of what is needed, nor refuse what would fit twice."""
+    """What the caching allocator gave out at most, against what the plan says without the context. On a CPU the growth of the
+    resident memory gives 0.87 to 0.93 for graph parallel and 0.71 to 0.81 for GNNPipe; no GPU has said its own yet."""
     case = Case(strategy, "synthetic:community?vertices=40000&edges=1000000&features=256&classes=16&seed=0",
                 {"model": model, "layers": 4, "hidden": 256, "dropout": dropout}, epochs=3)  # fmt: skip
     job = case.job(1)
@@ -143,4 +143,4 @@ def test_peak_memory(gpu_rank: Rank, tmp_path: Path, model: str, dropout: float,
     before = torch.cuda.memory_allocated()
     train(gpu_rank, job, settled, tmp_path, case.epochs, 0)
     measured = torch.cuda.max_memory_allocated() - before
-    assert 0.5 < predicted / measured < 2.0, f"{settled}: {predicted / 1e6:.0f} MB planned, {measured / 1e6:.0f} MB measured"
+    assert 0.6 < predicted / measured < 1.5, f"{settled}: {predicted / 1e6:.0f} MB planned, {measured / 1e6:.0f} MB measured"

@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from plain import Plain, difference
+from plain import Aggregate, Plain, difference
 from ranks import Case, Ranks
 from torch import Tensor
 
@@ -25,6 +25,16 @@ MODELS = ("gcn", "sage", "gcnii")
 
 def workload(model: str, dropout: float, **more: object) -> dict[str, object]:
     return {"model": model, "layers": 4, "hidden": 8, "dropout": dropout, "lr": 0.05, "seed": 3, "dtype": "float64", **more}
+
+
+def mixing(plain: Plain, step: int, near: Tensor, far: Tensor, old: dict[int, Tensor]) -> Aggregate:
+    """Aggregate this step's rows along the edges of `near` and old rows along those of `far`, under the same masks."""
+
+    def aggregate(layer: int, h: Tensor) -> Tensor:
+        now = plain.drop(h, step, layer)
+        return near @ now + far @ plain.drop(old[layer], step, layer) if layer in old else plain.operator @ now
+
+    return aggregate
 
 
 # -- PipeGCN -----------------------------------------------------------------------------------------------------------
@@ -42,14 +52,7 @@ def pipegcn(case: Case, part: np.ndarray) -> tuple[list[float], dict[str, Tensor
     losses = []
     for step in range(case.epochs):
         stale = {layer: sent[layer].clone().requires_grad_() for layer in layers}
-
-        def aggregate(layer: int, h: Tensor, step: int = step, stale: dict[int, Tensor] = stale) -> Tensor:
-            fresh = plain.drop(h, step, layer)
-            if layer not in stale:
-                return plain.operator @ fresh
-            return within @ fresh + across @ plain.drop(stale[layer], step, layer)
-
-        logits, rows = plain.forward(step, aggregate)
+        logits, rows = plain.forward(step, mixing(plain, step, within, across, stale))
         loss = plain.loss(logits)
         losses.append(loss.item())
         plain.descend(loss + sum((rows[layer - 1] * home[layer]).sum() for layer in layers))
@@ -92,13 +95,7 @@ def gnnpipe(case: Case, chunk: np.ndarray, shuffle: bool, historical_gradients: 
         past = epochs[period * (step // period)]
         history = {layer: past[layer - 1].clone().requires_grad_() for layer in layers}
 
-        def aggregate(layer: int, h: Tensor, step: int = step, history: dict = history, fresh: Tensor = fresh, historical: Tensor = historical) -> Tensor:
-            own = plain.drop(h, step, layer)
-            if layer not in history:
-                return plain.operator @ own
-            return fresh @ own + historical @ plain.drop(history[layer], step, layer)
-
-        logits, rows = plain.forward(step, aggregate)
+        logits, rows = plain.forward(step, mixing(plain, step, fresh, historical, history))
         loss = plain.loss(logits)
         losses.append(loss.item())
         plain.descend(loss + sum((rows[layer - 1] * late[layer]).sum() for layer in layers))
@@ -108,13 +105,14 @@ def gnnpipe(case: Case, chunk: np.ndarray, shuffle: bool, historical_gradients: 
     return losses, plain.w
 
 
-TRICKS = list(itertools.product((True, False), (False, True), (1, 3)))
+TRICKS = [(*switches, 0.5) for switches in itertools.product((True, False), (False, True), (1, 3))]
+TRICKS += [(True, False, 1, 0.0), (False, True, 3, 0.0)]  # shuffle, historical gradients, period, dropout
 
 
 @pytest.mark.parametrize(("world", "chunks"), [(2, 8), (3, 5), (4, 4)])
 @pytest.mark.parametrize("model", MODELS)
 def test_gnnpipe_is_algorithm_1(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, chunks: int) -> None:
-    for (shuffle, historical_gradients, period), dropout in itertools.product(TRICKS, (0.0, 0.5)):
+    for shuffle, historical_gradients, period, dropout in TRICKS:
         strategy = f"gnnpipe(chunks={chunks},shuffle={shuffle},historical_gradients={historical_gradients},period={period})"
         graph, optimizer = ("multi", "adam") if period == 3 and dropout else ("rough", "sgd")
         case = Case(strategy, graphs[graph], workload(model, dropout, optimizer=optimizer), epochs=8, eval_every=3)

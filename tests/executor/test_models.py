@@ -1,0 +1,218 @@
+"""Layers against DGL's, models against dense matrices, and weights that do not depend on who holds them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plain import Plain
+from ranks import Case
+from torch import Tensor
+
+from gnnplan.executor.data import weighted_block
+from gnnplan.executor.kernels import Block
+from gnnplan.executor.models import GCNIILayer, GCNLayer, Net, SAGELayer
+from gnnplan.planner.gnn import describe
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.specs import Workload
+
+MODELS = ("gcn", "sage", "gcnii")
+DTYPES = (torch.float64, torch.float32)
+TOLERANCE = {torch.float64: {"rtol": 1e-10, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
+
+
+@pytest.fixture(scope="module")
+def dgl() -> ModuleType:
+    os.environ.setdefault("DGLBACKEND", "pytorch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at import, DGL's own
+        return pytest.importorskip("dgl", exc_type=ImportError)
+
+
+@pytest.fixture(params=[False, True], ids=["undirected", "directed"])
+def graph(request: pytest.FixtureRequest, graphs: dict[str, str]) -> Graph:
+    found = load(graphs["rough"], directed=request.param)
+    assert isinstance(found, Graph) and (found.degree == 0).sum() >= 6
+    return found
+
+
+def block_of(graph: Graph, edges: str, dtype: torch.dtype) -> Block:
+    """The whole graph with a layer's edge weights, as one rank has it."""
+    everything = np.arange(graph.stats.vertices)
+    workload = Workload(dtype="float64" if dtype == torch.float64 else "float32")
+    return weighted_block(graph, edges, everything, everything, graph.indptr, graph.indices, workload)
+
+
+def theirs_of(dgl: ModuleType, graph: Graph, self_edges: bool):  # type: ignore[no-untyped-def]
+    dst = np.repeat(np.arange(graph.stats.vertices), graph.degree)
+    found = dgl.graph((torch.from_numpy(graph.indices.astype(np.int64)), torch.from_numpy(dst)), num_nodes=graph.stats.vertices)
+    return dgl.add_self_loop(found) if self_edges else found
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def with_gradients(run: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
+    """Output, then the gradient of each leaf, for one fixed gradient of the output."""
+    for leaf in leaves:
+        leaf.grad = None
+        leaf.requires_grad_()
+    out = run(*leaves)
+    out.backward(random(*out.shape, dtype=out.dtype, seed=9))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> None:
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE[dtype])
+
+
+# -- layers against DGL ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("projects_first", [False, True])
+def test_gcn_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool) -> None:
+    """GraphConv norm='both' on A + I; its weight is ours transposed."""
+    layer = GCNLayer(12, 5, projects_first)
+    layer.weight.data, layer.bias.data = random(5, 12, dtype=dtype, seed=1), random(5, dtype=dtype, seed=2)
+    x = random(graph.stats.vertices, 12, dtype=dtype)
+    ours = with_gradients(lambda x, w, b: layer(block_of(graph, "gcn", dtype), x), x, layer.weight, layer.bias)
+    conv = dgl.nn.GraphConv(12, 5, norm="both").to(dtype)
+    conv.weight.data, conv.bias.data = layer.weight.data.t().clone(), layer.bias.data.clone()
+    looped = theirs_of(dgl, graph, self_edges=True)
+    theirs = with_gradients(lambda x, w, b: conv(looped, x), x, conv.weight, conv.bias)
+    theirs[2] = theirs[2].t()
+    assert_same(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("projects_first", [False, True])
+def test_sage_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool) -> None:
+    layer = SAGELayer(12, 5, projects_first)
+    layer.weight.data, layer.weight_self.data = random(5, 12, dtype=dtype, seed=1), random(5, 12, dtype=dtype, seed=2)
+    layer.bias.data = random(5, dtype=dtype, seed=3)
+    x = random(graph.stats.vertices, 12, dtype=dtype)
+    parameters = (layer.weight, layer.weight_self, layer.bias)
+    ours = with_gradients(lambda x, *_: layer(block_of(graph, "mean", dtype), x), x, *parameters)
+    conv = dgl.nn.SAGEConv(12, 5, "mean").to(dtype)
+    conv.fc_neigh.weight.data, conv.fc_self.weight.data, conv.fc_self.bias.data = (p.data.clone() for p in parameters)
+    plain = theirs_of(dgl, graph, self_edges=False)
+    theirs = with_gradients(lambda x, *_: conv(plain, x), x, conv.fc_neigh.weight, conv.fc_self.weight, conv.fc_self.bias)
+    assert_same(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [1, 7])
+def test_gcnii_layer_is_dgls(dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype, number: int) -> None:
+    """On undirected graphs: GCN2Conv normalises both ends by the in-degree. Its weight is ours transposed."""
+    graph = load(graphs["rough"])
+    assert isinstance(graph, Graph)
+    layer = GCNIILayer(8, number, alpha=0.2, theta=0.7)
+    layer.weight.data = random(8, 8, dtype=dtype, seed=1)
+    x, x0 = random(graph.stats.vertices, 8, dtype=dtype), random(graph.stats.vertices, 8, dtype=dtype, seed=5)
+    ours = with_gradients(lambda x, x0, w: layer(block_of(graph, "gcn", dtype), x, x0), x, x0, layer.weight)
+    conv = dgl.nn.GCN2Conv(8, number, alpha=0.2, lambda_=0.7, project_initial_features=True, bias=False).to(dtype)
+    conv.weight1.data = layer.weight.data.t().clone()
+    looped = theirs_of(dgl, graph, self_edges=True)
+    theirs = with_gradients(lambda x, x0, w: conv(looped, x, x0), x, x0, conv.weight1)
+    theirs[3] = theirs[3].t()
+    assert_same(ours, theirs, dtype)
+
+
+# -- layers against themselves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "edges"), [(GCNLayer, "gcn"), (SAGELayer, "mean")])
+@pytest.mark.parametrize("relu", [False, True])
+def test_projecting_first_changes_nothing(graph: Graph, kind: type, edges: str, relu: bool, dtype: torch.dtype) -> None:
+    """(A x) W = A (x W), with the ReLU inside or not, output and all gradients."""
+    results = []
+    for projects_first in (False, True):
+        layer = kind(12, 5, projects_first)
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
+        x = random(graph.stats.vertices, 12, dtype=dtype, seed=8)
+        block = block_of(graph, edges, dtype)
+        results.append(with_gradients(lambda x, *_, layer=layer, block=block: layer(block, x, relu=relu), x, *layer.parameters()))
+    assert_same(*results, dtype)
+
+
+def test_isolated_vertices_keep_their_own_row_only(graph: Graph) -> None:
+    """GCN: x W + b (a self edge of weight 1); GraphSAGE: x W_self + b (the mean of nothing is zero)."""
+    alone = torch.from_numpy(np.flatnonzero((graph.degree == 0) & (np.bincount(graph.indices, minlength=graph.stats.vertices) == 0)))
+    assert len(alone) >= 6
+    x = random(graph.stats.vertices, 12, dtype=torch.float64)
+    for layer, edges, own in ((GCNLayer(12, 5), "gcn", "weight"), (SAGELayer(12, 5), "mean", "weight_self")):
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.data = random(*parameter.shape, dtype=torch.float64, seed=i)
+        out = layer(block_of(graph, edges, torch.float64), x)[alone]
+        torch.testing.assert_close(out, x[alone] @ getattr(layer, own).T + layer.bias)
+
+
+# -- the whole model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_net_is_the_plain_model(graphs: dict[str, str], model: str, directed: bool, dtype: torch.dtype) -> None:
+    """Logits and every weight's gradient."""
+    name = "float64" if dtype == torch.float64 else "float32"
+    case = Case("graph_parallel", graphs["rough"], {"model": model, "layers": 4, "hidden": 8, "seed": 5, "dtype": name}, directed=directed)
+    job, plain = case.job(1), Plain(case)
+    net = Net(job.model, job.workload)
+    x = torch.tensor(job.graph.features(), dtype=dtype)
+    h = x0 = net.encode(x) if net.encoder else x
+    for number in net.which:
+        layer = net.layer(number)
+        h = layer(block_of(job.graph, layer.edges, dtype), h, x0, net.relu_after(number))
+    logits = net.decode(h)
+    expected, _ = plain.forward(None)
+    torch.testing.assert_close(logits.double(), expected, **TOLERANCE[dtype])
+    gradient = random(*logits.shape, dtype=dtype, seed=9)
+    logits.backward(gradient)
+    expected.backward(gradient.double())
+    for key, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), plain.w[key].grad, **TOLERANCE[dtype], msg=key)
+
+
+@given(model=st.sampled_from(MODELS), layers=st.integers(1, 9), cut=st.integers(0, 9), seed=st.integers(0, 2**31 - 1))
+def test_weights_do_not_depend_on_who_holds_them(model: str, layers: int, cut: int, seed: int) -> None:
+    """A stage's layers start as they do in the whole model: together the stages have it all, and nothing twice."""
+    cut = min(cut, layers)
+    workload = Workload(model=model, layers=layers, hidden=3, seed=seed)
+    shapes = describe(workload, 5, 2)
+    whole = Net(shapes, workload).state_dict()
+    torch.manual_seed(123)  # torch's own random numbers play no part
+    stages = [Net(shapes, workload, which).state_dict() for which in (range(1, cut + 1), range(cut + 1, layers + 1)) if which]
+    assert sum(len(stage) for stage in stages) == len(whole)
+    together = {name: p for stage in stages for name, p in stage.items()}
+    assert together.keys() == whole.keys()
+    assert all(torch.equal(together[name], whole[name]) for name in whole)
+    assert sum(p.numel() for p in whole.values()) == shapes.weights
+
+
+def test_weights_are_drawn_apart() -> None:
+    """No two matrices of a model are alike, other seeds give others, and numbers lie within Glorot's bound."""
+    draws = []
+    for seed in (0, 1):
+        workload = Workload(model="sage", layers=4, hidden=6, seed=seed)
+        for name, p in Net(describe(workload, 6, 6), workload).state_dict().items():
+            if p.ndim == 2:
+                assert p.abs().max() <= (6 / 12) ** 0.5
+                draws.append(p)
+            else:
+                assert not p.any(), name
+    assert len(draws) == 16
+    assert not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
