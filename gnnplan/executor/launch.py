@@ -11,7 +11,8 @@ import time
 import traceback
 import uuid
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.units import show_bytes, show_time
 
 FAILED_WITH_OTHERS = 75  # a rank that stopped because its peers did
+GRACE = 5  # [s] that a rank has to end when it is told to
 LOST_PEER = ("onnection", "ocket", "gloo", "imed out", "NCCL", "peer")  # words of torch.distributed's errors
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 
@@ -47,7 +49,14 @@ def prepare(plan: Path) -> tuple[dict[str, Any], Job, Strategy]:
 
 def started_by_launcher() -> bool:
     """torchrun or srun has started this very process as one of several ranks; a batch script around them has not."""
-    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    env = os.environ
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    if not (env["RANK"].isdecimal() and env["WORLD_SIZE"].isdecimal() and int(env["RANK"]) < int(env["WORLD_SIZE"])):
+        raise SpecError(f"RANK is {env['RANK']!r} and WORLD_SIZE {env['WORLD_SIZE']!r}: not a rank of so many; use torchrun, or unset both")
+    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]:
+        raise SpecError(f"RANK and WORLD_SIZE are set, but {' and '.join(absent)} not; start ranks with torchrun, or unset both")
+    return True
 
 
 def must_be_new(out: Path) -> None:
@@ -75,7 +84,6 @@ def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float,
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # [s] from SIGTERM to SIGKILL, for ranks that do not answer
     for note in out.glob("error.rank*.json"):  # of an attempt before this one
         note.unlink()
     config = LaunchConfig(
@@ -85,13 +93,27 @@ def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float,
     arguments = ["-m", "gnnplan.executor.launch", str(plan), str(out), str(epochs), str(eval_every), str(timeout_s)]
     _quiet()
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        with _patience(GRACE):
+            elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
-        raise _lost(error.failures, out) from None
+        raise _lost(error.failures, out, ranks, timeout_s) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None
+
+
+@contextmanager
+def _patience(seconds: int) -> Iterator[None]:
+    """Between SIGTERM and SIGKILL; torch's launcher always waits 30 s, whatever shutdown_timeout says."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close = PContext.close
+    PContext.close = lambda self, death_sig=None, timeout=30: close(self, death_sig, min(timeout, seconds))
+    try:
+        yield
+    finally:
+        PContext.close = close
 
 
 def _quiet() -> None:
@@ -101,7 +123,7 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _lost(failures: dict[int, Any], out: Path) -> GnnplanError:
+def _lost(failures: dict[int, Any], out: Path, ranks: int, timeout_s: float) -> GnnplanError:
     """The rank that failed by itself, not those that stopped because it did."""
     def blame(item: tuple[int, Any]) -> tuple[int, int, float]:
         code = item[1].exitcode
@@ -118,7 +140,13 @@ def _lost(failures: dict[int, Any], out: Path) -> GnnplanError:
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else said.get("message", f"exit code {code}")
     where = f" in {said['doing']}" if "doing" in said else ""
     lines = (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
-    return LostRank(f"rank {rank} was lost{where}: {how}. All ranks were stopped; {lines} finished epochs are in {out / 'metrics.jsonl'}")
+    ended = f"All ranks were stopped; {lines} finished epochs are in {out / 'metrics.jsonl'}"
+    notes = {r: json.loads(path.read_text()) for r in range(ranks) if (path := out / f"error.rank{r}.json").exists()}
+    waited = next((r for r, note in notes.items() if "imed out" in note["message"]), None)
+    if waited is not None and len(notes) < ranks and not said:  # nobody died by itself: someone stopped answering, and was killed at last
+        silent = " or ".join(str(r) for r in range(ranks) if r not in notes)
+        return LostRank(f"rank {silent} stopped answering: rank {waited} waited {timeout_s:g} s in {notes[waited]['doing']}. {ended}")
+    return LostRank(f"rank {rank} was lost{where}: {how}. {ended}")
 
 
 @dataclass(frozen=True)
@@ -213,6 +241,7 @@ def _progress(epochs: int) -> Any:
 def main() -> None:
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
     plan, out, epochs, eval_every, timeout = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the launcher's to answer; ranks end without a traceback
     _die_with_parent()
     leave(work(Path(plan), Path(out), int(epochs), int(eval_every), float(timeout)))
 

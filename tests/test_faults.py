@@ -1,0 +1,212 @@
+"""Ranks that die, hang, raise or are interrupted: all processes end, the error names the rank, finished epochs stay."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gnnplan.cli import app
+from gnnplan.planner.errors import SpecError
+
+GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
+FOREVER = 1_000_000  # epochs
+WITHIN = 30  # [s] all processes must have ended after a rank is lost
+
+pytestmark = [
+    pytest.mark.timeout(100),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"),
+]
+
+
+def plan(folder: Path, ranks: int, *more: str) -> Path:
+    """A plan.json on `ranks` ranks, made in this process."""
+    path = folder / "plan.json"
+    app(["plan", "--graph", GRAPH, "--ranks", str(ranks), "--hidden", "8", "-o", str(path), *more], standalone_mode=False)
+    return path
+
+
+@dataclass
+class Started:
+    """A `gnnplan run` and all processes below it, found by a mark in their environment."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    out: Path
+    logs: Path
+
+    def alive(self) -> dict[int, dict[str, str]]:
+        """Environment of every process that is left, by its id; zombies have ended."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                raw = (folder / "environ").read_bytes()
+                if self.mark.encode() in raw:
+                    found[int(folder.name)] = dict(part.split("=", 1) for part in raw.decode(errors="replace").split("\0") if "=" in part)
+        return found
+
+    def rank(self, rank: int) -> int:
+        """Process id of a rank."""
+        return next(pid for pid, env in self.alive().items() if env.get("RANK") == str(rank))
+
+    def epochs(self) -> list[dict]:
+        """The complete lines of metrics.jsonl; raises where one is garbled."""
+        path = self.out / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+
+    def until_training(self) -> None:
+        end = time.monotonic() + 60
+        while len(self.epochs()) < 3:
+            assert self.process.poll() is None, self.stderr
+            assert time.monotonic() < end, "no epoch within 60 s"
+            time.sleep(0.05)
+
+    def ended(self, within: float = WITHIN) -> int:
+        """The exit code, once no process is left."""
+        end = time.monotonic() + within
+        code = self.process.wait(within)
+        while left := self.alive():
+            assert time.monotonic() < end, f"left behind: {list(left)}"
+            time.sleep(0.05)
+        return code
+
+    @property
+    def stdout(self) -> str:
+        return (self.logs / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.logs / "stderr").read_text()
+
+    def check_metrics(self) -> None:
+        """Every finished epoch is a whole line, none twice, and the error counts them."""
+        text = (self.out / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert text.endswith("\n") and [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
+        assert all(row["loss"] > 0 for row in rows) and len(rows) >= 3
+        assert f"{len(rows)} finished epochs are in {self.out / 'metrics.jsonl'}" in self.stderr
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(plan, ...) begins a `gnnplan run`; whatever is left of it at the end of the test is killed and fails the test."""
+    begun: list[Started] = []
+
+    def begin(plan_file: Path, *more: str, launcher: tuple[str, ...] = (), **env: str) -> Started:
+        mark = f"GNNPLAN_TEST={uuid.uuid4().hex}"
+        name, value = mark.split("=")
+        logs = tmp_path / f"logs{len(begun)}"
+        logs.mkdir()
+        out = tmp_path / f"run{len(begun)}"
+        command = [sys.executable, *(launcher or ("-m", "gnnplan")), "run", str(plan_file), "--out", str(out), *more]
+        with open(logs / "stdout", "wb") as stdout, open(logs / "stderr", "wb") as stderr:
+            process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=os.environ | {name: value} | env, start_new_session=True)
+        begun.append(Started(process, mark, out, logs))
+        return begun[-1]
+
+    yield begin
+    left = {pid for started in begun for pid in started.alive()}
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for started in begun:
+        started.process.wait(10)
+    assert not left, f"processes were left behind: {left}"
+
+
+@pytest.mark.parametrize(("ranks", "victim", "strategy"), [(2, 1, "pipegcn"), (3, 0, "gnnpipe")])
+def test_a_killed_rank_ends_all_and_is_named(ranks: int, victim: int, strategy: str, tmp_path: Path, start: Start):
+    run = start(plan(tmp_path, ranks, "--strategy", strategy), "--epochs", str(FOREVER), "--json")
+    run.until_training()
+    os.kill(run.rank(victim), signal.SIGKILL)
+    assert run.ended() == 4, run.stderr
+    assert f"error: rank {victim} was lost: killed by SIGKILL" in run.stderr and "Traceback" not in run.stderr
+    run.check_metrics()
+    said = json.loads(run.stdout)
+    assert said["exit_code"] == 4 and f"rank {victim} was lost" in said["error"]
+    kept = {path: path.read_bytes() for path in run.out.iterdir()}
+    assert "weights.safetensors" not in {path.name for path in kept}
+    with pytest.raises(SpecError, match="holds a run already"):  # what is left is not overwritten
+        app(["run", str(tmp_path / "plan.json"), "--out", str(run.out)], standalone_mode=False)
+    assert {path: path.read_bytes() for path in run.out.iterdir()} == kept
+
+
+def test_a_rank_that_stops_answering_ends_all_and_is_named(tmp_path: Path, start: Start):
+    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), "--timeout", "3")
+    run.until_training()
+    os.kill(run.rank(0), signal.SIGSTOP)
+    assert run.ended() == 4, run.stderr  # 3 s, then 5 s until the stopped one is killed
+    assert re.search(r"^error: rank 0 stopped answering: rank 1 waited 3 s in \S+:s\d+\. ", run.stderr, re.M), run.stderr
+    run.check_metrics()
+
+
+def test_a_rank_that_raises_ends_all_and_is_quoted(tmp_path: Path, start: Start):
+    """Rank 1 fails in its fourth epoch, by a patch that Python loads before the program."""
+    (tmp_path / "patch").mkdir()
+    (tmp_path / "patch" / "sitecustomize.py").write_text("""
+import math, os
+if os.environ.get("RANK") == "1":
+    real, calls = math.isfinite, []
+    def isfinite(value):
+        calls.append(value)
+        if len(calls) == 4:
+            raise ZeroDivisionError("injected by the test")
+        return real(value)
+    math.isfinite = isfinite
+""")
+    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), PYTHONPATH=str(tmp_path / "patch"))
+    assert run.ended(60) == 4, run.stderr
+    assert "error: rank 1 was lost in " in run.stderr and "ZeroDivisionError: injected by the test" in run.stderr
+    run.check_metrics()
+    assert len(run.epochs()) in (3, 4)  # rank 0 may have written the fourth
+
+
+def test_interrupted_as_in_a_terminal(tmp_path: Path, start: Start):
+    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER))
+    run.until_training()
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ended() == 130, run.stderr
+    assert "error: interrupted" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path, start: Start):
+    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER))
+    run.until_training()
+    os.kill(run.process.pid, signal.SIGKILL)
+    assert run.ended() == -signal.SIGKILL
+
+
+class Gone:
+    """A failure as torch's launcher reports it."""
+
+    def __init__(self, exitcode: int, timestamp: int = 0) -> None:
+        self.exitcode, self.timestamp = exitcode, timestamp
+
+
+@pytest.mark.parametrize(("failures", "notes", "words", "code"), [
+    ({0: Gone(75, 1), 1: Gone(-9, 2)}, {0: "Connection closed by peer"}, "rank 1 was lost: killed by SIGKILL", 4),
+    ({0: Gone(75, 1), 2: Gone(4, 9), 1: Gone(-15)}, {0: "Connection reset", 2: "KeyError: 3"}, "rank 2 was lost in halo: KeyError: 3", 4),
+    ({0: Gone(75), 1: Gone(-9)}, {0: "Timed out waiting 3000ms"}, "rank 1 stopped answering: rank 0 waited 3 s in halo", 4),
+    ({0: Gone(1)}, {}, "rank 0 was lost: exit code 1", 4),
+    ({0: Gone(-15), 1: Gone(2)}, {1: "the plan is for 3 ranks"}, "the plan is for 3 ranks", 2),
+])  # fmt: skip
+def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path: Path):
+    from gnnplan.executor import launch
+
+    for rank, message in notes.items():
+        note = {"exit_code": failures[rank].exitcode, "message": message, "doing": "halo"}
+        (tmp_path / f"error.rank{rank}.json").write_text(json.dumps(note))
+    error = launch._lost(failures, tmp_path, len(failures), 3.0)
+    assert str(error).startswith(words) and error.exit_code == code
