@@ -66,7 +66,7 @@ def profile(
     graph: Annotated[str, typer.Argument(help=GRAPH_HELP)] = DEFAULT_GRAPH,
     parts: Annotated[str, typer.Option(help="Part counts to look at, as 2,4,8.")] = "2,4,8",
     partitioner: Method = "metis",
-    servers: Annotated[int | None, typer.Option(help="Report the growth of a server's part: so many servers, parts spread over them.")] = None,
+    servers: Annotated[int | None, typer.Option(help="Servers that the parts are spread over; growth is then a server's.")] = None,
     hops: Annotated[int, typer.Option(help="How many hops of a part's growth to report.")] = 3,
     directed: Directed = False,
     as_json: Json = False,
@@ -207,6 +207,7 @@ def simulate(
     """Play a plan's schedule in virtual time, perhaps on another cluster; sweep a field and see where the recommendation changes."""
     from gnnplan.planner.errors import SpecError
     from gnnplan.planner.files import apply_overrides, make_folder
+    from gnnplan.planner.job import Job
     from gnnplan.planner.plan import chosen, question, read
     from gnnplan.planner.trace import write_traces
     from gnnplan.planner.units import show_bytes, show_time
