@@ -75,8 +75,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
             raise GnnplanError(f"the loss is {row['loss']} in epoch {epoch + 1}; lower the learning rate (--set lr={lower:g})")
         if metrics:
             metrics.write(json.dumps(row) + "\n")
-            metrics.flush()
-            os.fsync(metrics.fileno())
+            metrics.flush()  # outlives a lost rank; waiting for the disk as well would look like a lost peer to the others
             report(row)
     worker.drain()
     if metrics:
