@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gnnplan import __version__
-from gnnplan.cli import main
+from gnnplan.cli import app, main
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 CLUSTER = """name: two
@@ -110,7 +110,8 @@ def test_plan_options_reach_the_question(gnnplan: Call, tmp_path: Path):
                        "--hidden", 12, "--dropout", 0.25, "--seed", 9, "--fanout", "15,10", "--batch", 99, "--exact", "--ranks", 4,
                        "--set", "inter_node.bandwidth=2GB/s", "--set", "epochs=7", "--json").document  # fmt: skip
     w, c = document["workload"], document["cluster"]
-    asked = {"model": "sage", "layers": 5, "lr": 0.02, "hidden": 12, "dropout": 0.25, "seed": 9, "batch": 99, "epochs": 7, "fanout": [15, 10]}
+    asked = {"model": "sage", "layers": 5, "lr": 0.02, "hidden": 12, "dropout": 0.25, "seed": 9, "batch": 99, "epochs": 7,
+             "fanout": [15, 10]}  # fmt: skip
     assert {name: w[name] for name in asked} == asked
     assert (c["servers"], c["gpus_per_server"], c["inter_node"]["bandwidth"]) == (2, 2, 2e9)
     assert all(answer["exact"] for answer in [document["best"], *document["alternatives"]])
@@ -217,8 +218,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
         out = folder / name
         out.mkdir()
         plan = out / "plan.json" if name == "two" else folder / f"{name}.json"  # a plan may already lie where its run goes
-        words_of_plan = ["--graph", GRAPH, "--ranks", str(ranks), "--strategy", strategy, "--hidden", "8", "--dropout", "0.3", "-o", str(plan)]
-        subprocess.run([sys.executable, "-m", "gnnplan", "plan", *words_of_plan], env=env, check=True, capture_output=True, timeout=60)
+        app(["plan", "--graph", GRAPH, "--ranks", str(ranks), "--strategy", strategy, "--hidden", "8", "--dropout", "0.3", "-o", str(plan)],
+            standalone_mode=False)  # fmt: skip
         command = [sys.executable, *words, "run", str(plan), "--out", str(out), "--epochs", str(EPOCHS), "--eval-every", "2", "--json"]
         begun[name] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -614,8 +615,6 @@ def unlabelled_plan(desk: Desk) -> Path:
 
 
 def planned(desk: Desk, graph: Path) -> Path:
-    from gnnplan.cli import app
-
     app(["plan", "--graph", str(graph), "--ranks", "2", "-o", str(desk.folder / "other.json")], standalone_mode=False)
     return desk.folder / "other.json"
 
