@@ -30,13 +30,8 @@ class Transfer(NamedTuple):
     @property
     def alone(self) -> Number:
         """Duration without contention [s]."""
-        return self.latency + self.busiest
-
-    @property
-    def busiest(self) -> Number:
-        """Seconds of the port that is busy longest."""
         values = list(self.busy.values())
-        return reduce(np.maximum, values) if any(map(np.ndim, values)) else max(values, default=0.0)
+        return self.latency + (reduce(np.maximum, values) if any(map(np.ndim, values)) else max(values, default=0.0))
 
 
 @dataclass(frozen=True)

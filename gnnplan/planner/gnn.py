@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from gnnplan.planner.cost import Number
 from gnnplan.planner.schedule import Compute
@@ -95,8 +96,10 @@ class Model:
             products = (0 if narrow else sources) + (spec.matrices - 1) * rows
         touched = 3 * rows * spec.h_out * b + (0 if cached else 2 * sources * (spec.h_out if narrow else spec.h_in) * b)
         dropped = bool(self.dropout) and not narrow
-        return Compute(2.0 * products * spec.h_in * spec.h_out, () if cached else ((edges, spec.h_out if first else spec.h_in),),
-                       touched + (6 * sources * spec.h_in * b if dropped else 0), 6 + 2 * spec.matrices + (8 if dropped else 0), b)  # fmt: skip
+        if dropped:
+            touched = touched + 6 * sources * spec.h_in * b
+        gathers = () if cached else ((edges, spec.h_out if first else spec.h_in),)
+        return Compute(2.0 * products * spec.h_in * spec.h_out, gathers, touched, 6 + 2 * spec.matrices + (8 if dropped else 0), b)
 
     def backward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False) -> Compute:
         """Weight gradients, and the gradient of the inputs where they vary."""
@@ -145,7 +148,7 @@ def describe(workload: Workload, features: int, classes: int) -> Model:
         return Model((layer,) * count, (features, hidden), (hidden, classes), workload.dropout, workload.itemsize, features, classes, True)
     widths = [features, *[hidden] * (count - 1), classes]
     layers = []
-    for h_in, h_out in zip(widths, widths[1:], strict=False):
+    for h_in, h_out in pairwise(widths):
         matrices = 2 if workload.model == "sage" else 1
         layers.append(Layer(h_in, h_out, matrices, matrices * h_in * h_out + h_out, workload.model == "gcn", h_out < h_in))
     return Model(tuple(layers), None, None, workload.dropout, workload.itemsize, features, classes, False)

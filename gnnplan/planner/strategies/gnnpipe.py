@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -46,7 +47,7 @@ def stage_layers(layers: int, stages: int) -> list[range]:
     [range(1, 4), range(4, 6)]
     """
     bounds = [-(-layers * s // stages) for s in range(stages + 1)]
-    return [range(a + 1, b + 1) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a + 1, b + 1) for a, b in pairwise(bounds)]
 
 
 Alone = tuple[Number, Number]  # begin and end of each chunk (last axis) in a stage that never waits [s]
@@ -88,7 +89,8 @@ class GNNPipe(Strategy):
         assert self.stages is not None and self.chunks is not None
         if self.stages > job.workload.layers:
             raise SpecError(
-                f"gnnpipe needs a layer per stage (layers: {job.workload.layers}, stages: {self.stages}); use stages <= {job.workload.layers}"
+                f"gnnpipe needs a layer per stage (layers: {job.workload.layers}, stages: {self.stages}); "
+                f"use stages <= {job.workload.layers}"
             )
         if self.stages != job.ranks:
             raise SpecError(f"gnnpipe puts one stage on every rank (stages: {self.stages}, ranks: {job.ranks}); use --ranks {self.stages}")
@@ -144,7 +146,8 @@ class GNNPipe(Strategy):
         assert self.stages is not None and self.chunks is not None
         cost, k, facts, b = job.cost, self.chunks, job.chunks(self.chunks), job.model.itemsize
         forward, backward = self._unhindered(job, facts)
-        fixed = [[cost.compute_s(w) for w in (self.refresh_work(job, s), job.model.update(self._weights(job, s)))] for s in range(self.stages)]
+        fixed = [[cost.compute_s(work) for work in (self.refresh_work(job, s), job.model.update(self._weights(job, s)))]
+                 for s in range(self.stages)]  # fmt: skip
         links: list[Number] = []  # seconds of the mean chunk to the next stage
         equal: dict[object, Number] = {}
         bytes_by_link: dict[str, int] = {}
@@ -203,7 +206,8 @@ class GNNPipe(Strategy):
             order = chunk_order(job.workload.seed, t, self.chunks, self.shuffle)
             for s in range(self.stages):
                 out.tasks.append(Task(Label("history", t), s, "compute", self.refresh_work(job, s)))
-                for way, op, chunks, before, behind in (("f", "forward", order, s - 1, s + 1), ("b", "backward", order[::-1], s + 1, s - 1)):
+                ways = (("f", "forward", order, s - 1, s + 1), ("b", "backward", order[::-1], s + 1, s - 1))
+                for way, op, chunks, before, behind in ways:
                     for c in chunks:
                         waits: tuple[Label, ...] = ()
                         if 0 <= before <= last:
@@ -216,7 +220,8 @@ class GNNPipe(Strategy):
                         if 0 <= behind <= last:
                             width = self.boundary(job, min(s, behind))
                             nbytes = round(facts.rows[c] * width * job.model.itemsize)
-                            out.tasks.append(Task(Label("pipeline", t, way, chunk=c, peer=behind), s, "comm", Send(behind, nbytes), (done,)))
+                            onward = Label("pipeline", t, way, chunk=c, peer=behind)
+                            out.tasks.append(Task(onward, s, "comm", Send(behind, nbytes), (done,)))
                 out.tasks.append(Task(Label("update", t), s, "compute", job.model.update(self._weights(job, s))))
         return out
 
@@ -226,7 +231,8 @@ class GNNPipe(Strategy):
         model, stages = self.shape(job)
         n, e, b = job.stats.vertices, job.stats.edges, model.itemsize
         facts = job.chunks(self.chunks)
-        use: Memory = {name: np.zeros(self.stages) for name in ("parameters", "optimizer", "features", "activations", "history", "pipeline", "graph")}
+        uses = ("parameters", "optimizer", "features", "activations", "history", "pipeline", "graph")
+        use: Memory = {name: np.zeros(self.stages) for name in uses}
         for s, layers in enumerate(stages):
             weights = model.weights_of(layers) * b
             use["parameters"][s] = weights

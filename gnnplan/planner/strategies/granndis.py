@@ -60,7 +60,9 @@ class GraNNDis(Strategy):
 
     def check(self, job: Job) -> None:
         if self.depth is not None and not 0 <= self.depth <= job.workload.layers:
-            raise SpecError(f"granndis: depth lies between 0 (plain halo) and the layers ({job.workload.layers}, full preload), not {self.depth}")
+            raise SpecError(
+                f"granndis: depth lies between 0 (plain halo) and the layers ({job.workload.layers}, full preload), not {self.depth}"
+            )
         if job.ranks > job.stats.vertices:
             raise SpecError(f"granndis needs a vertex per rank (vertices: {job.stats.vertices}, ranks: {job.ranks}); use fewer ranks")
 

@@ -63,7 +63,9 @@ class GraphParallel(Strategy):
         if self.staleness not in (0, 1):
             raise SpecError(f"graph_parallel: staleness is 0 (exact) or 1 (PipeGCN), not {self.staleness}")
         if self.staleness and self.narrow:
-            raise SpecError("graph_parallel: narrow exchanges projected rows, which would make weights stale; use narrow=False with staleness=1")
+            raise SpecError(
+                "graph_parallel: narrow exchanges projected rows, which would make weights stale; use narrow=False with staleness=1"
+            )
         if job.ranks > job.stats.vertices:
             raise SpecError(f"graph_parallel needs a vertex per rank (vertices: {job.stats.vertices}, ranks: {job.ranks}); use fewer ranks")
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.cost import Number
+from gnnplan.planner.cost import Number, Port, Transfer
 from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.schedule import Collective, Compute, Label, Schedule, Task, all_reduce
@@ -103,7 +104,7 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
     lockstep: Number = 0.0
     exchanged: Number = 0.0
     reduced: Number = 0.0
-    wires: Number = 0.0  # seconds of the busiest ports, without latencies
+    ports: dict[Port, Number] = {}  # seconds that each is busy
     by_op: dict[str, Any] = {}
     sent: dict[str, int] = {}
     links = {"intra_node": 0, "inter_node": 0}
@@ -117,7 +118,8 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
             lockstep, apart = lockstep + slowest(apart), 0.0
             transfer = cost.exchange(op.sent)
             seconds = transfer.alone
-            exchanged, wires = exchanged + seconds, wires + transfer.busiest
+            exchanged = exchanged + seconds
+            _load(ports, transfer)
             sent["halo"] = sent.get("halo", 0) + int(op.sent.sum())
             links["intra_node"] += int(op.sent[same].sum())
             links["inter_node"] += int(op.sent[~same].sum())
@@ -125,7 +127,7 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
             lockstep, apart = lockstep + slowest(apart), 0.0
             transfer = cost.all_reduce(op.size, range(job.ranks))
             reduced = seconds = transfer.alone
-            wires = wires + transfer.busiest
+            _load(ports, transfer)
             wire = 2 * (job.ranks - 1) * op.size
             sent["all_reduce"] = wire
             across = wire * job.cluster.servers // job.ranks if job.cluster.servers > 1 else 0  # a ring leaves each server once
@@ -135,7 +137,7 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
         by_op[kind] = by_op.get(kind, 0.0) + seconds
     busiest = slowest(compute)
     if staleness:
-        epoch = np.maximum(np.maximum(busiest + reduced, exchanged), wires)
+        epoch = reduce(np.maximum, ports.values(), np.maximum(busiest + reduced, exchanged))
         exposed = epoch - busiest
     else:
         epoch = lockstep + slowest(apart) + exchanged + reduced
@@ -143,6 +145,11 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
     waiting = np.maximum(epoch - busiest - exposed, 0.0)
     once = sum(int(op.sent.sum()) for op in setup(job, layout) if op.sent is not None)
     return Prediction(epoch, busiest, exposed, waiting, sent, {k: v for k, v in links.items() if v}, once, by_op)
+
+
+def _load(ports: dict[Port, Number], transfer: Transfer) -> None:
+    for port, seconds in transfer.busy.items():
+        ports[port] = ports.get(port, 0.0) + seconds
 
 
 def schedule(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int, steps: int) -> Schedule:
