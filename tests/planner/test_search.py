@@ -200,6 +200,14 @@ def test_a_plan_can_be_asked_about_another_cluster(document: dict[str, Any]):
     assert plan.question(document, workload=Workload(layers=2)).workload.layers == 2
 
 
+def test_a_plan_remembers_that_edges_have_a_direction(tmp_path: Path):
+    np.savez(tmp_path / "arrow.npz", src=[0, 1, 2], dst=[1, 2, 3], y=[0, 1, 0, 1])
+    graph = load(str(tmp_path / "arrow.npz"), directed=True)
+    assert isinstance(graph, Graph) and graph.stats.edges == 3
+    job = Job(graph.stats, graph, Workload(), job_of(1, 2).cluster)
+    assert plan.question(plan.make(job, search(job))).stats == graph.stats
+
+
 def test_other_data_or_version_is_a_mismatch(document: dict[str, Any], tmp_path: Path):
     document["graph"]["hash"] = "0" * 32
     with pytest.raises(Mismatch, match=rf"made for other data: .*{GRAPH.stats.hash}, the plan says 0{{32}}; plan again"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.graph import Graph, GraphStats, load
+from gnnplan.planner.graph import Graph, GraphStats, in_neighbours, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective, Schedule, Send
 from gnnplan.planner.search import search
@@ -237,6 +237,20 @@ def test_stale_moves_the_same_bytes_and_is_never_slower(job: Job):
     assert float(stale.predict(job).epoch_s) <= float(fresh.predict(job).epoch_s) * (1 + ROUND)
 
 
+def test_gradients_of_halo_rows_go_home():
+    """On a directed path with a part per rank each asks the one before it, so what i sends j forward, j sends i backward."""
+    indptr, indices, _ = in_neighbours(np.arange(23), np.arange(1, 24), 24, directed=True)
+    stats = replace(GRAPHS[3].stats, edges=23, directed=True, hash="chain")
+    chain = replace(GRAPHS[3], stats=stats, indptr=indptr, indices=indices)
+    sent: dict[str, dict[tuple[int, int], int]] = {"f": {}, "b": {}}
+    job = job_of(chain, cluster(1, 3), "hash", layers=2)
+    for task in GraphParallel().schedule(job, 1).tasks:
+        if task.label.op == "halo" and isinstance(task.work, Collective):
+            sent[task.label.way].update({(task.rank, peer): nbytes for peer, nbytes in task.work.sent})
+    assert sent["b"] == {(j, i): nbytes for (i, j), nbytes in sent["f"].items()}
+    assert len(set(sent["f"].values())) > 1 or sent["f"].keys() != sent["b"].keys()
+
+
 def test_stale_hides_what_fresh_waits_for():
     """Exchange and computation of about equal length: one of them disappears. And the tax brings some of it back."""
     job = job_of(GRAPHS[0], cluster(inter=1e9, intra=1e9, gemm=1e10, memory_bandwidth=1e10), layers=4, hidden=64)
@@ -246,6 +260,14 @@ def test_stale_hides_what_fresh_waits_for():
     taxed = replace(job, cluster=c.model_copy(update={"device": c.device.model_copy(update={"overlap_tax": 0.5})}))
     assert GraphParallel(staleness=1).predict(taxed).compute_s > stale.compute_s
     assert GraphParallel().predict(taxed).epoch_s == fresh.epoch_s
+
+
+def test_stale_cannot_hide_the_all_reduce_from_exchanges_on_the_same_wires():
+    """Two ranks that compute next to nothing: half of all bytes leaves each, through one port, one after the other or at once."""
+    job = job_of(GRAPHS[0], cluster(1, 2, intra=1e6, latency=0.0, gemm=1e17, memory_bandwidth=1e14, launch=0.0), layers=3, hidden=64)
+    stale = GraphParallel(staleness=1).predict(job)
+    assert stale.epoch_s == pytest.approx(stale.bytes_total / 2 / 1e6, rel=1e-6)
+    assert play(GraphParallel(staleness=1).schedule(job, 6), job.cost).step_s == pytest.approx(stale.epoch_s, rel=0.02)
 
 
 @given(jobs())
@@ -461,6 +483,16 @@ def test_estimates_are_finite_for_any_statistics(vertices: int, edges: int, serv
             p = strategy.predict(job)
             assert np.isfinite([float(p.epoch_s), sums(p), p.bytes_total]).all() and p.epoch_s > 0
             assert all((np.isfinite(use) & (use >= 0)).all() for use in strategy.memory(job).values())
+
+
+@pytest.mark.parametrize("edges", [3_000, 30_000, 300_000])
+def test_an_estimated_rank_reads_no_more_than_its_server_has(edges: int):
+    stats = replace(GRAPHS[0].stats, vertices=3_000, edges=edges, known=False)
+    layout = job_of(stats, cluster(3, 2), layers=4).layout(2)
+    for layer in (1, 2, 3):  # recomputed
+        facts = layout.facts(layer)
+        has = (facts.sources - facts.sends.sum(0)).reshape(3, 2).sum(1).repeat(2)
+        assert (facts.sources <= has + 1).all()  # whole rows: one by rounding
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------

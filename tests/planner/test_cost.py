@@ -1,0 +1,63 @@
+"""Work becomes seconds: each kind by hand, on numbers that can be checked in the head."""
+
+import numpy as np
+import pytest
+
+from gnnplan.planner.cost import Cost
+from gnnplan.planner.schedule import Collective, Compute, Send
+from gnnplan.planner.specs import Cluster, Device, Link
+
+DEVICE = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e8, gather={10: 1e6, 1000: 1e8}, launch=0.5, overlap_tax=0.5)
+COST = Cost.of(Cluster(servers=2, gpus_per_server=2, device=DEVICE,
+                       intra_node=Link(bandwidth=1e6, latency=1.0), inter_node=Link(bandwidth=1e5, latency=2.0),
+                       collectives={"send.inter_node": Link(bandwidth=5e4, latency=3.0)}))  # fmt: skip
+
+
+@pytest.mark.parametrize(("work", "seconds"), [
+    (Compute(), 0.0),
+    (Compute(flops=2e9), 2.0),
+    (Compute(touched=3e8), 3.0),
+    (Compute(launches=4), 2.0),
+    (Compute(gathers=((1e5, 10),)), 4.0),  # 1e5 rows x 10 numbers x 4 B at 1 MB/s
+    (Compute(gathers=((1e5, 10),), itemsize=8), 8.0),
+    (Compute(gathers=((1e5, 10), (1e5, 1000))), 8.0),
+    (Compute(beside=4e6), 2.0),  # 4 s beside it, half of which it loses
+    (Compute(flops=1e9) + Compute(touched=1e8, launches=2), 3.0),
+])  # fmt: skip
+def test_compute(work: Compute, seconds: float):
+    assert COST.compute_s(work) == pytest.approx(seconds)
+
+
+def test_gather_rates_between_widths_are_log_log_and_flat_outside():
+    assert [COST.gather_rate(width) for width in (1, 10, 100, 1000, 5000)] == pytest.approx([1e6, 1e6, 1e7, 1e8, 1e8])
+    plain = Cost.of(COST.cluster.model_copy(update={"device": DEVICE.model_copy(update={"gather": {}})}))
+    assert plain.gather_rate(7) == 5e7  # half the memory bandwidth
+
+
+def test_a_send_takes_what_was_measured_for_sends_where_it_was_measured():
+    inside, across = COST.send(0, Send(1, 2_000_000)), COST.send(1, Send(2, 100_000))
+    assert inside.alone == pytest.approx(1.0 + 2.0) and set(inside.busy) == {("gpu_out", 0), ("gpu_in", 1)}
+    assert across.alone == pytest.approx(3.0 + 2.0) and set(across.busy) == {("nic_out", 0), ("nic_in", 1)}
+
+
+def test_an_exchange_starts_its_messages_one_by_one_and_fills_the_busiest_port():
+    sent = np.zeros((4, 4))
+    sent[0, 1] = 1_000_000  # inside server 0: 1 s
+    sent[0, 2] = sent[0, 3] = sent[1, 2] = 100_000  # across: 1 s each, all through one card
+    transfer = COST.exchange(sent)
+    assert transfer.latency == 1 * 1.0 + 2 * 2.0  # rank 0 starts one message inside, two across
+    assert transfer.busy[("nic_out", 0)] == transfer.busy[("nic_in", 1)] == pytest.approx(3.0)
+    assert transfer.busy[("gpu_out", 0)] == pytest.approx(1.0) and transfer.alone == pytest.approx(5.0 + 3.0)
+    assert COST.exchange(np.zeros((4, 4))).alone == 0.0
+    shares = {r: Collective("exchange", (0, 1, 2, 3), tuple((p, int(sent[r, p])) for p in range(4) if sent[r, p])) for r in range(4)}
+    assert COST.collective(shares) == transfer
+
+
+def test_a_ring():
+    """4 ranks, 1 MB: 2 x 3 hops; each port carries 1.5 MB, a card once."""
+    across, inside = COST.all_reduce(1_000_000, range(4)), COST.all_reduce(1_000_000, (0, 1))
+    assert across.latency == 6 * 2.0 and across.busy[("gpu_in", 3)] == pytest.approx(1.5) and across.alone == pytest.approx(12.0 + 15.0)
+    assert {port for port in across.busy if port[0] == "nic_out"} == {("nic_out", 0), ("nic_out", 1)}
+    assert inside.alone == pytest.approx(2 * 1.0 + 1.0) and not [port for port in inside.busy if port[0].startswith("nic")]
+    assert COST.all_reduce(1_000_000, (2,)).alone == 0.0
+    assert COST.collective({0: Collective("all_reduce", (0, 1), ((-1, 500_000),), 1_000_000)}) == inside
