@@ -87,6 +87,8 @@ class GNNPipe(Strategy):
 
     def check(self, job: Job) -> None:
         assert self.stages is not None and self.chunks is not None
+        if self.stages < 1 or self.chunks < 1:
+            raise SpecError(f"gnnpipe: stages and chunks are at least 1, not {self.stages} and {self.chunks}; leave them out for the defaults")
         if self.stages > job.workload.layers:
             raise SpecError(
                 f"gnnpipe needs a layer per stage (layers: {job.workload.layers}, stages: {self.stages}); "
@@ -94,7 +96,7 @@ class GNNPipe(Strategy):
             )
         if self.stages != job.ranks:
             raise SpecError(f"gnnpipe puts one stage on every rank (stages: {self.stages}, ranks: {job.ranks}); use --ranks {self.stages}")
-        if not 1 <= self.chunks <= job.stats.vertices:
+        if self.chunks > job.stats.vertices:
             raise SpecError(f"gnnpipe needs a vertex per chunk (vertices: {job.stats.vertices}, chunks: {self.chunks}); use fewer chunks")
         if self.period < 1:
             raise SpecError(f"gnnpipe: period (alpha) is at least 1 (1: no fixing of the history), not {self.period}")
