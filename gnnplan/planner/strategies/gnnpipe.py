@@ -88,7 +88,7 @@ class GNNPipe(Strategy):
     def check(self, job: Job) -> None:
         assert self.stages is not None and self.chunks is not None
         if self.stages < 1 or self.chunks < 1:
-            raise SpecError(f"gnnpipe: stages and chunks are at least 1, not {self.stages} and {self.chunks}; leave them out")
+            raise SpecError(f"gnnpipe: stages and chunks are at least 1 (stages: {self.stages}, chunks: {self.chunks})")
         if self.stages > job.workload.layers:
             raise SpecError(
                 f"gnnpipe needs a layer per stage (layers: {job.workload.layers}, stages: {self.stages}); "
