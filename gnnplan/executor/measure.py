@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import least_squares
 
+from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, keep_allocator, linear
+from gnnplan.executor.worker import Rank
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.layout import Layout
@@ -37,6 +39,8 @@ WIDTHS = (16, 64, 128, 256, 512)
 SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64, 64), (2_500, 512, 512))  # rows, H_in, H_out
 SIZES = tuple(2**k for k in range(10, 25, 2))  # messages of 1 KiB to 16 MiB [B]
 BESIDE = 2**24  # moved beside computation, to see what that loses [B]
+ROW = 64  # numbers in an exchanged row
+OTHER = 2**24  # bytes that pass through a rank's cache between two samples
 SECONDS = 0.25  # spent on each number
 STUCK = 60  # [s] without an answer from a peer means that it is gone
 
@@ -143,6 +147,7 @@ class _Bench:
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
+        self.other = torch.zeros(OTHER // 4, device=device)
 
     def all(self, folder: Path) -> dict[str, Any]:
         with np.load(folder / f"part{self.rank % 2}.npz") as part:
@@ -184,12 +189,18 @@ class _Bench:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def _disturb(self) -> None:
+        """What an epoch does between two uses of the same rows: other data pass through the caches, Gloo's threads fall asleep."""
+        self.other.add_(1.0)
+
     def _time(self, work: Callable[[], Any], divide: int = 1) -> list[float]:
         """Every rank's usual duration of `work` / divide [s], all ranks busy with it for SECONDS."""
         work(), work()  # fmt: skip
         dist.barrier()
         samples, end = [], self._clock() + SECONDS
-        while (begin := self._clock()) < end or len(samples) < 3:
+        while self._clock() < end or len(samples) < 3:
+            self._disturb()
+            begin = self._clock()
             work()
             samples.append((self._clock() - begin) / divide)
         return self._gather(_usual(samples))
@@ -235,27 +246,39 @@ class _Bench:
 
         return self._time(work, divide=depth * 2 * 4)
 
-    def _time_messages(self, work: Callable[[], None], size: int) -> list[float]:
-        """Like _time for operations in which ranks wait for each other: equally many on all of them, back to back in batches."""
-        batch = max(1, min(10, 2**21 // size))
+    def _time_messages(self, work: Callable[[], Any], share: float = 1.0, alone: bool = False) -> list[float]:
+        """Duration [s] of an operation in which ranks wait for each other, times `share`: of each sample the shortest over ranks,
+        since the last to come does not wait. Equally many on all ranks; one that is left `alone` does not count."""
         work()
         dist.barrier()
         begin = self._clock()
+        self._disturb()
         work()
         slowest = max(self._gather(self._clock() - begin))
         samples = []
-        for _ in range(min(50, max(5, int(SECONDS / max(slowest, 1e-5) / batch)))):
-            dist.barrier()
+        for _ in range(min(60, max(8, int(SECONDS / max(slowest, 1e-5))))):
+            self._disturb()
             begin = self._clock()
-            for _ in range(batch):
-                work()
-            samples.append((self._clock() - begin) / batch)
-        return self._gather(_usual(samples))
+            work()
+            samples.append(float("inf") if alone else (self._clock() - begin) * share)
+        series: list[Any] = [None] * self.ranks
+        dist.all_gather_object(series, samples)
+        return [_usual(np.min(series, axis=0))]
 
     def exchange(self, size: int) -> list[float]:
-        """Every rank sends `size` bytes to every other."""
-        buffers = self._buffers(size)
-        return self._time_messages(lambda: _wait(self._start(self._everyone(), buffers)), size)
+        """Every rank sends `size` bytes of scattered rows to every other, as a halo and its gradient's way home do."""
+        rows = max(1, size // (4 * ROW))
+        positions = np.random.default_rng(self.rank).permutation(4 * rows)[:rows]
+        me = Rank(self.rank, self.ranks, self.device, dist.get_backend(), exchange_group=dist.group.WORLD)
+        take = np.full(self.ranks, rows)
+        take[self.rank] = 0
+        plan = Exchange(me, [positions[: take[peer]] for peer in range(self.ranks)], take)
+        x = torch.randn(4 * rows, ROW, device=self.device)
+
+        def there_and_back() -> None:
+            plan.add_home(x, plan.backward(plan.forward(plan.pack(x))))
+
+        return self._time_messages(there_and_back, 0.5)
 
     def overlap(self, size: int) -> list[float]:
         """Seconds that computation loses while `size` bytes in all move to every other rank."""
@@ -297,12 +320,11 @@ class _Bench:
             for turn in turns:
                 _wait(self._start(turn, buffers))
 
-        pairs = self.ranks // 2 * 2
-        return [t / 2 for t in self._time_messages(ping_pong, size)[:pairs]]
+        return self._time_messages(ping_pong, 0.5, alone=not turns)
 
     def all_reduce(self, size: int) -> list[float]:
         buffer = torch.zeros(size // 4, device=self.device)
-        return self._time_messages(lambda: dist.all_reduce(buffer), size)
+        return self._time_messages(lambda: dist.all_reduce(buffer))
 
 
 def _usual(samples: list[float]) -> float:

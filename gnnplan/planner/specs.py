@@ -95,9 +95,9 @@ class Cluster(Spec):
 class Workload(Spec):
     """A GNN and how it is trained."""
 
-    model: Literal["gcn", "sage", "gcnii"] = "gcn"
+    model: Literal["gcn", "sage", "gcnii"] = "sage"
     layers: int = Field(3, ge=1, le=10_000)
-    hidden: int = Field(64, ge=1, le=1_000_000)
+    hidden: int = Field(256, ge=1, le=1_000_000)
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     mode: Literal["full", "mini"] = "full"
     batch: int = Field(1024, ge=1)

@@ -123,22 +123,28 @@ class Worker:
     def _outgoing(self, entered: _Step) -> Tensor:
         return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
 
-    def _halo(self, step: int, layer: int, way: str, rows: Tensor) -> Tensor | None:
-        """Rows that have arrived for this step: sent just now, or one step ago if stale; None before anything has."""
+    def _halo(self, step: int, layer: int, way: str, rows: Tensor, home: Tensor | None = None) -> Tensor | None:
+        """Rows that have arrived for this step: sent just now, or one step ago if stale; None before anything has. Gradients
+        ('b') are added to `home`."""
         exchange = self.exchanges[layer]
-        moving = exchange.pack(rows) if way == "f" else rows
         label = Label("halo", step, way, layer)
-        nbytes = self.rank.count(label, exchange.nbytes(moving.shape[1], moving.element_size(), way))
+        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
 
         def swap() -> Tensor:
             with self.rank.span(label, "comm", nbytes):
-                return exchange.forward(moving) if way == "f" else exchange.backward(moving)
+                received = exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
+                if home is not None and not self.staleness:
+                    exchange.add_home(home, received)
+                return received
 
         if not self.staleness or not self.training:
             return swap()
         before = self.pending.pop((way, layer), None)
         self.pending[way, layer] = self.rank.submit("comm", swap)
-        return None if before is None else before.result()
+        received = None if before is None else before.result()
+        if home is not None and received is not None:
+            exchange.add_home(home, received)
+        return received
 
     def _layer(self, step: int, layer: int, entered: _Step) -> _Step | None:
         """Forward of one layer; the next one's entry, or None after the last. `entered.out` is h_l with its segment's graph."""
@@ -180,9 +186,7 @@ class Worker:
         local = entered.leaf.shape[0]
         gradient = entered.source.grad[:local]
         if not self.silent[layer]:
-            received = self._halo(step, layer, "b", entered.source.grad[local:])
-            if received is not None:
-                self.exchanges[layer].add_home(gradient, received)
+            self._halo(step, layer, "b", entered.source.grad[local:], home=gradient)
         return gradient
 
     def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
