@@ -38,7 +38,7 @@ GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=8&classes=16&
 WIDTHS = (16, 64, 128, 256, 512)
 SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64, 64), (2_500, 512, 512))  # rows, H_in, H_out
 SIZES = tuple(2**k for k in range(10, 25, 2))  # messages of 1 KiB to 16 MiB [B]
-BESIDE = 2**24  # moved beside computation, to see what that loses [B]
+BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
 SECONDS = 0.25  # spent on each number
@@ -147,6 +147,7 @@ class _Bench:
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
+        self.me = Rank(rank, ranks, device, dist.get_backend(), exchange_group=dist.new_group())
         self.other = torch.zeros(OTHER // 4, device=device)
 
     def all(self, folder: Path) -> dict[str, Any]:
@@ -267,42 +268,37 @@ class _Bench:
 
     def exchange(self, size: int) -> list[float]:
         """Every rank sends `size` bytes of scattered rows to every other, as a halo and its gradient's way home do."""
+        return self._time_messages(self._there_and_back(size), 0.5)
+
+    def _there_and_back(self, size: int) -> Callable[[], None]:
         rows = max(1, size // (4 * ROW))
         positions = np.random.default_rng(self.rank).permutation(4 * rows)[:rows]
-        me = Rank(self.rank, self.ranks, self.device, dist.get_backend(), exchange_group=dist.group.WORLD)
         take = np.full(self.ranks, rows)
         take[self.rank] = 0
-        plan = Exchange(me, [positions[: take[peer]] for peer in range(self.ranks)], take)
+        plan = Exchange(self.me, [positions[: take[peer]] for peer in range(self.ranks)], take)
         x = torch.randn(4 * rows, ROW, device=self.device)
-
-        def there_and_back() -> None:
-            plan.add_home(x, plan.backward(plan.forward(plan.pack(x))))
-
-        return self._time_messages(there_and_back, 0.5)
+        return lambda: plan.add_home(x, plan.backward(plan.forward(plan.pack(x))))
 
     def overlap(self, size: int) -> list[float]:
-        """Seconds that computation loses while `size` bytes in all move to every other rank."""
-        buffers = self._buffers(size // (self.ranks - 1) // 4 * 4)
+        """Seconds that computation loses while `size` bytes in all go to every other rank and back on the comm lane's thread."""
+        swap = self._there_and_back(size // (self.ranks - 1))
         x, weight = torch.randn(10_000, 256, device=self.device), torch.randn(256, 256, device=self.device)
         alone, beside = [], []
         for _ in range(12):
             for samples in (alone, beside):
                 dist.barrier()
-                moving = self._start(self._everyone(), buffers) if samples is beside else []
                 begin = self._clock()
-                for _ in range(4):  # longer than the transfer
+                moving = self.me.submit("comm", swap) if samples is beside else None
+                for _ in range(10):  # longer than the transfer
                     linear(x, weight)
                 samples.append(self._clock() - begin)
-                _wait(moving)
-        return self._gather(_usual(beside) - _usual(alone))
+                if moving:
+                    moving.result()
+        return self._gather(statistics.median(beside) - statistics.median(alone))
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         """One to send, then one to receive from each rank."""
         return [torch.ones(size // 4, device=self.device) for _ in range(self.ranks + 1)]
-
-    def _everyone(self) -> list[tuple[int, int]]:
-        """(peer to send to, peer to receive from), in turn, as the executor does."""
-        return [((self.rank + k) % self.ranks, (self.rank - k) % self.ranks) for k in range(1, self.ranks)]
 
     def _start(self, pairs: list[tuple[int | None, int | None]], buffers: list[torch.Tensor]) -> list[dist.Work]:
         wants = []
@@ -382,8 +378,8 @@ def _cluster(ranks: int, memory: float, found: dict[str, Any]) -> Cluster:
     provenance |= {"intra_node.bandwidth": told, "intra_node.latency": told}
     if "overlap" in found:
         nbytes, lost = found["overlap"]
-        device["overlap_tax"] = min(1.0, max(0.0, typical(lost) / (nbytes / link.bandwidth)))
-        provenance["device.overlap_tax"] = f"{source}, {nbytes} bytes beside matrix products"
+        device["overlap_tax"] = min(1.0, max(0.0, typical(lost) / (2 * nbytes / link.bandwidth)))
+        provenance["device.overlap_tax"] = f"{source}, {nbytes} bytes there and back beside matrix products"
     # several servers played on this machine talk over the same loopback, so that `--set servers=2` asks a sensible question
     across = {key.replace("intra", "inter"): value for key, value in fitted.items()}
     provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}

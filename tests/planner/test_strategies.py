@@ -47,7 +47,8 @@ def cluster(servers: int = 2, gpus: int = 2, inter: float = 1e9, intra: float = 
 
 def job_of(graph: Graph | GraphStats, where: Cluster, method: str = "metis", **workload: Any) -> Job:
     known = isinstance(graph, Graph)
-    return Job(graph.stats if known else graph, graph if known else None, Workload(**workload), where, method)
+    asked = Workload(**{"model": "gcn", "hidden": 64, **workload})
+    return Job(graph.stats if known else graph, graph if known else None, asked, where, method)
 
 
 def variants(job: Job) -> Iterator[Strategy]:
