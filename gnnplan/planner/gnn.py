@@ -18,7 +18,7 @@ from gnnplan.planner.specs import Workload
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: `weights` numbers in `tensors` parameters; `matrices` dense products of h_in x h_out."""
+    """One layer: `weights` numbers in its parameters; `matrices` dense products of h_in x h_out."""
 
     h_in: int
     h_out: int

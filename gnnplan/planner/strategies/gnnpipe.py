@@ -10,7 +10,8 @@ historical. Backward runs in reverse order, so every fresh row has its whole gra
 Three tricks, each with its switch: `shuffle` (a new order of chunks every epoch, the same on all stages),
 `historical_gradients` (off: no gradient through historical rows; on: the previous epoch's are added), and `period`
 alpha (epoch t uses the embeddings of epoch alpha * floor((t-1)/alpha); 1 is off). Epoch 0 is an evaluation pass with
-the initial weights.
+the initial weights. Where the paper is silent: GCNII's encoder output is a hidden row like any other, so it may be historical
+in layer 1; with shuffling, historical gradients follow what was read in the step before.
 
 Bytes per epoch: 2 (stages-1) N H b, twice for GCNII, which hands its initial residual on. No factor L.
 Paper: GNNPipe (arXiv 2308.10087) Alg. 1, Sec. 3.2.
