@@ -66,7 +66,7 @@ def rate(strategies: list[Strategy], job: Job, seconds: float = 1.0) -> tuple[fl
 
 
 def main() -> None:
-    for layers in (3, 8):
+    for layers in (3, 8, 32):
         job = question(layers)
         many = over(job, CLUSTERS)
         for family, texts in KNOBS.items():

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 
 from gnnplan.planner.cost import Number, Port, Transfer
+from gnnplan.planner.gnn import Model
 from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.schedule import Collective, Compute, Label, Schedule, Task, all_reduce
@@ -35,43 +36,55 @@ class Op:
 
 
 def step(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int) -> Iterator[Op]:
-    """The operations of one step in order. Exchanges stand where a synchronous rank meets them."""
+    """The operations of one step in order. Exchanges stand where a synchronous rank meets them. Layers that are alike share
+    their work and bytes (the same objects), so that a deep model costs no more to predict than its different layers."""
     model, layers = job.model, job.workload.layers
-    facts = {layer: layout.facts(layer) for layer in range(1, layers + 1)}
+    first: dict[object, int] = {}
+    like = {layer: first.setdefault(_kind(model, layout, layer, narrow), layer) for layer in range(1, layers + 1)}
+    facts = {layer: layout.facts(layer) for layer in first.values()}
 
-    def exchange(layer: int, way: str) -> Op | None:
+    @cache
+    def sent(layer: int, way: str) -> np.ndarray | None:
+        """Bytes [ranks, ranks] of the layer's exchange, if it has one."""
         rows = facts[layer].sends
         if layer <= model.first_varying or not rows.any():
             return None
-        return Op("halo", way, layer, sent=(rows if way == "f" else rows.T) * model.exchanged_width(layer, narrow) * model.itemsize)
+        return np.asarray((rows if way == "f" else rows.T) * model.exchanged_width(layer, narrow) * model.itemsize)
 
-    def beside(layer: int, way: str) -> Number:
-        """What an overlapped exchange taxes the computation of the same layer with, per rank [B]."""
-        op = exchange(layer, way) if staleness else None
-        return 0.0 if op is None or op.sent is None else np.maximum(op.sent.sum(1), op.sent.sum(0))
+    @cache
+    def work(layer: int, way: str) -> Compute:
+        """Of the layer, of what an overlapped exchange takes from it, and of the next layer's projection if that is done here."""
+        f, at = facts[layer], 0 if way == "f" else 1
+        moved = sent(layer, way) if staleness else None
+        beside = 0.0 if moved is None else np.maximum(moved.sum(1), moved.sum(0))
+        total = (model.forward, model.backward)[at](layer, f.rows, f.sources, f.edges, narrow) + Compute(beside=beside)
+        return total + model.project(layer + 1, f.rows)[at] if narrow else total
 
     encode = model.encode(_local(layout, 0)) if model.encoder else None
     if encode:
         yield Op("encode", "f", work=encode[0])
     for layer in range(1, layers + 1):
-        if halo := exchange(layer, "f"):
-            yield halo
-        f = facts[layer]
-        work = model.forward(layer, f.rows, f.sources, f.edges, narrow) + Compute(beside=beside(layer, "f"))
-        yield Op("forward", layer=layer, work=work + model.project(layer + 1, f.rows)[0] if narrow else work)
-    forward, backward = model.finish(facts[layers].rows)
+        if (moved := sent(like[layer], "f")) is not None:
+            yield Op("halo", "f", layer, sent=moved)
+        yield Op("forward", layer=layer, work=work(like[layer], "f"))
+    forward, backward = model.finish(facts[like[layers]].rows)
     yield Op("loss", work=forward + backward)
     for layer in range(layers, 0, -1):
-        f = facts[layer]
-        work = model.backward(layer, f.rows, f.sources, f.edges, narrow) + Compute(beside=beside(layer, "b"))
-        yield Op("backward", layer=layer, work=work + model.project(layer + 1, f.rows)[1] if narrow else work)
-        if halo := exchange(layer, "b"):
-            yield halo
+        yield Op("backward", layer=layer, work=work(like[layer], "b"))
+        if (moved := sent(like[layer], "b")) is not None:
+            yield Op("halo", "b", layer, sent=moved)
     if encode:
         yield Op("encode", "b", work=encode[1])
     if job.ranks > 1:
         yield Op("all_reduce", size=model.weights * model.itemsize)
     yield Op("update", work=model.update(model.weights))
+
+
+def _kind(model: Model, layout: Layout | EstimatedLayout, layer: int, narrow: bool) -> object:
+    """Equal for layers with equal work and bytes."""
+    following = model.layers[layer] if narrow and layer < len(model.layers) else None
+    rows = layout.hops(layer), layout.hops(layer - 1), layout.recomputed(layer)
+    return model.layers[layer - 1], following, rows, layer <= max(model.first_varying, 1)
 
 
 def setup(job: Job, layout: Layout | EstimatedLayout) -> Iterator[Op]:
@@ -109,14 +122,20 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
     sent: dict[str, int] = {}
     links = {"intra_node": 0, "inter_node": 0}
     same = np.equal.outer(job.servers, job.servers)
-    for op in step(job, layout, narrow, staleness):
+    computed: dict[int, Number] = {}  # by the identity of work that layers share
+    moved: dict[int, Transfer] = {}
+    for op in list(step(job, layout, narrow, staleness)):
         if op.work is not None:
-            seconds = cost.compute_s(op.work)
+            if id(op.work) not in computed:
+                computed[id(op.work)] = cost.compute_s(op.work)
+            seconds = computed[id(op.work)]
             compute, apart = compute + seconds, apart + seconds
             seconds = slowest(seconds)
         elif op.sent is not None:
             lockstep, apart = lockstep + slowest(apart), 0.0
-            transfer = cost.exchange(op.sent)
+            if id(op.sent) not in moved:
+                moved[id(op.sent)] = cost.exchange(op.sent)
+            transfer = moved[id(op.sent)]
             seconds = transfer.alone
             exchanged = exchanged + seconds
             _load(ports, transfer)
