@@ -1,7 +1,7 @@
 """Rows between ranks: pairwise exchanges whose gradient is the same exchange backwards, and point-to-point messages.
 
 Across a slow link isend/irecv pairs beat all_to_all_single (211 against 356 ms for 10 MB at 400 Mbit/s). NCCL moves
-device tensors; Gloo moves host tensors, so device rows are staged through pinned host memory.
+device tensors; Gloo moves host tensors, so device rows are staged through host memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ class Exchange:
         self.take = [int(n) for n in take]
         self.positions = torch.from_numpy(np.concatenate(give).astype(np.int64)).to(rank.device)  # of all peers, one after the other
         self.gives = [len(g) for g in give]
-
-    @property
-    def silent(self) -> bool:
-        """Nothing to send and nothing to receive on this rank."""
-        return not sum(self.gives) and not sum(self.take)
 
     def pack(self, rows: Tensor) -> Tensor:
         """My rows for all peers, a copy [sum gives, H]: the source may be overwritten while they travel."""

@@ -114,7 +114,7 @@ def _first_host(nodes: str) -> str:
     return head + re.split("[-,\\]]", rest)[0] if bracket else head
 
 
-def open_rank(world: int | None = None, timeout_s: float = 30.0) -> Rank:
+def open_rank(timeout_s: float = 30.0) -> Rank:
     """This process's rank from the launcher's environment (torchrun or Slurm), or the only rank without one.
 
     NCCL when every local rank has a GPU of its own; it refuses two ranks on one GPU, which go over Gloo with host staging.

@@ -89,7 +89,7 @@ class Model:
         spec, b = self.layers[layer - 1], self.itemsize
         edges = edges + rows if spec.self_edges else edges
         cached = self.aggregate_cached(layer)
-        first = spec.projects_first and not cached
+        first = spec.projects_first
         narrow = narrow and self.narrow_at(layer)
         products = spec.matrices * rows
         if first:
@@ -147,8 +147,10 @@ def describe(workload: Workload, features: int, classes: int) -> Model:
         layer = Layer(hidden, hidden, 1, hidden * hidden, True, False)
         return Model((layer,) * count, (features, hidden), (hidden, classes), workload.dropout, workload.itemsize, features, classes, True)
     widths = [features, *[hidden] * (count - 1), classes]
-    layers = []
+    layers: list[Layer] = []
     for h_in, h_out in pairwise(widths):
         matrices = 2 if workload.model == "sage" else 1
-        layers.append(Layer(h_in, h_out, matrices, matrices * h_in * h_out + h_out, workload.model == "gcn", h_out < h_in))
+        cached = not layers and workload.dropout == 0  # layer 1's aggregate is constant: multiply what is cached
+        projects_first = h_out < h_in and not cached
+        layers.append(Layer(h_in, h_out, matrices, matrices * h_in * h_out + h_out, workload.model == "gcn", projects_first))
     return Model(tuple(layers), None, None, workload.dropout, workload.itemsize, features, classes, False)

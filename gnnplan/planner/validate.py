@@ -11,10 +11,9 @@ from typing import Any
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies.strategy import Prediction
-from gnnplan.planner.trace import Span, recorded_order
+from gnnplan.planner.trace import LANE_ORDER, Span, recorded_order, transfer_times
 
 TRANSFERS = ("halo", "all_reduce", "preload", "input_halo")  # all ranks meet: the transfer is the shortest span of the group
-LANES = ("compute", "comm", "reduce", "receive")
 
 
 def operation(label: str) -> str:
@@ -30,21 +29,18 @@ def operation(label: str) -> str:
 def per_operation(spans: Iterable[Span], steps: range) -> dict[str, float]:
     """Operation -> seconds per step: of its slowest rank; for transfers where all ranks meet, without the waiting. Median over steps."""
     rank_sum: dict[tuple[str, int, int], float] = {}
-    shortest: dict[tuple[str, int], float] = {}
+    spans = [span for span in spans if span.step in steps]
+    step_of = {span.label: span.step for span in spans}
     for span in spans:
-        if span.step not in steps:
-            continue
         name = operation(span.label)
-        if span.op in TRANSFERS:
-            key = (span.label, span.step)
-            shortest[key] = min(shortest.get(key, span.seconds), span.seconds)
-        elif span.op != "receive":  # all waiting; what moved is in the peer's send
+        if span.op not in TRANSFERS and span.op != "receive":  # all waiting; what moved is in the peer's send
             rank_sum[name, span.step, span.rank] = rank_sum.get((name, span.step, span.rank), 0.0) + span.seconds
     by_step: dict[tuple[str, int], float] = {}
     for (name, step, _), seconds in rank_sum.items():
         by_step[name, step] = max(by_step.get((name, step), 0.0), seconds)
-    for (label, step), seconds in shortest.items():
-        by_step[operation(label), step] = by_step.get((operation(label), step), 0.0) + seconds
+    for label, seconds in transfer_times(spans, TRANSFERS).items():
+        where = operation(label), step_of[label]
+        by_step[where] = by_step.get(where, 0.0) + seconds
     out: dict[str, list[float]] = {}
     for (name, _), seconds in by_step.items():
         out.setdefault(name, []).append(seconds)
@@ -129,7 +125,7 @@ def _row(name: str, predicted: float | None, simulated: float | None, measured: 
 def _disorder(schedule: Schedule, measured: list[Span], epochs: int) -> str | None:
     """The first place where a lane's recorded order is not the schedule's."""
     for rank in range(schedule.ranks):
-        for lane in LANES:
+        for lane in LANE_ORDER:
             planned = [str(task.label) for task in schedule.lane(rank, lane) if task.label.step < epochs]
             recorded = recorded_order([s for s in measured if 0 <= s.step < schedule.steps], rank, lane)
             for place, (a, b) in enumerate(zip(planned, recorded, strict=False)):

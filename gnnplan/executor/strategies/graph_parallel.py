@@ -81,8 +81,8 @@ class Worker:
         rows = layout.rows(me, 0)
         own = layout.own(me)
         x = features(job.graph, own, job.workload, self.rank.device)
-        give, take, order = _preload(layout, me)
         if layout.preloaded().any():
+            give, take, order = _preload(layout, me)
             exchange = Exchange(self.rank, give, take)
             label = Label("preload", -1)
             with self.rank.span(label, "comm", self.rank.count(label, exchange.nbytes(x.shape[1], x.element_size(), "f"))):
@@ -155,7 +155,7 @@ class Worker:
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
             x0 = self.x0[: block.n_dst] if self.x0 is not None else None
             if self.cached is not None and layer == 1:
-                entered.out = _update_cached(net, self.cached, self.features, relu)
+                entered.out = net.update(self.cached, self.features, None, relu)
             else:
                 self._aggregate(step, layer, entered, halo, x0)
             return self._enter(entered.out, step, layer + 1) if layer < len(self.layers) else None
@@ -257,25 +257,16 @@ def _through_projection(above: _Step | None, gradient: Tensor) -> Tensor:
     return above.leaf.grad
 
 
-def _update_cached(net, cached: Tensor, own: Tensor, relu: bool) -> Tensor:  # type: ignore[no-untyped-def]
-    """Layer 1 from its cached aggregate: aggregated rows are multiplied afterwards, whichever side is narrower."""
-    first, net.projects_first = net.projects_first, False
-    try:
-        return net.update(cached, own, None, relu)
-    finally:
-        net.projects_first = first
-
-
 def _preload(layout: Layout, me: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     """Set-up exchange: positions of my own rows that each peer computes too, rows I get by owner, and where in my external
     rows each received one belongs."""
     give = []
+    place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
+    place[layout.own(me)] = np.arange(layout.own(me).size)
     for peer in range(layout.ranks):
         wanted = layout.rows(peer, 0)[layout.own(peer).size :]
         wanted = wanted[np.argsort(layout.owner[wanted], kind="stable")]
         mine = wanted[layout.owner[wanted] == me]
-        place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
-        place[layout.own(me)] = np.arange(layout.own(me).size)
         give.append(place[mine])
     external = layout.rows(me, 0)[layout.own(me).size :]
     owner = layout.owner[external]

@@ -123,7 +123,7 @@ class GNNPipe(Strategy):
                 forward = forward + Compute(touched=2.0 * sources * model.input_width(layer) * b, launches=1, itemsize=b)
             if layer > model.first_varying:
                 backward = backward + Compute(touched=3.0 * sources * model.input_width(layer) * b, launches=2, itemsize=b)
-        if model.layers and len(model.layers) in layers:
+        if len(model.layers) in layers:
             last = model.finish(rows)
             forward, backward = forward + last[0], backward + last[1]
         return forward, backward
