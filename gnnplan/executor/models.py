@@ -1,13 +1,14 @@
-"""GNN layers and models as the executor runs them. A user's own layer runs everywhere if it has these three methods.
+"""GNN layers and models as the executor runs them. A user's own layer runs everywhere if it has these four methods.
 
-A layer is split where ranks may have to talk: `project` (row-wise, before the exchange if it narrows the rows),
-aggregation over a Block's edges, `update` (row-wise, on destinations). Widths and weights are those of planner/gnn.py.
+A layer is split where ranks may have to talk: `prepare` and `project` (row-wise; before the exchange if that narrows the
+rows), `gather` over a Block's edges, `update` (row-wise, on destinations). Widths and weights are those of planner/gnn.py.
 Shapes: R destination rows, S source rows, H_in, H_out.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,29 +18,57 @@ from gnnplan.executor.kernels import Block, aggregate, linear, linear_sum
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.specs import Workload
 
+Drop = Callable[[Tensor], Tensor]  # dropout of rows [S, H_in]: one mask per vertex, on whichever rank
+
 
 class Layer(Protocol):
     """What a strategy needs of a layer. `edges` names the weights of its Block: 'gcn' (symmetric norm, self edges) or 'mean'."""
 
     edges: str
     projects_first: bool
+    linear: bool  # gather only weighs and adds: its gradient needs no rows
 
-    def project(self, x: Tensor) -> Tensor:
-        """Row-wise [S, H_in] -> [S, H_out]; called only where projects_first."""
+    def prepare(self, x: Tensor, drop: Drop) -> Tensor:
+        """Row-wise [S, H_in] -> [S, H_in]: what comes before anything is read from neighbours."""
 
-    def update(self, aggregated: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
-        """Row-wise: aggregated [R, H_in or H_out], the destinations' own inputs x [R, H_in], initial rows x0 -> [R, H_out]."""
+    def project(self, rows: Tensor) -> Tensor:
+        """Row-wise, prepared [S, H_in] -> [S, width]; called only where projects_first."""
 
-    def __call__(self, block: Block, x: Tensor, x0: Tensor | None = None, relu: bool = False) -> Tensor: ...
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        """Prepared, perhaps projected rows [S, width] -> [R, width]."""
+
+    def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
+        """Row-wise: gathered [R, width], the destinations' prepared rows and inputs x [R, H_in], initial rows x0 -> [R, H_out]."""
+
+    def __call__(self, block: Block, x: Tensor, drop: Drop = ..., x0: Tensor | None = None, relu: bool = False) -> Tensor: ...
+
+
+def keep(x: Tensor) -> Tensor:
+    """The Drop that drops nothing."""
+    return x
 
 
 class _Split(nn.Module):
     projects_first: bool
+    linear = True
 
-    def forward(self, block: Block, x: Tensor, x0: Tensor | None = None, relu: bool = False) -> Tensor:
+    def prepare(self, x: Tensor, drop: Drop) -> Tensor:
+        return drop(x)
+
+    def project(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        return aggregate(block, rows)
+
+    def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, block: Block, x: Tensor, drop: Drop = keep, x0: Tensor | None = None, relu: bool = False) -> Tensor:
         """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
-        rows = self.project(x) if self.projects_first else x
-        return self.update(aggregate(block, rows), x[: block.n_dst], x0, relu)
+        rows = self.prepare(x, drop)
+        gathered = self.gather(block, self.project(rows) if self.projects_first else rows)
+        return self.update(gathered, rows[: block.n_dst], x[: block.n_dst], x0, relu)
 
 
 class GCNLayer(_Split):
@@ -52,13 +81,13 @@ class GCNLayer(_Split):
         self.projects_first = projects_first
         self.weight, self.bias = nn.Parameter(torch.empty(h_out, h_in)), nn.Parameter(torch.zeros(h_out))
 
-    def project(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+    def project(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.weight)
 
-    def update(self, aggregated: Tensor, x: Tensor, x0: Tensor | None = None, relu: bool = False) -> Tensor:
+    def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
         if not self.projects_first:
-            return linear(aggregated, self.weight, self.bias, relu)
-        out = aggregated + self.bias
+            return linear(gathered, self.weight, self.bias, relu)
+        out = gathered + self.bias
         return out.relu() if relu else out
 
 
@@ -73,13 +102,13 @@ class SAGELayer(_Split):
         self.weight = nn.Parameter(torch.empty(h_out, h_in))
         self.weight_self, self.bias = nn.Parameter(torch.empty(h_out, h_in)), nn.Parameter(torch.zeros(h_out))
 
-    def project(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+    def project(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.weight)
 
-    def update(self, aggregated: Tensor, x: Tensor, x0: Tensor | None = None, relu: bool = False) -> Tensor:
+    def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
         if not self.projects_first:
-            return linear_sum([(x, self.weight_self), (aggregated, self.weight)], self.bias, relu)
-        out = linear(x, self.weight_self, self.bias) + aggregated
+            return linear_sum([(rows, self.weight_self), (gathered, self.weight)], self.bias, relu)
+        out = linear(rows, self.weight_self, self.bias) + gathered
         return out.relu_() if relu else out
 
 
@@ -94,12 +123,9 @@ class GCNIILayer(_Split):
         self.alpha, self.beta = alpha, math.log(theta / layer + 1)
         self.weight = nn.Parameter(torch.empty(hidden, hidden))
 
-    def project(self, x: Tensor) -> Tensor:
-        return x
-
-    def update(self, aggregated: Tensor, x: Tensor, x0: Tensor | None = None, relu: bool = False) -> Tensor:
+    def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
         assert x0 is not None
-        mixed = torch.lerp(aggregated, x0, self.alpha)
+        mixed = torch.lerp(gathered, x0, self.alpha)
         out = torch.lerp(mixed, linear(mixed, self.weight), self.beta)
         return out.relu_() if relu else out
 
@@ -149,5 +175,5 @@ class Net(nn.Module):
         assert self.encoder is not None
         return linear(x, self.encoder.weight, self.encoder.bias, relu=True)
 
-    def decode(self, h: Tensor) -> Tensor:
-        return h if self.decoder is None else linear(h, self.decoder.weight, self.decoder.bias)
+    def decode(self, h: Tensor, drop: Drop = keep) -> Tensor:
+        return h if self.decoder is None else linear(drop(h), self.decoder.weight, self.decoder.bias)

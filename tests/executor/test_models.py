@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gnnplan.executor.data import weighted_block
 from gnnplan.executor.kernels import Block
-from gnnplan.executor.models import GCNIILayer, GCNLayer, Net, SAGELayer
+from gnnplan.executor.models import GCNIILayer, GCNLayer, Net, SAGELayer, keep
 from gnnplan.planner.gnn import describe
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.specs import Workload
@@ -120,7 +120,7 @@ def test_gcnii_layer_is_dgls(dgl: ModuleType, graphs: dict[str, str], dtype: tor
     layer = GCNIILayer(8, number, alpha=0.2, theta=0.7)
     layer.weight.data = random(8, 8, dtype=dtype, seed=1)
     x, x0 = random(graph.stats.vertices, 8, dtype=dtype), random(graph.stats.vertices, 8, dtype=dtype, seed=5)
-    ours = with_gradients(lambda x, x0, w: layer(block_of(graph, "gcn", dtype), x, x0), x, x0, layer.weight)
+    ours = with_gradients(lambda x, x0, w: layer(block_of(graph, "gcn", dtype), x, keep, x0), x, x0, layer.weight)
     conv = dgl.nn.GCN2Conv(8, number, alpha=0.2, lambda_=0.7, project_initial_features=True, bias=False).to(dtype)
     conv.weight1.data = layer.weight.data.t().clone()
     looped = theirs_of(dgl, graph, self_edges=True)
@@ -176,7 +176,7 @@ def test_net_is_the_plain_model(graphs: dict[str, str], model: str, directed: bo
     h = x0 = net.encode(x) if net.encoder else x
     for number in net.which:
         layer = net.layer(number)
-        h = layer(block_of(job.graph, layer.edges, dtype), h, x0, net.relu_after(number))
+        h = layer(block_of(job.graph, layer.edges, dtype), h, keep, x0, net.relu_after(number))
     logits = net.decode(h)
     expected, _ = plain.forward(None)
     torch.testing.assert_close(logits.double(), expected, **TOLERANCE[dtype])

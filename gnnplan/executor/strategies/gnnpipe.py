@@ -1,8 +1,8 @@
 """GNNPipe for real: this rank's stage of the pipeline, chunk after chunk (planner/strategies/gnnpipe.py has the drawing).
 
 Vertices are renumbered so that chunks are contiguous. For every layer input that varies the stage keeps, for all N rows:
-  past    historical rows, before dropout
-  mixed   what aggregation reads: past rows, overwritten by fresh ones as chunks are processed (both after dropout)
+  past    historical rows, as the layer before left them
+  mixed   what neighbours read: past rows, overwritten by fresh ones as chunks are processed (both prepared: norm, dropout)
   slope   gradient of the mixed rows. Backward visits chunks in reverse order, so what a chunk adds to rows that were
           historical to it arrives after those rows' turn: it stays there, unused, or (historical_gradients) for the next step.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gnnplan.executor.comm import Arrival, send
 from gnnplan.executor.data import Targets, dtype_of, features, weighted_block
-from gnnplan.executor.kernels import Block, aggregate, aggregate_transposed, dropout, dropout_mask
-from gnnplan.executor.models import Net
+from gnnplan.executor.kernels import Block, aggregate_transposed, dropout
+from gnnplan.executor.models import Drop, Net, keep
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import neighbours
@@ -39,11 +39,14 @@ class Chunk:
 
 @dataclass
 class _Kept:
-    """Of one chunk at one layer, from forward to backward: leaves and the segment's output."""
+    """Of one chunk at one layer, from forward to backward. Leaves: the chunk's inputs, its prepared rows, and what its gradient
+    to neighbours is found from: the rows read, or where gathering is linear the gathered rows."""
 
-    aggregated: Tensor
-    own: Tensor
     out: Tensor
+    x: Tensor | None = None
+    prepared: Tensor | None = None  # with its graph from x
+    rows: Tensor | None = None
+    read: Tensor | None = None
 
 
 class Worker:
@@ -75,7 +78,7 @@ class Worker:
         self.carried = rows_of_all_layers() if strategy.historical_gradients else {}
         self.cached: list[Tensor] = []  # layer 1's aggregates of constant features, by chunk
         if self.features is not None and self.shapes.aggregate_cached(1):
-            self.cached = [self._gather(chunk, 1, self.features) for chunk in self.chunks]
+            self.cached = [self._read(chunk, 1, self.features) for chunk in self.chunks]
         self.slots = self.shapes.layers[0].h_in if self.shapes.hands_on_initial else 0  # numbers of x0 that travel with a row
         self._remember_epoch_zero()
 
@@ -106,19 +109,15 @@ class Worker:
         blocks = {kind: weighted_block(graph, kind, mine, order[sources], indptr, local, workload).to(device) for kind in kinds}
         return Chunk(slice(start, stop), torch.from_numpy(sources).to(device), blocks)
 
-    def _gather(self, chunk: Chunk, layer: int, rows: Tensor) -> Tensor:
-        """The chunk's aggregate over all N rows [chunk, H]."""
-        return aggregate(chunk.blocks[self.net.layer(layer).edges], rows.index_select(0, chunk.sources))
+    def _read(self, chunk: Chunk, layer: int, rows: Tensor) -> Tensor:
+        """The chunk's neighbourhood, gathered from all N prepared rows -> [chunk, width]."""
+        net = self.net.layer(layer)
+        rows = rows.index_select(0, chunk.sources)
+        return net.gather(chunk.blocks[net.edges], net.project(rows) if net.projects_first else rows)
 
-    def _drop(self, x: Tensor, step: int, layer: int, rows: slice = slice(None)) -> Tensor:
-        return dropout(x, self.seed, step, layer, self.vertices[rows], self.job.workload.dropout)
-
-    def _undrop(self, gradient: Tensor, step: int, layer: int, rows: slice = slice(None)) -> Tensor:
-        """Gradient of dropped rows -> gradient of the rows."""
-        p = self.job.workload.dropout
-        if not p:
-            return gradient
-        return gradient * dropout_mask(self.seed, step, layer, self.vertices[rows], gradient.shape[1], p) / (1 - p)
+    def _drop(self, step: int, layer: int, rows: slice = slice(None)) -> Drop:
+        """Dropout of a chunk's (or all) rows before the layer (0: encoder, L + 1: decoder)."""
+        return lambda x: dropout(x, self.seed, step, layer, self.vertices[rows], self.job.workload.dropout)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -155,11 +154,12 @@ class Worker:
     def _lay_out_history(self, step: int) -> None:
         for layer in self.varying:
             if self.carried:  # what arrived too late in the step before, as a gradient of undropped rows
-                self.carried[layer] = self._undrop(self.slope[layer], step - 1, layer).clone()
+                self.carried[layer] = self._drop(step - 1, layer)(self.slope[layer]).clone()  # dropout is linear: its own transpose
             self.slope[layer].zero_()
-            self.mixed[layer].copy_(self._drop(self.past[layer], step, layer))
+            with torch.no_grad():
+                self.mixed[layer].copy_(self.net.layer(layer).prepare(self.past[layer], self._drop(step, layer)))
         if self.features is not None and not self.cached and self.net.encoder is None:
-            self.inputs = self._drop(self.features, step, 1)  # features are never historical
+            self.inputs = self.net.layer(1).prepare(self.features, self._drop(step, 1))  # features are never historical
 
     def _expect(self, order: list[int], peer: int) -> dict[int, Arrival]:
         """Buffers for what the peer will send, in its order."""
@@ -197,33 +197,44 @@ class Worker:
             x0 = message[:, message.shape[1] - self.slots :].clone().requires_grad_() if self.slots else None
         elif self.net.encoder is not None:
             assert self.features is not None
-            encoded = self.net.encode(self._drop(self.features[rows], step, 0, rows))
+            encoded = self.net.encode(self._drop(step, 0, rows)(self.features[rows]))
             h = encoded.detach()
             x0 = encoded.detach().requires_grad_()
         else:
             h = None
         kept: list[_Kept] = []
         for layer in self.layers:
-            net = self.net.layer(layer)
-            if h is None:  # layer 1 on constant features
-                own = self.features[rows] if self.cached else self.inputs[rows]
-                aggregated = self.cached[c] if self.cached else self._gather(chunk, layer, self.inputs)
-            else:
-                if refresh:
-                    self.past[layer][rows] = h
-                self.mixed[layer][rows] = self._drop(h, step, layer, rows)
-                own = self.mixed[layer][rows].clone().requires_grad_()
-                aggregated = self._gather(chunk, layer, self.mixed[layer]).requires_grad_()
-            kept.append(_Kept(aggregated, own, net.update(aggregated, own, x0, self.net.relu_after(layer))))
+            kept.append(self._layer(step, c, layer, h, x0, refresh))
             h = kept[-1].out.detach()
         assert h is not None
         last = None
         if self.is_last:
             leaf = kept[-1].out
-            answer = self.net.decode(self._drop(leaf, step, self.net.total + 1, rows) if self.net.decoder else leaf)
+            answer = self.net.decode(leaf, self._drop(step, self.net.total + 1, rows))
             last = (self.targets[c].loss(answer), answer)
         onward = None if self.is_last else torch.cat([h, x0.detach()], 1) if x0 is not None else h
         return kept, (encoded, x0), onward, last
+
+    def _layer(self, step: int, c: int, layer: int, h: Tensor | None, x0: Tensor | None, refresh: bool) -> _Kept:
+        """One layer on a chunk's input rows h; None: layer 1 on constant features."""
+        chunk, net, relu = self.chunks[c], self.net.layer(layer), self.net.relu_after(layer)
+        rows, edges = chunk.rows, chunk.blocks[net.edges]
+        if h is None:
+            if self.cached:
+                return _Kept(net.update(self.cached[c], self.features[rows], self.features[rows], x0, relu))
+            return _Kept(net.update(self._read(chunk, layer, self.inputs), self.inputs[rows], self.features[rows], x0, relu))
+        if refresh:
+            self.past[layer][rows] = h
+        x = h.detach().requires_grad_()
+        prepared = net.prepare(x, self._drop(step, layer, rows))
+        self.mixed[layer][rows] = prepared.detach()
+        own = prepared.detach().requires_grad_()
+        if net.linear and not net.projects_first:
+            read = gathered = self._read(chunk, layer, self.mixed[layer]).requires_grad_()
+        else:
+            read = self.mixed[layer].index_select(0, chunk.sources).requires_grad_()
+            gathered = net.gather(edges, net.project(read) if net.projects_first else read)
+        return _Kept(net.update(gathered, own, x, x0, relu), x, prepared, own, read)
 
     def _backward(self, step: int, c: int, forward: tuple, message: Tensor | None) -> Tensor | None:
         """The gradient of the chunk's output rows through the stage -> that of its input rows (and x0's), for the stage before."""
@@ -238,14 +249,16 @@ class Worker:
                 last[0].backward()
             else:
                 torch.autograd.backward(part.out, gradient)
-            if layer not in self.slope:
+            if part.x is None or part.read is None or part.rows is None:
                 return None  # constant features
-            slope = self.slope[layer]
-            edges = chunk.blocks[self.net.layer(layer).edges]
-            slope.index_add_(0, chunk.sources, aggregate_transposed(edges, part.aggregated.grad))
-            if part.own.grad is not None:
-                slope[chunk.rows] += part.own.grad
-            gradient = self._undrop(slope[chunk.rows], step, layer, chunk.rows)
+            slope, net = self.slope[layer], self.net.layer(layer)
+            linear = net.linear and not net.projects_first
+            to_read = aggregate_transposed(chunk.blocks[net.edges], part.read.grad) if linear else part.read.grad
+            slope.index_add_(0, chunk.sources, to_read)
+            if part.rows.grad is not None:
+                slope[chunk.rows] += part.rows.grad
+            torch.autograd.backward(part.prepared, slope[chunk.rows])
+            gradient = part.x.grad
             if self.carried:
                 gradient = gradient + self.carried[layer][chunk.rows]
                 slope[chunk.rows].zero_()  # passed on; what is added from here on is historical
@@ -276,11 +289,12 @@ class Worker:
         for layer in self.layers:
             if layer in self.mixed:
                 self.mixed[layer].copy_(h)
-            relu = self.net.relu_after(layer)
+            net, relu = self.net.layer(layer), self.net.relu_after(layer)
             parts = []
+            rows = net.prepare(h, keep)
             for i, chunk in enumerate(self.chunks):
-                aggregated = self.cached[i] if self.cached and layer == 1 else self._gather(chunk, layer, h)
-                parts.append(self.net.layer(layer).update(aggregated, h[chunk.rows], None if x0 is None else x0[chunk.rows], relu))
+                gathered = self.cached[i] if self.cached and layer == 1 else self._read(chunk, layer, rows)
+                parts.append(net.update(gathered, rows[chunk.rows], h[chunk.rows], None if x0 is None else x0[chunk.rows], relu))
             h = torch.cat(parts)
         if self.is_last:
             return self.net.decode(h)

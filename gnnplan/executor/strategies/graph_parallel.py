@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.data import Targets, dtype_of, features, weighted_block
-from gnnplan.executor.kernels import aggregate, dropout
-from gnnplan.executor.models import Net
+from gnnplan.executor.kernels import dropout
+from gnnplan.executor.models import Drop, Net
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
@@ -29,9 +29,9 @@ class _Step:
     """What a layer's forward keeps for its backward."""
 
     leaf: Tensor  # the layer's own input rows [local, H_{l-1}]
-    projected: tuple[Tensor, Tensor] | None  # narrow: own projected rows and own dropped rows, with their graph
+    projected: tuple[Tensor, Tensor] | None  # narrow: own projected rows and own prepared rows, with their graph
     source: Tensor | None = None  # leaf: all source rows [S, width]; None where the aggregate is cached
-    own: Tensor | None = None  # narrow: leaf, destinations' own inputs
+    own: Tensor | None = None  # narrow: leaf, destinations' prepared rows
     out: Tensor | None = None
 
 
@@ -100,14 +100,15 @@ class Worker:
                 halo = exchange.forward(exchange.pack(x))
             self.features = torch.cat([x, halo])
         if self.shapes.aggregate_cached(1):
-            self.cached = aggregate(self.blocks[1], self.features)
+            self.cached = self.net.layer(1).gather(self.blocks[1], self.features)
             self.features = self.features[: self.blocks[1].n_dst].clone() if job.workload.model == "sage" else self.features[:0]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _drop(self, x: Tensor, step: int, layer: int, vertices: Tensor) -> Tensor:
+    def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
+        """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder)."""
         p = self.job.workload.dropout if self.training else 0.0
-        return dropout(x, self.job.workload.seed, step, layer, vertices, p)
+        return lambda rows: dropout(rows, self.job.workload.seed, step, layer, vertices, p)
 
     def _is_narrow(self, layer: int) -> bool:
         return self.narrow and layer > self.shapes.first_varying and self.net.layer(layer).projects_first
@@ -117,8 +118,9 @@ class Worker:
         leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
         if not self._is_narrow(layer):
             return _Step(leaf, None)
-        dropped = self._drop(leaf, step, layer, self.vertices[layer][: leaf.shape[0]])
-        return _Step(leaf, (self.net.layer(layer).project(dropped), dropped[: self.blocks[layer].n_dst]))
+        net = self.net.layer(layer)
+        rows = net.prepare(leaf, self._drop(step, layer, self.vertices[layer][: leaf.shape[0]]))
+        return _Step(leaf, (net.project(rows), rows[: self.blocks[layer].n_dst]))
 
     def _outgoing(self, entered: _Step) -> Tensor:
         return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
@@ -155,7 +157,7 @@ class Worker:
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
             x0 = self.x0[: block.n_dst] if self.x0 is not None else None
             if self.cached is not None and layer == 1:
-                entered.out = net.update(self.cached, self.features, None, relu)
+                entered.out = net.update(self.cached, self.features, self.features, None, relu)
             else:
                 self._aggregate(step, layer, entered, halo, x0)
             return self._enter(entered.out, step, layer + 1) if layer < len(self.layers) else None
@@ -169,9 +171,9 @@ class Worker:
         entered.source = rows.detach().requires_grad_(entered.leaf.requires_grad)
         if entered.projected is not None:
             entered.own = entered.projected[1].detach().requires_grad_(self.training)
-            entered.out = net.update(aggregate(block, entered.source), entered.own, x0, relu)
+            entered.out = net.update(net.gather(block, entered.source), entered.own, entered.own, x0, relu)
         else:
-            entered.out = net(block, self._drop(entered.source, step, layer, self.vertices[layer]), x0, relu)
+            entered.out = net(block, entered.source, self._drop(step, layer, self.vertices[layer]), x0, relu)
 
     def _backward(self, step: int, layer: int, entered: _Step, above: _Step | None, home: Tensor | None) -> Tensor | None:
         """Backward of one layer -> gradient of this rank's rows of h_{l-1} as exchanged, complete with what peers send home.
@@ -196,8 +198,8 @@ class Worker:
             entered = [self._enter(self.features, step, 1)]
         else:
             with self.rank.span(Label("encode", step, "f"), "compute"):
-                x = self._drop(self.features, step, 0, self.vertices[1][: self.features.shape[0]])
-                encoded = self.net.encode(x)
+                drop = self._drop(step, 0, self.vertices[1][: self.features.shape[0]])
+                encoded = self.net.encode(drop(self.features))
                 self.x0 = encoded.detach().requires_grad_(self.training)
                 entered = [self._enter(encoded, step, 1)]
         for layer in self.layers:
@@ -214,7 +216,7 @@ class Worker:
         with self.rank.span(Label("loss", step), "compute"):
             assert entered[-1].out is not None
             leaf = entered[-1].out.detach().requires_grad_()
-            logits = self.net.decode(self._drop(leaf, step, len(self.layers) + 1, self.own_vertices) if self.net.decoder else leaf)
+            logits = self.net.decode(leaf, self._drop(step, len(self.layers) + 1, self.own_vertices))
             loss = self.targets.loss(logits)
             loss.backward()
         gradient, above = leaf.grad, None
