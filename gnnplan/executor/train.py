@@ -126,6 +126,7 @@ def _leave(rank: Rank, out: Path, worker: Worker, job: Job, setup: dict[str, int
     write_atomically(out / f"rank{rank.rank}.json", json.dumps({
         "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": epochs, "bytes": dict(rank.sent),
         "setup_bytes": setup, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_device_bytes": peak,
+        "staleness": getattr(worker, "errors", {}),
     }))  # fmt: skip
     state = {name: p.detach().cpu().contiguous() for name, p in worker.net.state_dict().items()}
     if rank.world > 1 and not isinstance(worker, graph_parallel.Worker):

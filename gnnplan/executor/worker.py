@@ -40,6 +40,7 @@ class Rank:
     backend: str
     recording: bool = True  # off while evaluating
     traced: int = 60  # steps whose spans are kept; bytes are counted in all
+    staleness_errors: bool = False  # measure what stale rows and gradients are away from the true ones
     spans: list[Span] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)  # operation -> bytes this rank sent while recording
     doing: str = "set-up"  # the operation it is in: what an error names

@@ -38,6 +38,7 @@ class Case:
     eval_every: int = 0
     directed: bool = False
     method: str = "metis"
+    staleness_errors: bool = False
 
     def job(self, world: int) -> Any:
         from gnnplan.planner.graph import load
@@ -229,7 +230,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         torch.manual_seed(base.rank)  # nothing may depend on torch's own random numbers
-        _train(replace(base, spans=[], sent={}), Case(**request["case"]), Path(request["out"]))
+        case = Case(**request["case"])
+        _train(replace(base, spans=[], sent={}, staleness_errors=case.staleness_errors), case, Path(request["out"]))
         answers.write("done\n")
         answers.flush()
     base.close()

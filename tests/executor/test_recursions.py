@@ -16,6 +16,7 @@ from plain import Aggregate, Plain, difference
 from ranks import Case, Ranks
 from torch import Tensor
 
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.gnnpipe import chunk_order
 
 pytestmark = pytest.mark.timeout(110)
@@ -40,8 +41,13 @@ def mixing(plain: Plain, step: int, near: Tensor, far: Tensor, old: dict[int, Te
 # -- PipeGCN -----------------------------------------------------------------------------------------------------------
 
 
-def pipegcn(case: Case, part: np.ndarray) -> tuple[list[float], dict[str, Tensor]]:
-    """Rows of other parts are those of the step before (zero at first); the gradient that they get goes home one step later."""
+Errors = dict[str, list[float]]  # 'f:l2', 'b:l2' -> squared norm per step
+
+
+def pipegcn(case: Case, part: np.ndarray, smoothing: str = "", gamma: float = 0.0) -> tuple[list[float], dict[str, Tensor], Errors]:
+    """Rows of other parts are those of the step before (zero at first); the gradient that they get goes home one step later.
+    What is received is smoothed, s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0: rows ('f'), gradients ('g') or both. The third
+    answer: per layer and step the squared norm of used minus true, summed over the parts that read a row (gradients: 2 parts)."""
     plain = Plain(case)
     same = torch.from_numpy(part[:, None] == part[None, :])
     within, across = plain.operator * same, plain.operator * ~same
@@ -49,6 +55,10 @@ def pipegcn(case: Case, part: np.ndarray) -> tuple[list[float], dict[str, Tensor
     width = {layer: plain.workload.hidden for layer in layers}
     sent = {layer: torch.zeros(n, width[layer], dtype=torch.float64) for layer in layers}
     home = {layer: torch.zeros(n, width[layer], dtype=torch.float64) for layer in layers}
+    edges = plain.adjacency.numpy() > 0
+    reads = torch.from_numpy(sum((edges[part == i].any(0) & (part != i)).astype(int) for i in range(part.max() + 1)))
+    errors: Errors = {f"{way}:l{layer}": [] for way in "fb" for layer in layers}
+    keep = {way: gamma if way in smoothing else 0.0 for way in "fg"}
     losses = []
     for step in range(case.epochs):
         stale = {layer: sent[layer].clone().requires_grad_() for layer in layers}
@@ -57,8 +67,12 @@ def pipegcn(case: Case, part: np.ndarray) -> tuple[list[float], dict[str, Tensor
         losses.append(loss.item())
         plain.descend(loss + sum((rows[layer - 1] * home[layer]).sum() for layer in layers))
         for layer in layers:
-            sent[layer], home[layer] = rows[layer - 1].detach(), stale[layer].grad
-    return losses, plain.w
+            true, gradient = rows[layer - 1].detach(), stale[layer].grad
+            errors[f"f:l{layer}"].append(((sent[layer] - true).square().sum(1) * reads).sum().item())
+            errors[f"b:l{layer}"].append(((home[layer] - gradient).square().sum(1) * (reads > 0)).sum().item())
+            sent[layer] = keep["f"] * sent[layer] + (1 - keep["f"]) * true
+            home[layer] = keep["g"] * home[layer] + (1 - keep["g"]) * gradient
+    return losses, plain.w, errors
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -66,13 +80,48 @@ def pipegcn(case: Case, part: np.ndarray) -> tuple[list[float], dict[str, Tensor
 def test_staleness_one_is_pipegcn(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int) -> None:
     for graph, dropout, optimizer in (("rough", 0.0, "adam"), ("rough", 0.5, "sgd"), ("multi", 0.5, "adam"), ("islands", 0.5, "sgd")):
         case = Case("pipegcn", graphs[graph], workload(model, dropout, optimizer=optimizer), epochs=6, eval_every=2)
-        losses, weights = pipegcn(case, case.job(world).layout().owner)
+        losses, weights, _ = pipegcn(case, case.job(world).layout().owner)
         result = run_ranks(world, [case])[0]
         assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
         assert difference(result.weights, weights) <= 1e-9, str(case)
         if graph == "rough":  # the exact run is another one, so the comparison above has teeth
             exact = run_ranks.alone(Case("graph_parallel", case.graph, case.workload, epochs=6))
             assert difference(result.weights, exact.weights) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["pipegcn_f(gamma=0.5)", "pipegcn_g(gamma=0.7)", "pipegcn_gf"])
+@pytest.mark.parametrize(("model", "world"), [("gcn", 2), ("sage", 3), ("gcnii", 4)])
+def test_smoothing_is_pipegcns(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, strategy: str) -> None:
+    knobs = parse(strategy)
+    case = Case(strategy, graphs["rough"], workload(model, 0.5, optimizer="sgd"), epochs=7, eval_every=3)
+    part = case.job(world).layout().owner
+    losses, weights, _ = pipegcn(case, part, knobs.smoothing, knobs.gamma)
+    result = run_ranks(world, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(result.weights, weights) <= 1e-9
+    unsmoothed = pipegcn(case, part)[1]
+    assert difference(result.weights, unsmoothed) > 1e-3
+
+
+def test_no_smoothing_at_gamma_zero(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    plain, smooth = (Case(name, graphs["rough"], workload("sage", 0.5), epochs=4) for name in ("pipegcn", "pipegcn_gf(gamma=0.0)"))
+    a, b = run_ranks(2, [plain, smooth])
+    assert a.losses == b.losses
+
+
+@pytest.mark.parametrize("strategy", ["pipegcn", "pipegcn_gf(gamma=0.5)"])
+def test_the_staleness_error_is_used_minus_true(run_ranks: Ranks, graphs: dict[str, str], strategy: str) -> None:
+    """Of every layer and step, over both ranks, for rows ('f') and gradients ('b')."""
+    knobs = parse(strategy)
+    case = Case(strategy, graphs["rough"], workload("gcnii", 0.5), epochs=5, staleness_errors=True)
+    expected = pipegcn(case, case.job(2).layout().owner, knobs.smoothing, knobs.gamma)[2]
+    result = run_ranks(2, [case])[0]
+    left = [result.rank(rank)["staleness"] for rank in range(2)]
+    assert left[0].keys() == left[1].keys() == expected.keys()
+    for key, steps in expected.items():
+        ours = [sum(rank[key][step][0] for rank in left) for step in range(case.epochs)]
+        assert ours == pytest.approx(steps, rel=1e-9), key
+        assert min(steps) > 0
 
 
 # -- GNNPipe -----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def job_of(graph: Graph | GraphStats, where: Cluster, method: str = "metis", **w
 def variants(job: Job) -> Iterator[Strategy]:
     """Every family's candidates, and what a user could force, that suit the job."""
     forced: list[Strategy] = [
-        GraphParallel(), GraphParallel(staleness=1), GraphParallel(narrow=True),
+        GraphParallel(), GraphParallel(staleness=1), GraphParallel(staleness=1, smoothing="gf", gamma=0.5), GraphParallel(narrow=True),
         GraNNDis(0), GraNNDis(1), GraNNDis(), GraNNDis(narrow=True),
         GNNPipe(), GNNPipe(chunks=1), GNNPipe(chunks=3, shuffle=False), GNNPipe(chunks=7, historical_gradients=True, period=1),
     ]  # fmt: skip
@@ -378,7 +378,7 @@ def test_a_published_name_is_its_preset(name: str):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("gnnpip", "there is no strategy 'gnnpip'; use one of graph_parallel, pipegcn, gnnpipe, granndis"),
+    ("gnnpip", "there is no strategy 'gnnpip'; use one of graph_parallel, pipegcn, pipegcn_f, pipegcn_g, pipegcn_gf, gnnpipe, granndis"),
     ("gnnpipe(stage=4)", "gnnpipe has no knob 'stage'; its knobs are stages, chunks, shuffle, historical_gradients, period"),
     ("gnnpipe(stages=4.0)", "gnnpipe: stages is int | None, not 4.0"),
     ("gnnpipe(stages='4')", "gnnpipe: stages is int | None, not '4'"),
@@ -411,6 +411,10 @@ def test_words_that_make_no_strategy(text: str, words: str):
     ("graph_parallel(staleness=2)", r"staleness is 0 \(exact\) or 1 \(PipeGCN\), not 2"),
     ("graph_parallel(staleness=-1)", r"not -1"),
     ("pipegcn(narrow=True)", r"use narrow=False with staleness=1"),
+    ("graph_parallel(smoothing='f')", r"only stale rows are smoothed; use staleness=1"),
+    ("pipegcn(smoothing='x')", r"smoothing is '' \(none\), 'f' .*not 'x'"),
+    ("pipegcn_gf(gamma=1)", r"gamma lies in \[0, 1\) .*not 1; use 0.95"),
+    ("pipegcn_g(gamma=-0.1)", r"gamma lies in \[0, 1\) .*not -0.1"),
     ("granndis(depth=4)", r"depth lies between 0 \(plain halo\) and the layers \(3, full preload\), not 4"),
     ("granndis(depth=-1)", r"not -1"),
 ])  # fmt: skip

@@ -18,4 +18,4 @@ def open_worker(rank: Rank, job: Job, strategy: Strategy) -> graph_parallel.Work
     assert isinstance(strategy, GraphParallel)
     layout = job.layout()
     assert isinstance(layout, Layout)
-    return graph_parallel.Worker(rank, job, layout, strategy.narrow, strategy.staleness)
+    return graph_parallel.Worker(rank, job, layout, strategy.manner, strategy.gamma)

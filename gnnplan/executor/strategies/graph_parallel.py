@@ -22,6 +22,7 @@ from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.schedule import Label
+from gnnplan.planner.strategies.layerwise import Manner
 
 
 @dataclass
@@ -42,9 +43,11 @@ class Worker:
     rank: Rank
     job: Job
     layout: Layout
-    narrow: bool = False
-    staleness: int = 0
+    how: Manner
+    gamma: float = 0.0
     pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
+    smooth: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # s_t by way and layer
+    errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # 'f:l2' -> per step ||used - true||^2 and ||true||^2
 
     def __post_init__(self) -> None:
         job, layout, me, device = self.job, self.layout, self.rank.rank, self.rank.device
@@ -111,7 +114,7 @@ class Worker:
         return lambda rows: dropout(rows, self.job.workload.seed, step, layer, vertices, p)
 
     def _is_narrow(self, layer: int) -> bool:
-        return self.narrow and layer > self.shapes.first_varying and self.net.layer(layer).projects_first
+        return self.how.narrow and layer > self.shapes.first_varying and self.net.layer(layer).projects_first
 
     def _enter(self, h: Tensor, step: int, layer: int) -> _Step:
         """h_{l-1} [local, H_{l-1}] becomes the layer's leaf; narrow layers multiply before the exchange."""
@@ -135,18 +138,31 @@ class Worker:
         def swap() -> Tensor:
             with self.rank.span(label, "comm", nbytes):
                 received = exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
-                if home is not None and not self.staleness:
+                if home is not None and not self.how.staleness:
                     exchange.add_home(home, received)
                 return received
 
-        if not self.staleness or not self.training:
+        if not self.how.staleness or not self.training:
             return swap()
         before = self.pending.pop((way, layer), None)
-        self.pending[way, layer] = self.rank.submit("comm", swap)
-        received = None if before is None else before.result()
-        if home is not None and received is not None:
-            exchange.add_home(home, received)
-        return received
+        used = None if before is None else before.result()
+        self.pending[way, layer] = self.rank.submit("comm", lambda: self._smoothed(way, layer, swap(), used))
+        if home is not None and used is not None:
+            exchange.add_home(home, used)
+        return used
+
+    def _smoothed(self, way: str, layer: int, received: Tensor, used: Tensor | None) -> Tensor:
+        """What the next step uses for what this step has `received`, v_t: s_t = gamma s_{t-1} + (1 - gamma) v_t, or v_t itself."""
+        if self.rank.staleness_errors:
+            gap = received if used is None else used - received
+            squares = float(gap.double().square().sum()), float(received.double().square().sum())
+            self.errors.setdefault(f"{way}:l{layer}", []).append(squares)
+        if ("f" if way == "f" else "g") not in self.how.smoothing:
+            return received
+        last = self.smooth.get((way, layer))
+        smooth = received * (1 - self.gamma) if last is None else torch.lerp(last, received, 1 - self.gamma)
+        self.smooth[way, layer] = smooth
+        return smooth
 
     def _layer(self, step: int, layer: int, entered: _Step) -> _Step | None:
         """Forward of one layer; the next one's entry, or None after the last. `entered.out` is h_l with its segment's graph."""

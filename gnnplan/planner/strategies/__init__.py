@@ -14,6 +14,9 @@ FAMILIES: tuple[type[Strategy], ...] = (GraphParallel, GNNPipe, GraNNDis)
 NAMES: dict[str, tuple[type[Strategy], dict[str, object]]] = {
     "graph_parallel": (GraphParallel, {}),
     "pipegcn": (GraphParallel, {"staleness": 1}),
+    "pipegcn_f": (GraphParallel, {"staleness": 1, "smoothing": "f"}),
+    "pipegcn_g": (GraphParallel, {"staleness": 1, "smoothing": "g"}),
+    "pipegcn_gf": (GraphParallel, {"staleness": 1, "smoothing": "gf"}),
     "gnnpipe": (GNNPipe, {}),
     "granndis": (GraNNDis, {}),
 }
@@ -28,10 +31,24 @@ def named(name: str, knobs: dict[str, object]) -> Strategy:
     for knob, value in knobs.items():
         if knob not in allowed:
             raise SpecError(f"{name} has no knob {knob!r}; its knobs are {', '.join(allowed)}")
-        kind = bool if "bool" in allowed[knob] else int
-        if not (value is None and "None" in allowed[knob]) and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        if not _suits(value, allowed[knob]):
             raise SpecError(f"{name}: {knob} is {allowed[knob]}, not {value!r}")
-    return family(**{**preset, **knobs})
+    # plan.json has lists where knobs are tuples
+    return family(**{**preset, **{knob: tuple(value) if isinstance(value, list) else value for knob, value in knobs.items()}})
+
+
+def _suits(value: object, annotation: str) -> bool:
+    """Whether a knob annotated so ('int | None', 'tuple[int, ...]', ...) takes the value.
+
+    >>> _suits(3, "float"), _suits(True, "int"), _suits(None, "int | None"), _suits([1, 2], "tuple[int, ...] | None")
+    (True, False, True, True)
+    """
+    if value is None:
+        return "None" in annotation
+    kind = annotation.split(" | ")[0]
+    if kind.startswith("tuple"):
+        return isinstance(value, (list, tuple)) and all(type(item) is int for item in value)
+    return type(value).__name__ == kind or (kind == "float" and type(value) is int)
 
 
 def parse(text: str) -> Strategy:

@@ -23,6 +23,7 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies import layerwise
+from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
 
@@ -67,13 +68,13 @@ class GraNNDis(Strategy):
             raise SpecError(f"granndis needs a vertex per rank (vertices: {job.stats.vertices}, ranks: {job.ranks}); use fewer ranks")
 
     def memory(self, job: Job) -> Memory:
-        return layerwise.memory(job, job.layout(self.depth or 0), self.narrow, 0)
+        return layerwise.memory(job, job.layout(self.depth or 0), Manner(self.narrow))
 
     def predict(self, job: Job) -> Prediction:
-        return layerwise.predict(job, job.layout(self.depth or 0), self.narrow, 0)
+        return layerwise.predict(job, job.layout(self.depth or 0), Manner(self.narrow))
 
     def schedule(self, job: Job, steps: int) -> Schedule:
-        return layerwise.schedule(job, job.layout(self.depth or 0), self.narrow, 0, steps)
+        return layerwise.schedule(job, job.layout(self.depth or 0), Manner(self.narrow), steps)
 
     def placement(self, job: Job) -> list[dict[str, int]]:
         return [{"rank": r, "server": s, "gpu": r % job.cluster.gpus_per_server, "part": r} for r, s in enumerate(job.servers)]

@@ -10,42 +10,51 @@
     comm              |halo 2 f  . . . . . . |halo 2 b . . . . . . . .              ^ waits for halo 2 f of step t
     reduce                                                  |all_reduce|
 
+    smoothing (PipeGCN -F, -G, -GF): the receiver uses s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, in the place of what it
+    has received, v_t, per halo row and layer: for rows ('f'), for gradients ('g'), or both ('gf'). Same bytes, one more buffer.
+
 Bytes per epoch: 2 b sum_{l=2..L} H_{l-1} sum_i |B_i| + 2 (M-1) W b; the features' halo is sent once, at set-up.
 `narrow`: a layer that shrinks its rows multiplies before the exchange, so that min(H_{l-1}, H_l) numbers cross (exact;
 not with staleness, since then weights would be stale).
-Papers: PipeGCN (ICLR 2022) Alg. 1; GNNPipe Sec. 2 for the baseline.
+Papers: PipeGCN (ICLR 2022) Alg. 1, Sec. 3.4; GNNPipe Sec. 2 for the baseline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies import layerwise
+from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+
+SMOOTHINGS = ("", "f", "g", "gf")
 
 
 @dataclass(frozen=True)
 class GraphParallel(Strategy):
-    """staleness: steps by which halo rows and gradients lag (0 or 1). narrow: exchange the narrower side."""
+    """staleness: steps by which halo rows and gradients lag (0 or 1). narrow: exchange the narrower side. smoothing: of stale
+    rows ('f'), gradients ('g') or both ('gf'), with gamma in [0, 1)."""
 
     staleness: int = 0
     narrow: bool = False
+    smoothing: str = ""
+    gamma: float = 0.95
 
     family: ClassVar[str] = "graph_parallel"
     claim: ClassVar[float] = 0.25  # synchronous: exact; stale: exchanges and all-reduce fill different ports at different times
 
     @property
     def name(self) -> str:
-        return "pipegcn" if self.staleness else "graph_parallel"
+        return f"pipegcn{'_' if self.smoothing else ''}{self.smoothing}" if self.staleness else "graph_parallel"
 
     @property
-    def implied(self) -> dict[str, int]:
-        return {"staleness": self.staleness}
+    def implied(self) -> dict[str, Any]:
+        return {"staleness": self.staleness, "smoothing": self.smoothing if self.staleness else ""}
 
     @property
     def exact(self) -> bool:
@@ -57,7 +66,8 @@ class GraphParallel(Strategy):
         if job.ranks > 1:
             if any(layer.projects_first for layer in job.model.layers[1:]):
                 yield cls(narrow=True)
-            yield cls(staleness=1)
+            for smoothing in SMOOTHINGS:
+                yield cls(staleness=1, smoothing=smoothing)
 
     def check(self, job: Job) -> None:
         if self.staleness not in (0, 1):
@@ -66,17 +76,28 @@ class GraphParallel(Strategy):
             raise SpecError(
                 "graph_parallel: narrow exchanges projected rows, which would make weights stale; use narrow=False with staleness=1"
             )
+        if self.smoothing not in SMOOTHINGS:
+            raise SpecError(f"pipegcn: smoothing is '' (none), 'f' (rows), 'g' (gradients) or 'gf' (both), not {self.smoothing!r}")
+        if self.smoothing and not self.staleness:
+            raise SpecError("graph_parallel: only stale rows are smoothed; use staleness=1 with smoothing, as pipegcn_gf does")
+        if not 0 <= self.gamma < 1:
+            raise SpecError(f"pipegcn: gamma lies in [0, 1) (0: no smoothing, 1 would never use what is received), not {self.gamma:g}; "
+                            "use 0.95, or 0.5 where the model overfits")  # fmt: skip
         if job.ranks > job.stats.vertices:
             raise SpecError(f"graph_parallel needs a vertex per rank (vertices: {job.stats.vertices}, ranks: {job.ranks}); use fewer ranks")
 
+    @property
+    def manner(self) -> Manner:
+        return Manner(self.narrow, self.staleness, self.smoothing)
+
     def memory(self, job: Job) -> Memory:
-        return layerwise.memory(job, job.layout(), self.narrow, self.staleness)
+        return layerwise.memory(job, job.layout(), self.manner)
 
     def predict(self, job: Job) -> Prediction:
-        return layerwise.predict(job, job.layout(), self.narrow, self.staleness)
+        return layerwise.predict(job, job.layout(), self.manner)
 
     def schedule(self, job: Job, steps: int) -> Schedule:
-        return layerwise.schedule(job, job.layout(), self.narrow, self.staleness, steps)
+        return layerwise.schedule(job, job.layout(), self.manner, steps)
 
     def placement(self, job: Job) -> list[dict[str, int]]:
         return [{"rank": r, "server": s, "gpu": r % job.cluster.gpus_per_server, "part": r} for r, s in enumerate(job.servers)]

@@ -35,12 +35,22 @@ class Op:
         return Label(self.op, step, self.way, self.layer)
 
 
-def step(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int) -> Iterator[Op]:
+@dataclass(frozen=True)
+class Manner:
+    """How layers exchange and what they keep: the knobs that graph parallel and GraNNDis share."""
+
+    narrow: bool = False  # multiply before the exchange where that shrinks the rows
+    staleness: int = 0  # steps by which halo rows and gradients lag
+    smoothing: str = ""  # of stale rows ('f'), gradients ('g') or both
+    checkpoint: bool = False  # keep a layer's inputs only and recompute it in the backward pass
+
+
+def step(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Iterator[Op]:
     """The operations of one step in order. Exchanges stand where a synchronous rank meets them. Layers that are alike share
     their work and bytes (the same objects), so that a deep model costs no more to predict than its different layers."""
     model, layers = job.model, job.workload.layers
     first: dict[object, int] = {}
-    like = {layer: first.setdefault(_kind(model, layout, layer, narrow), layer) for layer in range(1, layers + 1)}
+    like = {layer: first.setdefault(_kind(model, layout, layer, how.narrow), layer) for layer in range(1, layers + 1)}
     facts = {layer: layout.facts(layer) for layer in first.values()}
 
     @cache
@@ -49,16 +59,16 @@ def step(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: in
         rows = facts[layer].sends
         if layer <= model.first_varying or not rows.any():
             return None
-        return np.asarray((rows if way == "f" else rows.T) * model.exchanged_width(layer, narrow) * model.itemsize)
+        return np.asarray((rows if way == "f" else rows.T) * model.exchanged_width(layer, how.narrow) * model.itemsize)
 
     @cache
     def work(layer: int, way: str) -> Compute:
         """Of the layer, of what an overlapped exchange takes from it, and of the next layer's projection if that is done here."""
         f, at = facts[layer], 0 if way == "f" else 1
-        moved = sent(layer, way) if staleness else None
+        moved = sent(layer, way) if how.staleness else None
         beside = 0.0 if moved is None else np.maximum(moved.sum(1), moved.sum(0))
-        total = (model.forward, model.backward)[at](layer, f.rows, f.sources, f.edges, narrow) + Compute(beside=beside)
-        return total + model.project(layer + 1, f.rows)[at] if narrow else total
+        total = (model.forward, model.backward)[at](layer, f.rows, f.sources, f.edges, how.narrow) + Compute(beside=beside)
+        return total + model.project(layer + 1, f.rows)[at] if how.narrow else total
 
     encode = model.encode(_local(layout, 0)) if model.encoder else None
     if encode:
@@ -108,7 +118,7 @@ def _local(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
 # -- the three answers -------------------------------------------------------------------------------------------------
 
 
-def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int) -> Prediction:
+def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Prediction:
     """Synchronous: from one transfer to the next all wait for the slowest rank. Stale: layer l's exchange has until layer l of
     the next step, all layers share one communication lane; computation waits for the all-reduce, which shares wires with them."""
     cost = job.cost
@@ -124,7 +134,7 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
     same = np.equal.outer(job.servers, job.servers)
     computed: dict[int, Number] = {}  # by the identity of work that layers share
     moved: dict[int, Transfer] = {}
-    for op in list(step(job, layout, narrow, staleness)):
+    for op in list(step(job, layout, how)):
         if op.work is not None:
             if id(op.work) not in computed:
                 computed[id(op.work)] = cost.compute_s(op.work)
@@ -155,7 +165,7 @@ def predict(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness:
         kind = op.label(0).kind
         by_op[kind] = by_op.get(kind, 0.0) + seconds
     busiest = slowest(compute)
-    if staleness:
+    if how.staleness:
         epoch = reduce(np.maximum, ports.values(), np.maximum(busiest + reduced, exchanged))
         exposed = epoch - busiest
     else:
@@ -171,14 +181,14 @@ def _load(ports: dict[Port, Number], transfer: Transfer) -> None:
         ports[port] = ports.get(port, 0.0) + seconds
 
 
-def schedule(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int, steps: int) -> Schedule:
+def schedule(job: Job, layout: Layout | EstimatedLayout, how: Manner, steps: int) -> Schedule:
     """Every rank's tasks. A stale exchange is waited for one step later."""
     ranks = job.ranks
     group = tuple(range(ranks))
     out = Schedule(ranks, steps)
     for op in setup(job, layout):
         out.setup += [_exchange(op, rank, group, -1, ()) for rank in group]
-    ops = list(step(job, layout, narrow, staleness))
+    ops = list(step(job, layout, how))
     for t in range(steps):
         for rank in group:
             before: Label | None = None  # the last computation of this rank
@@ -190,7 +200,7 @@ def schedule(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness
                     before, waits = label, ()
                 elif op.sent is not None:
                     out.tasks.append(_exchange(op, rank, group, t, (before,) if before else ()))
-                    waits += (label._replace(step=t - staleness),)
+                    waits += (label._replace(step=t - how.staleness),)
                 else:
                     out.tasks.append(all_reduce(label, rank, group, op.size, (before,) if before else ()))
                     waits += (label,)
@@ -212,7 +222,7 @@ def _of_rank(work: Compute, rank: int) -> Compute:
                    work.launches, work.itemsize, pick(work.beside))  # fmt: skip
 
 
-def memory(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: int) -> Memory:
+def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Memory:
     """Bytes per rank by use; what autograd keeps is counted from the operations of executor/models.py."""
     model, b = job.model, job.model.itemsize
     zero = np.zeros(job.ranks)
@@ -224,7 +234,7 @@ def memory(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: 
     for layer in range(1, job.workload.layers + 1):
         f, spec = layout.facts(layer), model.layers[layer - 1]
         halo = f.sends.sum(0)
-        width = model.exchanged_width(layer, narrow)
+        width = model.exchanged_width(layer, how.narrow)
         kept = f.sources * width + f.rows * (spec.h_out + (0 if spec.projects_first else spec.h_in))
         if model.dropout:
             kept = kept + f.sources * (width + width / b)
@@ -233,7 +243,9 @@ def memory(job: Job, layout: Layout | EstimatedLayout, narrow: bool, staleness: 
             use["activations"] = use["activations"] + f.rows * (spec.h_out + spec.h_in) * b
         else:
             use["activations"] = use["activations"] + kept * b
-            use["halo"] = use["halo"] + (halo + f.sends.sum(1)) * width * b * (2 if staleness else 1)
+            buffers = 2 if how.staleness else 1
+            held = halo * (buffers + ("f" in how.smoothing)) + f.sends.sum(1) * (buffers + ("g" in how.smoothing))
+            use["halo"] = use["halo"] + held * width * b
         if layer == 1 or (isinstance(layout, Layout) and layout.hops(layer) != layout.hops(layer - 1)):
             use["graph"] = use["graph"] + 16.0 * (f.edges + f.rows)
     if model.encoder:
