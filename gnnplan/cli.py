@@ -422,11 +422,12 @@ def validate(
         columns = ["operation", "predicted", "simulated", "measured", "predicted error", "simulated error"]
         table(f"{candidate.strategy}, {len(metrics)} epochs", columns, [
             [r["operation"], seconds(r["predicted_s"]), seconds(r["simulated_s"]), seconds(r["measured_s"]), percent(r["predicted_error"]),
-             percent(r["simulated_error"])] for r in [result["step"], *result["operations"]]])  # fmt: skip
+             percent(r["simulated_error"])] for r in [result["step"], result["exposed"], *result["operations"]]])  # fmt: skip
         sizes = result["bytes"]
         verdict = "equal" if sizes["equal"] else "DIFFERENT"
         print(f"bytes: counted {sum(sizes['counted'].values()):,}, predicted {sum(sizes['predicted'].values()):,}; "
               f"set-up {sizes['setup_counted']:,} and {sizes['setup_predicted']:,}: {verdict}")  # fmt: skip
+        print(f"communication hidden behind computation: {seconds(result['hidden_s'])} per step")
         print(f"order of operations: {result['order']['first_difference'] or 'as scheduled on every rank and lane'}")
         memory = result["memory"]
         print(f"memory per rank: predicted {show_bytes(memory['predicted_bytes'])}, "

@@ -161,18 +161,6 @@ def recorded_order(spans: Iterable[Span], rank: int, lane: str) -> list[str]:
     return [s.label for s in sorted((s for s in spans if (s.rank, s.lane) == (rank, lane)), key=lambda s: (s.start, s.end))]
 
 
-def busy(spans: Iterable[Span]) -> dict[tuple[int, str], float]:
-    """(rank, op) -> seconds in all its spans, waiting included [s].
-
-    >>> busy([Span("f:l0", "f", 0, "compute", 0, 1), Span("f:l1", "f", 0, "compute", 2, 4)])
-    {(0, 'f'): 3.0}
-    """
-    total: dict[tuple[int, str], float] = {}
-    for s in spans:
-        total[s.rank, s.op] = total.get((s.rank, s.op), 0.0) + s.seconds
-    return total
-
-
 def transfer_times(spans: Iterable[Span], ops: Collection[str] | None = None) -> dict[str, float]:
     """Label -> duration of the collective itself [s]: its shortest span among ranks, for the last to come does not wait.
 
@@ -188,3 +176,46 @@ def transfer_times(spans: Iterable[Span], ops: Collection[str] | None = None) ->
             groups.setdefault(s.label, []).append(s)
     return {label: float(min(s.seconds for s in group)) for label, group in groups.items()
             if any(s.nbytes for s in group) and len({s.rank for s in group}) > 1}  # fmt: skip
+
+
+def overlap(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
+    """Rank -> seconds of its transfers that are hidden (it computes meanwhile) and exposed (it does not) [s]. A collective
+    counts from when its last rank has come: what is before is waiting.
+
+    >>> overlap([Span("f", "f", 0, "compute", 0, 4), Span("x", "halo", 0, "comm", 3, 6, 8), Span("x", "halo", 1, "comm", 1, 6, 8)])
+    {0: (1.0, 2.0), 1: (0.0, 3.0)}
+    """
+    spans = list(spans)
+    alone = transfer_times(spans)
+    computing: dict[int, list[tuple[float, float]]] = {}
+    moving: dict[int, list[tuple[float, float]]] = {}
+    for s in spans:
+        if s.lane == "compute":
+            computing.setdefault(s.rank, []).append((s.start, s.end))
+        elif s.nbytes or s.label in alone:
+            moving.setdefault(s.rank, []).append((max(s.start, s.end - alone.get(s.label, s.seconds)), s.end))
+    found = {}
+    for rank, intervals in moving.items():
+        at_work = _merged(computing.get(rank, []))
+        total, hidden, first = 0.0, 0.0, 0
+        for start, end in _merged(intervals):
+            total += end - start
+            while first < len(at_work) and at_work[first][1] <= start:
+                first += 1
+            for a, b in at_work[first:]:
+                if a >= end:
+                    break
+                hidden += min(b, end) - max(a, start)
+        found[rank] = (hidden, total - hidden)
+    return dict(sorted(found.items()))
+
+
+def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Their union, in order."""
+    out: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((start, end))
+    return out

@@ -11,7 +11,7 @@ from typing import Any
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies.strategy import Prediction
-from gnnplan.planner.trace import LANE_ORDER, Span, recorded_order, transfer_times
+from gnnplan.planner.trace import LANE_ORDER, Span, overlap, recorded_order, transfer_times
 
 TRANSFERS = ("halo", "all_reduce", "preload", "input_halo")  # all ranks meet: the transfer is the shortest span of the group
 
@@ -87,7 +87,8 @@ def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], 
     epochs = len(metrics)
     warm = range(min(2, epochs - 1), epochs)  # the first steps allocate and build caches
     seen = per_operation(measured, warm)
-    played = per_operation(simulated, range(1, schedule.steps) if schedule.steps > 1 else range(1))
+    steady = range(min(1, schedule.steps - 1), schedule.steps)
+    played = per_operation(simulated, steady)
     told = predicted_per_operation(prediction)
     told.setdefault("pipeline:f", told.get("pipeline", 0.0) / 2)
     told.setdefault("pipeline:b", told.get("pipeline", 0.0) / 2)
@@ -102,16 +103,26 @@ def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], 
             counted[op] = counted.get(op, 0) + nbytes
     expected = {op: nbytes * epochs for op, nbytes in prediction.bytes.items()}
     volume = counted == expected and once == prediction.setup_bytes
+    open_s, hidden_s = _exposed(measured, warm)
+    exposed = _row("exposed communication", float(prediction.comm_s), _exposed(simulated, steady)[0], open_s)
     disorder = _disorder(schedule, measured, epochs)
     peak = max(rank["peak_device_bytes"] or rank["peak_rss_bytes"] for rank in ranks)
     return {
-        "step": step, "operations": rows,
+        "step": step, "operations": rows, "exposed": exposed, "hidden_s": hidden_s,
         "bytes": {"predicted": expected, "counted": counted, "setup_predicted": prediction.setup_bytes, "setup_counted": once,
                   "equal": volume},
         "order": {"equal": disorder is None, "first_difference": disorder},
         "memory": {"predicted_bytes": memory_bytes, "measured_bytes": peak, "error": memory_bytes / peak - 1},
         "wrong": _wrong(volume, disorder, step, rows),
     }  # fmt: skip
+
+
+def _exposed(spans: Iterable[Span], steps: range) -> tuple[float, float]:
+    """Seconds per step of transfers beside which the rank does not compute, and does: of the rank where most are exposed."""
+    spans = [span for span in spans if span.step in steps]
+    count = max(len({span.step for span in spans}), 1)
+    hidden, exposed = max(overlap(spans).values(), key=lambda pair: pair[1], default=(0.0, 0.0))
+    return exposed / count, hidden / count
 
 
 def _row(name: str, predicted: float | None, simulated: float | None, measured: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.schedule import LANES
-from gnnplan.planner.trace import LANE_ORDER, Span, busy, read_traces, recorded_order, transfer_times, write_traces
+from gnnplan.planner.trace import LANE_ORDER, Span, overlap, read_traces, recorded_order, transfer_times, write_traces
 
 SPANS = [
     Span("forward:f:l0:s0", "forward", 0, "compute", 0.0, 0.1, 0, 0),
@@ -153,8 +153,15 @@ def test_recorded_order_is_by_start_within_one_lane():
     assert recorded_order(spans, 0, "comm") == ["soon", "late"]
 
 
-def test_busy_adds_by_rank_and_op():
-    assert busy(SPANS) == pytest.approx({(0, "forward"): 0.1, (0, "halo"): 0.3, (1, "forward"): 0.3, (1, "halo"): 0.1, (1, "sample"): 0.05})
+def test_overlap_is_what_moves_beside_computation():
+    """Two transfers at once count once; waiting for the last rank is neither hidden nor exposed."""
+    spans = [
+        Span("f:s0", "f", 0, "compute", 0.0, 2.0), Span("f:s1", "f", 0, "compute", 5.0, 6.0),
+        Span("halo:s0", "halo", 0, "comm", 1.0, 4.0, 8), Span("all_reduce:s0", "all_reduce", 0, "reduce", 3.5, 5.5, 8),
+        Span("halo:s0", "halo", 1, "comm", 0.0, 4.0, 8), Span("receive:s0", "receive", 1, "receive", 4.0, 9.0),
+    ]  # fmt: skip
+    assert overlap(spans) == {0: (1.5, 3.0), 1: (0.0, 3.0)}
+    assert overlap(spans[:2]) == {}
 
 
 def test_the_transfer_is_the_shortest_span_of_its_group():
