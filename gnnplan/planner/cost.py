@@ -1,23 +1,30 @@
 """The only place where work becomes seconds: roofline for compute, alpha-beta over ports for transfers.
 
-A transfer keeps *ports* busy: a GPU's way out and in inside its server, a server's network card out and in. Alone it
-takes its latency plus its busiest port (the port bound, exact on a non-blocking fabric within 0.5 %); the simulator
-shares ports between transfers that overlap.
+A transfer keeps *ports* busy. Which ones follows from where two GPUs sit:
+
+    same island         the island's link, out of one GPU and into the other (NVLink)
+    same server         the GPU's way out and in (PCIe), and the uplinks of their switches where these differ
+    different servers   the network cards out and in, and the uplink of a switch that does not have the card to itself
+
+Alone a transfer takes its latency plus its busiest port: no schedule can be faster than the sum of what has to pass a port,
+and on a non-blocking fabric max-min fair flows come within 0.5 % of that bound. The simulator shares ports between transfers that
+overlap. An all-reduce is a ring that visits servers one after the other, in them islands, in them switches; where servers have
+several cards there is a ring per card, each with its share (as NCCL does it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any, NamedTuple
+from functools import cached_property, reduce
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.schedule import Collective, Compute, Send
 from gnnplan.planner.specs import Cluster, Link, Placement
 
-Port = tuple[str, int]  # ('gpu_out', rank) | ('gpu_in', rank) | ('nic_out', server) | ('nic_in', server)
+Port = tuple[str, int]  # ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', card), and the same with 'in'
 Number = Any  # float or numpy array: closed forms are evaluated over many candidates at once
 
 
@@ -34,18 +41,54 @@ class Transfer(NamedTuple):
         return self.latency + (reduce(np.maximum, values) if any(map(np.ndim, values)) else max(values, default=0.0))
 
 
-@dataclass(frozen=True)
-class Cost:
-    """A cluster's numbers, ready for hot loops. `servers[r]` is the server of rank r."""
+class Places(NamedTuple):
+    """Of every rank: what it shares with others, numbered over the whole cluster. int [ranks], but for `uplinked`."""
 
-    cluster: Cluster
-    servers: tuple[int, ...]
+    server: np.ndarray
+    island: np.ndarray
+    switch: np.ndarray
+    card: np.ndarray
+    uplinked: np.ndarray  # bool: its way to the card leaves the switch
 
     @classmethod
-    def of(cls, cluster: Cluster, ranks: int | None = None) -> Cost:
-        """Ranks fill the servers in order: rank r sits on server r // gpus_per_server."""
-        ranks = cluster.ranks if ranks is None else ranks
-        return cls(cluster, tuple(r // cluster.gpus_per_server for r in range(ranks)))
+    def of(cls, cluster: Cluster, seats: Sequence[int]) -> Places:
+        each = cluster.gpus_per_server
+        server, gpu = np.divmod(np.asarray(seats, dtype=np.int64), each)
+
+        def numbered(lists: Sequence[Sequence[int]]) -> np.ndarray:
+            where = np.zeros(each, dtype=np.int64)
+            for number, gpus in enumerate(lists):
+                where[list(gpus)] = number
+            return np.asarray(server * len(lists) + where[gpu])
+
+        everyone = (tuple(range(each)),)
+        cards, switches = cluster.nics or everyone, cluster.switches or everyone
+        own = [any(set(card) <= set(switch) for switch in switches) for card in cards]
+        card = numbered(cards)
+        return cls(server, numbered(cluster.islands or tuple((g,) for g in range(each))), numbered(switches), card,
+                   ~np.asarray(own)[card % len(cards)])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A cluster's numbers, ready for hot loops. `seats[r]`: the GPU of rank r, counted over all servers."""
+
+    cluster: Cluster
+    seats: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cluster: Cluster, seats: Sequence[int] = ()) -> Cost:
+        """Without seats, ranks fill the servers in order: rank r sits on GPU r, server r // gpus_per_server."""
+        return cls(cluster, tuple(seats) or tuple(range(cluster.ranks)))
+
+    @cached_property
+    def places(self) -> Places:
+        return Places.of(self.cluster, self.seats)
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """The server of each rank."""
+        return tuple(self.places.server.tolist())
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
@@ -67,14 +110,17 @@ class Cost:
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
-    def link(self, op: str, placement: Placement) -> Link:
+    def link(self, op: str, where: Placement | Literal["switch"]) -> Link:
         """As measured for this operation there, else the link itself."""
-        plain = self.cluster.intra_node if placement == "intra_node" else self.cluster.inter_node
-        assert plain is not None  # specs: more than one server has an inter_node
-        return self.cluster.collectives.get(f"{op}.{placement}", plain)
+        plain: Link | None = getattr(self.cluster, where)
+        assert plain is not None  # specs: what has a place has a link
+        return self.cluster.collectives.get(f"{op}.{where}", plain)
 
     def placement(self, a: int, b: int) -> Placement:
-        return "intra_node" if self.servers[a] == self.servers[b] else "inter_node"
+        at = self.places
+        if at.server[a] != at.server[b]:
+            return "inter_node"
+        return "island" if at.island[a] == at.island[b] else "intra_node"
 
     def send(self, rank: int, work: Send) -> Transfer:
         return self._pairwise("send", np.array([rank]), np.array([work.peer]), np.array([work.nbytes]))
@@ -84,43 +130,107 @@ class Cost:
         first = next(iter(parts.values()))
         if first.op == "all_reduce":
             return self.all_reduce(first.size, first.group)
-        sent = np.zeros((len(self.servers),) * 2)
+        sent = np.zeros((len(self.seats),) * 2)
         for rank, part in parts.items():
             for peer, nbytes in part.sent:
                 sent[rank, peer] = nbytes
         return self.exchange(sent)
 
-    def exchange(self, sent: np.ndarray) -> Transfer:
-        """Pairwise irregular all-to-all, `sent[i, j]` bytes from i to j; each rank starts its messages one after the other."""
+    def exchange(self, sent: np.ndarray, group: Sequence[int] | None = None) -> Transfer:
+        """Pairwise irregular all-to-all among `group` (all ranks), `sent[i, j]` bytes from its i-th to its j-th; each rank starts its
+        messages one after the other."""
         source, target = np.nonzero(sent)
-        return self._pairwise("exchange", source, target, sent[source, target])
+        nbytes = sent[source, target]
+        if group is not None:
+            source, target = np.asarray(group)[source], np.asarray(group)[target]
+        return self._pairwise("exchange", source, target, nbytes)
+
+    def ring(self, group: Sequence[int]) -> list[tuple[int, int]]:
+        """The hops of an all-reduce: server by server, in them island by island and switch by switch."""
+        at, islands = self.places, bool(self.cluster.islands)
+        order = sorted(group, key=lambda r: (at.server[r], at.island[r] if islands else 0, at.switch[r], self.seats[r]))
+        return [(a, order[(i + 1) % len(order)]) for i, a in enumerate(order)]
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
-        """Ring: 2 (n-1) hops of size / n bytes; servers are visited one after the other, so a card carries the ring once."""
-        n = len(group)
+        """Ring: 2 (n-1) hops of size / n bytes, so that 2 (n-1) / n size pass between every two neighbours."""
+        n, at = len(group), self.places
         if n == 1:
             return Transfer(0.0, {})
-        wire, busy = 2 * (n - 1) / n * size, {}
-        spans = len({self.servers[r] for r in group}) > 1
-        inside, slowest = self.link("all_reduce", "intra_node"), self.link("all_reduce", "inter_node" if spans else "intra_node")
-        for rank in group:
-            busy[("gpu_out", rank)] = busy[("gpu_in", rank)] = wire / inside.bandwidth
-        if spans:
-            for server in {self.servers[r] for r in group}:
-                busy[("nic_out", server)] = busy[("nic_in", server)] = wire / slowest.bandwidth
-        return Transfer(2 * (n - 1) * slowest.latency, busy)
+        wire, busy, latency = 2 * (n - 1) / n * size, dict[Port, Number](), 0.0
+
+        def load(port: str, number: int, nbytes: float, link: Link) -> None:
+            busy[port, number] = busy.get((port, number), 0.0) + nbytes / link.bandwidth
+
+        for a, b in self.ring(group):
+            where = self.placement(a, b)
+            link = self.link("all_reduce", where)
+            hop = link.latency
+            if where != "inter_node":
+                port = "gpu" if where == "intra_node" else "island"
+                load(f"{port}_out", a, wire, link)
+                load(f"{port}_in", b, wire, link)
+                if where == "intra_node" and at.switch[a] != at.switch[b]:
+                    uplink = self.link("all_reduce", "switch")
+                    load("switch_out", int(at.switch[a]), wire, uplink)
+                    load("switch_in", int(at.switch[b]), wire, uplink)
+                    hop = hop + uplink.latency
+            latency = np.maximum(latency, hop) if np.ndim(hop) else max(latency, hop)
+        if len({self.servers[r] for r in group}) > 1:
+            doors: dict[int, dict[int, int]] = {}  # server -> card -> the rank that uses it
+            for rank in group:
+                doors.setdefault(self.servers[rank], {}).setdefault(int(at.card[rank]), rank)
+            for door in doors.values():
+                for card, rank in door.items():
+                    for way in ("out", "in"):
+                        load(f"nic_{way}", card, wire / len(door), self.link("all_reduce", "inter_node"))
+                        if at.uplinked[rank]:
+                            load(f"switch_{way}", int(at.switch[rank]), wire / len(door), self.link("all_reduce", "switch"))
+        return Transfer(2 * (n - 1) * latency, busy)
 
     def _pairwise(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray) -> Transfer:
-        server = np.asarray(self.servers)
-        inside = server[source] == server[target]
         latency: Number = 0.0
         busy: dict[Port, Number] = {}
-        for where, chosen, kind, at in (("intra_node", inside, "gpu", np.arange(len(server))), ("inter_node", ~inside, "nic", server)):
-            if not chosen.any():
-                continue
-            link = self.link(op, where)  # type: ignore[arg-type]
-            latency = latency + np.bincount(source[chosen]).max() * link.latency
-            for way, end in (("out", source), ("in", target)):
-                load = np.bincount(at[end[chosen]], weights=nbytes[chosen])
-                busy.update({(f"{kind}_{way}", int(port)): load[port] / link.bandwidth for port in np.flatnonzero(load)})
+        for port, link, starts, loads in self.loads(op, source, target, nbytes):
+            latency = latency + starts * link.latency
+            for way, load in loads.items():
+                busy.update({(f"{port}_{way}", int(i)): load[i] / link.bandwidth for i in np.flatnonzero(load)})
         return Transfer(latency, busy)
+
+    def loads(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray,
+              ) -> Iterator[tuple[str, Link, int, dict[str, np.ndarray]]]:  # fmt: skip
+        """By kind of port in use: its name, its link, the most messages that one rank starts over it, bytes per port out and in."""
+        at, everyone = self.places, np.arange(len(self.seats))
+        within = at.server[source] == at.server[target]
+        near = at.island[source] == at.island[target]
+        climbing = within & ~near & (at.switch[source] != at.switch[target])
+        where: tuple[tuple[str, Placement | Literal["switch"], np.ndarray, np.ndarray, np.ndarray], ...] = (
+            ("island", "island", near, near, everyone),
+            ("gpu", "intra_node", within & ~near, within & ~near, everyone),
+            ("switch", "switch", climbing | ~within & at.uplinked[source], climbing | ~within & at.uplinked[target], at.switch),
+            ("nic", "inter_node", ~within, ~within, at.card),
+        )
+        for port, place, out, into, numbers in where:
+            used = out | into
+            if used.any():
+                yield port, self.link(op, place), int(np.bincount(source[used]).max()), {
+                    "out": np.bincount(numbers[source[out]], weights=nbytes[out]),
+                    "in": np.bincount(numbers[target[into]], weights=nbytes[into]),
+                }  # fmt: skip
+
+    def bytes_by_link(self, sent: np.ndarray) -> dict[Placement, int]:
+        """Where the bytes of an exchange [ranks, ranks] pass."""
+        at = self.places
+        within, near = np.equal.outer(at.server, at.server), np.equal.outer(at.island, at.island)
+        shares: dict[Placement, int] = {"island": int(sent[near].sum()), "intra_node": int(sent[within & ~near].sum()),
+                                        "inter_node": int(sent[~within].sum())}  # fmt: skip
+        return {where: nbytes for where, nbytes in shares.items() if nbytes}
+
+    def ring_by_link(self, wire: int, group: Sequence[int]) -> dict[Placement, int]:
+        """Where the bytes of an all-reduce, `wire` over all hops, pass; whole bytes that add up."""
+        hops = [self.placement(a, b) for a, b in self.ring(group)]
+        shares: dict[Placement, int] = {}
+        order: tuple[Placement, ...] = ("inter_node", "island", "intra_node")
+        kinds = [where for where in order if where in hops]
+        for where in kinds[:-1]:
+            shares[where] = wire * hops.count(where) // len(hops)
+        return {**shares, kinds[-1]: wire - sum(shares.values())}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
+from gnnplan.planner.chunks import ChunkFacts, Chunks, estimated_chunks
 from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.formulas import expected_halo_rows
@@ -14,17 +15,7 @@ from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import LayerFacts, Layout
 from gnnplan.planner.partition import partition
-from gnnplan.planner.schedule import share
 from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
-
-
-@dataclass(frozen=True)
-class ChunkFacts:
-    """The graph cut in K chunks: arrays [K]. `sources`: distinct rows that a chunk's edges read, its own included."""
-
-    rows: np.ndarray
-    edges: np.ndarray
-    sources: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -104,6 +95,12 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
             f"(servers: {cluster.servers}); use --ranks {cluster.ranks} or less, or --set gpus_per_server={each}"
         )
     changed: dict[str, object] = {"servers": servers, "gpus_per_server": each}
+    for name in ("islands", "switches", "nics"):
+        lists = getattr(cluster, name)
+        if lists and each > cluster.gpus_per_server:
+            raise SpecError(f"--ranks {ranks} asks for {each} ranks per server, but {name} of cluster {cluster.name} holds "
+                            f"{cluster.gpus_per_server}; use --ranks {cluster.ranks} or less, or add them to {name}")  # fmt: skip
+        changed[name] = tuple(kept for gpus in lists if (kept := tuple(g for g in gpus if g < each)))
     if cluster.device.kind == "cpu" and cluster.cores:
         slower = max(1.0, each / cluster.cores) / max(1.0, cluster.gpus_per_server / cluster.cores)
         device = cluster.device
@@ -120,19 +117,23 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """One question. `graph` is None where only statistics are known; then plans are estimates and cannot be run."""
+    """One question. `graph` is None where only statistics are known; then plans are estimates and cannot be run.
+
+    `seats[r]` is the GPU that rank r sits on, counted over all servers (grouping.py chooses); empty: all GPUs in order.
+    """
 
     stats: GraphStats
     graph: Graph | None
     workload: Workload
     cluster: Cluster
     method: str = "metis"
-    _layouts: dict[int, Layout | EstimatedLayout] = field(default_factory=dict, compare=False, repr=False)
-    _chunks: dict[int, ChunkFacts] = field(default_factory=dict, compare=False, repr=False)
+    seats: tuple[int, ...] = ()
+    _layouts: dict[object, Layout | EstimatedLayout] = field(default_factory=dict, compare=False, repr=False)
+    _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
-        return self.cluster.ranks
+        return len(self.seats) or self.cluster.ranks
 
     @cached_property
     def model(self) -> Model:
@@ -140,52 +141,53 @@ class Job:
 
     @cached_property
     def cost(self) -> Cost:
-        return Cost.of(self.cluster)
+        return Cost.of(self.cluster, self.seats)
 
     @property
     def servers(self) -> tuple[int, ...]:
+        """The server of each rank."""
         return self.cost.servers
+
+    @property
+    def by_gpu(self) -> tuple[int, ...]:
+        """Ranks in the order of their GPUs: what torchrun and srun call rank k is rank by_gpu[k]."""
+        return tuple(int(rank) for rank in np.argsort(self.cost.seats))
+
+    def seated(self, seats: tuple[int, ...]) -> Job:
+        """The same question with its ranks on these GPUs."""
+        return replace(self, seats=() if seats == tuple(range(self.cluster.ranks)) else seats)
 
     def layout(self, depth: int = 0) -> Layout | EstimatedLayout:
         """Rows of every rank at every layer. Depth 0 cuts the graph in a part per rank; deeper ones in a part per server first."""
-        depth = min(depth, self.workload.layers - self.model.first_varying) if self.cluster.servers > 1 else 0
-        if depth not in self._layouts:
+        depth = min(depth, self.workload.layers - self.model.first_varying) if len(set(self.servers)) > 1 else 0
+        key = (depth, self.servers if depth else self.ranks)
+        if key not in self._layouts:
             args = (self.servers, self.workload.layers, self.model.first_varying, depth)
             if self.graph is None:
-                self._layouts[depth] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args)
+                self._layouts[key] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args)
             else:
-                self._layouts[depth] = Layout(self.graph, self._owner(depth), *args)
-        return self._layouts[depth]
+                self._layouts[key] = Layout(self.graph, self._owner(depth), *args)
+        return self._layouts[key]
 
     def _owner(self, depth: int) -> np.ndarray:
         assert self.graph is not None
         if depth == 0:
             return partition(self.graph, self.ranks, self.method)
-        first_rank = np.searchsorted(self.servers, np.arange(self.cluster.servers))  # the layout cuts inside servers
-        return first_rank[partition(self.graph, self.cluster.servers, self.method)]
+        _, first_rank = np.unique(self.servers, return_index=True)  # the layout cuts inside servers
+        return np.asarray(first_rank[partition(self.graph, len(first_rank), self.method)])
 
     def chunk_of(self, chunks: int) -> np.ndarray:
         """Chunk of every vertex, int32 [N]."""
         assert self.graph is not None
         return partition(self.graph, chunks, self.method)
 
-    def chunks(self, chunks: int) -> ChunkFacts:
-        """Counts of the graph cut in `chunks` chunks."""
-        if chunks not in self._chunks:
-            self._chunks[chunks] = self._count_chunks(chunks)
-        return self._chunks[chunks]
+    def cut(self, chunks: int, members: int = 1) -> Chunks:
+        """The graph in `chunks` chunks, each over the members of a stage."""
+        assert self.graph is not None
+        if (chunks, members) not in self._chunks:
+            self._chunks[chunks, members] = Chunks(self.graph, self.chunk_of(chunks), chunks, members)
+        return self._chunks[chunks, members]
 
-    def _count_chunks(self, chunks: int) -> ChunkFacts:
-        n, e = self.stats.vertices, self.stats.edges
-        if self.graph is None:
-            rows = np.array([share(n, chunks, i) for i in range(chunks)])
-            return ChunkFacts(rows, rows * (e / n), rows + float(expected_halo_rows(n, chunks, min(e / n**2, 0.5))) / chunks)
-        of = self.chunk_of(chunks).astype(np.int64)
-        degree = np.diff(self.graph.indptr)
-        reader = np.repeat(of, degree)
-        pairs = np.unique(np.concatenate([reader * n + self.graph.indices, of * n + np.arange(n)]))
-        return ChunkFacts(
-            np.bincount(of, minlength=chunks),
-            np.bincount(of, weights=degree, minlength=chunks).astype(np.int64),
-            np.bincount(pairs // n, minlength=chunks),
-        )
+    def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
+        """Counts of `cut`, estimated where the graph is not known."""
+        return estimated_chunks(self.stats, chunks, members) if self.graph is None else self.cut(chunks, members).facts

@@ -6,13 +6,14 @@ once (cost.py, profile.py) and then work on arrays.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from gnnplan.planner.units import kind, quantity
 
-Placement = Literal["intra_node", "inter_node"]
+Placement = Literal["island", "intra_node", "inter_node"]
 MOST_RANKS = 4096  # a plan looks at every pair of them
 
 
@@ -66,15 +67,40 @@ class Device(Spec):
     overlap_tax: float = Field(0.0, ge=0.0, le=1.0)  # share of a transfer's seconds that computation beside it loses
 
 
+def _lists(value: object) -> object:
+    """--set gives them as text: '[[0, 1], [2, 3]]'."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError(f"must be lists of GPUs such as [[0, 1], [2, 3]], not {value!r}") from None
+
+
+GPUs = Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeValidator(_lists)]
+
+
 class Cluster(Spec):
-    """Servers with equal GPUs. `collectives` holds what was measured, as 'all_reduce.intra_node'; links serve for the rest."""
+    """Servers with equal GPUs. `collectives` holds what was measured, as 'all_reduce.intra_node'; links serve for the rest.
+
+    What a server is made of may be told by lists of its GPUs (0 to gpus_per_server - 1), alike in every server:
+
+        islands: [[0, 1], [2, 3]]         island: {bandwidth: 100GB/s}    GPUs of an island have this link between them (NVLink)
+        switches: [[0, 1], [2, 3]]        switch: {bandwidth: 12GB/s}     what leaves a PCIe switch shares its uplink
+        nics: [[0, 1], [2, 3]]            each list has a network card of inter_node's bandwidth of its own
+    """
 
     name: str = "unnamed"
     servers: int = Field(1, ge=1, le=100_000)
     gpus_per_server: int = Field(1, ge=1, le=1024)
     device: Device
-    intra_node: Link
-    inter_node: Link | None = None  # one network card per server
+    intra_node: Link  # between GPUs of a server that share no island
+    inter_node: Link | None = None  # one network card per server, or one per list of nics
+    islands: GPUs = ()
+    island: Link | None = None
+    switches: GPUs = ()
+    switch: Link | None = None
+    nics: GPUs = ()
     cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server
     collectives: dict[str, Link] = Field(default_factory=dict)
     provenance: dict[str, str] = Field(default_factory=dict)  # field -> 'measured 2026-11-20 on ...' | 'datasheet' | 'assumed'
@@ -91,11 +117,31 @@ class Cluster(Spec):
             raise ValueError(f"servers is {self.servers}, so inter_node (the link between servers) must be given")
         return self
 
+    @model_validator(mode="after")
+    def _holds_every_gpu_once(self) -> Cluster:
+        """Raises ValueError where a list of GPUs is no partition of a server's, or where it and its link do not come together."""
+        last = self.gpus_per_server - 1
+        for name, lists in (("islands", self.islands), ("switches", self.switches), ("nics", self.nics)):
+            named = [gpu for gpus in lists for gpu in gpus]
+            if lists and sorted(named) != list(range(last + 1)):
+                wrong = {"twice": {g for g in named if named.count(g) > 1}, "not there": {g for g in named if g > last},
+                         "missing": set(range(last + 1)) - set(named)}  # fmt: skip
+                told = ", ".join(f"{what}: {', '.join(map(str, sorted(gpus)))}" for what, gpus in wrong.items() if gpus)
+                raise ValueError(f"{name} must hold each of a server's {last + 1} GPUs (0 to {last}) once ({told}); mend the lists or "
+                                 "gpus_per_server")  # fmt: skip
+            if not all(lists):
+                raise ValueError(f"{name} has an empty list; leave it out")
+        for name, lists, link in (("islands", self.islands, "island"), ("switches", self.switches, "switch")):
+            if bool(lists) != (getattr(self, link) is not None):
+                absent, given = (link, name) if lists else (name, link)
+                raise ValueError(f"{given} is given, so {absent} must be given too ({name}: lists of GPUs, {link}: bandwidth and latency)")
+        return self
+
 
 class Workload(Spec):
     """A GNN and how it is trained."""
 
-    model: Literal["gcn", "sage", "gcnii"] = "sage"
+    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn"] = "sage"
     layers: int = Field(3, ge=1, le=10_000)
     hidden: int = Field(256, ge=1, le=1_000_000)
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
@@ -109,6 +155,18 @@ class Workload(Spec):
     dtype: Literal["float32", "float64"] = "float32"
     alpha: float = Field(0.1, ge=0.0, le=1.0)  # GCNII: strength of the initial residual
     theta: float = Field(0.5, gt=0.0)  # GCNII: beta_l = log(theta / l + 1)
+    heads: int = Field(4, ge=1)  # GAT: of hidden layers; the last has one
+    aggregation: Literal["softmax", "sum"] = "softmax"  # ResGCN+
+    norm: Literal["none", "layer", "batch"] | None = None  # before the activation of hidden layers; None: 'layer' for resgcn, else 'none'
+
+    @model_validator(mode="after")
+    def _is_a_model(self) -> Workload:
+        if self.model == "gat" and self.layers > 1 and self.hidden % self.heads:
+            fitting = max(n for n in range(1, self.heads + 1) if self.hidden % n == 0)
+            raise ValueError(f"hidden ({self.hidden}) must be a multiple of gat's heads ({self.heads}); use heads={fitting} or another hidden")
+        if self.model == "gcnii" and self.norm in ("layer", "batch"):
+            raise ValueError(f"gcnii is defined without a norm (norm: {self.norm}); use norm=none, or resgcn for a deep model with one")
+        return self
 
     @property
     def itemsize(self) -> int:

@@ -5,7 +5,7 @@ One list of operations per step (`step`) makes the closed form, the bytes and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
@@ -70,19 +70,28 @@ def step(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Iterator[Op
         total = (model.forward, model.backward)[at](layer, f.rows, f.sources, f.edges, how.narrow) + Compute(beside=beside)
         return total + model.project(layer + 1, f.rows)[at] if how.narrow else total
 
+    def moments(layer: int, way: str) -> Iterator[Op]:
+        """Batch norm's moments before the layer (L + 1: the decoder), and their gradient after it, summed over ranks."""
+        if job.ranks > 1 and (numbers := model.moments(layer)):
+            yield Op("moments", way, layer, size=numbers * model.itemsize)
+
     encode = model.encode(_local(layout, 0)) if model.encoder else None
     if encode:
         yield Op("encode", "f", work=encode[0])
     for layer in range(1, layers + 1):
+        yield from moments(layer, "f")
         if (moved := sent(like[layer], "f")) is not None:
             yield Op("halo", "f", layer, sent=moved)
         yield Op("forward", layer=layer, work=work(like[layer], "f"))
     forward, backward = model.finish(facts[like[layers]].rows)
+    yield from moments(layers + 1, "f")
     yield Op("loss", work=forward + backward)
+    yield from moments(layers + 1, "b")
     for layer in range(layers, 0, -1):
         yield Op("backward", layer=layer, work=work(like[layer], "b"))
         if (moved := sent(like[layer], "b")) is not None:
             yield Op("halo", "b", layer, sent=moved)
+        yield from moments(layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])
     if job.ranks > 1:
@@ -130,10 +139,9 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Predicti
     ports: dict[Port, Number] = {}  # seconds that each is busy
     by_op: dict[str, Any] = {}
     sent: dict[str, int] = {}
-    links = {"intra_node": 0, "inter_node": 0}
-    same = np.equal.outer(job.servers, job.servers)
+    links: dict[str, int] = {}
     computed: dict[int, Number] = {}  # by the identity of work that layers share
-    moved: dict[int, Transfer] = {}
+    moved: dict[int, tuple[Transfer, Mapping[Any, int]]] = {}
     for op in list(step(job, layout, how)):
         if op.work is not None:
             if id(op.work) not in computed:
@@ -144,24 +152,21 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Predicti
         elif op.sent is not None:
             lockstep, apart = lockstep + slowest(apart), 0.0
             if id(op.sent) not in moved:
-                moved[id(op.sent)] = cost.exchange(op.sent)
-            transfer = moved[id(op.sent)]
+                moved[id(op.sent)] = cost.exchange(op.sent), cost.bytes_by_link(op.sent)
+            transfer, by_link = moved[id(op.sent)]
             seconds = transfer.alone
             exchanged = exchanged + seconds
             _load(ports, transfer)
             sent["halo"] = sent.get("halo", 0) + int(op.sent.sum())
-            links["intra_node"] += int(op.sent[same].sum())
-            links["inter_node"] += int(op.sent[~same].sum())
+            _add(links, by_link)
         else:
             lockstep, apart = lockstep + slowest(apart), 0.0
             transfer = cost.all_reduce(op.size, range(job.ranks))
             reduced = seconds = transfer.alone
             _load(ports, transfer)
             wire = 2 * (job.ranks - 1) * op.size
-            sent["all_reduce"] = wire
-            across = wire * job.cluster.servers // job.ranks if job.cluster.servers > 1 else 0  # a ring leaves each server once
-            links["inter_node"] += across
-            links["intra_node"] += wire - across
+            sent[op.op] = sent.get(op.op, 0) + wire
+            _add(links, cost.ring_by_link(wire, range(job.ranks)))
         kind = op.label(0).kind
         by_op[kind] = by_op.get(kind, 0.0) + seconds
     busiest = slowest(compute)
@@ -173,7 +178,12 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Predicti
         exposed = exchanged + reduced
     waiting = np.maximum(epoch - busiest - exposed, 0.0)
     once = sum(int(op.sent.sum()) for op in setup(job, layout) if op.sent is not None)
-    return Prediction(epoch, busiest, exposed, waiting, sent, {k: v for k, v in links.items() if v}, once, by_op)
+    return Prediction(epoch, busiest, exposed, waiting, sent, links, once, by_op)
+
+
+def _add(links: dict[str, int], more: Mapping[Any, int]) -> None:
+    for where, nbytes in more.items():
+        links[where] = links.get(where, 0) + nbytes
 
 
 def _load(ports: dict[Port, Number], transfer: Transfer) -> None:
@@ -199,10 +209,10 @@ def schedule(job: Job, layout: Layout | EstimatedLayout, how: Manner, steps: int
                     out.tasks.append(Task(label, rank, "compute", _of_rank(op.work, rank), waits))
                     before, waits = label, ()
                 elif op.sent is not None:
-                    out.tasks.append(_exchange(op, rank, group, t, (before,) if before else ()))
+                    out.tasks.append(_exchange(op, rank, group, t, ((before,) if before else ()) + waits))
                     waits += (label._replace(step=t - how.staleness),)
                 else:
-                    out.tasks.append(all_reduce(label, rank, group, op.size, (before,) if before else ()))
+                    out.tasks.append(all_reduce(label, rank, group, op.size, ((before,) if before else ()) + waits))
                     waits += (label,)
     return out
 
