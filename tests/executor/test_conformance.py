@@ -24,7 +24,7 @@ SETTINGS = [  # ranks, servers, strategy, model, graph, dropout
     (3, 1, "graph_parallel(narrow=True)", "gcn", "multi", 0.0),
     (2, 1, "pipegcn", "sage", "rough", 0.5),
     (3, 1, "pipegcn", "gcnii", "rough", 0.0),
-    (2, 1, "pipegcn_gf", "gcn", "rough", 0.5),
+    (2, 1, "pipegcn_gf(narrow=True)", "gcn", "rough", 0.5),
     (4, 2, "pipegcn", "gcn", "islands", 0.0),
     (2, 1, "gnnpipe", "gcn", "rough", 0.0),
     (3, 1, "gnnpipe(chunks=5,shuffle=False)", "gcnii", "multi", 0.5),

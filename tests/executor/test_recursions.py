@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from plain import Aggregate, Plain, difference
+from plain import Plain, Read, difference
 from ranks import Case, Ranks
 from torch import Tensor
 
@@ -28,14 +28,17 @@ def workload(model: str, dropout: float, **more: object) -> dict[str, object]:
     return {"model": model, "layers": 4, "hidden": 8, "dropout": dropout, "lr": 0.05, "seed": 3, "dtype": "float64", **more}
 
 
-def mixing(plain: Plain, step: int, near: Tensor, far: Tensor, old: dict[int, Tensor]) -> Aggregate:
-    """Aggregate this step's rows along the edges of `near` and old rows along those of `far`, under the same masks."""
+def mixing(plain: Plain, step: int, near: Tensor, far: Tensor, old: dict[int, Tensor], constant: bool = False) -> Read:
+    """This step's rows along the edges of `near` and old rows along those of `far`, under the same masks; `constant`: no gradient
+    flows through old rows, nor to the norm that they pass."""
 
-    def aggregate(layer: int, h: Tensor) -> Tensor:
-        now = plain.drop(h, step, layer)
-        return near @ now + far @ plain.drop(old[layer], step, layer) if layer in old else plain.operator @ now
+    def read(layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in old:
+            return plain.operator, plain.prepare(layer, step, h)
+        now, before = plain.prepare(layer, step, h, old[layer]).split(len(h))
+        return torch.cat([near, far], 1), torch.cat([now, before.detach() if constant else before])
 
-    return aggregate
+    return read
 
 
 # -- PipeGCN -----------------------------------------------------------------------------------------------------------
@@ -72,7 +75,7 @@ def pipegcn(case: Case, part: np.ndarray, smoothing: str = "", gamma: float = 0.
             errors[f"b:l{layer}"].append(((home[layer] - gradient).square().sum(1) * (reads > 0)).sum().item())
             sent[layer] = keep["f"] * sent[layer] + (1 - keep["f"]) * true
             home[layer] = keep["g"] * home[layer] + (1 - keep["g"]) * gradient
-    return losses, plain.w, errors
+    return losses, plain.state, errors
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -101,6 +104,31 @@ def test_smoothing_is_pipegcns(run_ranks: Ranks, graphs: dict[str, str], model: 
     assert difference(result.weights, weights) <= 1e-9
     unsmoothed = pipegcn(case, part)[1]
     assert difference(result.weights, unsmoothed) > 1e-3
+
+
+def test_narrow_and_stale_lags_projected_rows(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """GCN, whose last layer alone shrinks its rows: of it the halo is x W of the step before, and so is its gradient."""
+    case = Case("pipegcn(narrow=True)", graphs["rough"], workload("gcn", 0.5, optimizer="sgd"), epochs=6)
+    part = case.job(3).layout().owner
+    plain, last = Plain(case), 4
+    same = torch.from_numpy(part[:, None] == part[None, :])
+    within, across = plain.operator * same, plain.operator * ~same
+    width = {2: 8, 3: 8, last: 4}
+    sent = {layer: torch.zeros(len(part), width[layer], dtype=torch.float64) for layer in width}
+    home = {layer: torch.zeros_like(rows) for layer, rows in sent.items()}
+    losses = []
+    for step in range(case.epochs):
+        stale = {layer: rows.clone().requires_grad_() for layer, rows in sent.items()}
+        _, rows = plain.forward(step, mixing(plain, step, within, across, {layer: stale[layer] for layer in (2, 3)}))
+        projected = plain.drop(rows[last - 1], step, last) @ plain.w[f"layers.{last}.weight"].T
+        loss = plain.loss(within @ projected + across @ stale[last] + plain.w[f"layers.{last}.bias"])
+        losses.append(loss.item())
+        exchanged = {2: rows[1], 3: rows[2], last: projected}
+        plain.descend(loss + sum((exchanged[layer] * home[layer]).sum() for layer in width))
+        sent, home = {layer: rows.detach() for layer, rows in exchanged.items()}, {layer: rows.grad for layer, rows in stale.items()}
+    result = run_ranks(3, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(result.weights, plain.w) <= 1e-9
 
 
 def test_no_smoothing_at_gamma_zero(run_ranks: Ranks, graphs: dict[str, str]) -> None:
@@ -144,14 +172,14 @@ def gnnpipe(case: Case, chunk: np.ndarray, shuffle: bool, historical_gradients: 
         past = epochs[period * (step // period)]
         history = {layer: past[layer - 1].clone().requires_grad_() for layer in layers}
 
-        logits, rows = plain.forward(step, mixing(plain, step, fresh, historical, history))
+        logits, rows = plain.forward(step, mixing(plain, step, fresh, historical, history, constant=not historical_gradients))
         loss = plain.loss(logits)
         losses.append(loss.item())
         plain.descend(loss + sum((rows[layer - 1] * late[layer]).sum() for layer in layers))
         epochs[step + 1] = [h.detach() for h in rows]
         if historical_gradients:
             late = {layer: history[layer].grad for layer in layers}
-    return losses, plain.w
+    return losses, plain.state
 
 
 TRICKS = [(*switches, 0.5) for switches in itertools.product((True, False), (False, True), (1, 3))]

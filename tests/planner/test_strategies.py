@@ -410,7 +410,6 @@ def test_words_that_make_no_strategy(text: str, words: str):
     ("gnnpipe(period=0)", r"period \(alpha\) is at least 1 .*, not 0"),
     ("graph_parallel(staleness=2)", r"staleness is 0 \(exact\) or 1 \(PipeGCN\), not 2"),
     ("graph_parallel(staleness=-1)", r"not -1"),
-    ("pipegcn(narrow=True)", r"use narrow=False with staleness=1"),
     ("graph_parallel(smoothing='f')", r"only stale rows are smoothed; use staleness=1"),
     ("pipegcn(smoothing='x')", r"smoothing is '' \(none\), 'f' .*not 'x'"),
     ("pipegcn_gf(gamma=1)", r"gamma lies in \[0, 1\) .*not 1; use 0.95"),

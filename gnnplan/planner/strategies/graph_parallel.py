@@ -14,8 +14,9 @@
     has received, v_t, per halo row and layer: for rows ('f'), for gradients ('g'), or both ('gf'). Same bytes, one more buffer.
 
 Bytes per epoch: 2 b sum_{l=2..L} H_{l-1} sum_i |B_i| + 2 (M-1) W b; the features' halo is sent once, at set-up.
-`narrow`: a layer that shrinks its rows multiplies before the exchange, so that min(H_{l-1}, H_l) numbers cross (exact;
-not with staleness, since then weights would be stale).
+`narrow`: a layer that shrinks its rows multiplies before the exchange, so that min(H_{l-1}, H_l) numbers cross: exact when
+synchronous; with staleness it is a variant of ours, for halo rows then lag together with the weights that they were
+multiplied by.
 Papers: PipeGCN (ICLR 2022) Alg. 1, Sec. 3.4; GNNPipe Sec. 2 for the baseline.
 """
 
@@ -64,7 +65,7 @@ class GraphParallel(Strategy):
     def candidates(cls, job: Job) -> Iterator[Strategy]:
         yield cls()
         if job.ranks > 1:
-            if any(layer.projects_first for layer in job.model.layers[1:]):
+            if job.model.narrows:
                 yield cls(narrow=True)
             for smoothing in SMOOTHINGS:
                 yield cls(staleness=1, smoothing=smoothing)
@@ -72,10 +73,6 @@ class GraphParallel(Strategy):
     def check(self, job: Job) -> None:
         if self.staleness not in (0, 1):
             raise SpecError(f"graph_parallel: staleness is 0 (exact) or 1 (PipeGCN), not {self.staleness}")
-        if self.staleness and self.narrow:
-            raise SpecError(
-                "graph_parallel: narrow exchanges projected rows, which would make weights stale; use narrow=False with staleness=1"
-            )
         if self.smoothing not in SMOOTHINGS:
             raise SpecError(f"pipegcn: smoothing is '' (none), 'f' (rows), 'g' (gradients) or 'gf' (both), not {self.smoothing!r}")
         if self.smoothing and not self.staleness:
