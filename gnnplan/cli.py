@@ -100,7 +100,7 @@ def plan(
     graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
     cluster: Annotated[str, typer.Option(help="A YAML file or a preset: local (this machine, as measured), gnnpipe_a5000, ...")] = "local",
     workload: Annotated[str | None, typer.Option(help="A YAML file with the fields that the options below override.")] = None,
-    model: Annotated[str | None, typer.Option(help="gcn, sage or gcnii.")] = None,
+    model: Annotated[str | None, typer.Option(help="gcn, sage, gcnii, gat or resgcn.")] = None,
     layers: Annotated[int | None, typer.Option(help="GNN layers.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout before every layer.")] = None,

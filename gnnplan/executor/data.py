@@ -24,23 +24,24 @@ def features(graph: Graph, rows: np.ndarray, workload: Workload, device: torch.d
 def weighted_block(
     graph: Graph, edges: str, dst: np.ndarray, src: np.ndarray, indptr: np.ndarray, indices: np.ndarray, workload: Workload
 ) -> Block:
-    """A Block with the weights that a layer's `edges` asks for, from degrees in the whole graph.
+    """A Block with the self edges and weights that a layer's `edges` asks for (models.Layer), from degrees in the whole graph.
 
     dst [R], src [S]: global ids of rows (dst are the first of src); CSR over dst with positions in src.
     """
+    if edges not in ("gcn", "mean", "one", "loop"):
+        raise ValueError(f"a layer's edges are 'gcn', 'mean', 'one' or 'loop', not {edges!r}")
     degree = np.diff(graph.indptr)
-    counts = np.diff(indptr)
-    reader = np.repeat(np.arange(dst.size), counts)
-    if edges == "mean":
-        weight = 1.0 / np.maximum(degree[dst], 1)[reader]
-    elif edges == "gcn":  # self edges come last in every row
-        out_degree = np.bincount(graph.indices, minlength=degree.size) if graph.stats.directed else degree
+    if edges in ("gcn", "loop"):  # self edges come last in every row
         indices = np.insert(indices, indptr[1:], np.arange(dst.size, dtype=indices.dtype))
         indptr = indptr + np.arange(dst.size + 1)
-        reader = np.repeat(np.arange(dst.size), counts + 1)
-        weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[indices])
+    if edges in ("one", "loop"):
+        return Block(indptr, indices, src.size)
+    reader = np.repeat(np.arange(dst.size), np.diff(indptr))
+    if edges == "mean":
+        weight = 1.0 / np.maximum(degree[dst], 1)[reader]
     else:
-        raise ValueError(f"a layer's edges are 'gcn' or 'mean', not {edges!r}")
+        out_degree = np.bincount(graph.indices, minlength=degree.size) if graph.stats.directed else degree
+        weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[indices])
     return Block(indptr, indices, src.size, weight.astype(np.float64 if workload.dtype == "float64" else np.float32))
 
 

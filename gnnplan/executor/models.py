@@ -2,6 +2,8 @@
 
 A layer is split where ranks may have to talk: `prepare` and `project` (row-wise; before the exchange if that narrows the
 rows), `gather` over a Block's edges, `update` (row-wise, on destinations). Widths and weights are those of planner/gnn.py.
+With a norm the layer before hands on raw rows, and norm, ReLU and dropout are the first thing that the reader does to them, so
+that it can do it to halo and historical rows too. Batch norm's moments, of the rows of all ranks, are an input like the rows.
 Shapes: R destination rows, S source rows, H_in, H_out.
 """
 
@@ -14,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.kernels import Block, aggregate, linear, linear_sum
+from gnnplan.executor.kernels import Block, aggregate, attend, linear, linear_sum, softmax_aggregate
+from gnnplan.planner import gnn
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.specs import Workload
 
@@ -22,14 +25,15 @@ Drop = Callable[[Tensor], Tensor]  # dropout of rows [S, H_in]: one mask per ver
 
 
 class Layer(Protocol):
-    """What a strategy needs of a layer. `edges` names the weights of its Block: 'gcn' (symmetric norm, self edges) or 'mean'."""
+    """What a strategy needs of a layer. `edges` names those of its Block: 'gcn' (symmetric norm, self edges), 'mean', 'one' (weight 1)
+    or 'loop' (weight 1, self edges)."""
 
     edges: str
     projects_first: bool
     linear: bool  # gather only weighs and adds: its gradient needs no rows
 
-    def prepare(self, x: Tensor, drop: Drop) -> Tensor:
-        """Row-wise [S, H_in] -> [S, H_in]: what comes before anything is read from neighbours."""
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
+        """Row-wise [S, H_in] -> [S, H_in]: what comes before anything is read from neighbours. moments [2, H_in]: see BatchNorm."""
 
     def project(self, rows: Tensor) -> Tensor:
         """Row-wise, prepared [S, H_in] -> [S, width]; called only where projects_first."""
@@ -40,7 +44,9 @@ class Layer(Protocol):
     def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
         """Row-wise: gathered [R, width], the destinations' prepared rows and inputs x [R, H_in], initial rows x0 -> [R, H_out]."""
 
-    def __call__(self, block: Block, x: Tensor, drop: Drop = ..., x0: Tensor | None = None, relu: bool = False) -> Tensor: ...
+    def __call__(
+        self, block: Block, x: Tensor, drop: Drop = ..., x0: Tensor | None = None, relu: bool = False, moments: Tensor | None = None
+    ) -> Tensor: ...
 
 
 def keep(x: Tensor) -> Tensor:
@@ -48,12 +54,73 @@ def keep(x: Tensor) -> Tensor:
     return x
 
 
+class BatchNorm(nn.Module):
+    """Batch norm over all vertices of the graph, whoever holds them (torch.nn.BatchNorm1d, momentum 0.1).
+
+    Each rank adds up its own rows (`sums`), an all-reduce makes the sums of the graph, `moments` [2, H] are their mean and variance:
+    an input of `forward`, whose gradient, added up over ranks, goes home to each rank's own rows by `home`.
+    """
+
+    eps, momentum = 1e-5, 0.1
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+
+    @torch.no_grad()
+    def sums(self, x: Tensor) -> Tensor:
+        """Sum and sum of squares of rows x [., H], less the running mean: small numbers keep their digits -> [2, H]."""
+        shifted = x - self.running_mean
+        return torch.stack([shifted.sum(0), shifted.square_().sum(0)])
+
+    @torch.no_grad()
+    def moments(self, sums: Tensor, count: int) -> Tensor:
+        """Mean and variance of `count` rows from their sums; the running ones take a step towards them."""
+        shift, square = sums / count
+        variance = (square - shift * shift).clamp_(min=0.0)
+        moments = torch.stack([self.running_mean + shift, variance])
+        self.running_mean += self.momentum * shift
+        self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
+        return moments
+
+    def forward(self, x: Tensor, moments: Tensor | None) -> Tensor:
+        """x [S, H] normalised by the moments, without (evaluation) by the running ones."""
+        mean, variance = (self.running_mean, self.running_var) if moments is None else moments
+        return torch.addcmul(self.bias, x - mean, self.weight * (variance + self.eps).rsqrt())
+
+    @staticmethod
+    @torch.no_grad()
+    def home(x: Tensor, moments: Tensor, gradient: Tensor, count: int) -> Tensor:
+        """The share of own rows x [., H] in the moments' gradient [2, H]."""
+        to_mean, to_variance = gradient / count
+        return torch.addcmul(to_mean, x - moments[0], 2 * to_variance)
+
+
+def norm_of(name: str, width: int) -> nn.Module | None:
+    return {"none": lambda _: None, "layer": nn.LayerNorm, "batch": BatchNorm}[name](width)
+
+
+def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tensor:
+    """Norm and ReLU."""
+    if norm is not None:
+        x = norm(x, moments) if isinstance(norm, BatchNorm) else norm(x)
+        return x.relu_()
+    return x.relu()
+
+
 class _Split(nn.Module):
     projects_first: bool
     linear = True
 
-    def prepare(self, x: Tensor, drop: Drop) -> Tensor:
-        return drop(x)
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__()
+        self.projects_first, self.activates = shape.projects_first, shape.activates
+        self.norm = norm_of(shape.norm, shape.h_in)
+
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
+        return drop(activated(self.norm, x, moments) if self.activates else x)
 
     def project(self, rows: Tensor) -> Tensor:
         raise NotImplementedError
@@ -64,9 +131,11 @@ class _Split(nn.Module):
     def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, block: Block, x: Tensor, drop: Drop = keep, x0: Tensor | None = None, relu: bool = False) -> Tensor:
+    def forward(
+        self, block: Block, x: Tensor, drop: Drop = keep, x0: Tensor | None = None, relu: bool = False, moments: Tensor | None = None
+    ) -> Tensor:
         """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
-        rows = self.prepare(x, drop)
+        rows = self.prepare(x, drop, moments)
         gathered = self.gather(block, self.project(rows) if self.projects_first else rows)
         return self.update(gathered, rows[: block.n_dst], x[: block.n_dst], x0, relu)
 
@@ -76,10 +145,9 @@ class GCNLayer(_Split):
 
     edges = "gcn"
 
-    def __init__(self, h_in: int, h_out: int, projects_first: bool = False) -> None:
-        super().__init__()
-        self.projects_first = projects_first
-        self.weight, self.bias = nn.Parameter(torch.empty(h_out, h_in)), nn.Parameter(torch.zeros(h_out))
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__(shape)
+        self.weight, self.bias = nn.Parameter(torch.empty(shape.h_out, shape.h_in)), nn.Parameter(torch.zeros(shape.h_out))
 
     def project(self, rows: Tensor) -> Tensor:
         return linear(rows, self.weight)
@@ -96,11 +164,10 @@ class SAGELayer(_Split):
 
     edges = "mean"
 
-    def __init__(self, h_in: int, h_out: int, projects_first: bool = False) -> None:
-        super().__init__()
-        self.projects_first = projects_first
-        self.weight = nn.Parameter(torch.empty(h_out, h_in))
-        self.weight_self, self.bias = nn.Parameter(torch.empty(h_out, h_in)), nn.Parameter(torch.zeros(h_out))
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__(shape)
+        self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
+        self.weight_self, self.bias = nn.Parameter(torch.empty(shape.h_out, shape.h_in)), nn.Parameter(torch.zeros(shape.h_out))
 
     def project(self, rows: Tensor) -> Tensor:
         return linear(rows, self.weight)
@@ -116,18 +183,72 @@ class GCNIILayer(_Split):
     """((1-a) A~ x + a x0) ((1-b) I + b W), b = log(theta / l + 1) (Chen et al. 2020, Eq. 5; DGL GCN2Conv)."""
 
     edges = "gcn"
-    projects_first = False
 
-    def __init__(self, hidden: int, layer: int, alpha: float, theta: float) -> None:
-        super().__init__()
-        self.alpha, self.beta = alpha, math.log(theta / layer + 1)
-        self.weight = nn.Parameter(torch.empty(hidden, hidden))
+    def __init__(self, shape: gnn.Layer, number: int, alpha: float, theta: float) -> None:
+        super().__init__(shape)
+        self.alpha, self.beta = alpha, math.log(theta / number + 1)
+        self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
 
     def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
         assert x0 is not None
         mixed = torch.lerp(gathered, x0, self.alpha)
         out = torch.lerp(mixed, linear(mixed, self.weight), self.beta)
         return out.relu_() if relu else out
+
+
+class GATLayer(_Split):
+    """Per head: sum over neighbours and itself of softmax_u(LeakyReLU(a_l z_u + a_r z_v)) z_u, z = x W; heads side by side, plus b
+    (Velickovic et al. 2018; DGL GATConv on A+I, without attention dropout)."""
+
+    edges = "loop"
+    linear = False
+
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__(shape)
+        self.heads, self.width = shape.heads, shape.h_out // shape.heads
+        self.weight, self.bias = nn.Parameter(torch.empty(shape.h_out, shape.h_in)), nn.Parameter(torch.zeros(shape.h_out))
+        self.attention = nn.Parameter(torch.empty(shape.heads, 2 * self.width))  # [a_l | a_r] of each head
+
+    def project(self, rows: Tensor) -> Tensor:
+        """[S, H_in] -> [S, H_out + heads]: z and each head's logit a_l z, so that both cross together."""
+        z = linear(rows, self.weight)
+        return torch.cat([z, self._logits(z, self.attention[:, : self.width])], 1)
+
+    def _logits(self, z: Tensor, vectors: Tensor) -> Tensor:
+        return (z.view(-1, self.heads, self.width) * vectors).sum(2)
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        z, of_source = rows.split([self.heads * self.width, self.heads], 1)
+        of_reader = self._logits(z[: block.n_dst], self.attention[:, self.width :])
+        return torch.cat([attend(block, head, of_source[:, i], of_reader[:, i]) for i, head in enumerate(z.split(self.width, 1))], 1)
+
+    def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
+        out = gathered + self.bias
+        return out.relu_() if relu else out
+
+
+class GENLayer(_Split):
+    """(aggregated messages relu(x_u) + 1e-7 of neighbours, plus x) W + b: GENConv of DeeperGCN (Li et al. 2020, Eq. 3-6) with a softmax
+    (temperature 1) or a sum. From layer 2 on x is norm, ReLU and dropout of the layer's inputs, which are added at the end (Res+)."""
+
+    edges = "one"
+    linear = False
+
+    def __init__(self, shape: gnn.Layer, aggregation: str) -> None:
+        super().__init__(shape)
+        self.softmax = aggregation == "softmax"
+        self.weight, self.bias = nn.Parameter(torch.empty(shape.h_out, shape.h_in)), nn.Parameter(torch.zeros(shape.h_out))
+
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
+        return super().prepare(x, drop, moments) if self.activates else x
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        messages = (rows if self.activates else rows.relu()) + 1e-7
+        return softmax_aggregate(block, messages) if self.softmax else aggregate(block, messages)
+
+    def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
+        out = linear(gathered + rows, self.weight, self.bias)
+        return out + x if self.activates else out
 
 
 class Net(nn.Module):
@@ -142,21 +263,27 @@ class Net(nn.Module):
         for number in self.which:
             shape = shapes.layers[number - 1]
             if workload.model == "gcnii":
-                layer: nn.Module = GCNIILayer(shape.h_in, number, workload.alpha, workload.theta)
+                layer: nn.Module = GCNIILayer(shape, number, workload.alpha, workload.theta)
+            elif workload.model == "resgcn":
+                layer = GENLayer(shape, workload.aggregation)
             else:
-                layer = {"gcn": GCNLayer, "sage": SAGELayer}[workload.model](shape.h_in, shape.h_out, shape.projects_first)
+                layer = {"gcn": GCNLayer, "sage": SAGELayer, "gat": GATLayer}[workload.model](shape)
             self.layers[str(number)] = layer
         self.encoder = nn.Linear(*shapes.encoder) if shapes.encoder and 1 in self.which else None
         self.decoder = nn.Linear(*shapes.decoder) if shapes.decoder and self.total in self.which else None
-        self.residual = shapes.encoder is not None  # hidden layers all end in ReLU, and x0 is the encoder's output
+        self.activates_last = shapes.activates_last
+        self.norm = norm_of(shapes.norm, self.decoder.in_features) if self.decoder and self.activates_last else None
+        self.initial = shapes.hands_on_initial  # layers read the encoder's output x0; it and they end in ReLU
+        self.relu = [self.initial or (0 < n < self.total and not shapes.layers[n].activates) for n in range(self.total + 1)]
         self.to(torch.float64 if workload.dtype == "float64" else torch.float32)
         self._initialise(workload.seed)
 
     def _initialise(self, seed: int) -> None:
-        """Glorot for matrices, zero for biases; every parameter from its own stream (seed, place in the model, name)."""
+        """Glorot for matrices, zero for biases, one for norms' weights; every matrix from its own stream (seed, place in the model,
+        name)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
-                nn.init.zeros_(parameter)
+                parameter.data.fill_(float(name.endswith("norm.weight")))
                 continue
             parts = name.split(".")
             place = int(parts[1]) if parts[0] == "layers" else {"encoder": 0, "decoder": self.total + 1}[parts[0]]
@@ -169,11 +296,21 @@ class Net(nn.Module):
         return self.layers[str(number)]  # type: ignore[return-value]
 
     def relu_after(self, number: int) -> bool:
-        return self.residual or number < self.total
+        """Whether layer `number` (0: the encoder) ends in ReLU."""
+        return self.relu[number]
 
-    def encode(self, x: Tensor) -> Tensor:
+    def batch_norm(self, number: int) -> BatchNorm | None:
+        """What needs moments before the layer (L + 1: the decoder)."""
+        norm = self.norm if number > self.total else self.layer(number).norm  # type: ignore[attr-defined]
+        return norm if isinstance(norm, BatchNorm) else None
+
+    def encode(self, x: Tensor, drop: Drop = keep) -> Tensor:
         assert self.encoder is not None
-        return linear(x, self.encoder.weight, self.encoder.bias, relu=True)
+        return linear(drop(x) if self.initial else x, self.encoder.weight, self.encoder.bias, relu=self.relu_after(0))
 
-    def decode(self, h: Tensor, drop: Drop = keep) -> Tensor:
-        return h if self.decoder is None else linear(drop(h), self.decoder.weight, self.decoder.bias)
+    def decode(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
+        if self.decoder is None:
+            return h
+        if self.activates_last:
+            h = activated(self.norm, h, moments)
+        return linear(drop(h), self.decoder.weight, self.decoder.bias)

@@ -1,8 +1,9 @@
 """What a GNN is to a plan: widths, weights and the work of a layer. The executor's models have the same shapes.
 
-A layer is a row-wise `project`, an aggregation over edges and a row-wise `update` (executor/models.py). Where its
-output is narrower than its input it may project first; an optional row-wise encoder comes before the first layer and
-a decoder after the last (GCNII). Layer l reads h_{l-1} [rows, H_{l-1}] and writes h_l [rows, H_l].
+A layer is a row-wise `prepare` (norm, activation, dropout) and `project`, an aggregation over edges and a row-wise `update`
+(executor/models.py). Where its output is narrower than its input it may project first, and attention always does; an
+optional row-wise encoder comes before the first layer and a decoder after the last (GCNII, ResGCN+). Layer l reads
+h_{l-1} [rows, H_{l-1}] and writes h_l [rows, H_l]; the decoder reads h_L and counts as layer L + 1.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ class Layer:
     matrices: int
     weights: int
     self_edges: bool  # aggregates over its own row too
-    projects_first: bool  # its output is narrower: multiply, then aggregate
+    projects_first: bool  # its output is narrower, or it is attention: multiply, then aggregate
+    sums: int = 1  # aggregations over the edges: a softmax of messages is a ratio of two
+    heads: int = 0  # of attention; each has a logit per source row, which goes with the projected row
+    activates: bool = False  # norm and ReLU are the first thing it does to its inputs, not the last that the layer before did
+    norm: str = "none"  # of its inputs, where it activates: 'layer' or 'batch'
+
+    @property
+    def projected(self) -> int:
+        """Numbers per projected row."""
+        return self.h_out + self.heads
 
 
 @dataclass(frozen=True)
 class Model:
-    """`first_varying`: index of the first layer input that changes from epoch to epoch (features do not)."""
+    """`first_varying`: index of the first layer input that changes from epoch to epoch (features do not).
+    `norm`: 'none', 'layer' or 'batch'."""
 
     layers: tuple[Layer, ...]
     encoder: tuple[int, int] | None
@@ -40,6 +51,8 @@ class Model:
     features: int
     classes: int
     hands_on_initial: bool  # GCNII: a pipeline stage hands h_0 on as well
+    norm: str = "none"
+    activates_last: bool = False  # norm and ReLU before the decoder
 
     @property
     def first_varying(self) -> int:
@@ -48,7 +61,7 @@ class Model:
     @property
     def weights(self) -> int:
         """Numbers in all parameters."""
-        return sum(layer.weights for layer in self.layers) + sum(a * b + b for a, b in filter(None, (self.encoder, self.decoder)))
+        return self.weights_of(range(1, len(self.layers) + 1))
 
     def weights_of(self, layers: range) -> int:
         """Numbers in the parameters of a run of layers (1-based), with the encoder or decoder at its ends."""
@@ -57,31 +70,52 @@ class Model:
             total += self.encoder[0] * self.encoder[1] + self.encoder[1]
         if self.decoder and len(self.layers) in layers:
             total += self.decoder[0] * self.decoder[1] + self.decoder[1]
+            total += 2 * self.decoder[0] if self.activates_last and self.norm != "none" else 0
         return total
 
     @cached_property
     def aggregating_first(self) -> Model:
-        """The same model where no layer multiplies before it aggregates."""
-        return replace(self, layers=tuple(replace(layer, projects_first=False) for layer in self.layers))
+        """The same model where no layer multiplies before it aggregates, but attention, which is defined so."""
+        return replace(self, layers=tuple(replace(layer, projects_first=layer.heads > 0) for layer in self.layers))
+
+    @property
+    def prepares_linearly(self) -> bool:
+        """Whether nothing but dropout happens to a row between its exchange and its readers."""
+        return not (self.activates_last or any(layer.activates for layer in self.layers))
+
+    def moments(self, layer: int) -> int:
+        """Numbers that all ranks sum before layer l (L + 1: the decoder): batch norm's two per column, else 0."""
+        if layer > len(self.layers):
+            return 2 * self.decoder[0] if self.decoder and self.activates_last and self.norm == "batch" else 0
+        spec = self.layers[layer - 1]
+        return 2 * spec.h_in if spec.norm == "batch" else 0
 
     def input_width(self, layer: int) -> int:
         """H_{l-1} [numbers per row]."""
         return self.layers[layer - 1].h_in
 
     def aggregate_cached(self, layer: int) -> bool:
-        """Layer 1's aggregate of constant features is computed once, unless dropout comes before it."""
-        return layer == 1 and self.encoder is None and self.dropout == 0
+        """Layer 1's aggregate of constant features is computed once, unless dropout comes before it or attention weighs it."""
+        return layer == 1 and self.encoder is None and self.dropout == 0 and not self.layers[0].heads
 
     def exchanged_width(self, layer: int, narrow: bool) -> int:
-        """Numbers per halo row before layer l: H_{l-1}, or H_l where it projects before the exchange."""
+        """Numbers per halo row before layer l: H_{l-1}, or H_l (and attention's logits) where it projects before the exchange."""
         spec = self.layers[layer - 1]
-        return spec.h_out if narrow and self.narrow_at(layer) else spec.h_in
+        return spec.projected if narrow and self.narrow_at(layer) else spec.h_in
 
     # -- work ------------------------------------------------------------------------------------------------------
 
     def narrow_at(self, layer: int) -> bool:
-        """Whether `narrow` makes layer l multiply before its exchange."""
-        return 0 < layer <= len(self.layers) and layer > self.first_varying and self.layers[layer - 1].projects_first
+        """Whether `narrow` makes layer l multiply before its exchange: not where batch norm waits for all rows first."""
+        if not self.first_varying < layer <= len(self.layers):
+            return False
+        spec = self.layers[layer - 1]
+        return spec.projects_first and spec.projected < spec.h_in and spec.norm != "batch"
+
+    @property
+    def narrows(self) -> bool:
+        """Whether `narrow` makes a difference."""
+        return any(self.narrow_at(layer) for layer in range(1, len(self.layers) + 1))
 
     def forward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False) -> Compute:
         """Work of one layer on `rows` destinations with `sources` source rows and `edges` edges (without self edges).
@@ -95,17 +129,34 @@ class Model:
         if first:
             products = (0 if narrow else sources) + (spec.matrices - 1) * rows
         touched = 3 * rows * spec.h_out * b + (0 if cached else 2 * sources * (spec.h_out if narrow else spec.h_in) * b)
-        dropped = bool(self.dropout) and not narrow
-        if dropped:
-            touched = touched + 6 * sources * spec.h_in * b
-        gathers = () if cached else ((edges, spec.h_out if first else spec.h_in),)
-        return Compute(2.0 * products * spec.h_in * spec.h_out, gathers, touched, 6 + 2 * spec.matrices + (8 if dropped else 0), b)
+        launches = 6 + 2 * spec.matrices
+        if not narrow:
+            prepared, more = self.prepare(spec, sources)
+            touched, launches = touched + prepared, launches + more
+        if spec.sums > 1:
+            touched = touched + 8 * sources * spec.h_in * b  # exponentials of the messages
+        if spec.heads:
+            touched, launches = touched + EDGE_PASSES * edges * spec.heads * b, launches + 12 * spec.heads
+        gathers = () if cached else ((edges, spec.h_out if first else spec.h_in),) * spec.sums
+        return Compute(2.0 * products * spec.h_in * spec.h_out, gathers, touched, launches, b)
+
+    def prepare(self, spec: Layer, rows: Number) -> tuple[Number, int]:
+        """Bytes touched and framework operations of norm, activation and dropout on a layer's inputs."""
+        passes, launches = 0, 0
+        if self.dropout and (spec.activates or not self.activates_last):  # ResGCN+ drops only what it has activated
+            passes, launches = 6, 8
+        if spec.activates:
+            passes, launches = passes + (2 if spec.norm == "none" else 6), launches + (1 if spec.norm == "none" else 4)
+        return passes * rows * spec.h_in * self.itemsize, launches
 
     def backward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False) -> Compute:
         """Weight gradients, and the gradient of the inputs where they vary."""
         forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
         constant = layer <= self.first_varying
-        return Compute(forward.flops * (1 if constant else 2), () if constant else forward.gathers,
+        gathers = () if constant else forward.gathers
+        if spec.heads:  # weights depend on rows: a product along every edge for theirs, and the rows' own
+            gathers = forward.gathers * 2
+        return Compute(forward.flops * (1 if constant else 2), gathers,
                        forward.touched + 2 * rows * spec.h_out * self.itemsize, 2 * forward.launches, self.itemsize)  # fmt: skip
 
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
@@ -113,15 +164,17 @@ class Model:
         if not self.narrow_at(layer):
             return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
         spec = self.layers[layer - 1]
-        return self.rowwise((spec.h_in, spec.h_out), rows, constant_input=False)
+        return self.rowwise((spec.h_in, spec.h_out), rows, constant_input=False, before=spec)
 
-    def rowwise(self, shape: tuple[int, int] | None, rows: Number, constant_input: bool) -> tuple[Compute, Compute]:
-        """Forward and backward work of the encoder or decoder on `rows`."""
+    def rowwise(
+        self, shape: tuple[int, int] | None, rows: Number, constant_input: bool, before: Layer | None = None
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of the encoder or decoder on `rows`; `before`: the layer whose inputs are prepared for it."""
         if shape is None:
             return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
         flops, touched = 2.0 * rows * shape[0] * shape[1], 2 * rows * (shape[0] + shape[1]) * self.itemsize
-        if self.dropout:
-            touched = touched + 6 * rows * shape[0] * self.itemsize
+        prepared, _ = self.prepare(before or Layer(*shape, 1, 0, False, False), rows)
+        touched = touched + prepared
         return (Compute(flops, (), touched, 6, self.itemsize),
                 Compute(flops * (1 if constant_input else 2), (), touched, 10, self.itemsize))  # fmt: skip
 
@@ -130,7 +183,8 @@ class Model:
 
     def finish(self, rows: Number) -> tuple[Compute, Compute]:
         """Decoder and loss on a rank's own rows."""
-        forward, backward = self.rowwise(self.decoder, rows, constant_input=False)
+        before = self.layers[-1] if self.activates_last else None  # the same norm and activation as before the last layer
+        forward, backward = self.rowwise(self.decoder, rows, constant_input=False, before=before)
         loss = Compute(0.0, (), 6 * rows * max(self.classes, 1) * self.itemsize, 12, self.itemsize)
         return forward + loss, backward + loss
 
@@ -139,18 +193,37 @@ class Model:
         return Compute(0.0, (), 8.0 * weights * self.itemsize, 20, self.itemsize)
 
 
+EDGE_PASSES = 10  # reads and writes of a number per edge and head: logit, maximum, exponential, sum, weight
+
+
 def describe(workload: Workload, features: int, classes: int) -> Model:
     """The shapes of a workload's model on a graph with `features` columns and `classes` outputs."""
-    hidden, count = workload.hidden, workload.layers
+    hidden, count, model = workload.hidden, workload.layers, workload.model
+    norm = workload.norm or ("layer" if model == "resgcn" else "none")
     classes = max(classes, 1)
-    if workload.model == "gcnii":
+    ends = workload.dropout, workload.itemsize, features, classes
+    if model == "gcnii":
         layer = Layer(hidden, hidden, 1, hidden * hidden, True, False)
-        return Model((layer,) * count, (features, hidden), (hidden, classes), workload.dropout, workload.itemsize, features, classes, True)
+        return Model((layer,) * count, (features, hidden), (hidden, classes), *ends, True)
+    if model == "resgcn":
+        sums = 2 if workload.aggregation == "softmax" else 1
+        first = Layer(hidden, hidden, 1, hidden * hidden + hidden, False, False, sums)
+        return Model((first, *[_activating(first, norm)] * (count - 1)), (features, hidden), (hidden, classes), *ends, False, norm, True)
     widths = [features, *[hidden] * (count - 1), classes]
     layers: list[Layer] = []
     for h_in, h_out in pairwise(widths):
-        matrices = 2 if workload.model == "sage" else 1
-        cached = not layers and workload.dropout == 0  # layer 1's aggregate is constant: multiply what is cached
-        projects_first = h_out < h_in and not cached
-        layers.append(Layer(h_in, h_out, matrices, matrices * h_in * h_out + h_out, workload.model == "gcn", projects_first))
-    return Model(tuple(layers), None, None, workload.dropout, workload.itemsize, features, classes, False)
+        if model == "gat":  # the attention vector has two numbers per output
+            heads = workload.heads if len(layers) + 1 < count else 1
+            layer = Layer(h_in, h_out, 1, h_in * h_out + 3 * h_out, True, True, heads=heads)
+        else:
+            matrices = 2 if model == "sage" else 1
+            cached = not layers and workload.dropout == 0  # layer 1's aggregate is constant: multiply what is cached
+            projects_first = h_out < h_in and not cached
+            layer = Layer(h_in, h_out, matrices, matrices * h_in * h_out + h_out, model == "gcn", projects_first)
+        layers.append(_activating(layer, norm) if layers and norm != "none" else layer)
+    return Model(tuple(layers), None, None, *ends, False, norm)
+
+
+def _activating(layer: Layer, norm: str) -> Layer:
+    """The layer where norm (a weight and a bias per column) and activation of its inputs are its own."""
+    return replace(layer, activates=True, norm=norm, weights=layer.weights + (2 * layer.h_in if norm != "none" else 0))

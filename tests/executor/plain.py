@@ -1,4 +1,4 @@
-"""The three models and their training written plainly: dense matrices, autograd, one process.
+"""The models and their training written plainly: dense matrices, autograd, one process.
 
 Nothing of the executor is used but the initial weights (so that runs can be compared) and the dropout mask, which is part
 of the specification: a function of seed, epoch, layer and vertex. Everything is float64; rows are all N vertices.
@@ -20,7 +20,8 @@ from gnnplan.executor.kernels import dropout_mask
 from gnnplan.executor.models import Net
 from gnnplan.planner.specs import Workload
 
-Aggregate = Callable[[int, Tensor], Tensor]  # layer, h_{l-1} [N, H] before dropout -> aggregated [N, H]
+# layer, h_{l-1} [N, H] -> (which of S rows each of N reads, as the operator [N, S]; those rows prepared [S, H], the N own ones first)
+Read = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 class Plain:
@@ -30,7 +31,10 @@ class Plain:
         job = case.job(1)
         self.graph, self.workload = job.graph, Workload(**(case.workload | {"dtype": "float64"}))
         self.layers, self.model = self.workload.layers, self.workload.model
-        self.w = {name: p.detach().clone().requires_grad_() for name, p in Net(job.model, self.workload).named_parameters()}
+        net = Net(job.model, self.workload)
+        self.w = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+        self.running = {name: value.clone() for name, value in net.named_buffers()}  # of batch norm
+        self.norm = self.workload.norm or ("layer" if self.model == "resgcn" else "none")
         n = self.graph.stats.vertices
         adjacency = np.zeros((n, n))
         for v in range(n):
@@ -38,6 +42,8 @@ class Plain:
         self.adjacency = torch.from_numpy(adjacency)  # row v reads column u
         if self.model == "sage":
             self.operator = self.adjacency / self.adjacency.sum(1, keepdim=True).clamp(min=1)
+        elif self.model == "resgcn":
+            self.operator = self.adjacency
         else:
             looped = self.adjacency + torch.eye(n, dtype=torch.float64)
             self.operator = looped / (looped.sum(1)[:, None] * looped.sum(0)[None, :]).sqrt()
@@ -51,50 +57,93 @@ class Plain:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def drop(self, h: Tensor, step: int | None, layer: int) -> Tensor:
-        """Dropout before layer `layer` (0: encoder, layers + 1: decoder); none where step is None (evaluation)."""
+        """Dropout before layer `layer` (0: encoder, layers + 1: decoder); none where step is None (evaluation), and in ResGCN+ none
+        before the first activation."""
         p = self.workload.dropout
-        if step is None or not p:
+        if step is None or not p or (self.model == "resgcn" and layer < 2):
             return h
         return h * dropout_mask(self.workload.seed, step, layer, torch.arange(len(h)), h.shape[1], p) / (1 - p)
 
+    def prepare(self, layer: int, step: int | None, h: Tensor, *older: Tensor) -> Tensor:
+        """What readers of layer `layer` see of the rows [N, H] and of older ones, which are normalised by the same moments."""
+        activates = layer > 1 and (self.model == "resgcn" or (self.norm != "none" and layer <= self.layers))
+        out = []
+        for rows in (h, *older):
+            if activates and self.norm != "none":
+                at = f"layers.{layer}.norm" if layer <= self.layers else "norm"
+                weight, bias = self.w[f"{at}.weight"], self.w[f"{at}.bias"]
+                if self.norm == "layer":
+                    rows = F.layer_norm(rows, rows.shape[1:], weight, bias)
+                elif step is None or rows is h:
+                    mean, variance = self.running[f"{at}.running_mean"], self.running[f"{at}.running_var"]
+                    rows = F.batch_norm(rows, mean, variance, weight, bias, training=step is not None)
+                else:
+                    rows = (rows - h.mean(0)) / (h.var(0, unbiased=False) + 1e-5).sqrt() * weight + bias
+            out.append(self.drop(rows.relu() if activates else rows, step, layer))
+        return torch.cat(out)
+
     def encode(self, step: int | None) -> tuple[Tensor, Tensor | None]:
         """(h_0, initial rows x0)."""
-        if self.model != "gcnii":
+        if self.model not in ("gcnii", "resgcn"):
             return self.x, None
-        h = (self.drop(self.x, step, 0) @ self.w["encoder.weight"].T + self.w["encoder.bias"]).relu()
-        return h, h
+        h = self.drop(self.x, step, 0) @ self.w["encoder.weight"].T + self.w["encoder.bias"]
+        return (h, None) if self.model == "resgcn" else (h.relu(), h.relu())
 
-    def update(self, layer: int, aggregated: Tensor, own: Tensor, x0: Tensor | None) -> Tensor:
-        """aggregated and own are after dropout."""
+    def gather(self, layer: int, operator: Tensor, rows: Tensor) -> Tensor:
+        """operator [N, S], prepared rows [S, H] -> [N, .]"""
+        if self.model == "resgcn":
+            messages = rows.relu() + 1e-7
+            if self.workload.aggregation == "sum":
+                return operator @ messages
+            weight = messages.exp() * (operator > 0)[:, :, None]  # [N, S, H]
+            return (weight * messages).sum(1) / weight.sum(1).where((operator > 0).any(1, keepdim=True), 1.0)
+        if self.model == "gat":
+            vectors = self.w[f"layers.{layer}.attention"]
+            z = (rows @ self.w[f"layers.{layer}.weight"].T).view(len(rows), len(vectors), -1).transpose(0, 1)  # [heads, S, width]
+            of_source, of_reader = (z @ half[:, :, None] for half in vectors.chunk(2, 1))
+            logits = F.leaky_relu(of_reader[:, : len(operator)] + of_source.transpose(1, 2), 0.2)  # [heads, N, S]
+            weight = logits.masked_fill(operator == 0, -torch.inf).softmax(2)
+            return (weight @ z).transpose(0, 1).flatten(1)
+        return operator @ rows
+
+    def update(self, layer: int, gathered: Tensor, own: Tensor, h: Tensor, x0: Tensor | None) -> Tensor:
+        """gathered and own are of prepared rows, h are the layer's inputs."""
         w = self.w[f"layers.{layer}.weight"]
         if self.model == "gcnii":
             beta = math.log(self.workload.theta / layer + 1)
-            mixed = (1 - self.workload.alpha) * aggregated + self.workload.alpha * x0
+            mixed = (1 - self.workload.alpha) * gathered + self.workload.alpha * x0
             return ((1 - beta) * mixed + beta * mixed @ w.T).relu()
-        out = aggregated @ w.T + self.w[f"layers.{layer}.bias"]
+        bias = self.w[f"layers.{layer}.bias"]
+        if self.model == "resgcn":
+            return (gathered + own) @ w.T + bias + (h if layer > 1 else 0.0)
+        out = (gathered if self.model == "gat" else gathered @ w.T) + bias
         if self.model == "sage":
             out = out + own @ self.w[f"layers.{layer}.weight_self"].T
-        return out.relu() if layer < self.layers else out
+        return out.relu() if layer < self.layers and self.norm == "none" else out
 
     def decode(self, h: Tensor, step: int | None) -> Tensor:
-        if self.model != "gcnii":
+        if self.model not in ("gcnii", "resgcn"):
             return h
-        return self.drop(h, step, self.layers + 1) @ self.w["decoder.weight"].T + self.w["decoder.bias"]
+        return self.prepare(self.layers + 1, step, h) @ self.w["decoder.weight"].T + self.w["decoder.bias"]
 
-    def forward(self, step: int | None, aggregate: Aggregate | None = None) -> tuple[Tensor, list[Tensor]]:
-        """(logits, [h_0 .. h_L]). `aggregate` replaces the plain product with the operator."""
+    def forward(self, step: int | None, read: Read | None = None) -> tuple[Tensor, list[Tensor]]:
+        """(logits, [h_0 .. h_L]). `read` gives other rows than this step's."""
         h, x0 = self.encode(step)
         rows = [h]
         for layer in range(1, self.layers + 1):
-            own = self.drop(h, step, layer)
-            aggregated = self.operator @ own if aggregate is None else aggregate(layer, h)
-            h = self.update(layer, aggregated, own, x0)
+            operator, sources = (self.operator, self.prepare(layer, step, h)) if read is None else read(layer, h)
+            h = self.update(layer, self.gather(layer, operator, sources), sources[: len(h)], h, x0)
             rows.append(h)
         return self.decode(h, step), rows
 
     def varies(self, layer: int) -> bool:
         """Whether layer l's input changes from epoch to epoch: features do not."""
-        return layer > 1 or self.model == "gcnii"
+        return layer > 1 or self.model in ("gcnii", "resgcn")
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Weights, and batch norm's running moments."""
+        return self.w | self.running
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -116,15 +165,16 @@ def train_plainly(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         loss = plain.loss(plain.forward(step)[0])
         losses.append(loss.item())
         plain.descend(loss)
-    return losses, plain.w
+    return losses, plain.state
 
 
-def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """Largest difference of any weight, relative to the largest number of its tensor."""
+def difference(ours: dict[str, Any], theirs: dict[str, Any], idle: tuple[str, ...] = ()) -> float:
+    """Largest difference of any weight, relative to the largest number of its tensor. `idle` names what training cannot move but by
+    rounding: a bias before batch norm, which takes it away again."""
     assert ours.keys() == theirs.keys()
     worst = 0.0
     for name, reference in theirs.items():
         gap, scale = (ours[name].double() - reference.double()).abs().max().item(), reference.abs().max().item()
-        assert math.isfinite(gap) and scale > 0, name  # a weight that never moved from zero would compare nothing
-        worst = max(worst, gap / scale)
+        assert math.isfinite(gap) and (scale < 1e-6 if name in idle else scale > 0), name  # one that never moved would compare nothing
+        worst = max(worst, gap if name in idle else gap / scale)
     return worst

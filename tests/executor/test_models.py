@@ -18,12 +18,13 @@ from torch import Tensor
 
 from gnnplan.executor.data import weighted_block
 from gnnplan.executor.kernels import Block
-from gnnplan.executor.models import GCNIILayer, GCNLayer, Net, SAGELayer, keep
+from gnnplan.executor.models import BatchNorm, GATLayer, GCNIILayer, GCNLayer, GENLayer, Net, SAGELayer, keep
+from gnnplan.planner import gnn
 from gnnplan.planner.gnn import describe
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.specs import Workload
 
-MODELS = ("gcn", "sage", "gcnii")
+MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn")
 DTYPES = (torch.float64, torch.float32)
 TOLERANCE = {torch.float64: {"rtol": 1e-10, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
 
@@ -41,6 +42,11 @@ def graph(request: pytest.FixtureRequest, graphs: dict[str, str]) -> Graph:
     found = load(graphs["rough"], directed=request.param)
     assert isinstance(found, Graph) and (found.degree == 0).sum() >= 6
     return found
+
+
+def shape(h_in: int, h_out: int, projects_first: bool = False, **more: object) -> gnn.Layer:
+    """What a layer is made from; how many weights it has and what they cost plays no part here."""
+    return gnn.Layer(h_in, h_out, 1, 0, False, projects_first, **more)
 
 
 def block_of(graph: Graph, edges: str, dtype: torch.dtype) -> Block:
@@ -83,7 +89,7 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) ->
 @pytest.mark.parametrize("projects_first", [False, True])
 def test_gcn_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool) -> None:
     """GraphConv norm='both' on A + I; its weight is ours transposed."""
-    layer = GCNLayer(12, 5, projects_first)
+    layer = GCNLayer(shape(12, 5, projects_first))
     layer.weight.data, layer.bias.data = random(5, 12, dtype=dtype, seed=1), random(5, dtype=dtype, seed=2)
     x = random(graph.stats.vertices, 12, dtype=dtype)
     ours = with_gradients(lambda x, w, b: layer(block_of(graph, "gcn", dtype), x), x, layer.weight, layer.bias)
@@ -98,7 +104,7 @@ def test_gcn_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, pr
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("projects_first", [False, True])
 def test_sage_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool) -> None:
-    layer = SAGELayer(12, 5, projects_first)
+    layer = SAGELayer(shape(12, 5, projects_first))
     layer.weight.data, layer.weight_self.data = random(5, 12, dtype=dtype, seed=1), random(5, 12, dtype=dtype, seed=2)
     layer.bias.data = random(5, dtype=dtype, seed=3)
     x = random(graph.stats.vertices, 12, dtype=dtype)
@@ -117,7 +123,7 @@ def test_gcnii_layer_is_dgls(dgl: ModuleType, graphs: dict[str, str], dtype: tor
     """On undirected graphs: GCN2Conv normalises both ends by the in-degree. Its weight is ours transposed."""
     graph = load(graphs["rough"])
     assert isinstance(graph, Graph)
-    layer = GCNIILayer(8, number, alpha=0.2, theta=0.7)
+    layer = GCNIILayer(shape(8, 8), number, alpha=0.2, theta=0.7)
     layer.weight.data = random(8, 8, dtype=dtype, seed=1)
     x, x0 = random(graph.stats.vertices, 8, dtype=dtype), random(graph.stats.vertices, 8, dtype=dtype, seed=5)
     ours = with_gradients(lambda x, x0, w: layer(block_of(graph, "gcn", dtype), x, keep, x0), x, x0, layer.weight)
@@ -139,7 +145,7 @@ def test_projecting_first_changes_nothing(graph: Graph, kind: type, edges: str, 
     """(A x) W = A (x W), with the ReLU inside or not, output and all gradients."""
     results = []
     for projects_first in (False, True):
-        layer = kind(12, 5, projects_first)
+        layer = kind(shape(12, 5, projects_first))
         for i, parameter in enumerate(layer.parameters()):
             parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
         x = random(graph.stats.vertices, 12, dtype=dtype, seed=8)
@@ -153,7 +159,7 @@ def test_isolated_vertices_keep_their_own_row_only(graph: Graph) -> None:
     alone = torch.from_numpy(np.flatnonzero((graph.degree == 0) & (np.bincount(graph.indices, minlength=graph.stats.vertices) == 0)))
     assert len(alone) >= 6
     x = random(graph.stats.vertices, 12, dtype=torch.float64)
-    for layer, edges, own in ((GCNLayer(12, 5), "gcn", "weight"), (SAGELayer(12, 5), "mean", "weight_self")):
+    for layer, edges, own in ((GCNLayer(shape(12, 5)), "gcn", "weight"), (SAGELayer(shape(12, 5)), "mean", "weight_self")):
         for i, parameter in enumerate(layer.parameters()):
             parameter.data = random(*parameter.shape, dtype=torch.float64, seed=i)
         out = layer(block_of(graph, edges, torch.float64), x)[alone]

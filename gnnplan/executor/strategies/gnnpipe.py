@@ -197,9 +197,9 @@ class Worker:
             x0 = message[:, message.shape[1] - self.slots :].clone().requires_grad_() if self.slots else None
         elif self.net.encoder is not None:
             assert self.features is not None
-            encoded = self.net.encode(self._drop(step, 0, rows)(self.features[rows]))
+            encoded = self.net.encode(self.features[rows], self._drop(step, 0, rows))
             h = encoded.detach()
-            x0 = encoded.detach().requires_grad_()
+            x0 = encoded.detach().requires_grad_() if self.slots else None
         else:
             h = None
         kept: list[_Kept] = []
@@ -263,7 +263,7 @@ class Worker:
                 gradient = gradient + self.carried[layer][chunk.rows]
                 slope[chunk.rows].zero_()  # passed on; what is added from here on is historical
         if encoded is not None:
-            torch.autograd.backward(encoded, gradient + x0.grad)
+            torch.autograd.backward(encoded, gradient if x0 is None else gradient + x0.grad)
             return None
         assert gradient is not None
         if x0 is None:
@@ -283,7 +283,8 @@ class Worker:
             h = message[:, : message.shape[1] - self.slots]
             x0 = message[:, message.shape[1] - self.slots :] if self.slots else None
         elif self.net.encoder is not None:
-            h = x0 = self.net.encode(self.features)
+            h = self.net.encode(self.features)
+            x0 = h if self.slots else None
         else:
             h = self.features
         for layer in self.layers:

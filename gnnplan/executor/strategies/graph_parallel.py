@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.comm import Exchange
+from gnnplan.executor.comm import Exchange, all_reduce
 from gnnplan.executor.data import Targets, dtype_of, features, weighted_block
 from gnnplan.executor.kernels import dropout
-from gnnplan.executor.models import Drop, Net
+from gnnplan.executor.models import BatchNorm, Drop, Net
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.schedule import Label
+from gnnplan.planner.schedule import Collective, Label
+from gnnplan.planner.schedule import all_reduce as scheduled_all_reduce
 from gnnplan.planner.strategies.layerwise import Manner
 
 
@@ -34,6 +35,8 @@ class _Step:
     source: Tensor | None = None  # leaf: all source rows [S, width]; None where the aggregate is cached
     own: Tensor | None = None  # narrow: leaf, destinations' prepared rows
     out: Tensor | None = None
+    sums: Tensor | None = None  # batch norm: of own rows [2, H_{l-1}]
+    moments: Tensor | None = None  # leaf: of all ranks' rows [2, H_{l-1}]
 
 
 @dataclass
@@ -74,6 +77,7 @@ class Worker:
             block = weighted_block(graph, self.net.layer(layer).edges, layout.rows(me, layer), source, *layout.block(me, layer), workload)
             self.blocks[layer] = block.to(device)
         self.own_vertices = torch.from_numpy(layout.own(me)).to(device)
+        self.vertices_in_all = sum(layout.own(rank).size for rank in range(layout.ranks))
         self.targets = Targets(graph, layout.own(me), workload, device)
         self._set_up()
 
@@ -114,13 +118,14 @@ class Worker:
         return lambda rows: dropout(rows, self.job.workload.seed, step, layer, vertices, p)
 
     def _is_narrow(self, layer: int) -> bool:
-        return self.how.narrow and layer > self.shapes.first_varying and self.net.layer(layer).projects_first
+        return self.how.narrow and self.shapes.narrow_at(layer)
 
     def _enter(self, h: Tensor, step: int, layer: int) -> _Step:
-        """h_{l-1} [local, H_{l-1}] becomes the layer's leaf; narrow layers multiply before the exchange."""
+        """h_{l-1} [local, H_{l-1}] becomes the layer's leaf (L + 1: the decoder's); narrow layers multiply before the exchange."""
         leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
         if not self._is_narrow(layer):
-            return _Step(leaf, None)
+            norm = self.net.batch_norm(layer) if self.training else None
+            return _Step(leaf, None, sums=norm.sums(leaf[: len(self.own_vertices)]) if norm else None)
         net = self.net.layer(layer)
         rows = net.prepare(leaf, self._drop(step, layer, self.vertices[layer][: leaf.shape[0]]))
         return _Step(leaf, (net.project(rows), rows[: self.blocks[layer].n_dst]))
@@ -164,10 +169,35 @@ class Worker:
         self.smooth[way, layer] = smooth
         return smooth
 
-    def _layer(self, step: int, layer: int, entered: _Step) -> _Step | None:
-        """Forward of one layer; the next one's entry, or None after the last. `entered.out` is h_l with its segment's graph."""
+    def _moments(self, step: int, layer: int, entered: _Step) -> None:
+        """Batch norm's moments of h_{l-1}: each vertex counts once, at its owner."""
+        norm = self.net.batch_norm(layer)
+        if entered.sums is not None and norm is not None:
+            self._sum_over_ranks(Label("moments", step, "f", layer), entered.sums)
+            entered.moments = norm.moments(entered.sums, self.vertices_in_all).requires_grad_()
+
+    def _moments_home(self, step: int, layer: int, entered: _Step, gradient: Tensor) -> None:
+        """What own rows get as their share in the moments, added to their `gradient`."""
+        if entered.moments is None:
+            return
+        total, own = entered.moments.grad, len(self.own_vertices)
+        assert total is not None
+        self._sum_over_ranks(Label("moments", step, "b", layer), total)
+        gradient[:own] += BatchNorm.home(entered.leaf[:own], entered.moments, total, self.vertices_in_all)
+
+    def _sum_over_ranks(self, label: Label, numbers: Tensor) -> None:
+        if self.rank.world == 1:
+            return
+        task = scheduled_all_reduce(label, self.rank.rank, tuple(range(self.rank.world)), numbers.numel() * numbers.element_size())
+        assert isinstance(task.work, Collective)
+        with self.rank.span(label, task.lane, self.rank.count(label, task.work.nbytes)):
+            all_reduce(self.rank, numbers)
+
+    def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
+        """Forward of one layer; the next one's entry. `entered.out` is h_l with its segment's graph."""
         net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
         halo = None
+        self._moments(step, layer, entered)
         if layer > self.shapes.first_varying and not self.silent[layer]:
             halo = self._halo(step, layer, "f", self._outgoing(entered))
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
@@ -176,7 +206,8 @@ class Worker:
                 entered.out = net.update(self.cached, self.features, self.features, None, relu)
             else:
                 self._aggregate(step, layer, entered, halo, x0)
-            return self._enter(entered.out, step, layer + 1) if layer < len(self.layers) else None
+            assert entered.out is not None
+            return self._enter(entered.out, step, layer + 1)
 
     def _aggregate(self, step: int, layer: int, entered: _Step, halo: Tensor | None, x0: Tensor | None) -> None:
         net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
@@ -189,7 +220,7 @@ class Worker:
             entered.own = entered.projected[1].detach().requires_grad_(self.training)
             entered.out = net.update(net.gather(block, entered.source), entered.own, entered.own, x0, relu)
         else:
-            entered.out = net(block, entered.source, self._drop(step, layer, self.vertices[layer]), x0, relu)
+            entered.out = net(block, entered.source, self._drop(step, layer, self.vertices[layer]), x0, relu, entered.moments)
 
     def _backward(self, step: int, layer: int, entered: _Step, above: _Step | None, home: Tensor | None) -> Tensor | None:
         """Backward of one layer -> gradient of this rank's rows of h_{l-1} as exchanged, complete with what peers send home.
@@ -205,23 +236,23 @@ class Worker:
         gradient = entered.source.grad[:local]
         if not self.silent[layer]:
             self._halo(step, layer, "b", entered.source.grad[local:], home=gradient)
+        self._moments_home(step, layer, entered, gradient)
         return gradient
 
     def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
-        """All layers: what each keeps (the last one's `out` is h_L [own, H_L]), and the encoder's output with its graph."""
+        """All layers: what each keeps, last the decoder, whose leaf is h_L [own, H_L]; and the encoder's output with its graph."""
         encoded, self.x0 = None, None
         if self.net.encoder is None:
             entered = [self._enter(self.features, step, 1)]
         else:
             with self.rank.span(Label("encode", step, "f"), "compute"):
                 drop = self._drop(step, 0, self.vertices[1][: self.features.shape[0]])
-                encoded = self.net.encode(drop(self.features))
-                self.x0 = encoded.detach().requires_grad_(self.training)
+                encoded = self.net.encode(self.features, drop)
+                self.x0 = encoded.detach().requires_grad_(self.training) if self.net.initial else None
                 entered = [self._enter(encoded, step, 1)]
         for layer in self.layers:
-            following = self._layer(step, layer, entered[-1])
-            if following is not None:
-                entered.append(following)
+            entered.append(self._layer(step, layer, entered[-1]))
+        self._moments(step, len(self.layers) + 1, entered[-1])
         return entered, encoded
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
@@ -229,29 +260,29 @@ class Worker:
         into the parameters' .grad."""
         self.training = True
         entered, encoded = self.forward(step)
+        last, above = entered.pop(), None
         with self.rank.span(Label("loss", step), "compute"):
-            assert entered[-1].out is not None
-            leaf = entered[-1].out.detach().requires_grad_()
-            logits = self.net.decode(leaf, self._drop(step, len(self.layers) + 1, self.own_vertices))
+            logits = self.net.decode(last.leaf, self._drop(step, len(self.layers) + 1, self.own_vertices), last.moments)
             loss = self.targets.loss(logits)
             loss.backward()
-        gradient, above = leaf.grad, None
+        gradient = last.leaf.grad
+        assert gradient is not None
+        self._moments_home(step, len(self.layers) + 1, last, gradient)
         for layer in reversed(self.layers):
             gradient = self._backward(step, layer, entered[-1], above, gradient)
             above = entered.pop()
         if encoded is not None:
             with self.rank.span(Label("encode", step, "b"), "compute"):
-                assert gradient is not None and self.x0 is not None and self.x0.grad is not None
-                torch.autograd.backward(encoded, _through_projection(above, gradient) + self.x0.grad)
+                assert gradient is not None
+                gradient = _through_projection(above, gradient)
+                torch.autograd.backward(encoded, gradient if self.x0 is None else gradient + self.x0.grad)
         return loss.detach(), logits.detach()
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] without dropout and without staleness."""
         self.training = False
-        out = self.forward(step)[0][-1].out
-        assert out is not None
-        return self.net.decode(out)
+        return self.net.decode(self.forward(step)[0][-1].leaf)
 
     def counts(self, logits: Tensor) -> Tensor:
         return self.targets.counts(logits)
