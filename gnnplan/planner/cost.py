@@ -100,6 +100,11 @@ class Cost:
             seconds = seconds + rows * width * work.itemsize / self.gather_rate(width)
         return seconds + work.beside * device.overlap_tax / self.link("exchange", "intra_node").bandwidth
 
+    def load_s(self, nbytes: Number) -> Number:
+        """From the server's memory to the device, over the host link [s]."""
+        link = self.cluster.host or self.cluster.intra_node
+        return link.latency + nbytes / link.bandwidth
+
     def gather_rate(self, width: int) -> float:
         """Aggregation rate at a row width [B of gathered rows/s]: log-log between the measured widths, flat outside."""
         points = self.cluster.device.gather
@@ -191,14 +196,14 @@ class Cost:
         latency: Number = 0.0
         busy: dict[Port, Number] = {}
         for port, link, starts, loads in self.loads(op, source, target, nbytes):
-            latency = latency + starts * link.latency
+            latency = latency + int(starts.max()) * link.latency
             for way, load in loads.items():
                 busy.update({(f"{port}_{way}", int(i)): load[i] / link.bandwidth for i in np.flatnonzero(load)})
         return Transfer(latency, busy)
 
     def loads(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray,
-              ) -> Iterator[tuple[str, Link, int, dict[str, np.ndarray]]]:  # fmt: skip
-        """By kind of port in use: its name, its link, the most messages that one rank starts over it, bytes per port out and in."""
+              ) -> Iterator[tuple[str, Link, np.ndarray, dict[str, np.ndarray]]]:  # fmt: skip
+        """By kind of port in use: its name, its link, the messages that each rank starts over it, bytes per port out and in."""
         at, everyone = self.places, np.arange(len(self.seats))
         within = at.server[source] == at.server[target]
         near = at.island[source] == at.island[target]
@@ -212,7 +217,7 @@ class Cost:
         for port, place, out, into, numbers in where:
             used = out | into
             if used.any():
-                yield port, self.link(op, place), int(np.bincount(source[used]).max()), {
+                yield port, self.link(op, place), np.bincount(source[used]), {
                     "out": np.bincount(numbers[source[out]], weights=nbytes[out]),
                     "in": np.bincount(numbers[target[into]], weights=nbytes[into]),
                 }  # fmt: skip

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies import layerwise
@@ -96,5 +97,5 @@ class GraphParallel(Strategy):
     def schedule(self, job: Job, steps: int) -> Schedule:
         return layerwise.schedule(job, job.layout(), self.manner, steps)
 
-    def placement(self, job: Job) -> list[dict[str, int]]:
-        return [{"rank": r, "server": s, "gpu": r % job.cluster.gpus_per_server, "part": r} for r, s in enumerate(job.servers)]
+    def traffic(self, job: Job) -> list[Phase]:
+        return layerwise.traffic(job, job.layout(), self.manner)

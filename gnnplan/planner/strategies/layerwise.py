@@ -5,7 +5,8 @@ One list of operations per step (`step`) makes the closed form, the bytes and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
@@ -14,20 +15,25 @@ import numpy as np
 
 from gnnplan.planner.cost import Number, Port, Transfer
 from gnnplan.planner.gnn import Model
+from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.schedule import Collective, Compute, Label, Schedule, Task, all_reduce
+from gnnplan.planner.schedule import Collective, Compute, Label, Load, Schedule, Task, all_reduce
 from gnnplan.planner.strategies.strategy import Memory, Prediction, slowest
+
+Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; none: one step over the whole layout
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of all ranks: computation (arrays [ranks]) or an exchange (bytes [ranks, ranks]) or an all-reduce."""
+    """One operation of all ranks: computation (arrays [ranks]), a load (bytes [ranks]), an exchange (bytes [ranks, ranks]) or an
+    all-reduce."""
 
     op: str
     way: str = ""
     layer: int | None = None
     work: Compute | None = None
+    loaded: np.ndarray | None = None
     sent: np.ndarray | None = None
     size: int = 0
 
@@ -45,9 +51,10 @@ class Manner:
     checkpoint: bool = False  # keep a layer's inputs only and recompute it in the backward pass
 
 
-def step(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Iterator[Op]:
-    """The operations of one step in order. Exchanges stand where a synchronous rank meets them. Layers that are alike share
-    their work and bytes (the same objects), so that a deep model costs no more to predict than its different layers."""
+def step(job: Job, layout: Layout | EstimatedLayout, how: Manner, batch: bool = False) -> Iterator[Op]:
+    """The operations of one step in order; the constant rows of a `batch` are loaded first. Exchanges stand where a synchronous
+    rank meets them. Layers that are alike share their work and bytes (the same objects), so that a deep model costs no more to
+    predict than its different layers."""
     model, layers = job.model, job.workload.layers
     first: dict[object, int] = {}
     like = {layer: first.setdefault(_kind(model, layout, layer, how.narrow), layer) for layer in range(1, layers + 1)}
@@ -75,6 +82,8 @@ def step(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Iterator[Op
         if job.ranks > 1 and (numbers := model.moments(layer)):
             yield Op("moments", way, layer, size=numbers * model.itemsize)
 
+    if batch:
+        yield Op("load", loaded=_loaded(job, layout))
     encode = model.encode(_local(layout, 0)) if model.encoder else None
     if encode:
         yield Op("encode", "f", work=encode[0])
@@ -102,8 +111,7 @@ def step(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Iterator[Op
 def _kind(model: Model, layout: Layout | EstimatedLayout, layer: int, narrow: bool) -> object:
     """Equal for layers with equal work and bytes."""
     following = model.layers[layer] if narrow and layer < len(model.layers) else None
-    rows = layout.hops(layer), layout.hops(layer - 1), layout.recomputed(layer)
-    return model.layers[layer - 1], following, rows, layer <= max(model.first_varying, 1)
+    return model.layers[layer - 1], following, layout.kind(layer), layer <= max(model.first_varying, 1)
 
 
 def setup(job: Job, layout: Layout | EstimatedLayout) -> Iterator[Op]:
@@ -117,6 +125,17 @@ def setup(job: Job, layout: Layout | EstimatedLayout) -> Iterator[Op]:
         yield Op("input_halo", sent=halo * width)
 
 
+def _loaded(job: Job, layout: Layout | EstimatedLayout) -> np.ndarray:
+    """Bytes [ranks] of the constant rows that a batch needs on the device: those that layer 1 (or the encoder) reads, or its
+    aggregate where that is cached."""
+    model = job.model
+    if model.aggregate_cached(1):
+        rows = layout.facts(1).rows * (2 if job.workload.model == "sage" else 1)  # GraphSAGE reads a row beside its neighbours'
+    else:
+        rows = layout.facts(1).sources if model.first_varying else _local(layout, 0)
+    return np.asarray(np.round(rows).astype(np.int64) * job.stats.features * model.itemsize)
+
+
 def _local(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
     """Rows of h_h per rank."""
     if isinstance(layout, Layout):
@@ -124,15 +143,24 @@ def _local(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
     return np.asarray(layout.facts(1).sources - layout.facts(1).sends.sum(0))
 
 
+def traffic(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> list[Phase]:
+    """Every exchange of a step; those of layers that are alike together."""
+    exchanges = [op.sent for op in step(job, layout, how) if op.sent is not None]
+    times = Counter(map(id, exchanges))
+    return [Phase(sent, times[key]) for key, sent in {id(sent): sent for sent in exchanges}.items()]
+
+
 # -- the three answers -------------------------------------------------------------------------------------------------
 
 
-def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Prediction:
-    """Synchronous: from one transfer to the next all wait for the slowest rank. Stale: layer l's exchange has until layer l of
-    the next step, all layers share one communication lane; computation waits for the all-reduce, which shares wires with them."""
+def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Batches = ()) -> Prediction:
+    """Of an epoch: a step of the layout, or one of each of its batches. Synchronous: from one transfer to the next all wait for
+    the slowest rank. Stale: layer l's exchange has until layer l of the next step, all layers share one communication lane;
+    computation waits for the all-reduce, which shares wires with them."""
     cost = job.cost
     compute: Number = 0.0
-    apart: Number = 0.0  # what each rank has computed since the last transfer
+    loaded: Number = 0.0
+    apart: Number = 0.0  # what each rank has computed and loaded since the last transfer
     lockstep: Number = 0.0
     exchanged: Number = 0.0
     reduced: Number = 0.0
@@ -142,12 +170,16 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Predicti
     links: dict[str, int] = {}
     computed: dict[int, Number] = {}  # by the identity of work that layers share
     moved: dict[int, tuple[Transfer, Mapping[Any, int]]] = {}
-    for op in list(step(job, layout, how)):
+    for op in [op for batch in batches or (layout,) for op in step(job, batch, how, bool(batches))]:
         if op.work is not None:
             if id(op.work) not in computed:
                 computed[id(op.work)] = cost.compute_s(op.work)
             seconds = computed[id(op.work)]
             compute, apart = compute + seconds, apart + seconds
+            seconds = slowest(seconds)
+        elif op.loaded is not None:
+            seconds = cost.load_s(op.loaded)
+            loaded, apart = loaded + seconds, apart + seconds
             seconds = slowest(seconds)
         elif op.sent is not None:
             lockstep, apart = lockstep + slowest(apart), 0.0
@@ -162,7 +194,8 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Predicti
         else:
             lockstep, apart = lockstep + slowest(apart), 0.0
             transfer = cost.all_reduce(op.size, range(job.ranks))
-            reduced = seconds = transfer.alone
+            seconds = transfer.alone
+            reduced = reduced + seconds
             _load(ports, transfer)
             wire = 2 * (job.ranks - 1) * op.size
             sent[op.op] = sent.get(op.op, 0) + wire
@@ -175,7 +208,7 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Predicti
         exposed = epoch - busiest
     else:
         epoch = lockstep + slowest(apart) + exchanged + reduced
-        exposed = exchanged + reduced
+        exposed = exchanged + reduced + (slowest(compute + loaded) - busiest)
     waiting = np.maximum(epoch - busiest - exposed, 0.0)
     once = sum(int(op.sent.sum()) for op in setup(job, layout) if op.sent is not None)
     return Prediction(epoch, busiest, exposed, waiting, sent, links, once, by_op)
@@ -191,23 +224,27 @@ def _load(ports: dict[Port, Number], transfer: Transfer) -> None:
         ports[port] = ports.get(port, 0.0) + seconds
 
 
-def schedule(job: Job, layout: Layout | EstimatedLayout, how: Manner, steps: int) -> Schedule:
-    """Every rank's tasks. A stale exchange is waited for one step later."""
+def schedule(job: Job, layout: Layout | EstimatedLayout, how: Manner, steps: int, batches: Batches = (),
+             turn: Callable[[int], int] = lambda step: 0) -> Schedule:  # fmt: skip
+    """Every rank's tasks. A stale exchange is waited for one step later; step t takes batch turn(t), when the one before is gone."""
     ranks = job.ranks
     group = tuple(range(ranks))
     out = Schedule(ranks, steps)
     for op in setup(job, layout):
         out.setup += [_exchange(op, rank, group, -1, ()) for rank in group]
-    ops = list(step(job, layout, how))
+    ops = [list(step(job, batch, how, bool(batches))) for batch in batches or (layout,)]
     for t in range(steps):
         for rank in group:
             before: Label | None = None  # the last computation of this rank
             waits: tuple[Label, ...] = ()
-            for op in ops:
+            for op in ops[turn(t)]:
                 label = op.label(t)
                 if op.work is not None:
                     out.tasks.append(Task(label, rank, "compute", _of_rank(op.work, rank), waits))
                     before, waits = label, ()
+                elif op.loaded is not None:
+                    out.tasks.append(Task(label, rank, "copy", Load(int(op.loaded[rank])), (Label("update", t - 1),)))
+                    waits += (label,)
                 elif op.sent is not None:
                     out.tasks.append(_exchange(op, rank, group, t, ((before,) if before else ()) + waits))
                     waits += (label._replace(step=t - how.staleness),)

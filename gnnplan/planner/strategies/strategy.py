@@ -13,6 +13,7 @@ import numpy as np
 
 from gnnplan.planner.cost import Number
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Schedule
 
@@ -79,6 +80,10 @@ class Strategy(ABC):
     def check(self, job: Job) -> None:
         """Raises SpecError where the knobs do not suit the job."""
 
+    def steps(self, job: Job) -> int:
+        """Optimizer steps per epoch: batches."""
+        return 1
+
     @abstractmethod
     def memory(self, job: Job) -> Memory:
         """Bytes per rank by use."""
@@ -91,9 +96,18 @@ class Strategy(ABC):
     def schedule(self, job: Job, steps: int) -> Schedule:
         """What the simulator plays and the executor must do."""
 
-    @abstractmethod
+    def traffic(self, job: Job) -> list[Phase]:
+        """What its ranks send each other in a step: where they sit follows from it. None: where they sit is given by their order."""
+        return []
+
+    def role(self, job: Job, rank: int) -> dict[str, int]:
+        """What a rank owns."""
+        return {"part": rank}
+
     def placement(self, job: Job) -> list[dict[str, int]]:
-        """What each rank owns."""
+        """Where each rank sits and what it owns."""
+        each = job.cluster.gpus_per_server
+        return [{"rank": rank, "server": gpu // each, "gpu": gpu % each, **self.role(job, rank)} for rank, gpu in enumerate(job.cost.seats)]
 
     def knobs(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

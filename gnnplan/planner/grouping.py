@@ -1,0 +1,227 @@
+"""Which GPU each rank sits on: heavy traffic takes the fast links. And which GPUs to use where all are too many.
+
+    2 servers x 4 GPUs, 2 stages x 4     seats (0, 1, 2, 3, 4, 5, 6, 7)     never (0, 2, 4, 6, 1, 3, 5, 7)
+    stage 0, halo exchanges inside       server 0                           half of every halo crosses servers
+    stage 1, a message per member        server 1
+
+A strategy tells its traffic in phases: bytes from rank to rank that are on the way at the same time, and how often in a step. A
+seating costs what cost.py says of all phases. Up to 8 GPUs every seating is looked at, but for those that only let symmetric GPUs
+change places: the answer is the best there is. Beyond, seatings that fill the tightest places first (islands, switches, servers),
+then the better of two swapped ranks for as long as a swap helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import cycle, permutations
+from typing import NamedTuple
+
+import networkx as nx
+import numpy as np
+
+from gnnplan.planner.cost import Cost, Places
+from gnnplan.planner.specs import Cluster
+
+PROVEN = 8  # GPUs up to which every seating is looked at
+EFFORT = 10_000_000  # messages to weigh beyond that: a second or so
+BEGINNINGS = 8  # ranks that are tried as the first one
+TOGETHER = 100_000  # messages to weigh at once
+
+Seconds = Callable[[np.ndarray], np.ndarray]  # of seatings [seatings, ranks]
+
+
+class Phase(NamedTuple):
+    """Transfers that are on the way at the same time."""
+
+    sent: np.ndarray  # bytes from rank to rank [ranks, ranks]
+    times: float  # per step
+
+
+def topology(cluster: Cluster) -> nx.Graph:
+    """('cluster', 0) - ('server', s) - its switches and cards - ('gpu', g) - islands; numbers count over the cluster."""
+    out = nx.Graph()
+    at = Places.of(cluster, range(cluster.ranks))
+    for g in range(cluster.ranks):
+        gpu, server = ("gpu", g), ("server", int(at.server[g]))
+        above = ("switch", int(at.switch[g])) if cluster.switches else server
+        out.add_edges_from([(("cluster", 0), server), (above, gpu)])
+        if cluster.switches:
+            out.add_edge(server, above)
+        if cluster.nics:
+            card = ("card", int(at.card[g]))
+            out.add_edges_from([(gpu, card), (card, server if at.uplinked[g] else above)])
+        if cluster.islands:
+            out.add_edge(gpu, ("island", int(at.island[g])))
+    return out
+
+
+def walk(cluster: Cluster, gpus: Sequence[int]) -> list[int]:
+    """These GPUs in an order that leaves an island, a switch and a server when it has seen all of it."""
+    at = Places.of(cluster, gpus)
+    entry: dict[int, int] = {}  # island -> its first switch
+    for island, switch in zip(at.island.tolist(), at.switch.tolist(), strict=True):
+        entry[island] = min(entry.get(island, switch), switch)
+    keys = [(server, entry[island], island, switch, gpu)
+            for server, island, switch, gpu in zip(*(a.tolist() for a in at[:3]), gpus, strict=True)]  # fmt: skip
+    return [key[-1] for key in sorted(keys)]
+
+
+def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Fewer GPUs that are worth a thought: one server, half of every server, one; equally many on every server used."""
+    each = cluster.gpus_per_server
+    one = walk(cluster, range(each))
+    out = [tuple(range(each))] if cluster.servers > 1 else []
+    if each % 2 == 0:
+        half = sorted(one[: each // 2])
+        out.append(tuple(server * each + gpu for server in range(cluster.servers) for gpu in half))
+    return list(dict.fromkeys([*out, (0,)] if cluster.ranks > 1 else []))
+
+
+def seat(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> tuple[int, ...]:
+    """seats[r]: the one of `gpus` that rank r sits on, so that the phases take the fewest seconds; `gpus` in order where nothing is
+    faster."""
+    told = [phase for phase in _merged(phases) if not _even(phase.sent)]
+    if not told or len(set(_kinds(cluster, gpus))) == 1:
+        return tuple(gpus)
+    seconds = weigher(cluster, gpus, told)
+    found = exhaustive(cluster, gpus, seconds) if len(gpus) <= PROVEN else heuristic(cluster, gpus, told, seconds)
+    now, then = seconds(np.array([gpus, found]))
+    return found if then < now * (1 - 1e-9) else tuple(gpus)
+
+
+def weigher(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> Seconds:
+    """Seconds of all phases of a step, each alone: its latency and its busiest port, as cost.exchange has it.
+
+    Seatings are weighed together, each on a copy of the cluster of its own.
+    """
+    n = len(gpus)
+    place = np.zeros(cluster.ranks, dtype=np.int64)
+    place[list(gpus)] = np.arange(n)
+    lists = {"switch": cluster.switches, "nic": cluster.nics}
+    ports = {"gpu": n, "island": n, **{port: cluster.servers * max(1, len(gpus)) for port, gpus in lists.items()}}
+    sources, targets = zip(*(np.nonzero(phase.sent) for phase in phases), strict=True)
+    nbytes = [phase.sent[source, target] for phase, source, target in zip(phases, sources, targets, strict=True)]
+    together = max(1, TOGETHER // max(n, *map(len, nbytes)))
+
+    @cache
+    def copies(many: int) -> Cost:
+        return Cost.of(cluster, tuple((np.arange(many)[:, None] * cluster.ranks + np.asarray(gpus)).ravel().tolist()))
+
+    def some(seats: np.ndarray) -> np.ndarray:
+        many = len(seats)
+        at = place[seats] + np.arange(many)[:, None] * n
+
+        def most(values: np.ndarray, size: int) -> np.ndarray:
+            return np.asarray(np.pad(values, (0, many * size - len(values))).reshape(many, size).max(1))
+
+        total = np.zeros(many)
+        for phase, source, target, sent in zip(phases, sources, targets, nbytes, strict=True):
+            latency = busiest = np.zeros(many)
+            ends = at[:, source].ravel(), at[:, target].ravel()
+            for port, link, starts, loads in copies(many).loads("exchange", *ends, np.tile(sent, many)):
+                latency = latency + most(starts, n) * link.latency
+                for load in loads.values():
+                    busiest = np.maximum(busiest, most(load, ports[port]) / link.bandwidth)
+            total += phase.times * (latency + busiest)
+        return total
+
+    def seconds(seats: np.ndarray) -> np.ndarray:
+        return np.concatenate([some(seats[i : i + together]) for i in range(0, len(seats), together)])
+
+    return seconds
+
+
+def _merged(phases: Sequence[Phase]) -> list[Phase]:
+    """Equal phases once, more often."""
+    out: dict[bytes, Phase] = {}
+    for sent, times in phases:
+        key = sent.tobytes()
+        out[key] = Phase(sent, times + (out[key].times if key in out else 0.0))
+    return list(out.values())
+
+
+def _even(sent: np.ndarray) -> bool:
+    """As much from everyone to everyone: all seatings are alike."""
+    apart = sent[~np.eye(len(sent), dtype=bool)]
+    return not apart.size or bool((apart == apart[0]).all())
+
+
+# -- up to 8 GPUs: every seating -----------------------------------------------------------------------------------------
+
+
+def exhaustive(cluster: Cluster, gpus: Sequence[int], seconds: Seconds) -> tuple[int, ...]:
+    """The best seating; the first of equals."""
+    every = seatings(cluster, gpus)
+    return tuple(every[int(np.argmin(seconds(every)))].tolist())
+
+
+def seatings(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
+    """Every seating [seatings, ranks], but one of those between which symmetric GPUs only change places: they are alike in which
+    ranks share a server, an island, a switch and a card, and no more enters the cost of a phase."""
+    every = np.array(list(permutations(gpus)), dtype=np.int64)
+    a, b = np.triu_indices(len(gpus), 1)
+    at = Places.of(cluster, every.ravel().tolist())
+    share = [numbers.reshape(every.shape)[:, a] == numbers.reshape(every.shape)[:, b] for numbers in at[:4]]
+    form = np.packbits(np.concatenate([*share, at.uplinked.reshape(every.shape)], axis=1), axis=1)
+    _, first = np.unique(form, axis=0, return_index=True)
+    return every[np.sort(first)]
+
+
+def _kinds(cluster: Cluster, gpus: Sequence[int]) -> list[frozenset[tuple[str, int]]]:
+    """Of each GPU its neighbours in the topology: GPUs with the same ones are symmetric. An island of one is none."""
+    graph = topology(cluster)
+    return [frozenset(near for near in graph[("gpu", gpu)] if near[0] != "island" or graph.degree(near) > 1) for gpu in gpus]
+
+
+# -- beyond --------------------------------------------------------------------------------------------------------------
+
+
+def heuristic(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], seconds: Seconds) -> tuple[int, ...]:
+    """By swaps from several beginnings (as given, in the order of a walk, ranks beside those they talk to); the best of their ends."""
+    path = walk(cluster, gpus)
+    firsts = range(min(len(gpus), BEGINNINGS))
+    begin = dict.fromkeys((tuple(gpus), tuple(path), *(_beside(cluster, path, phases, first) for first in firsts)))
+    trials = EFFORT // len(begin) // max(1, sum(int(np.count_nonzero(phase.sent)) for phase in phases))
+    ends = np.array([_swapped(cluster, seats, seconds, trials) for seats in begin])
+    return tuple(ends[int(np.argmin(seconds(ends)))].tolist())
+
+
+def _beside(cluster: Cluster, path: Sequence[int], phases: Sequence[Phase], first: int) -> tuple[int, ...]:
+    """From rank `first` on, each GPU of the path gets the rank with the most traffic to the island, else to the switch, the server,
+    all before it."""
+    n, at = len(path), Places.of(cluster, path)
+    sent = sum((phase.times * phase.sent for phase in phases), np.zeros((n, n)))
+    both = sent + sent.T
+    order = [first]
+    free = np.arange(n) != first
+    for i in range(1, n):
+        before = np.array(order, dtype=np.int64)
+        near = [before[numbers[:i] == numbers[i]] for numbers in (at.island, at.switch, at.server)]
+        talk = [both[:, ranks].sum(1) for ranks in (*near, before)]
+        ranks = np.flatnonzero(free)
+        rank = int(ranks[np.lexsort((ranks, *(-t[ranks] for t in reversed(talk))))[0]])
+        order.append(rank)
+        free[rank] = False
+    seats = np.zeros(n, dtype=np.int64)
+    seats[order] = path
+    return tuple(seats.tolist())
+
+
+def _swapped(cluster: Cluster, start: tuple[int, ...], seconds: Seconds, trials: int) -> np.ndarray:
+    """Rank by rank take the best swap with another, until no swap is faster or `trials` seatings have been weighed."""
+    seats, kinds = np.array(start), dict(zip(start, _kinds(cluster, start), strict=True))
+    best, since = float(seconds(seats[None])[0]), 0
+    for a in cycle(range(len(seats))):
+        others = np.array([b for b in range(len(seats)) if kinds[int(seats[a])] != kinds[int(seats[b])]], dtype=np.int64)
+        trials -= len(others)
+        if since == len(seats) or trials < 0:
+            break
+        since += 1
+        if others.size:
+            swaps = np.tile(seats, (len(others), 1))
+            swaps[:, a], swaps[np.arange(len(others)), others] = seats[others], seats[a]
+            now = seconds(swaps)
+            if now.min() < best * (1 - 1e-12):
+                seats, best, since = swaps[int(np.argmin(now))], float(now.min()), 0
+    return seats
