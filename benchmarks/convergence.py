@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py run gcnii_chameleon     trains what is missing, appends to traces/convergence/<study>.csv
     python benchmarks/convergence.py table                   the tables of docs/convergence.md, from what is there
+    python benchmarks/convergence.py summary                 gnnplan/traces/convergence.csv, which a plan quotes
 
 Every run is `gnnplan plan` and `gnnplan run` as a user would call them, seeds are paired (the same initial weights and
 dropout masks), and an interrupted study goes on where it stopped. Test accuracy is that of the epoch with the best
@@ -95,23 +96,71 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def table(name: str) -> None:
-    """A row per variant: test accuracy, its paired difference to the reference, final training loss, epoch of the best validation."""
+@dataclass(frozen=True)
+class Outcome:
+    """One run: accuracies in percent; `reached`: epochs until validation comes within half a point of the reference's best."""
+
+    test: float
+    loss: float
+    best_epoch: int
+    reached: int | None
+
+
+def outcomes(name: str) -> dict[str, dict[str, Outcome]]:
+    """variant -> seed -> outcome."""
     runs: dict[str, dict[str, list[dict[str, str]]]] = {}
     for row in _rows(TRACES / f"{name}.csv"):
         runs.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(row)
-    best = {variant: {seed: max(rows, key=lambda row: float(row["val_accuracy"])) for seed, rows in of.items()}
-            for variant, of in runs.items()}  # fmt: skip
-    reference = next(iter(best.values()))
-    print(f"\n| {name} | seeds | test accuracy [%] | minus {next(iter(runs))} [points] | final training loss | best epoch |")
-    print("|---|--:|--:|--:|--:|--:|")
-    for variant, of in best.items():
-        accuracy = {seed: 100 * float(row["test_accuracy"]) for seed, row in of.items()}
-        gaps = [accuracy[seed] - 100 * float(reference[seed]["test_accuracy"]) for seed in of if seed in reference]
-        losses = [float(rows[-1]["loss"]) for rows in runs[variant].values()]
-        epoch = mean(float(row["epoch"]) for row in of.values())
-        cells = [_with_error(list(accuracy.values())), _with_error(gaps), _with_error(losses, 4), f"{epoch:.0f}"]
+    reference = next(iter(runs.values()))
+    goal = {seed: max(float(row["val_accuracy"]) for row in rows) - 0.005 for seed, rows in reference.items()}
+    found: dict[str, dict[str, Outcome]] = {}
+    for variant, of in runs.items():
+        for seed, rows in of.items():
+            best = max(rows, key=lambda row: float(row["val_accuracy"]))
+            reached = next((int(row["epoch"]) for row in rows if float(row["val_accuracy"]) >= goal.get(seed, 2.0)), None)
+            outcome = Outcome(100 * float(best["test_accuracy"]), float(rows[-1]["loss"]), int(best["epoch"]), reached)
+            found.setdefault(variant, {})[seed] = outcome
+    return found
+
+
+def table(name: str) -> None:
+    """A row per variant: test accuracy, its paired difference to the reference, final training loss, epochs."""
+    found = outcomes(name)
+    first, reference = next(iter(found.items()))
+    print(f"\n| {name} | seeds | test accuracy [%] | minus {first} [points] | final training loss | best epoch | epochs to its accuracy |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    for variant, of in found.items():
+        gaps = [outcome.test - reference[seed].test for seed, outcome in of.items() if seed in reference]
+        cells = [_with_error([o.test for o in of.values()]), _with_error(gaps), _with_error([o.loss for o in of.values()], 4),
+                 f"{mean(o.best_epoch for o in of.values()):.0f}", _reached(of)]  # fmt: skip
         print(f"| {variant} | {len(of)} | {' | '.join(cells)} |")
+
+
+def _reached(of: dict[str, Outcome]) -> str:
+    epochs = [outcome.reached for outcome in of.values() if outcome.reached]
+    return f"{mean(epochs):.0f}{'' if len(epochs) == len(of) else f' ({len(epochs)} of {len(of)} seeds)'}" if epochs else "never"
+
+
+def summarise() -> None:
+    """What every variant costs in accuracy and in epochs, one row each, for plans to quote."""
+    path = TRACES.parent.parent / "gnnplan" / "traces" / "convergence.csv"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["study", "graph", "model", "strategy", "seeds", "points", "two_errors", "epochs_ratio"])
+        for name, study in STUDIES.items():
+            if not (TRACES / f"{name}.csv").exists():
+                continue
+            found = outcomes(name)
+            reference = next(iter(found.values()))
+            for variant, of in list(found.items())[1:]:
+                pairs = [(of[seed], reference[seed]) for seed in of if seed in reference]
+                gaps = [ours.test - theirs.test for ours, theirs in pairs]
+                ratios = [ours.reached / theirs.reached for ours, theirs in pairs if ours.reached and theirs.reached]
+                ratio = f"{mean(ratios):.2f}" if len(ratios) == len(pairs) else ""  # empty: some seed never gets there
+                error = f"{2 * stdev(gaps) / sqrt(len(gaps)):.2f}" if len(gaps) > 1 else ""
+                model = study.workload[study.workload.index("--model") + 1]
+                writer.writerow([name, study.graph, model, study.variants[variant][1], len(gaps), f"{mean(gaps):.2f}", error, ratio])
 
 
 def _with_error(values: list[float], digits: int = 2) -> str:
@@ -122,5 +171,8 @@ def _with_error(values: list[float], digits: int = 2) -> str:
 
 if __name__ == "__main__":
     verb, names = sys.argv[1], sys.argv[2:] or list(STUDIES)
-    for name in names:
-        (run if verb == "run" else table)(name)
+    if verb == "summary":
+        summarise()
+    else:
+        for name in names:
+            (run if verb == "run" else table)(name)
