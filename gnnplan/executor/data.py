@@ -22,15 +22,17 @@ def features(graph: Graph, rows: np.ndarray, workload: Workload, device: torch.d
 
 
 def weighted_block(
-    graph: Graph, edges: str, dst: np.ndarray, src: np.ndarray, indptr: np.ndarray, indices: np.ndarray, workload: Workload
-) -> Block:
-    """A Block with the self edges and weights that a layer's `edges` asks for (models.Layer), from degrees in the whole graph.
+    graph: Graph, edges: str, dst: np.ndarray, src: np.ndarray, indptr: np.ndarray, indices: np.ndarray, workload: Workload,
+    degrees: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Block:  # fmt: skip
+    """A Block with the self edges and weights that a layer's `edges` asks for (models.Layer), from degrees in the whole graph or
+    others (in and out, [N]).
 
     dst [R], src [S]: global ids of rows (dst are the first of src); CSR over dst with positions in src.
     """
     if edges not in ("gcn", "mean", "one", "loop"):
         raise ValueError(f"a layer's edges are 'gcn', 'mean', 'one' or 'loop', not {edges!r}")
-    degree = np.diff(graph.indptr)
+    degree = np.diff(graph.indptr) if degrees is None else degrees[0]
     if edges in ("gcn", "loop"):  # self edges come last in every row
         indices = np.insert(indices, indptr[1:], np.arange(dst.size, dtype=indices.dtype))
         indptr = indptr + np.arange(dst.size + 1)
@@ -40,7 +42,10 @@ def weighted_block(
     if edges == "mean":
         weight = 1.0 / np.maximum(degree[dst], 1)[reader]
     else:
-        out_degree = np.bincount(graph.indices, minlength=degree.size) if graph.stats.directed else degree
+        if degrees is not None:
+            out_degree = degrees[1]
+        else:
+            out_degree = np.bincount(graph.indices, minlength=degree.size) if graph.stats.directed else degree
         weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[indices])
     return Block(indptr, indices, src.size, weight.astype(np.float64 if workload.dtype == "float64" else np.float32))
 
@@ -48,15 +53,16 @@ def weighted_block(
 class Targets:
     """Labels and masks of some rows, and what is counted on them."""
 
-    def __init__(self, graph: Graph, rows: np.ndarray, workload: Workload, device: torch.device) -> None:
+    def __init__(self, graph: Graph, rows: np.ndarray, workload: Workload, device: torch.device, total: int | None = None) -> None:
+        """total: training vertices that the loss is the mean over; None: all of the graph."""
         self.multilabel = graph.stats.multilabel
         y = torch.from_numpy(np.array(graph.y[rows]))
         self.y = y.to(device, dtype_of(workload) if self.multilabel else torch.int64)
         self.masks = [torch.from_numpy(np.flatnonzero(mask[rows])).to(device) for mask in (graph.train, graph.val, graph.test)]
-        self.total = graph.stats.train_vertices
+        self.total = graph.stats.train_vertices if total is None else total
 
     def loss(self, logits: Tensor) -> Tensor:
-        """This rank's part of the mean loss over all training vertices of the graph."""
+        """This rank's part of the mean loss over all training vertices (of the graph, or of a batch)."""
         train = self.masks[0]
         if not train.numel():
             return logits.sum() * 0.0

@@ -17,7 +17,7 @@ from torch import Tensor
 from gnnplan.executor import comm
 from gnnplan.executor.data import scores
 from gnnplan.executor.models import Net
-from gnnplan.executor.strategies import graph_parallel, open_worker
+from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.worker import Rank, now
 from gnnplan.planner.errors import GnnplanError
 from gnnplan.planner.files import write_atomically
@@ -26,11 +26,14 @@ from gnnplan.planner.schedule import Collective, Label, all_reduce
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.trace import write_traces
 
+TRACED_EPOCHS = 5  # at least, whatever the steps
+
 
 class Worker(Protocol):
-    """What a strategy's executor offers the loop."""
+    """What a strategy's executor offers the loop. `counts` is of the rows that step or evaluate has just returned."""
 
     net: Net
+    reduce_group: tuple[int, ...]  # ranks that hold the same weights
 
     def step(self, step: int) -> tuple[Tensor, Tensor]: ...
     def evaluate(self, step: int) -> Tensor: ...
@@ -40,33 +43,38 @@ class Worker(Protocol):
 
 def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: int, eval_every: int = 10,
           report: Callable[[dict[str, Any]], None] = lambda row: None) -> Net:  # fmt: skip
-    """All epochs; rank 0 appends a line per epoch to metrics.jsonl as it is finished. Raises GnnplanError on a loss that is not finite."""
+    """All epochs, each of as many steps as the strategy has batches; rank 0 appends a line per epoch to metrics.jsonl as it is finished.
+    Raises GnnplanError on a loss that is not finite."""
     worker: Worker = open_worker(rank, job, strategy)
     flat = _flat_gradients(worker.net)
-    shared = rank.world > 1 and isinstance(worker, graph_parallel.Worker)  # a pipeline stage alone holds its weights
+    group = worker.reduce_group
     optimizer = _optimizer(worker.net, job)
     metrics = open(out / "metrics.jsonl", "a", encoding="utf-8") if out and rank.rank == 0 else None  # noqa: SIM115
-    group = tuple(range(rank.world))
     setup = {op: sent for op, sent in rank.sent.items() if sent}
     rank.sent.clear()
+    steps = strategy.steps(job)
+    rank.traced = max(rank.traced, TRACED_EPOCHS * steps)
     for epoch in range(epochs):
-        started, sent_before = now(), sum(rank.sent.values())
-        flat.zero_()
-        loss, logits = worker.step(epoch)
-        if shared:
-            task = all_reduce(Label("all_reduce", epoch), rank.rank, group, flat.numel() * flat.element_size())
-            assert isinstance(task.work, Collective)
-            with rank.span(task.label, "reduce", rank.count(task.label, task.work.nbytes)):
-                comm.all_reduce(rank, flat)
-        with rank.span(Label("update", epoch), "compute"):
-            optimizer.step()
-        seconds = now() - started
-        counts = worker.counts(logits)
+        sent_before, seconds = sum(rank.sent.values()), 0.0
+        loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+        for step in range(epoch * steps, (epoch + 1) * steps):
+            started = now()
+            flat.zero_()
+            part, logits = worker.step(step)
+            if len(group) > 1:
+                task = all_reduce(Label("all_reduce", step), rank.rank, group, flat.numel() * flat.element_size())
+                assert isinstance(task.work, Collective)
+                with rank.span(task.label, "reduce", rank.count(task.label, task.work.nbytes)):
+                    comm.all_reduce(rank, flat, group)
+            with rank.span(Label("update", step), "compute"):
+                optimizer.step()
+            seconds += now() - started
+            loss, counts = loss + part.cpu(), counts + worker.counts(logits)
         tested = torch.full((3, 2), math.nan, dtype=torch.float64)
         if epoch == epochs - 1 or (eval_every and (epoch + 1) % eval_every == 0):
             worker.drain()
             rank.recording = False
-            tested = worker.counts(worker.evaluate(epoch))
+            tested = worker.counts(worker.evaluate(step))
             rank.recording = True
         row = _row(rank, epoch, loss, counts, tested, seconds, sum(rank.sent.values()) - sent_before)
         if not math.isfinite(row["loss"]):
@@ -129,9 +137,9 @@ def _leave(rank: Rank, out: Path, worker: Worker, job: Job, setup: dict[str, int
         "staleness": getattr(worker, "errors", {}),
     }))  # fmt: skip
     state = {name: p.detach().cpu().contiguous() for name, p in worker.net.state_dict().items()}
-    if rank.world > 1 and not isinstance(worker, graph_parallel.Worker):
+    if len(worker.reduce_group) < rank.world:
         states: list[Any] = [None] * rank.world
-        dist.gather_object(state, states if rank.rank == 0 else None)
+        dist.gather_object(state if rank.rank == worker.reduce_group[0] else {}, states if rank.rank == 0 else None)
         state = {name: p for part in states if part for name, p in part.items()}
     if rank.rank == 0:
         write_atomically(out / "weights.safetensors", save(state))

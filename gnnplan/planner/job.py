@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,10 +11,9 @@ import numpy as np
 from gnnplan.planner.chunks import ChunkFacts, Chunks, estimated_chunks
 from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.formulas import expected_halo_rows
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
-from gnnplan.planner.layout import LayerFacts, Layout
+from gnnplan.planner.layout import Expansion, LayerFacts, Layout
 from gnnplan.planner.partition import partition
 from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
 
@@ -28,23 +28,48 @@ class EstimatedLayout:
     layers: int
     first_varying: int
     depth: int
+    expansion: Expansion | None = None
+    targets: float | None = None  # of a batch, per server; otherwise all own rows
 
     @property
     def ranks(self) -> int:
         return len(self.servers)
 
+    @cached_property
+    def inside(self) -> int:
+        if self.targets is not None or (self.expansion and len(set(self.servers)) > 1):
+            return self.layers
+        return self.first_varying + self.depth if self.depth else 0
+
     def hops(self, h: int) -> int:
-        return max(0, min(self.first_varying + self.depth - h, self.layers - h)) if self.depth else 0
+        return max(0, self.inside - h)
 
     def recomputed(self, layer: int) -> bool:
-        return bool(self.depth) and layer - 1 < self.first_varying + self.depth
+        return layer - 1 < self.inside
+
+    def kind(self, layer: int) -> object:
+        return self.hops(layer), self.hops(layer - 1), self.recomputed(layer)
+
+    @cached_property
+    def _allowed(self) -> float:
+        """Rows that a server may have: all, or its own and those drawn around them."""
+        n = float(self.vertices)
+        own = n / len(set(self.servers))
+        if not self.expansion or own == n:
+            return n
+        rows = new = own
+        drawn = min(self.expansion.fanout, self.edges / n * (1 - own / n)) / (n - own)  # chance of an external vertex, per reader
+        for _ in range(self.expansion.max_hop):
+            new = (n - rows) * -np.expm1(new * np.log1p(-min(drawn, 0.5)))
+            rows += new
+        return float(rows)
 
     def _region(self, hops: int) -> float:
-        """Rows of a server's part and all within `hops` of it."""
+        """Rows of a server's part (of a batch its targets) and all within `hops` of them that it may have."""
         n, p = float(self.vertices), self.edges / float(self.vertices) ** 2
-        rows = n / len(set(self.servers))
+        rows = n / len(set(self.servers)) if self.targets is None else self.targets
         for _ in range(hops):
-            rows += (n - rows) * -np.expm1(rows * np.log1p(-min(p, 0.5)))
+            rows += (self._allowed - rows) * -np.expm1(rows * np.log1p(-min(p, 0.5)))
         return rows
 
     def facts(self, layer: int) -> LayerFacts:
@@ -61,7 +86,8 @@ class EstimatedLayout:
         halo = (among - local) * -np.expm1(rows * np.log1p(-min(p, 0.5)))
         sends = _even(others, halo)
         count = np.full(m, 1.0)
-        return LayerFacts(rows * count, local + sends.sum(0), rows / self.vertices * self.edges * count, sends)
+        edges = rows / self.vertices * self.edges * self._allowed / self.vertices
+        return LayerFacts(rows * count, local + sends.sum(0), edges * count, sends)
 
     def preloaded(self) -> np.ndarray:
         m, servers = self.ranks, len(set(self.servers))
@@ -129,6 +155,7 @@ class Job:
     method: str = "metis"
     seats: tuple[int, ...] = ()
     _layouts: dict[object, Layout | EstimatedLayout] = field(default_factory=dict, compare=False, repr=False)
+    _batches: dict[object, list[Layout]] = field(default_factory=dict, compare=False, repr=False)
     _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -157,17 +184,30 @@ class Job:
         """The same question with its ranks on these GPUs."""
         return replace(self, seats=() if seats == tuple(range(self.cluster.ranks)) else seats)
 
-    def layout(self, depth: int = 0) -> Layout | EstimatedLayout:
+    def layout(self, depth: int = 0, expansion: Expansion | None = None) -> Layout | EstimatedLayout:
         """Rows of every rank at every layer. Depth 0 cuts the graph in a part per rank; deeper ones in a part per server first."""
-        depth = min(depth, self.workload.layers - self.model.first_varying) if len(set(self.servers)) > 1 else 0
-        key = (depth, self.servers if depth else self.ranks)
+        deepest = self.workload.layers - self.model.first_varying
+        several = len(set(self.servers)) > 1
+        depth, expansion = (min(depth, deepest), expansion) if several else (0, None)
+        key = (depth, expansion, self.servers if depth or expansion else self.ranks)
         if key not in self._layouts:
-            args = (self.servers, self.workload.layers, self.model.first_varying, depth)
+            args = (self.servers, self.workload.layers, self.model.first_varying, depth, expansion)
             if self.graph is None:
                 self._layouts[key] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args)
             else:
-                self._layouts[key] = Layout(self.graph, self._owner(depth), *args)
+                self._layouts[key] = Layout(self.graph, self._owner(depth or int(expansion is not None)), *args)
         return self._layouts[key]
+
+    def batches(self, layout: Layout | EstimatedLayout, count: int) -> Sequence[Layout | EstimatedLayout]:
+        """Every server's training vertices in `count` batches, drawn once by the seed, each with the rows it needs."""
+        if isinstance(layout, EstimatedLayout):
+            return [replace(layout, targets=self.stats.train_vertices / len(set(self.servers)) / count)] * count
+        assert self.graph is not None
+        key = (layout, count)
+        if key not in self._batches:
+            batch_of = layout.drawn(self.graph.train, count, self.workload.seed)
+            self._batches[key] = [layout.batch(batch_of == b) for b in range(count)]
+        return self._batches[key]
 
     def _owner(self, depth: int) -> np.ndarray:
         assert self.graph is not None

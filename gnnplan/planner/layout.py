@@ -24,6 +24,7 @@ from gnnplan.planner.graph import Graph
 from gnnplan.planner.partition import locality_order, partition_weighted
 
 FAR = np.iinfo(np.int16).max  # hops: more than a model has layers
+EXPANSION, BATCHES = 1, 2  # streams of random numbers
 AT_ONCE = 1 << 22  # edges looked at together: what is made of them stays small beside the graph
 
 
@@ -113,8 +114,8 @@ class Layout:
 
     def _regions(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Per rank its share of its server's region."""
-        owner, members = self.owner.copy(), []
-        for server in sorted(set(self.servers)):  # ranks stand server by server
+        owner, members = self.owner.copy(), dict[int, tuple[np.ndarray, np.ndarray]]()
+        for server in sorted(set(self.servers)):
             mine = np.flatnonzero(np.asarray(self.servers) == server)
             hop = distances(self.graph, self._part(server), self.hops(0), self._allowed.get(server))
             region = np.flatnonzero(hop < FAR)
@@ -126,15 +127,23 @@ class Layout:
                 rank_of = mine[partition_weighted(indptr, indices, weight[hop[region]], len(mine), seed=0)]
             own = hop[region] == 0
             owner[region[own]] = rank_of[own]
-            members += [self._sorted(region[rank_of == rank], hop) for rank in mine]
+            members |= {int(rank): self._sorted(region[rank_of == rank], hop) for rank in mine}
         self.owner = owner
-        return members
+        return [members[rank] for rank in range(self.ranks)]
 
     def _sorted(self, ids: np.ndarray, hop: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(global ids, hop) of rows: own rows first, near before far, METIS clusters together."""
         far = np.zeros(ids.size, dtype=np.int16) if hop is None else hop[ids]
         sort = np.lexsort((self._order[ids], far))
         return ids[sort], far[sort]
+
+    def drawn(self, rows: np.ndarray, count: int, seed: int) -> np.ndarray:
+        """The batch of each of `rows` (bool [N]), -1 elsewhere: every server's are cut in `count` nearly equal ones. int32 [N]."""
+        batch_of = np.full(rows.size, -1, dtype=np.int32)
+        for server in set(self.servers):
+            mine = np.random.default_rng((BATCHES, seed, server)).permutation(np.flatnonzero(self._part(server) & rows))
+            batch_of[mine] = np.arange(mine.size) * count // max(mine.size, 1)
+        return batch_of
 
     def batch(self, targets: np.ndarray) -> Layout:
         """Of these rows only what the targets (bool [N]) need: fetched for a server as a whole, then split over its GPUs as this
@@ -143,12 +152,12 @@ class Layout:
         batch.__dict__.update(self.__dict__)
         batch.depth, batch.inside = self.layers - self.first_varying, self.layers
         batch._forget()
+        hops = {server: distances(self.graph, self._part(server) & targets, batch.inside, self._allowed.get(server))
+                for server in set(self.servers)}  # fmt: skip
         batch._members = []
-        for server in sorted(set(self.servers)):
-            hop = distances(self.graph, self._part(server) & targets, batch.inside, self._allowed.get(server))
-            for rank in np.flatnonzero(np.asarray(self.servers) == server):
-                ids = self._members[rank][0]
-                batch._members.append(self._sorted(ids[hop[ids] < FAR], hop))
+        for server, (ids, _) in zip(self.servers, self._members, strict=True):
+            hop = hops[server]
+            batch._members.append(self._sorted(ids[hop[ids] < FAR], hop))
         return batch
 
     def _where(self, server: int) -> tuple[np.ndarray, np.ndarray]:
@@ -293,7 +302,7 @@ def distances(graph: Graph, roots: np.ndarray, reach: int, allowed: np.ndarray |
 
 def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> np.ndarray:
     """The rows a server may have: its own (bool [N]) and those drawn around them. Equal seeds draw equal rows wherever asked."""
-    random = np.random.default_rng((expansion.seed, server))
+    random = np.random.default_rng((EXPANSION, expansion.seed, server))
     allowed, frontier = own.copy(), np.flatnonzero(own)
     for _ in range(expansion.max_hop):
         found = np.zeros(own.size, dtype=bool)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-LANES = ("host", "copy", "compute", "comm", "receive", "reduce")
+LANES = ("host", "copy", "compute", "comm", "send", "receive", "reduce")
 
 
 class Label(NamedTuple):
@@ -53,6 +53,13 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Rows from the server's memory to the device; nothing crosses to another rank."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """A message to one peer; `Recv` on the other side ends when it has arrived."""
 
@@ -83,7 +90,7 @@ class Collective:
         return sum(n for _, n in self.sent)
 
 
-Work = Compute | Send | Recv | Collective
+Work = Compute | Load | Send | Recv | Collective
 
 
 @dataclass(frozen=True, slots=True)

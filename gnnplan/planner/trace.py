@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import make_folder
 
-LANE_ORDER = ("compute", "comm", "receive", "reduce", "copy", "host")  # top to bottom in the viewer: what matters first
+LANE_ORDER = ("compute", "comm", "send", "receive", "reduce", "copy", "host")  # top to bottom in the viewer: what matters first
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
 
 
@@ -30,7 +30,7 @@ class Span(NamedTuple):
     lane: str
     start: float  # [s]
     end: float  # [s]
-    nbytes: int = 0  # [B] that this rank sent
+    nbytes: int = 0  # [B] that this rank sent, or loaded
     step: int = 0
 
     @property
@@ -172,7 +172,7 @@ def transfer_times(spans: Iterable[Span], ops: Collection[str] | None = None) ->
     """
     groups: dict[str, list[Span]] = {}
     for s in spans:
-        if ops is None or s.op in ops:
+        if (ops is None or s.op in ops) and s.lane != "copy":  # a load is its rank's own
             groups.setdefault(s.label, []).append(s)
     return {label: float(min(s.seconds for s in group)) for label, group in groups.items()
             if any(s.nbytes for s in group) and len({s.rank for s in group}) > 1}  # fmt: skip

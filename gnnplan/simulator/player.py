@@ -16,7 +16,7 @@ import simpy
 
 from gnnplan.planner.cost import Cost, Transfer
 from gnnplan.planner.errors import Deadlock, Mismatch
-from gnnplan.planner.schedule import Collective, Compute, Label, Recv, Schedule, Send, Task
+from gnnplan.planner.schedule import Collective, Compute, Label, Load, Recv, Schedule, Send, Task
 from gnnplan.planner.trace import Span
 from gnnplan.simulator.network import Network
 
@@ -43,11 +43,16 @@ class Played:
         """When the last task of a step has ended [s]."""
         return self._ends[step]
 
+    def epoch_s(self, steps: int) -> float:
+        """Duration of an epoch of so many steps in the steady state: the median from one epoch's end to the next [s]; of one
+        epoch, its end."""
+        ends = [self._ends[step] for step in sorted(self._ends) if step % steps == steps - 1]
+        return statistics.median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else self.end_s
+
     @property
     def step_s(self) -> float:
-        """Duration of a step in the steady state: the median from one step's end to the next [s]; of one step, its end."""
-        ends = [self._ends[step] for step in sorted(self._ends)]
-        return statistics.median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else self.end_s
+        """Duration of a step in the steady state [s]."""
+        return self.epoch_s(1)
 
 
 def play(schedule: Schedule, cost: Cost, *, contention: bool = True) -> Played:
@@ -207,6 +212,8 @@ class _Score:
                 if work not in seconds:
                     seconds[work] = float(cost.compute_s(work))
                 act = _Act(1, seconds[work])
+            elif isinstance(work, Load):
+                act = _Act(1, float(cost.load_s(work.nbytes)))
             elif isinstance(work, Send):
                 if (rank, work) not in sends:
                     sends[rank, work] = _plain(cost.send(rank, work))
@@ -275,5 +282,5 @@ def _plain(transfer: Transfer) -> Transfer:
 
 def _span(node: _Node) -> Span:
     task, work = node.task, node.task.work
-    sent = work.nbytes if isinstance(work, (Send, Collective)) else 0
+    sent = work.nbytes if isinstance(work, (Load, Send, Collective)) else 0
     return Span(str(task.label), task.label.op, task.rank, task.lane, node.start, node.end, sent, task.label.step)

@@ -48,24 +48,32 @@ class Worker:
     layout: Layout
     how: Manner
     gamma: float = 0.0
+    degrees: str = "global"
+    net: Net | None = None  # given: another Worker's weights
+    batch: int | None = None  # training vertices of all ranks where the layout is a batch; its `features` are somebody else's task
     pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
     smooth: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # s_t by way and layer
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # 'f:l2' -> per step ||used - true||^2 and ||true||^2
+
+    @property
+    def reduce_group(self) -> tuple[int, ...]:
+        return tuple(range(self.rank.world))
 
     def __post_init__(self) -> None:
         job, layout, me, device = self.job, self.layout, self.rank.rank, self.rank.device
         graph, workload = job.graph, job.workload
         assert graph is not None
         self.shapes, self.dtype = job.model, dtype_of(workload)
-        self.net = Net(self.shapes, workload).to(device)
+        self.net = self.net or Net(self.shapes, workload).to(device)
         self.layers = range(1, workload.layers + 1)
         self.exchanges: dict[int, Exchange] = {}
         self.silent: dict[int, bool] = {}  # nobody sends anything before this layer
         self.blocks, self.vertices = {}, {}
-        made: dict[object, int] = {}  # layers with the same piece share block and exchange
+        degrees = layout.degrees(me) if self.degrees == "local" else None
+        made: dict[object, int] = {}  # layers alike on all ranks share block and exchange
         for layer in self.layers:
             piece = layout.piece(me, layer)
-            twin = made.setdefault((id(piece), self.net.layer(layer).edges), layer)
+            twin = made.setdefault((layout.kind(layer), self.net.layer(layer).edges), layer)
             if twin != layer:
                 self.exchanges[layer], self.silent[layer] = self.exchanges[twin], self.silent[twin]
                 self.blocks[layer], self.vertices[layer] = self.blocks[twin], self.vertices[twin]
@@ -74,41 +82,21 @@ class Worker:
             self.exchanges[layer] = Exchange(self.rank, layout.sent(me, layer), piece.received)
             self.silent[layer] = not layout.facts(layer).sends.any()
             self.vertices[layer] = torch.from_numpy(source).to(device)
-            block = weighted_block(graph, self.net.layer(layer).edges, layout.rows(me, layer), source, *layout.block(me, layer), workload)
+            edges = layout.block(me, layer)
+            block = weighted_block(graph, self.net.layer(layer).edges, layout.rows(me, layer), source, *edges, workload, degrees)
             self.blocks[layer] = block.to(device)
         self.own_vertices = torch.from_numpy(layout.own(me)).to(device)
         self.vertices_in_all = sum(layout.own(rank).size for rank in range(layout.ranks))
-        self.targets = Targets(graph, layout.own(me), workload, device)
-        self._set_up()
+        self.targets = Targets(graph, layout.own(me), workload, device, self.batch)
+        self.features, self.cached = torch.empty(0), None
+        if self.batch is None:
+            self._set_up()
 
     def _set_up(self) -> None:
-        """Features of all rows this rank computes (preload), the halo of constant inputs, the cached first aggregate."""
-        layout, me, job = self.layout, self.rank.rank, self.job
-        assert job.graph is not None
-        rows = layout.rows(me, 0)
-        own = layout.own(me)
-        x = features(job.graph, own, job.workload, self.rank.device)
-        if layout.preloaded().any():
-            give, take, order = _preload(layout, me)
-            exchange = Exchange(self.rank, give, take)
-            label = Label("preload", -1)
-            with self.rank.span(label, "comm", self.rank.count(label, exchange.nbytes(x.shape[1], x.element_size(), "f"))):
-                received = exchange.forward(exchange.pack(x))
-            external = torch.empty_like(received)
-            external[torch.from_numpy(order).to(x.device)] = received
-            x = torch.cat([x, external])
-        assert x.shape[0] == rows.size
-        self.features = x
-        self.cached: Tensor | None = None
-        if self.shapes.first_varying == 1 and not self.silent[1]:
-            exchange = self.exchanges[1]
-            label = Label("input_halo", -1)
-            with self.rank.span(label, "comm", self.rank.count(label, exchange.nbytes(x.shape[1], x.element_size(), "f"))):
-                halo = exchange.forward(exchange.pack(x))
-            self.features = torch.cat([x, halo])
+        self.features = constant_rows(self.rank, self.job, self.layout)
         if self.shapes.aggregate_cached(1):
             self.cached = self.net.layer(1).gather(self.blocks[1], self.features)
-            self.features = self.features[: self.blocks[1].n_dst].clone() if job.workload.model == "sage" else self.features[:0]
+            self.features = self.features[: self.blocks[1].n_dst].clone() if self.job.workload.model == "sage" else self.features[:0]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -304,6 +292,28 @@ def _through_projection(above: _Step | None, gradient: Tensor) -> Tensor:
         torch.autograd.backward(above.projected, (gradient, above.own.grad))
     assert above.leaf.grad is not None
     return above.leaf.grad
+
+
+def constant_rows(rank: Rank, job: Job, layout: Layout) -> Tensor:
+    """Features of all rows this rank computes (preload) and, where they are what layer 1 reads, of its halo: [S, F]. Set-up."""
+    me = rank.rank
+    assert job.graph is not None
+
+    def swap(op: str, exchange: Exchange, rows: Tensor) -> Tensor:
+        label = Label(op, -1)
+        with rank.span(label, "comm", rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), "f"))):
+            return exchange.forward(exchange.pack(rows))
+
+    x = features(job.graph, layout.own(me), job.workload, rank.device)
+    if layout.preloaded().any():
+        give, take, order = _preload(layout, me)
+        received = swap("preload", Exchange(rank, give, take), x)
+        external = torch.empty_like(received)
+        external[torch.from_numpy(order).to(x.device)] = received
+        x = torch.cat([x, external])
+    if job.model.first_varying == 1 and layout.facts(1).sends.any():
+        x = torch.cat([x, swap("input_halo", Exchange(rank, layout.sent(me, 1), layout.piece(me, 1).received), x)])
+    return x
 
 
 def _preload(layout: Layout, me: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""GraNNDis, shared preloading: hidden rows of the first `depth` layers never cross servers; they are recomputed there.
+"""GraNNDis: hidden rows of the first `depth` layers never cross servers; each server recomputes them for its surroundings.
 
     2 servers x 1 GPU, 3 layers, depth 2 (full preload)          depth 1
     setup    |preload: features 3 hops around|                   2 hops around
@@ -6,11 +6,24 @@
     comm     (nothing between servers)                                                         so halo 3 crosses
     reduce                                                                        |all_reduce|
 
+    expansion-aware sampling, max_hop 1 and fanout 15: the same timeline on fewer rows. Outside its own part a server has
+    only rows drawn once before training, and all edges among the rows it has; loss and gradients of its own rows only
+    setup    |preload: features of the rows drawn, 1 hop around|
+    compute  |forward 1 on its rows|forward 2 on its rows|forward 3 on own|loss|...
+
+    cooperative batching, batches 2 (R): an epoch is two steps, each on what half of a server's training vertices need
+    setup    |preload|                                            to the server's memory, not to its GPUs
+    copy     |load|                               |load|          features of the batch, dropped after it
+    compute         |1|2|3|loss|3|2|1|     |update|     |1|2|3|loss|3|2|1|     |update|
+    reduce                            |all_reduce|                        |all_reduce|
+
 Depth 0 is plain graph parallel, depth L the paper's full preload; every depth gives the exact gradient: each server's
 copy of a row gets the gradient of that server's readers, and the all-reduce adds the copies' weight gradients. Inside
 a server the enlarged graph is cut over its GPUs, which exchange halos as usual. The best depth depends on links and
-graph: more depth, fewer bytes between servers, more computation.
-Paper: GraNNDis (PACT 2024) Sec. 4.1; its Eq. 3-7 are in formulas.py, shown by a plan and not deciding it.
+graph: more depth, fewer bytes between servers, more computation. Sampling cuts edges between servers (another gradient);
+batches are mini-batches with whole neighbourhoods (the gradient of the batch's mean loss), fetched for a server as a whole
+and then split over its GPUs. With R = 1 nothing is loaded: it is the preload above, operation by operation.
+Paper: GraNNDis (PACT 2024) Sec. 4.1-4.4, Alg. 1; its Eq. 3-9 are in formulas.py, shown by a plan and not deciding it.
 """
 
 from __future__ import annotations
@@ -19,62 +32,172 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.job import Job
+from gnnplan.planner.job import EstimatedLayout, Job
+from gnnplan.planner.layout import Expansion, Layout
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies import layerwise
-from gnnplan.planner.strategies.layerwise import Manner
+from gnnplan.planner.strategies.layerwise import Batches, Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+
+MAX_HOP, FANOUT = 1, 15  # the paper's defaults, Sec. 4.3
+DEGREES = ("global", "local")
+BATCH_ORDER = 3  # its own stream of random numbers beside those in layout.py
 
 
 @dataclass(frozen=True)
 class GraNNDis(Strategy):
-    """depth: hidden layers that a server recomputes for its surroundings; None is all (the paper's preload)."""
+    """depth: hidden layers that a server recomputes for its surroundings; None is all (the paper's preload).
+    max_hop (m), fanout (k): of expansion-aware sampling; None is none; one of them given brings the other's default.
+    degrees: what a layer divides by, a vertex's degree in the whole graph ('global') or among its server's rows ('local').
+    batches: R of cooperative batching; None is the fewest that fit the memory."""
 
     depth: int | None = None
     narrow: bool = False
+    max_hop: int | None = None
+    fanout: int | None = None
+    degrees: str = "global"
+    batches: int | None = 1
 
     family: ClassVar[str] = "granndis"
     claim: ClassVar[float] = 1e-6
 
     @property
+    def sampled(self) -> bool:
+        return self.max_hop is not None or self.fanout is not None
+
+    @property
     def exact(self) -> bool:
-        return True
+        return not self.sampled and self.batches == 1
 
     @classmethod
     def candidates(cls, job: Job) -> Iterator[Strategy]:
-        if job.cluster.servers == 1:
+        if len(set(job.servers)) == 1:
             return
         narrowing = any(layer.projects_first for layer in job.model.layers[1:])
         deepest = job.workload.layers - job.model.first_varying
-        for depth in [*range(1, min(deepest, 5)), job.workload.layers]:
+        for depth in range(1, min(deepest, 5)):
             yield cls(depth)
-            if narrowing and depth < deepest:
+            if narrowing:
                 yield cls(depth, narrow=True)
+        yield cls(batches=None)
+        yield cls(max_hop=MAX_HOP, fanout=FANOUT, batches=None)
 
     @classmethod
     def absent(cls, job: Job) -> str:
         return "one server: no row crosses servers, so there is nothing to preload and it would be plain graph parallel"
 
     def settle(self, job: Job) -> GraNNDis:
-        return replace(self, depth=job.workload.layers if self.depth is None else self.depth)
+        out = replace(self, depth=job.workload.layers if self.depth is None else self.depth)
+        if self.sampled:
+            out = replace(out, max_hop=MAX_HOP if self.max_hop is None else self.max_hop,
+                          fanout=FANOUT if self.fanout is None else self.fanout)  # fmt: skip
+        return out if self.batches is not None else replace(out, batches=out._fewest_that_fit(job))
+
+    def _fewest_that_fit(self, job: Job) -> int:
+        """The smallest R whose memory fits; where none does, the one tried that needs least. Smaller batches need less, so R is
+        doubled and then narrowed down."""
+        room = job.cluster.device.memory
+
+        def need(count: int) -> float:
+            return float(sum(replace(self, batches=count).memory(job).values(), np.zeros(1)).max())
+
+        try:
+            self.check(job)
+        except SpecError:  # to be said by who asks for it
+            return 1
+        tried = {1: need(1)}
+        most = self._targets(job) if job.workload.norm != "batch" else 1
+        few = many = 1
+        while tried[many] > room and many < most:
+            few, many = many, min(2 * many, most)
+            tried[many] = need(many)
+        if tried[many] > room:
+            return min(tried, key=lambda count: (tried[count], count))
+        while many - few > 1:
+            between = (few + many) // 2
+            tried[between] = need(between)
+            few, many = (few, between) if tried[between] <= room else (between, many)
+        return many
+
+    def _targets(self, job: Job) -> int:
+        """Training vertices of the server that has fewest."""
+        layout = self.layout(job)
+        if isinstance(layout, EstimatedLayout):
+            return int(job.stats.train_vertices // len(set(job.servers)))
+        assert job.graph is not None
+        server_of = np.asarray(job.servers)[layout.owner]
+        return min(int(job.graph.train[server_of == server].sum()) for server in set(job.servers))
 
     def check(self, job: Job) -> None:
-        if self.depth is not None and not 0 <= self.depth <= job.workload.layers:
+        layers, deepest = job.workload.layers, job.workload.layers - job.model.first_varying
+        if self.depth is not None and not 0 <= self.depth <= layers:
             raise SpecError(
-                f"granndis: depth lies between 0 (plain halo) and the layers ({job.workload.layers}, full preload), not {self.depth}"
+                f"granndis: depth lies between 0 (plain halo) and the layers ({layers}, full preload), not {self.depth}"
             )
+        for knob, value, least in (("max_hop", self.max_hop, MAX_HOP), ("fanout", self.fanout, FANOUT), ("batches", self.batches, 1)):
+            if value is not None and value < 1:
+                raise SpecError(f"granndis: {knob} is at least 1, not {value}; use {knob}={least}, or leave it out")
+        if self.degrees not in DEGREES:
+            raise SpecError(f"granndis: degrees is 'global' (of the whole graph) or 'local' (among a server's rows), not {self.degrees!r}")
+        if self.degrees == "local" and not self.sampled:
+            raise SpecError("granndis: without sampling a server's rows have all their neighbours, so degrees are global; "
+                            "use degrees='local' with max_hop and fanout")  # fmt: skip
+        if (self.sampled or self.batches != 1) and self.depth is not None and self.depth < deepest:
+            what = "sampling leaves a server rows of its own graph" if self.sampled else "batches are fetched for a server as a whole"
+            raise SpecError(f"granndis: {what}, so no hidden row may cross servers (depth: {self.depth}, layers: {layers}); "
+                            "leave depth out")  # fmt: skip
         if job.ranks > job.stats.vertices:
             raise SpecError(f"granndis needs a vertex per rank (vertices: {job.stats.vertices}, ranks: {job.ranks}); use fewer ranks")
+        if self.batches is not None and self.batches > 1:
+            if job.workload.norm == "batch":
+                raise SpecError(f"granndis: batch norm needs all vertices at once (batches: {self.batches}); use norm=layer or batches=1")
+            if self.batches > (targets := self._targets(job)):
+                raise SpecError(f"granndis needs a training vertex per batch on every server (fewest on a server: {targets}, batches: "
+                                f"{self.batches}); use batches={max(targets, 1)} or less")  # fmt: skip
+
+    @property
+    def manner(self) -> Manner:
+        return Manner(self.narrow)
+
+    def layout(self, job: Job) -> Layout | EstimatedLayout:
+        expansion, layers = None, job.workload.layers
+        if self.sampled:
+            assert self.max_hop is not None and self.fanout is not None
+            expansion = Expansion(self.max_hop, self.fanout, job.workload.seed)
+        elif self.steps(job) > 1 and layers == job.model.first_varying:  # no hidden row to recompute: features alone are preloaded
+            expansion = Expansion(layers, job.stats.vertices, job.workload.seed)
+        return job.layout(layers if self.depth is None else self.depth, expansion)
+
+    def layouts(self, job: Job) -> Batches:
+        """Of the batches; none with R = 1."""
+        return () if self.batches in (None, 1) else job.batches(self.layout(job), self.steps(job))
+
+    def steps(self, job: Job) -> int:
+        return self.batches or 1
 
     def memory(self, job: Job) -> Memory:
-        return layerwise.memory(job, job.layout(self.depth or 0), Manner(self.narrow))
+        """Of several batches the largest fills the device; their edges stay there, their features do not."""
+        layout, batches = self.layout(job), self.layouts(job)
+        whole = layerwise.memory(job, layout, self.manner)
+        if not batches:
+            return whole
+        each = [layerwise.memory(job, batch, self.manner) for batch in batches]
+        use = {name: np.max([m[name] for m in each], axis=0) for name in each[0]}
+        use["graph"] = np.sum([m["graph"] for m in each], axis=0)
+        if job.cluster.device.kind == "cpu":  # the server's memory is the device's
+            use["features"] = use["features"] + whole["features"]
+        return use
 
     def predict(self, job: Job) -> Prediction:
-        return layerwise.predict(job, job.layout(self.depth or 0), Manner(self.narrow))
+        return layerwise.predict(job, self.layout(job), self.manner, self.layouts(job))
 
     def schedule(self, job: Job, steps: int) -> Schedule:
-        return layerwise.schedule(job, job.layout(self.depth or 0), Manner(self.narrow), steps)
+        return layerwise.schedule(job, self.layout(job), self.manner, steps, self.layouts(job), lambda step: self.turn(job, step))
 
-    def placement(self, job: Job) -> list[dict[str, int]]:
-        return [{"rank": r, "server": s, "gpu": r % job.cluster.gpus_per_server, "part": r} for r, s in enumerate(job.servers)]
+    def turn(self, job: Job, step: int) -> int:
+        """The batch whose turn it is: all of them in every epoch, each time in another order."""
+        epoch, place = divmod(step, self.steps(job))
+        return int(np.random.default_rng((BATCH_ORDER, job.workload.seed, epoch)).permutation(self.steps(job))[place])

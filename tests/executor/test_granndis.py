@@ -1,0 +1,148 @@
+"""GraNNDis: preload on a graph with skewed degrees is exact at any number of layers; batches and sampling are training with dense
+matrices on the same batches and on each server's own graph, written plainly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from plain import Plain, difference
+from ranks import Case, Ranks, Result
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnnplan.planner.layout import Expansion, expand
+
+pytestmark = pytest.mark.timeout(110)
+
+MODELS = ("gcn", "sage", "gcnii")
+WORLDS = [(2, 2), (4, 2)]  # ranks, servers
+
+
+def workload(model: str, **more: object) -> dict[str, object]:
+    return {"model": model, "layers": 3, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3, "dtype": "float64", **more}
+
+
+@pytest.fixture(scope="session")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """300 vertices of which most have two neighbours and a few have a hundred, far apart from one another: 6 hops still grow."""
+    n, random = 300, np.random.default_rng(5)
+    ring = np.arange(n)
+    hubs = np.repeat(np.arange(0, n, 100), 40)
+    src = np.concatenate([ring, hubs])
+    dst = np.concatenate([(ring + 1) % n, (hubs + random.zipf(1.5, hubs.size).clip(max=60)) % n])
+    masks = {f"{name}_mask": ring % 3 == i for i, name in enumerate(("train", "val", "test"))}
+    path = tmp_path_factory.mktemp("skewed") / "skewed.npz"
+    np.savez(path, src=src, dst=dst, x=random.standard_normal((n, 12), dtype=np.float32), y=random.integers(0, 4, n), **masks)
+    return str(path)
+
+
+# -- preload -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "servers"), WORLDS)
+def test_full_preload_is_one_process_at_any_number_of_layers(run_ranks: Ranks, skewed: str, world: int, servers: int) -> None:
+    for layers in range(1, 7):
+        case = Case("granndis", skewed, workload(MODELS[layers % 3], layers=layers), servers, epochs=3)
+        result, alone = run_ranks(world, [case])[0], run_ranks.alone(replace(case, strategy="graph_parallel"))
+        assert result.losses == pytest.approx(alone.losses, rel=1e-9), layers
+        assert difference(result.weights, alone.weights) <= 1e-9, layers
+
+
+# -- batches and sampling, plainly -----------------------------------------------------------------------------------------
+
+
+def granndis(case: Case, world: int) -> tuple[list[float], dict[str, Tensor], list[list[float]]]:
+    """Every step: the mean loss over the batch's targets, each with the rows and edges of the server that owns it. Losses of epochs
+    are over all training vertices; and the accuracies on validation and test of the weights that each epoch leaves."""
+    job = case.job(world)
+    strategy, plain, graph = case.settled(job), Plain(replace(case, servers=1)), job.graph
+    layout = strategy.layout(job)
+    server_of, n = np.asarray(job.servers)[layout.owner], graph.stats.vertices
+    operators = {}
+    for server in range(case.servers):
+        allowed = np.ones(n, dtype=bool)
+        if strategy.sampled:
+            allowed = expand(graph, server_of == server, Expansion(strategy.max_hop, strategy.fanout, 3), server)
+            assert (server_of == server).sum() < allowed.sum() < n
+        among = torch.from_numpy(np.outer(allowed, allowed) | np.eye(n, dtype=bool))
+        operators[server] = plain.operator * among
+        if strategy.degrees == "local":
+            adjacency = plain.adjacency * among
+            operators[server] = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
+            if plain.model != "sage":
+                looped = adjacency + torch.eye(n, dtype=torch.float64)
+                operators[server] = looped / (looped.sum(1)[:, None] * looped.sum(0)[None, :]).sqrt()
+    batch_of = np.where(graph.train, 0, -1) if strategy.batches == 1 else layout.drawn(graph.train, strategy.batches, 3)
+    y, losses, scores = torch.from_numpy(np.array(graph.y)), [], []
+
+    def logits_of(step: int | None) -> Tensor:
+        out = torch.zeros(n, graph.stats.classes, dtype=torch.float64)
+        for server, operator in operators.items():
+            plain.operator = operator
+            out = torch.where(torch.from_numpy(server_of == server)[:, None], plain.forward(step)[0], out)
+        return out
+
+    for epoch in range(case.epochs):
+        total = 0.0
+        for step in range(epoch * strategy.batches, (epoch + 1) * strategy.batches):
+            targets = torch.from_numpy(batch_of == strategy.turn(job, step))
+            loss = F.cross_entropy(logits_of(step)[targets], y[targets])
+            total += loss.item() * int(targets.sum()) / graph.stats.train_vertices
+            plain.descend(loss)
+        losses.append(total)
+        with torch.no_grad():
+            right = logits_of(None).argmax(1) == y
+        scores.append([right[torch.from_numpy(np.array(mask))].double().mean().item() for mask in (graph.val, graph.test)])
+    return losses, plain.w, scores
+
+
+def assert_plain(case: Case, result: Result, tolerance: float = 1e-9) -> None:
+    losses, weights, scores = granndis(case, result.world)
+    assert result.losses == pytest.approx(losses, rel=tolerance), str(case)
+    assert difference(result.weights, weights) <= tolerance, str(case)
+    for row, (val, test) in zip(result.metrics, scores, strict=True):
+        assert (row["val_accuracy"], row["test_accuracy"]) == (pytest.approx(val, abs=1e-12), pytest.approx(test, abs=1e-12)), str(case)
+
+
+@pytest.mark.parametrize(("world", "servers"), [*WORLDS, (2, 1)])
+def test_batches_are_mini_batches_with_whole_neighbourhoods(run_ranks: Ranks, skewed: str, world: int, servers: int) -> None:
+    cases = [Case(f"granndis(batches={batches}{more})", skewed, workload(model, **how), servers, epochs=3, eval_every=1)
+             for batches, model, more, how in ((2, "gcn", "", {}), (3, "sage", ",narrow=True", {"dropout": 0.0}),
+                                               (4, "gcnii", "", {"optimizer": "sgd"}), (3, "gcn", "", {"layers": 1, "dropout": 0.0}),
+                                               (2, "gat", "", {"heads": 2}), (2, "resgcn", "", {}))]  # fmt: skip
+    for case, result in zip(cases, run_ranks(world, cases), strict=True):
+        assert_plain(case, result)
+        whole = run_ranks.alone(replace(case, strategy="graph_parallel"))
+        assert difference(result.weights, whole.weights) > 1e-3  # another training, so the comparison has teeth
+
+
+@pytest.mark.parametrize(("world", "servers"), [*WORLDS, (3, 3)])
+def test_sampling_trains_on_each_servers_own_graph(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int) -> None:
+    cases = [Case(f"granndis({knobs})", graphs["rough"], workload(model), servers, epochs=3, eval_every=1, directed=directed)
+             for knobs, model, directed in (("max_hop=1,fanout=1", "gcn", False), ("max_hop=1,fanout=2,degrees='local'", "gcn", True),
+                                            ("max_hop=2,fanout=1,degrees='local'", "sage", False), ("max_hop=1,fanout=1", "sage", True),
+                                            ("max_hop=1,fanout=2,batches=3", "gcnii", False),
+                                            ("max_hop=1,fanout=2,batches=2,degrees='local'", "gcn", True))]  # fmt: skip
+    for case, result in zip(cases, run_ranks(world, cases), strict=True):
+        assert_plain(case, result)
+        whole = run_ranks.alone(replace(case, strategy="graph_parallel"))
+        assert difference(result.weights, whole.weights) > 1e-3
+
+
+def test_sampling_everything_is_full_preload(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """max_hop = layers and a fanout no degree exceeds: the same to the last bit, and so is R = 1."""
+    for model in MODELS:
+        case = Case("granndis", graphs["rough"], workload(model), 2, epochs=3)
+        cases = [replace(case, strategy=f"granndis({knobs})") for knobs in ("max_hop=3,fanout=60", "batches=1", "batches=None")]
+        full, *same = run_ranks(4, [case, *cases])
+        for result in same:
+            assert result.losses == full.losses and difference(result.weights, full.weights) == 0.0, str(result.case)
+
+
+def test_a_graph_with_a_server_that_has_nothing_to_evaluate(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """islands trains and validates on one component and tests on the other: one server has no target to train on."""
+    case = Case("granndis(max_hop=1)", graphs["islands"], workload("sage"), 2, epochs=2, eval_every=1)
+    assert all(row["test_accuracy"] is not None for row in run_ranks(2, [case])[0].metrics)
