@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from gnnplan.executor import kernels
-from gnnplan.executor.kernels import Block, aggregate, dropout, dropout_mask, linear, linear_sum
+from gnnplan.executor.kernels import Block, aggregate, attend, dropout, dropout_mask, linear, linear_sum, softmax_aggregate
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +115,54 @@ def test_a_gpu_computes_the_same() -> None:
     out.sum().backward()
     torch.testing.assert_close(y.grad.cpu(), (dense(block).sum(0)[:, None].expand(-1, 33)).float())
     assert torch.equal(dropout_mask(1, 2, 3, vertices.cuda(), 33, 0.3).cpu(), dropout_mask(1, 2, 3, vertices, 33, 0.3))
+
+
+# -- softmax and attention -----------------------------------------------------------------------------------------------
+
+
+def dense_softmax(block: Block, m: torch.Tensor) -> torch.Tensor:
+    """[S, H] -> [R, H] by [R, S, H]; edges that occur twice count twice."""
+    count = dense(block)[:, :, None]
+    weight = count * (m - m.amax(0)).exp()
+    return (weight * m).sum(1) / weight.sum(1).where(count.sum(1) > 0, 1.0)
+
+
+def dense_attention(block: Block, z: torch.Tensor, of_source: torch.Tensor, of_reader: torch.Tensor) -> torch.Tensor:
+    count = dense(block)
+    weight = count * F.leaky_relu(of_reader[:, None] + of_source[None, :], 0.2).exp()
+    return (weight / weight.sum(1, keepdim=True).where(count.sum(1, keepdim=True) > 0, 1.0)) @ z
+
+
+@pytest.mark.parametrize("edges", [0, 1, 40, 900])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_softmax_and_attention_are_dense_ones(edges: int, dtype: torch.dtype) -> None:
+    """Values and all gradients, with rows without edges and edges that occur twice."""
+    block, close = random_block(30, 40, edges, weighted=False), {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
+    messages = torch.randn(40, 9, dtype=dtype).abs() * 3
+    inputs = torch.randn(40, 9, dtype=dtype), torch.randn(40, dtype=dtype), torch.randn(30, dtype=dtype)
+    for ours, theirs, leaves in ((softmax_aggregate, dense_softmax, (messages,)), (attend, dense_attention, inputs)):
+        a, b = ([leaf.clone().to(kind).requires_grad_() for leaf in leaves] for kind in (dtype, torch.float64))
+        out, expected = ours(block, *a), theirs(block, *b)
+        torch.testing.assert_close(out, expected.to(dtype), **close)
+        gradient = torch.randn(30, 9, dtype=dtype)
+        for x, y in zip(torch.autograd.grad(out, a, gradient), torch.autograd.grad(expected, b, gradient.double()), strict=True):
+            torch.testing.assert_close(x, y.to(dtype), **close)
+
+
+def test_softmax_and_attention_survive_large_numbers() -> None:
+    """A destination whose messages all lie far below the column's largest keeps its softmax; logits of thousands do not overflow;
+    messages further apart than float32's exponents stay finite."""
+    block = Block(np.array([0, 2, 4]), np.array([0, 1, 2, 3]), 4)
+    m = torch.tensor([[100.0], [99.0], [1.0], [0.0]], requires_grad=True)
+    out = softmax_aggregate(block, m)
+    torch.testing.assert_close(out, dense_softmax(block, m.double()).float())
+    torch.testing.assert_close(*(torch.autograd.grad(o.sum(), m)[0] for o in (out, dense_softmax(block, m.double()))))
+    far = torch.tensor([[1e6], [0.0], [1.0], [0.0]], requires_grad=True)
+    out = softmax_aggregate(block, far)
+    assert out.isfinite().all() and out[0] == 1e6 and 0 <= out[1] <= 1
+    assert torch.autograd.grad(out.sum(), far)[0].isfinite().all()
+    z, logits = torch.eye(4), torch.tensor([5000.0, 4000.0, -9000.0, -9000.0])
+    assert attend(block, z, logits, torch.zeros(2)).tolist() == [[1, 0, 0, 0], [0, 0, 0.5, 0.5]]
 
 
 # -- linear --------------------------------------------------------------------------------------------------------------

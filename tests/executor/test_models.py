@@ -1,4 +1,4 @@
-"""Layers against DGL's, models against dense matrices, and weights that do not depend on who holds them."""
+"""Layers against DGL's and torch's, models against dense matrices, and weights that do not depend on who holds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plain import Plain
-from ranks import Case
+from ranks import Case, Ranks
 from torch import Tensor
 
 from gnnplan.executor.data import weighted_block
@@ -135,6 +135,84 @@ def test_gcnii_layer_is_dgls(dgl: ModuleType, graphs: dict[str, str], dtype: tor
     assert_same(ours, theirs, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_gat_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, heads: int) -> None:
+    """GATConv on A + I, without attention dropout; its heads are an axis, ours lie side by side."""
+    layer = GATLayer(shape(12, 6, True, heads=heads))
+    for i, parameter in enumerate(layer.parameters()):
+        parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
+    x = random(graph.stats.vertices, 12, dtype=dtype)
+    parameters = (layer.weight, layer.bias, layer.attention)
+    ours = with_gradients(lambda x, *_: layer(block_of(graph, "loop", dtype), x), x, *parameters)
+    conv = dgl.nn.GATConv(12, 6 // heads, heads, negative_slope=0.2).to(dtype)
+    conv.fc.weight.data, conv.bias.data = layer.weight.data.clone(), layer.bias.data.clone()
+    left, right = (half.clone()[None] for half in layer.attention.data.chunk(2, 1))
+    conv.attn_l.data, conv.attn_r.data = left, right
+    looped = theirs_of(dgl, graph, self_edges=True)
+    theirs = with_gradients(lambda x, *_: conv(looped, x).flatten(1), x, conv.fc.weight, conv.bias, conv.attn_l, conv.attn_r)
+    theirs[4:] = [torch.cat([theirs[4][0], theirs[5][0]], 1)]
+    assert_same(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("aggregation", ["softmax", "sum"])
+@pytest.mark.parametrize("norm", [None, "layer"])
+def test_gen_layer_is_the_dense_formula(graph: Graph, dtype: torch.dtype, aggregation: str, norm: str | None) -> None:
+    """DeeperGCN's block; without a norm as its first layer, which neither activates nor adds its inputs."""
+    layer = GENLayer(shape(7, 7, activates=norm is not None, norm=norm or "none"), aggregation)
+    for i, parameter in enumerate(layer.parameters()):
+        parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
+    n = graph.stats.vertices
+    adjacency = torch.zeros(n, n, dtype=dtype)
+    adjacency[torch.from_numpy(np.repeat(np.arange(n), graph.degree)), torch.from_numpy(graph.indices.astype(np.int64))] = 1
+
+    def dense(x: Tensor, *_: Tensor) -> Tensor:
+        own = x if norm is None else torch.nn.functional.layer_norm(x, (7,), layer.norm.weight, layer.norm.bias).relu()
+        messages = own.relu() + 1e-7
+        if aggregation == "sum":
+            gathered = adjacency @ messages
+        else:
+            weight = messages.exp()[None] * adjacency[:, :, None]
+            gathered = (weight * messages).sum(1) / weight.sum(1).clamp(min=1e-9)
+        return (gathered + own) @ layer.weight.T + layer.bias + (0.0 if norm is None else x)
+
+    x = random(n, 7, dtype=dtype)
+    ours = with_gradients(lambda x, *_: layer(block_of(graph, "one", dtype), x), x, *layer.parameters())
+    assert_same(ours, with_gradients(dense, x, *layer.parameters()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_norm_is_torchs(dtype: torch.dtype) -> None:
+    """Rows of three ranks, by hand as the executor does it: outputs, gradients and running moments over several steps; then evaluation.
+    The columns' means are far from zero, where a plain sum of squares would lose float32's digits."""
+    ours, theirs = BatchNorm(5).to(dtype), torch.nn.BatchNorm1d(5).to(dtype)
+    ours.weight.data = theirs.weight.data = random(5, dtype=dtype, seed=1)
+    for step in range(60):
+        x = (random(90, 5, dtype=dtype, seed=step) + torch.tensor([0, 1, 10, 100, -300], dtype=dtype)).requires_grad_()
+        parts = x.detach().split([50, 0, 40])
+        moments = ours.moments(sum(ours.sums(part) for part in parts), 90).requires_grad_()
+        if step in (0, 59):
+            leaves = [part.clone().requires_grad_() for part in parts]
+            gradient = random(90, 5, dtype=dtype, seed=9)
+            out = torch.cat([ours(leaf, moments) for leaf in leaves])
+            ours.zero_grad()
+            out.backward(gradient)
+            home = [leaf.grad + ours.home(leaf, moments, moments.grad, 90) for leaf in leaves]
+            expected = theirs(x)
+            theirs.zero_grad()
+            expected.backward(gradient)
+            close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2 if step == 0 else 5e-4}
+            torch.testing.assert_close(out, expected, **close)
+            torch.testing.assert_close(torch.cat(home), x.grad, **close)
+            torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=close["rtol"], atol=100 * close["atol"])
+        else:
+            theirs(x)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=1e-3 if dtype == torch.float32 else 1e-12, atol=0)
+    torch.testing.assert_close(ours(x, None), theirs.eval()(x), rtol=1e-3, atol=1e-3)
+
+
 # -- layers against themselves -----------------------------------------------------------------------------------------
 
 
@@ -197,7 +275,7 @@ def test_net_is_the_plain_model(graphs: dict[str, str], model: str, directed: bo
 def test_weights_do_not_depend_on_who_holds_them(model: str, layers: int, cut: int, seed: int) -> None:
     """A stage's layers start as they do in the whole model: together the stages have it all, and nothing twice."""
     cut = min(cut, layers)
-    workload = Workload(model=model, layers=layers, hidden=3, seed=seed)
+    workload = Workload(model=model, layers=layers, hidden=4, seed=seed)
     shapes = describe(workload, 5, 2)
     whole = Net(shapes, workload).state_dict()
     torch.manual_seed(123)  # torch's own random numbers play no part
@@ -222,3 +300,12 @@ def test_weights_are_drawn_apart() -> None:
                 assert not p.any(), name
     assert len(draws) == 16
     assert not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+
+
+@pytest.mark.parametrize(("aggregation", "norm"), [("softmax", "layer"), ("sum", "batch")])
+def test_a_model_of_112_layers_trains(run_ranks: Ranks, graphs: dict[str, str], aggregation: str, norm: str) -> None:
+    """ResGCN+ as deep as GraNNDis' deepest."""
+    how = {"model": "resgcn", "layers": 112, "hidden": 16, "dropout": 0.2, "lr": 0.003, "aggregation": aggregation, "norm": norm}
+    losses = run_ranks.alone(Case("graph_parallel", graphs["rough"], how, epochs=8)).losses
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.8 * losses[0] and max(losses[4:]) < losses[0]

@@ -8,6 +8,7 @@ written as a term <h, g> of the objective.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -207,3 +208,44 @@ def test_gnnpipe_with_the_papers_period(run_ranks: Ranks, graphs: dict[str, str]
     result = run_ranks(2, [case])[0]
     assert result.losses == pytest.approx(losses, rel=1e-9)
     assert difference(result.weights, weights) <= 1e-9
+
+
+HYBRIDS = [(4, 2, 6), (2, 1, 5), (3, 1, 40), (4, 2, 30)]  # ranks, stages, chunks; 60 vertices, so that in the last two members go without
+
+
+@pytest.mark.parametrize(("world", "stages", "chunks"), HYBRIDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_hybrid_is_the_pipeline(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, stages: int, chunks: int) -> None:
+    """A row of another member is fresh or historical when one of its own would be, so the recursion does not know of groups."""
+    how = [("rough", False, True, False, 1, 0.5), ("multi", False, True, True, 3, 0.5), ("rough", True, False, True, 1, 0.0),
+           ("islands", False, True, False, 3, 0.5)]  # fmt: skip
+    for graph, directed, shuffle, historical_gradients, period, dropout in how:
+        tricks = f"shuffle={shuffle},historical_gradients={historical_gradients},period={period}"
+        case = Case(f"gnnpipe(stages={stages},chunks={chunks},{tricks})", graphs[graph], workload(model, dropout, optimizer="sgd"),
+                    epochs=7, eval_every=3, directed=directed)  # fmt: skip
+        losses, weights = gnnpipe(case, case.job(1).chunk_of(chunks), shuffle, historical_gradients, period)
+        result = run_ranks(world, [case])[0]
+        assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(result.weights, weights) <= 1e-9, str(case)
+
+
+# -- attention, residual blocks, norms ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{"model": "gat"}, {"model": "resgcn"}, {"model": "sage", "norm": "batch"}], ids=lambda how: how["model"])
+def test_blocks_under_stale_rows(run_ranks: Ranks, graphs: dict[str, str], how: dict[str, str]) -> None:
+    """PipeGCN: a stale row is normalised with this step's weights and moments, and takes part in its reader's softmax. GNNPipe, which
+    has no batch norm: a historical row too, but nothing flows back through it."""
+    case = Case("pipegcn", graphs["rough"], workload(dropout=0.5, optimizer="sgd", **how), epochs=6, eval_every=2)
+    losses, weights, _ = pipegcn(case, case.job(3).layout().owner)
+    result = run_ranks(3, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(result.weights, weights) <= 1e-9
+    if "norm" in how:
+        return
+    for shuffle, period in ((True, 1), (False, 3)):
+        case = replace(case, strategy=f"gnnpipe(chunks=5,shuffle={shuffle},period={period})", epochs=8)
+        losses, weights = gnnpipe(case, case.job(1).chunk_of(5), shuffle, False, period)
+        result = run_ranks(2, [case])[0]
+        assert result.losses == pytest.approx(losses, rel=1e-9)
+        assert difference(result.weights, weights) <= 1e-9
