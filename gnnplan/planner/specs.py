@@ -163,7 +163,7 @@ class Workload(Spec):
     def _is_a_model(self) -> Workload:
         if self.model == "gat" and self.layers > 1 and self.hidden % self.heads:
             fitting = max(n for n in range(1, self.heads + 1) if self.hidden % n == 0)
-            raise ValueError(f"hidden ({self.hidden}) must be a multiple of gat's heads ({self.heads}); use heads={fitting} or another hidden")
+            raise ValueError(f"hidden must be a multiple of gat's heads (hidden: {self.hidden}, heads: {self.heads}); use heads={fitting}")
         if self.model == "gcnii" and self.norm in ("layer", "batch"):
             raise ValueError(f"gcnii is defined without a norm (norm: {self.norm}); use norm=none, or resgcn for a deep model with one")
         return self

@@ -16,7 +16,7 @@ from gnnplan.planner.trace import Span, read_traces, recorded_order, transfer_ti
 pytestmark = pytest.mark.timeout(110)
 
 EPOCHS = 3
-SETTINGS = [  # ranks, servers, strategy, model, graph, dropout
+SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), graph, dropout
     (2, 1, "graph_parallel", "gcn", "rough", 0.0),
     (2, 1, "graph_parallel(narrow=True)", "sage", "rough", 0.5),
     (2, 1, "graph_parallel", "gcnii", "islands", 0.0),  # no halo at all
@@ -36,6 +36,11 @@ SETTINGS = [  # ranks, servers, strategy, model, graph, dropout
     (4, 2, "granndis(depth=1)", "gcnii", "rough", 0.5),
     (4, 2, "granndis(depth=2,narrow=True)", "sage", "rough", 0.0),
     (4, 2, "granndis", "gcnii", "multi", 0.5),
+    (2, 1, "graph_parallel(narrow=True)", "gat", "rough", 0.5),
+    (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),  # moments before layers and the decoder
+    (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),
+    (4, 2, "granndis(depth=1)", "resgcn norm=batch aggregation=sum", "multi", 0.0),
+    (2, 1, "gnnpipe", "resgcn", "rough", 0.5),
 ]
 
 
@@ -65,7 +70,8 @@ def played(request: pytest.FixtureRequest, run_ranks: Ranks, graphs: dict[str, s
     """Each setting runs once for all tests."""
     world, servers, strategy, model, graph, dropout = request.param
     if request.param not in _played:
-        workload = {"model": model, "layers": 4, "hidden": 8, "dropout": dropout, "seed": 1}
+        name, *more = model.split()
+        workload = {"model": name, "layers": 4, "hidden": 8, "dropout": dropout, "seed": 1, **dict(word.split("=") for word in more)}
         case = Case(strategy, graphs[graph], workload, servers, epochs=EPOCHS, eval_every=1)
         _played[request.param] = Played(run_ranks(world, [case])[0])
     return _played[request.param]
