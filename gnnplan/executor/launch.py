@@ -11,7 +11,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,8 +76,9 @@ def must_fit_here(job: Job) -> None:
                         "torchrun on several servers")  # fmt: skip
 
 
-def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float, ranks: int) -> None:
-    """Start `ranks` local ranks and wait for them; leaves none behind. Raises LostRank naming the one that failed first."""
+def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float, ranks: Sequence[int]) -> None:
+    """Start local ranks, in the order of their GPUs, and wait for them; leaves none behind. Raises LostRank naming the one that failed
+    first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -87,7 +88,7 @@ def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float,
     for note in out.glob("error.rank*.json"):  # of an attempt before this one
         note.unlink()
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
+        min_nodes=1, max_nodes=1, nproc_per_node=len(ranks), run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         max_restarts=0, monitor_interval=0.2, start_method="spawn", local_addr="127.0.0.1",
     )  # fmt: skip
     arguments = ["-m", "gnnplan.executor.launch", str(plan), str(out), str(epochs), str(eval_every), str(timeout_s)]
@@ -96,7 +97,7 @@ def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float,
         with _patience(GRACE):
             elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
-        raise _lost(error.failures, out, ranks, timeout_s) from None
+        raise _lost({ranks[process]: failure for process, failure in error.failures.items()}, out, len(ranks), timeout_s) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -156,6 +157,7 @@ class Failure:
     exit_code: int
     message: str
     doing: str  # the operation it was in
+    rank: int
 
 
 def work(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float) -> int:
@@ -164,7 +166,7 @@ def work(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float) 
     if failure is None:
         return 0
     with suppress(GnnplanError):  # a full disk must not hide the failure
-        write_atomically(out / f"error.rank{os.environ.get('RANK', '0')}.json", json.dumps(asdict(failure)))
+        write_atomically(out / f"error.rank{failure.rank}.json", json.dumps(asdict(failure)))
     if failure.exit_code == FAILED_WITH_OTHERS:
         time.sleep(2.0)  # let the launcher see first who failed by itself
     return failure.exit_code
@@ -175,7 +177,7 @@ def follow(plan: Path, out: Path, epochs: int | None, eval_every: int, timeout_s
     failure = _attempt(plan, out, epochs, eval_every, timeout_s, new=True)
     if failure is None:
         return 0
-    sys.stderr.write(f"error: rank {os.environ.get('RANK', '0')} in {failure.doing}: {failure.message}\n")  # in one piece
+    sys.stderr.write(f"error: rank {failure.rank} in {failure.doing}: {failure.message}\n")  # in one piece
     return 4 if failure.exit_code == FAILED_WITH_OTHERS else failure.exit_code
 
 
@@ -184,12 +186,13 @@ def _attempt(plan: Path, out: Path, epochs: int | None, eval_every: int, timeout
     from gnnplan.executor.train import train
     from gnnplan.executor.worker import open_rank
 
-    rank = None
+    rank, number = None, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     try:
         document, job, strategy = prepare(plan)
+        number = job.by_gpu[number] if number < job.ranks else number
         if new:
             must_be_new(out)  # rank 0 writes only when all ranks have met, so what is here is another run's
-        rank = open_rank(timeout_s=timeout_s)
+        rank = open_rank(timeout_s, job)
         if rank.world != job.ranks:
             raise SpecError(f"the plan is for {job.ranks} ranks, but {rank.world} were started; start {job.ranks}, "
                             f"or plan again with --ranks {rank.world}")  # fmt: skip
@@ -203,13 +206,13 @@ def _attempt(plan: Path, out: Path, epochs: int | None, eval_every: int, timeout
         rank.close()
         return None
     except GnnplanError as error:
-        return Failure(error.exit_code, str(error), rank.doing if rank else "start")
+        return Failure(error.exit_code, str(error), rank.doing if rank else "start", number)
     except Exception as error:
         doing = rank.doing if rank else "start"
         if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER):
-            return Failure(FAILED_WITH_OTHERS, f"its peers did not answer ({str(error).splitlines()[0][:200]})", doing)
+            return Failure(FAILED_WITH_OTHERS, f"its peers did not answer ({str(error).splitlines()[0][:200]})", doing, number)
         traceback.print_exc()
-        return Failure(4, f"{type(error).__name__}: {error}", doing)
+        return Failure(4, f"{type(error).__name__}: {error}", doing, number)
 
 
 def leave(code: int) -> NoReturn:

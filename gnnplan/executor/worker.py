@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.kernels import keep_allocator
+from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Label
 from gnnplan.planner.trace import Span
 
@@ -45,6 +46,8 @@ class Rank:
     sent: dict[str, int] = field(default_factory=dict)  # operation -> bytes this rank sent while recording
     doing: str = "set-up"  # the operation it is in: what an error names
     exchange_group: dist.ProcessGroup | None = None
+    timeout_s: float = 30.0  # for which a collective waits for its ranks
+    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -76,6 +79,14 @@ class Rank:
         if self.recording and nbytes:
             self.sent[label.op] = self.sent.get(label.op, 0) + nbytes
         return nbytes
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of some ranks; None: the one of all. All ranks must first ask for the same groups in the same order."""
+        if len(ranks) == self.world:
+            return None
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), backend=self.backend, timeout=timedelta(seconds=self.timeout_s))
+        return self._groups[ranks]
 
     def submit(self, lane: str, work: Callable[[], T]) -> Future[T]:
         """Do it in order on the lane's own thread (and CUDA stream), beside the computation."""
@@ -115,8 +126,9 @@ def _first_host(nodes: str) -> str:
     return head + re.split("[-,\\]]", rest)[0] if bracket else head
 
 
-def open_rank(timeout_s: float = 30.0) -> Rank:
-    """This process's rank from the launcher's environment (torchrun or Slurm), or the only rank without one.
+def open_rank(timeout_s: float = 30.0, job: Job | None = None) -> Rank:
+    """This process's rank from the launcher's environment (torchrun or Slurm), or the only rank without one. Launchers count the GPUs
+    in use; which rank of a job sits there is for its seats to say.
 
     NCCL when every local rank has a GPU of its own; it refuses two ranks on one GPU, which go over Gloo with host staging.
     """
@@ -130,12 +142,19 @@ def open_rank(timeout_s: float = 30.0) -> Rank:
     torch.set_num_threads(max(1, int(env.get("GNNPLAN_THREADS", "1"))))
     keep_allocator()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    placed = rank
+    if job is not None and job.seats and size == job.ranks:
+        placed = job.by_gpu[rank]
+        if gpus >= job.cluster.gpus_per_server:  # this process sees them all
+            local = job.seats[placed] % job.cluster.gpus_per_server
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     backend = "nccl" if gpus and local_world <= gpus else "gloo"
     if gpus:
         torch.cuda.set_device(device)
-    me = Rank(rank, size, device, backend)
+    me = Rank(placed, size, device, backend, timeout_s=timeout_s)
     if size > 1:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        limit = timedelta(seconds=timeout_s)
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # hosted by the launcher's rank 0: it has the address
+        dist.init_process_group(backend, store=store, rank=placed, world_size=size, timeout=limit)
         me.exchange_group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
     return me

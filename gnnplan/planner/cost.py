@@ -161,7 +161,9 @@ class Cost:
         n, at = len(group), self.places
         if n == 1:
             return Transfer(0.0, {})
-        wire, busy, latency = 2 * (n - 1) / n * size, dict[Port, Number](), 0.0
+        wire = 2 * (n - 1) / n * size
+        busy: dict[Port, Number] = {}
+        latency: Number = 0.0
 
         def load(port: str, number: int, nbytes: float, link: Link) -> None:
             busy[port, number] = busy.get((port, number), 0.0) + nbytes / link.bandwidth
@@ -179,7 +181,7 @@ class Cost:
                     load("switch_out", int(at.switch[a]), wire, uplink)
                     load("switch_in", int(at.switch[b]), wire, uplink)
                     hop = hop + uplink.latency
-            latency = np.maximum(latency, hop) if np.ndim(hop) else max(latency, hop)
+            latency = np.maximum(latency, hop)
         if len({self.servers[r] for r in group}) > 1:
             doors: dict[int, dict[int, int]] = {}  # server -> card -> the rank that uses it
             for rank in group:

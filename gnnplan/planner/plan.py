@@ -35,7 +35,7 @@ def make(job: Job, found: Found) -> dict[str, Any]:
         "workload": job.workload.model_dump(mode="json"),
         "cluster": job.cluster.model_dump(mode="json"),
         "partitioner": job.method,
-        "best": {**_answer(best), "placement": best.strategy.placement(job)},
+        "best": {**_answer(best), "placement": best.strategy.placement(best.job)},
         "alternatives": [_answer(candidate) for candidate in found.ranked[1:]],
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "explanation": explain(job, found),
@@ -47,6 +47,7 @@ def _answer(candidate: Candidate) -> dict[str, Any]:
     return {
         "strategy": {"name": candidate.strategy.name, **candidate.strategy.knobs()},
         "exact": candidate.strategy.exact,
+        "gpus": candidate.job.ranks,
         "predicted": {
             "epoch_s": float(p.epoch_s), "compute_s": float(p.compute_s), "comm_s": float(p.comm_s), "bubble_s": float(p.bubble_s),
             "bytes_total": p.bytes_total, "bytes": p.bytes, "bytes_by_link": p.bytes_by_link, "setup_bytes": p.setup_bytes,
@@ -100,13 +101,18 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
         chosen(document)
     except SpecError as error:
         raise SpecError(f"{path}: best.strategy: {error}") from error
+    try:
+        seats(document)
+    except SpecError as error:
+        raise SpecError(f"{path}: best.placement: {error}") from error
 
 
 _JSON: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
 
 
 def question(document: dict[str, Any], cluster: Cluster | None = None, workload: Workload | None = None) -> Job:
-    """The job a plan from `read` answers, perhaps on another cluster or workload. Raises SpecError, Mismatch (the data have changed)."""
+    """The job a plan from `read` answers, with its ranks where the plan has put them; perhaps on another cluster (all its GPUs in
+    order) or workload. Raises SpecError, Mismatch (the data have changed)."""
     _inspect("plan", document)
     about = document["graph"]
     graph = load(about["source"], about["directed"])
@@ -114,9 +120,10 @@ def question(document: dict[str, Any], cluster: Cluster | None = None, workload:
     if stats.hash != about["hash"]:
         raise Mismatch(f"the plan was made for other data: {about['source']} hashes to {stats.hash}, the plan says {about['hash']}; "
                        "plan again")
-    cluster = cluster or Cluster.model_validate(document["cluster"])
     workload = workload or Workload.model_validate(document["workload"])
-    return Job(stats, graph if isinstance(graph, Graph) else None, workload, cluster, document["partitioner"])
+    job = Job(stats, graph if isinstance(graph, Graph) else None, workload, cluster or Cluster.model_validate(document["cluster"]),
+              document["partitioner"])  # fmt: skip
+    return job if cluster else job.seated(seats(document))
 
 
 def chosen(document: dict[str, Any]) -> Strategy:
@@ -126,6 +133,30 @@ def chosen(document: dict[str, Any]) -> Strategy:
         return named(str(knobs.pop("name")), knobs)
     except (KeyError, TypeError, ValueError):
         raise SpecError("must be an object with a name and knobs; make it again with `gnnplan plan`") from None
+
+
+def seats(document: dict[str, Any]) -> tuple[int, ...]:
+    """The GPU of every rank of a plan, counted over all servers. Raises SpecError."""
+    cluster, places = document["cluster"], document["best"].get("placement")
+    servers, each = int(cluster.get("servers", 1)), int(cluster.get("gpus_per_server", 1))
+    again = "make it again with `gnnplan plan`"
+    if not isinstance(places, list) or not places:
+        raise SpecError(f"must be a list with the rank, server and gpu of every rank; {again}")
+    found: dict[int, int] = {}
+    for place in places:
+        numbers = [place[name] for name in ("rank", "server", "gpu") if type(place.get(name)) is int] if isinstance(place, dict) else []
+        if len(numbers) < 3:
+            raise SpecError(f"every rank needs whole numbers rank, server and gpu, found {str(place)[:80]}; {again}")
+        rank, server, gpu = numbers
+        if not (0 <= server < servers and 0 <= gpu < each):
+            raise SpecError(f"rank {rank} sits on GPU {gpu} of server {server}, but there are {servers} servers of {each} GPUs, "
+                            f"counted from 0; {again}")  # fmt: skip
+        if rank in found or server * each + gpu in found.values():
+            raise SpecError(f"a rank or a GPU is there twice (rank {rank}, server {server}, GPU {gpu}); {again}")
+        found[rank] = server * each + gpu
+    if sorted(found) != list(range(len(found))):
+        raise SpecError(f"ranks must count from 0 to {len(found) - 1} without a gap; {again}")
+    return tuple(found[rank] for rank in range(len(found)))
 
 
 def write(path: str | Path, document: dict[str, Any]) -> None:
@@ -139,7 +170,7 @@ def explain(job: Job, found: Found) -> list[str]:
     """Sentences: what binds, why each family lost, and GraNNDis' printed conditions beside the measured ones."""
     best = found.ranked[0]
     t = float(best.predicted.epoch_s)
-    out = [f"{best.strategy}: {show_time(t)} per epoch; bottleneck: {best.predicted.bottleneck}"]
+    out = [f"{best.strategy}: {show_time(t)} per epoch; bottleneck: {best.predicted.bottleneck}", *why_these_gpus(job, found)]
     if not job.stats.known:
         out.append("The graph is known by statistics only: halo sizes are those of a random graph, and the plan cannot be run.")
     for family in FAMILIES:
@@ -154,6 +185,25 @@ def explain(job: Job, found: Found) -> list[str]:
         worst = max(parts, key=lambda k: parts[k])
         out.append(f"{other} is {more:.0%} slower: {show_time(parts[worst])} more {worst}")
     return out + granndis_conditions(job)
+
+
+def why_these_gpus(job: Job, found: Found) -> list[str]:
+    """How many of them, and where ranks sit if not in the order of their GPUs."""
+    best, out = found.ranked[0], []
+    t, used = float(best.predicted.epoch_s), best.job.ranks
+    other = next((c for c in found.ranked if (c.job.ranks == job.ranks) != (used == job.ranks)), None)
+    if other is not None:
+        more = float(other.predicted.epoch_s) / t - 1
+        if used < job.ranks:
+            out.append(f"{used} of {job.ranks} GPUs are faster than all: the graph gives more of them too little to do; on all of them "
+                       f"the fastest is {other.strategy}, {more:.0%} slower")  # fmt: skip
+        else:
+            out.append(f"All {used} GPUs are worth using: on {other.job.ranks} of them the fastest is {other.strategy}, {more:.0%} slower")
+    in_order = best.job.seated(tuple(sorted(best.job.cost.seats)))
+    if in_order.seats != best.job.seats:
+        more = float(best.strategy.predict(in_order).epoch_s) / t - 1
+        out.append(f"Ranks sit where their traffic takes the fast links: in the order of the GPUs an epoch would be {more:.0%} slower")
+    return out
 
 
 def granndis_conditions(job: Job) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from gnnplan.planner.errors import Infeasible, SpecError
+from gnnplan.planner.grouping import fewer, seat
 from gnnplan.planner.job import Job
 from gnnplan.planner.specs import MOST_RANKS
 from gnnplan.planner.strategies import FAMILIES, Strategy
@@ -18,11 +20,12 @@ from gnnplan.planner.units import show_bytes
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that fits, with its prediction."""
+    """A strategy that fits, with its prediction. Its `job` says on which GPUs its ranks sit."""
 
     strategy: Strategy
     predicted: Prediction
     memory: Memory
+    job: Job
 
     @property
     def memory_bytes(self) -> float:
@@ -47,7 +50,7 @@ def weigh(job: Job, strategy: Strategy) -> Candidate:
     """Raises SpecError where the knobs do not suit the job, Infeasible where the memory is too small."""
     strategy = strategy.settle(job)
     strategy.check(job)
-    candidate = Candidate(strategy, strategy.predict(job), strategy.memory(job))
+    candidate = Candidate(strategy, strategy.predict(job), strategy.memory(job), job)
     room = job.cluster.device.memory
     if candidate.memory_bytes > room:
         use, most = max(candidate.fullest().items(), key=lambda item: item[1])
@@ -58,8 +61,17 @@ def weigh(job: Job, strategy: Strategy) -> Candidate:
     return candidate
 
 
-def search(job: Job, exact: bool = False, forced: Strategy | None = None) -> Found:
-    """All candidates of all families, or the forced one. Raises SpecError (forced and unsuitable) or Infeasible (nothing fits)."""
+def seated(job: Job, strategy: Strategy) -> Job:
+    """The job with its ranks on those of its GPUs where the strategy's traffic is fastest. Raises SpecError (unsuitable)."""
+    strategy = strategy.settle(job)
+    strategy.check(job)
+    gpus = tuple(sorted(job.cost.seats))
+    return job.seated(seat(job.cluster, gpus, strategy.traffic(job.seated(gpus))))
+
+
+def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_use_fewer: bool = True) -> Found:
+    """All candidates of all families, or the forced one, on all GPUs; then the fastest on fewer GPUs, where that may win. Raises
+    SpecError (forced and unsuitable) or Infeasible (nothing fits)."""
     if job.workload.mode == "mini":
         raise Infeasible("mode mini: the mini-batch families (data_parallel, p3, gsplit) are not in this version; use --mode full")
     if forced is not None:
@@ -67,7 +79,7 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None) -> Fou
             name = forced.settle(job)
             raise SpecError(f"--exact excludes {name}: it changes the gradient; drop --exact or use graph_parallel or granndis")
         try:
-            return Found([weigh(job, forced)], [])
+            return Found([weigh(seated(job, forced), forced)], [])
         except Infeasible as error:
             raise Infeasible(f"{error}; {smallest_change(job, lambda _: [forced])}") from None
     ranked: list[Candidate] = []
@@ -80,7 +92,7 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None) -> Fou
                 rejected.append((str(strategy.settle(job)), "it changes the gradient, and --exact asks for strategies that do not"))
                 continue
             try:
-                ranked.append(weigh(job, strategy))
+                ranked.append(weigh(seated(job, strategy), strategy))
             except (SpecError, Infeasible) as error:
                 rejected.append((str(strategy.settle(job)), str(error)))
         if not tried:
@@ -88,8 +100,34 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None) -> Fou
     if not ranked:
         reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
         raise Infeasible(f"nothing fits:\n  {reasons}\n{smallest_change(job, partial(_candidates, exact=exact))}")
+    if may_use_fewer:
+        ranked += on_fewer(job, exact, min(float(candidate.predicted.epoch_s) for candidate in ranked))
     ranked.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
     return Found(ranked, rejected)
+
+
+def on_fewer(job: Job, exact: bool, limit: float) -> list[Candidate]:
+    """The fastest candidate on each choice of fewer GPUs whose computation alone takes less than `limit` [s]. Ranks on a CPU are no
+    GPUs: --ranks chooses their number, and they share its cores."""
+    found = []
+    for gpus in fewer(job.cluster) if job.cluster.device.kind != "cpu" else ():
+        if least(job, len(gpus)) >= limit:
+            continue
+        smaller, fitting = job.seated(gpus), []
+        for strategy in _candidates(smaller, exact):
+            with suppress(SpecError, Infeasible):
+                fitting.append(weigh(seated(smaller, strategy), strategy))
+        if fitting:
+            found.append(min(fitting, key=lambda candidate: float(candidate.predicted.epoch_s)))
+    return found
+
+
+def least(job: Job, ranks: int) -> float:
+    """Seconds of an epoch's computation on so many ranks, were it shared equally and nothing sent."""
+    rows, edges = job.stats.vertices / ranks, job.stats.edges / ranks
+    layers = range(1, job.workload.layers + 1)
+    work = [way(layer, rows, rows, edges) for layer in layers for way in (job.model.forward, job.model.backward)]
+    return float(sum(job.cost.compute_s(one) for one in work))
 
 
 def _candidates(job: Job, exact: bool) -> list[Strategy]:
@@ -109,7 +147,7 @@ def smallest_change(job: Job, options: Callable[[Job], list[Strategy]]) -> str:
         cluster = job.cluster.model_copy(update={"servers": servers, "inter_node": job.cluster.inter_node or job.cluster.intra_node})
         if cluster.ranks > min(job.stats.vertices, MOST_RANKS):
             return None
-        larger = replace(job, graph=None, cluster=cluster, _layouts={}, _chunks={})
+        larger = replace(job, graph=None, cluster=cluster, seats=(), _layouts={}, _chunks={})
         fitting = (str(s.settle(larger)) for s in options(larger) if (needed(larger, s) or np.inf) <= cluster.device.memory)
         return next(fitting, None)
 
