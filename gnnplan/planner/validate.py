@@ -26,8 +26,16 @@ def operation(label: str) -> str:
     return ":".join(parts[: 2 if len(parts) > 1 and parts[1] in ("f", "b") else 1])
 
 
+def by_epoch(spans: Iterable[Span], batches: int) -> list[Span]:
+    """The spans of whole epochs of so many steps, their `step` the epoch."""
+    spans = list(spans)
+    whole = (max((span.step for span in spans), default=-1) + 1) // batches
+    return [span._replace(step=span.step // batches) for span in spans if 0 <= span.step < whole * batches]
+
+
 def per_operation(spans: Iterable[Span], steps: range) -> dict[str, float]:
-    """Operation -> seconds per step: of its slowest rank; for transfers where all ranks meet, without the waiting. Median over steps."""
+    """Operation -> seconds per step (per epoch where spans are `by_epoch`): of its slowest rank; for transfers where all ranks meet,
+    without the waiting. Median over steps."""
     rank_sum: dict[tuple[str, int, int], float] = {}
     spans = [span for span in spans if span.step in steps]
     step_of = {span.label: span.step for span in spans}
@@ -82,12 +90,16 @@ def _counts(value: Any) -> bool:
 
 
 def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], simulated_step_s: float, schedule: Schedule,
-            measured: list[Span], metrics: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, Any]:  # fmt: skip
-    """The document of `gnnplan validate`: rows per operation, the step, bytes, order, memory, and a verdict in words."""
+            measured: list[Span], metrics: list[dict[str, Any]], ranks: list[dict[str, Any]],
+            batches: int = 1) -> dict[str, Any]:  # fmt: skip
+    """The document of `gnnplan validate`, per epoch of `batches` steps: rows per operation, the step, bytes, order, memory, and a
+    verdict in words."""
     epochs = len(metrics)
     warm = range(min(2, epochs - 1), epochs)  # the first steps allocate and build caches
+    disorder = _disorder(schedule, measured, epochs * batches)
+    simulated, measured, played_epochs = by_epoch(simulated, batches), by_epoch(measured, batches), schedule.steps // batches
     seen = per_operation(measured, warm)
-    steady = range(min(1, schedule.steps - 1), schedule.steps)
+    steady = range(min(1, played_epochs - 1), played_epochs)
     played = per_operation(simulated, steady)
     told = predicted_per_operation(prediction)
     told.setdefault("pipeline:f", told.get("pipeline", 0.0) / 2)
@@ -105,7 +117,6 @@ def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], 
     volume = counted == expected and once == prediction.setup_bytes
     open_s, hidden_s = _exposed(measured, warm)
     exposed = _row("exposed communication", float(prediction.comm_s), _exposed(simulated, steady)[0], open_s)
-    disorder = _disorder(schedule, measured, epochs)
     peak = max(rank["peak_device_bytes"] or rank["peak_rss_bytes"] for rank in ranks)
     return {
         "step": step, "operations": rows, "exposed": exposed, "hidden_s": hidden_s,
@@ -133,11 +144,11 @@ def _row(name: str, predicted: float | None, simulated: float | None, measured: 
             "predicted_error": error(predicted), "simulated_error": error(simulated)}  # fmt: skip
 
 
-def _disorder(schedule: Schedule, measured: list[Span], epochs: int) -> str | None:
+def _disorder(schedule: Schedule, measured: list[Span], steps: int) -> str | None:
     """The first place where a lane's recorded order is not the schedule's."""
     for rank in range(schedule.ranks):
         for lane in LANE_ORDER:
-            planned = [str(task.label) for task in schedule.lane(rank, lane) if task.label.step < epochs]
+            planned = [str(task.label) for task in schedule.lane(rank, lane) if task.label.step < steps]
             recorded = recorded_order([s for s in measured if 0 <= s.step < schedule.steps], rank, lane)
             for place, (a, b) in enumerate(zip(planned, recorded, strict=False)):
                 if a != b:
