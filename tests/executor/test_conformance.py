@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ranks import Case, Ranks, Result
 
-from gnnplan.planner.schedule import LANES, Collective, Send
+from gnnplan.planner.schedule import LANES, Collective, Load, Send
 from gnnplan.planner.strategies import FAMILIES, parse
 from gnnplan.planner.trace import Span, read_traces, recorded_order, transfer_times, write_traces
 
@@ -30,12 +30,23 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (3, 1, "gnnpipe(chunks=5,shuffle=False)", "gcnii", "multi", 0.5),
     (4, 2, "gnnpipe(chunks=6,historical_gradients=True,period=1)", "sage", "rough", 0.5),
     (2, 1, "gnnpipe(chunks=1)", "gcnii", "rough", 0.0),
+    (4, 1, "gnnpipe(stages=2)", "gcnii", "rough", 0.5),
+    (4, 2, "gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1))", "gcn", "multi", 0.0),
+    (4, 1, "gnnpipe(stages=2,chunks=3)", "sage", "islands", 0.0),  # chunks of which nothing crosses
+    (2, 1, "gnnpipe(stages=1,chunks=3)", "sage", "rough", 0.5),
+    (3, 1, "gnnpipe(stages=1,chunks=40)", "gcn", "rough", 0.0),  # chunks smaller than the group
     (2, 2, "granndis", "gcn", "rough", 0.0),
     (3, 3, "granndis(depth=1)", "sage", "rough", 0.5),
     (4, 2, "granndis(depth=0)", "gcn", "rough", 0.0),
     (4, 2, "granndis(depth=1)", "gcnii", "rough", 0.5),
     (4, 2, "granndis(depth=2,narrow=True)", "sage", "rough", 0.0),
     (4, 2, "granndis", "gcnii", "multi", 0.5),
+    (2, 2, "granndis(max_hop=1,fanout=2)", "gcn", "rough", 0.5),
+    (4, 2, "granndis(max_hop=2,fanout=1,degrees='local')", "sage", "rough", 0.0),
+    (4, 2, "granndis(batches=2)", "gcn", "rough", 0.0),  # loads an aggregate
+    (4, 2, "granndis(batches=3,narrow=True)", "sage", "rough", 0.5),  # loads rows and their halo
+    (3, 3, "granndis(max_hop=1,fanout=2,batches=4)", "gcnii", "multi", 0.5),  # loads rows for the encoder
+    (2, 1, "granndis(batches=2)", "sage", "rough", 0.0),
     (2, 1, "graph_parallel(narrow=True)", "gat", "rough", 0.5),
     (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),  # moments before layers and the decoder
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),
@@ -51,7 +62,7 @@ class Played:
         self.result, self.world = result, result.world
         job = result.case.job(result.world)
         strategy = result.case.settled(job)
-        self.schedule, self.prediction = strategy.schedule(job, result.case.epochs), strategy.predict(job)
+        self.schedule, self.prediction = strategy.schedule(job, result.case.epochs * strategy.steps(job)), strategy.predict(job)
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -117,7 +128,7 @@ def test_bytes_of_every_operation(played: Played) -> None:
     assert counted.total() == played.prediction.bytes_total * EPOCHS
     spans = {(span.rank, span.label): span.nbytes for span in played.spans}
     for task in played.schedule.setup + played.schedule.tasks:
-        expected = task.work.nbytes if isinstance(task.work, (Send, Collective)) else 0
+        expected = task.work.nbytes if isinstance(task.work, (Load, Send, Collective)) else 0
         assert spans[task.rank, str(task.label)] == expected, (task.rank, str(task.label))
 
 
