@@ -20,11 +20,12 @@ class Exchange:
     """Who gets which of my rows, and how many rows I get from whom.
 
     give: per peer the positions of my rows it needs (int64); take: rows I get from each peer [ranks]. Received rows stand
-    grouped by peer, as layout.Piece.halo has them.
+    grouped by peer, as layout.Piece.halo has them. `group`: the ranks that meet, if not all (Rank.group has been asked for it).
     """
 
-    def __init__(self, rank: Rank, give: Sequence[np.ndarray], take: np.ndarray) -> None:
+    def __init__(self, rank: Rank, give: Sequence[np.ndarray], take: np.ndarray, group: tuple[int, ...] | None = None) -> None:
         self.rank = rank
+        self.group = (rank.group(group) if group else None) or rank.exchange_group
         self.take = [int(n) for n in take]
         self.positions = torch.from_numpy(np.concatenate(give).astype(np.int64)).to(rank.device)  # of all peers, one after the other
         self.gives = [len(g) for g in give]
@@ -55,9 +56,9 @@ class Exchange:
         for shift in range(1, rank.world):  # peers in turn, so that not all send to rank 0 first
             to, source = (rank.rank + shift) % rank.world, (rank.rank - shift) % rank.world
             if gives[to]:
-                ops.append(dist.P2POp(dist.isend, outs[to], to, rank.exchange_group))
+                ops.append(dist.P2POp(dist.isend, outs[to], to, self.group))
             if takes[source]:
-                ops.append(dist.P2POp(dist.irecv, ins[source], source, rank.exchange_group))
+                ops.append(dist.P2POp(dist.irecv, ins[source], source, self.group))
         if ops:
             for handle in dist.batch_isend_irecv(ops):
                 handle.wait()
@@ -87,10 +88,10 @@ class Arrival:
         return self.rank.unstaged(self.buffer)
 
 
-def all_reduce(rank: Rank, flat: Tensor) -> None:
-    """Sum over all ranks, in place."""
+def all_reduce(rank: Rank, flat: Tensor, group: tuple[int, ...] | None = None) -> None:
+    """Sum over the ranks of `group` (all), in place."""
     if rank.world > 1:
         wire = rank.staged(flat)
-        dist.all_reduce(wire)
+        dist.all_reduce(wire, group=rank.group(group) if group else None)
         if wire is not flat:
             flat.copy_(wire)
