@@ -19,7 +19,7 @@ from gnnplan.planner.layout import Layout
 pytestmark = pytest.mark.timeout(110)
 
 MODELS = ("gcn", "sage", "gcnii")
-GRAPH_PARALLEL = ("graph_parallel", "graph_parallel(narrow=True)", "gnnpipe(chunks=1)")
+GRAPH_PARALLEL = ("graph_parallel", "graph_parallel(narrow=True)", "graph_parallel(narrow=True,checkpoint=True)", "gnnpipe(chunks=1)")
 GRANNDIS = ("granndis(depth=0)", "granndis(depth=1)", "granndis(depth=1,narrow=True)", "granndis(depth=2)", "granndis")
 SETTINGS = [
     *((2, 1, s) for s in GRAPH_PARALLEL), *((2, 2, s) for s in GRANNDIS),

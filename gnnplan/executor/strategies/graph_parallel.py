@@ -7,8 +7,10 @@ ago and sends on the comm lane's thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,16 +27,20 @@ from gnnplan.planner.schedule import Collective, Label
 from gnnplan.planner.schedule import all_reduce as scheduled_all_reduce
 from gnnplan.planner.strategies.layerwise import Manner
 
+T = TypeVar("T")
+
 
 @dataclass
 class _Step:
     """What a layer's forward keeps for its backward."""
 
     leaf: Tensor  # the layer's own input rows [local, H_{l-1}]
-    projected: tuple[Tensor, Tensor] | None  # narrow: own projected rows and own prepared rows, with their graph
+    projection: Callable[[], tuple[Tensor, Tensor]] | None = None  # narrow: computes `projected`
+    projected: tuple[Tensor, Tensor] | None = None  # narrow: own projected rows and own prepared rows
     source: Tensor | None = None  # leaf: all source rows [S, width]; None where the aggregate is cached
     own: Tensor | None = None  # narrow: leaf, destinations' prepared rows
-    out: Tensor | None = None
+    segment: Callable[[], Tensor] | None = None  # computes `out`
+    out: Tensor | None = None  # None where backward computes it again (checkpoint)
     sums: Tensor | None = None  # batch norm: of own rows [2, H_{l-1}]
     moments: Tensor | None = None  # leaf: of all ranks' rows [2, H_{l-1}]
 
@@ -113,10 +119,19 @@ class Worker:
         leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
         if not self._is_narrow(layer):
             norm = self.net.batch_norm(layer) if self.training else None
-            return _Step(leaf, None, sums=norm.sums(leaf[: len(self.own_vertices)]) if norm else None)
-        net = self.net.layer(layer)
-        rows = net.prepare(leaf, self._drop(step, layer, self.vertices[layer][: leaf.shape[0]]))
-        return _Step(leaf, (net.project(rows), rows[: self.blocks[layer].n_dst]))
+            return _Step(leaf, sums=norm.sums(leaf[: len(self.own_vertices)]) if norm else None)
+        net, drop = self.net.layer(layer), self._drop(step, layer, self.vertices[layer][: leaf.shape[0]])
+
+        def projection() -> tuple[Tensor, Tensor]:
+            rows = net.prepare(leaf, drop)
+            return net.project(rows), rows[: self.blocks[layer].n_dst]
+
+        return _Step(leaf, projection, self._kept(projection))
+
+    def _kept(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives, with the graph that its backward needs; without it where that is computed again (checkpoint)."""
+        with torch.set_grad_enabled(self.training and not self.how.checkpoint):
+            return compute()
 
     def _outgoing(self, entered: _Step) -> Tensor:
         return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
@@ -191,32 +206,39 @@ class Worker:
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
             x0 = self.x0[: block.n_dst] if self.x0 is not None else None
             if self.cached is not None and layer == 1:
-                entered.out = net.update(self.cached, self.features, self.features, None, relu)
+                cached = self.cached
+                entered.segment = lambda: net.update(cached, self.features, self.features, None, relu)
             else:
-                self._aggregate(step, layer, entered, halo, x0)
-            assert entered.out is not None
-            return self._enter(entered.out, step, layer + 1)
+                entered.segment = self._segment(step, layer, entered, halo, x0)
+            out = self._kept(entered.segment)
+            entered.out = None if self.how.checkpoint else out
+            return self._enter(out, step, layer + 1)
 
-    def _aggregate(self, step: int, layer: int, entered: _Step, halo: Tensor | None, x0: Tensor | None) -> None:
+    def _segment(self, step: int, layer: int, entered: _Step, halo: Tensor | None, x0: Tensor | None) -> Callable[[], Tensor]:
+        """Lays out the layer's source rows; what it returns computes h_l from them."""
         net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
         rows = self._outgoing(entered)
         missing = block.n_src - rows.shape[0]
         if missing:
             rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1]) if halo is None else halo])
-        entered.source = rows.detach().requires_grad_(entered.leaf.requires_grad)
+        source = entered.source = rows.detach().requires_grad_(entered.leaf.requires_grad)
         if entered.projected is not None:
-            entered.own = entered.projected[1].detach().requires_grad_(self.training)
-            entered.out = net.update(net.gather(block, entered.source), entered.own, entered.own, x0, relu)
-        else:
-            entered.out = net(block, entered.source, self._drop(step, layer, self.vertices[layer]), x0, relu, entered.moments)
+            own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
+            if self.how.checkpoint:
+                entered.projected = entered.projected[0][:0], own  # computed again when its turn comes
+            return lambda: net.update(net.gather(block, source), own, own, x0, relu)
+        local, moments, drop = entered.leaf.shape[0], entered.moments, self._drop(step, layer, self.vertices[layer])
+        entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)  # one copy of the rows is enough
+        return lambda: net(block, source, drop, x0, relu, moments)
 
     def _backward(self, step: int, layer: int, entered: _Step, above: _Step | None, home: Tensor | None) -> Tensor | None:
         """Backward of one layer -> gradient of this rank's rows of h_{l-1} as exchanged, complete with what peers send home.
         `home` is that of the layer above (or of h_L)."""
-        assert entered.out is not None and home is not None
+        assert entered.segment is not None and home is not None
         with self.rank.span(Label("backward", step, layer=layer), "compute"):
-            torch.autograd.backward(entered.out, _through_projection(above, home))
-            entered.out = None
+            gradient = self._through_projection(above, home)
+            torch.autograd.backward(entered.segment() if entered.out is None else entered.out, gradient)
+            entered.out = entered.segment = None
         if not entered.leaf.requires_grad:
             return None
         assert entered.source is not None and entered.source.grad is not None
@@ -226,6 +248,19 @@ class Worker:
             self._halo(step, layer, "b", entered.source.grad[local:], home=gradient)
         self._moments_home(step, layer, entered, gradient)
         return gradient
+
+    def _through_projection(self, above: _Step | None, gradient: Tensor) -> Tensor:
+        """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
+        if above is None or above.projected is None:
+            return gradient
+        assert above.own is not None and above.projection is not None
+        projected = above.projection() if self.how.checkpoint else above.projected
+        if above.own.grad is None:  # the layer does not read its own rows but through the aggregate
+            torch.autograd.backward(projected[0], gradient)
+        else:
+            torch.autograd.backward(projected, (gradient, above.own.grad))
+        assert above.leaf.grad is not None
+        return above.leaf.grad
 
     def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
         """All layers: what each keeps, last the decoder, whose leaf is h_L [own, H_L]; and the encoder's output with its graph."""
@@ -239,7 +274,10 @@ class Worker:
                 self.x0 = encoded.detach().requires_grad_(self.training) if self.net.initial else None
                 entered = [self._enter(encoded, step, 1)]
         for layer in self.layers:
-            entered.append(self._layer(step, layer, entered[-1]))
+            following = self._layer(step, layer, entered[-1])
+            if not self.training:
+                entered.clear()
+            entered.append(following)
         self._moments(step, len(self.layers) + 1, entered[-1])
         return entered, encoded
 
@@ -262,7 +300,7 @@ class Worker:
         if encoded is not None:
             with self.rank.span(Label("encode", step, "b"), "compute"):
                 assert gradient is not None
-                gradient = _through_projection(above, gradient)
+                gradient = self._through_projection(above, gradient)
                 torch.autograd.backward(encoded, gradient if self.x0 is None else gradient + self.x0.grad)
         return loss.detach(), logits.detach()
 
@@ -279,19 +317,6 @@ class Worker:
         """Wait for exchanges still under way; what they bring stays for the next step."""
         for future in self.pending.values():
             future.result()
-
-
-def _through_projection(above: _Step | None, gradient: Tensor) -> Tensor:
-    """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
-    if above is None or above.projected is None:
-        return gradient
-    assert above.own is not None
-    if above.own.grad is None:  # the layer does not read its own rows but through the aggregate
-        torch.autograd.backward(above.projected[0], gradient)
-    else:
-        torch.autograd.backward(above.projected, (gradient, above.own.grad))
-    assert above.leaf.grad is not None
-    return above.leaf.grad
 
 
 def constant_rows(rank: Rank, job: Job, layout: Layout) -> Tensor:

@@ -40,12 +40,14 @@ SMOOTHINGS = ("", "f", "g", "gf")
 @dataclass(frozen=True)
 class GraphParallel(Strategy):
     """staleness: steps by which halo rows and gradients lag (0 or 1). narrow: exchange the narrower side. smoothing: of stale
-    rows ('f'), gradients ('g') or both ('gf'), with gamma in [0, 1)."""
+    rows ('f'), gradients ('g') or both ('gf'), with gamma in [0, 1). checkpoint: keep a layer's inputs only and compute it again in
+    the backward pass."""
 
     staleness: int = 0
     narrow: bool = False
     smoothing: str = ""
     gamma: float = 0.95
+    checkpoint: bool = False
 
     family: ClassVar[str] = "graph_parallel"
     claim: ClassVar[float] = 0.25  # synchronous: exact; stale: exchanges and all-reduce fill different ports at different times
@@ -86,7 +88,7 @@ class GraphParallel(Strategy):
 
     @property
     def manner(self) -> Manner:
-        return Manner(self.narrow, self.staleness, self.smoothing)
+        return Manner(self.narrow, self.staleness, self.smoothing, self.checkpoint)
 
     def memory(self, job: Job) -> Memory:
         return layerwise.memory(job, job.layout(), self.manner)

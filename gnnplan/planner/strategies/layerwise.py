@@ -70,12 +70,18 @@ def step(job: Job, layout: Layout | EstimatedLayout, how: Manner, batch: bool = 
 
     @cache
     def work(layer: int, way: str) -> Compute:
-        """Of the layer, of what an overlapped exchange takes from it, and of the next layer's projection if that is done here."""
-        f, at = facts[layer], 0 if way == "f" else 1
+        """Of the layer, and of what an overlapped exchange takes from it."""
         moved = sent(layer, way) if how.staleness else None
-        beside = 0.0 if moved is None else np.maximum(moved.sum(1), moved.sum(0))
-        total = (model.forward, model.backward)[at](layer, f.rows, f.sources, f.edges, how.narrow) + Compute(beside=beside)
-        return total + model.project(layer + 1, f.rows)[at] if how.narrow else total
+        return alone(layer, way) + Compute(beside=0.0 if moved is None else np.maximum(moved.sum(1), moved.sum(0)))
+
+    def alone(layer: int, way: str) -> Compute:
+        """Of the layer, and of the next one's projection if that is done here. A backward pass from checkpoints starts with the
+        forward's work."""
+        f, at = facts[layer], 0 if way == "f" else 1
+        total = (model.forward, model.backward)[at](layer, f.rows, f.sources, f.edges, how.narrow)
+        if how.narrow:
+            total = total + model.project(layer + 1, f.rows)[at]
+        return total + alone(layer, "f") if how.checkpoint and way == "b" else total
 
     def moments(layer: int, way: str) -> Iterator[Op]:
         """Batch norm's moments before the layer (L + 1: the decoder), and their gradient after it, summed over ranks."""
