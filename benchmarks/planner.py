@@ -1,4 +1,4 @@
-"""Candidates per second of the closed forms on one core: `python benchmarks/planner.py`.
+"""Candidates per second of the closed forms on one core, and how long GraNNDis' regions take to grow: `python benchmarks/planner.py`.
 
 A candidate is a set of knobs on a cluster. Clusters come as arrays: predict() broadcasts over them. The graph is profiled once.
 """
@@ -9,13 +9,15 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import resource
 import time
 from dataclasses import replace
 
 import numpy as np
 
-from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.graph import Graph, GraphStats, in_neighbours, load
 from gnnplan.planner.job import Job
+from gnnplan.planner.layout import FAR, Expansion, distances, expand
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import Strategy, parse
 
@@ -65,7 +67,35 @@ def rate(strategies: list[Strategy], job: Job, seconds: float = 1.0) -> tuple[fl
     return max(rates), float(np.median(rates))
 
 
+def large(vertices: int = 1_000_000, edges: int = 20_000_000) -> Graph:
+    """A random graph whose degrees follow a power law; edges are directed ones."""
+    rng = np.random.default_rng(0)
+    weight = (1 + rng.pareto(1.8, vertices)).cumsum()
+    src, dst = (np.searchsorted(weight, rng.random(edges // 2 + edges // 50) * weight[-1]).astype(np.int64) for _ in range(2))
+    indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
+    none = np.zeros(vertices, bool)
+    stats = GraphStats("large", "large", vertices, len(indices), 1, 2, 0, False, "large")
+    return Graph(stats, indptr, indices, np.zeros((vertices, 1), np.float32), np.zeros(vertices, np.int64), none, none, none)
+
+
+def growth(servers: int = 4, hops: int = 3) -> None:
+    """The regions of all servers, one GPU each, with and without expansion-aware sampling."""
+    graph = large()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    server_of = np.random.default_rng(1).permutation(graph.stats.vertices) % servers
+    for name, expansion in (("full depth", None), ("max_hop 1, fanout 15", Expansion(1, 15, 0))):
+        start, rows = time.perf_counter(), []
+        for server in range(servers):
+            allowed = expand(graph, server_of == server, expansion, server) if expansion else None
+            rows.append(int((distances(graph, server_of == server, hops, allowed) < FAR).sum()))
+        seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"{graph.stats.vertices:,} vertices, {graph.stats.edges:,} edges, {servers} servers, {hops} hops, {name}: {seconds:.1f} s, "
+              f"growth {np.mean(rows) * servers / graph.stats.vertices:.2f}, peak memory {peak / 2**20:.2f} GiB (making the graph: "
+              f"{before / 2**20:.2f})")  # fmt: skip
+
+
 def main() -> None:
+    growth()
     for layers in (3, 8, 32):
         job = question(layers)
         many = over(job, CLUSTERS)

@@ -310,10 +310,14 @@ def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> 
             reader = np.repeat(np.arange(rows.size), np.diff(graph.indptr)[rows])
             external = ~own[columns]
             reader, columns = reader[external], columns[external]
-            sort = np.lexsort((random.random(reader.size), reader))  # each reader's in a random order, of which the first k
-            first = np.cumsum(np.bincount(reader, minlength=rows.size)) - np.bincount(reader, minlength=rows.size)
-            drawn = np.arange(reader.size) - first[reader] < expansion.fanout  # reader is sorted already
-            found[columns[sort[drawn]]] = True
+            degree = np.bincount(reader, minlength=rows.size)
+            crowded = degree[reader] > expansion.fanout
+            found[columns[~crowded]] = True
+            reader, columns = reader[crowded], columns[crowded]
+            degree[degree <= expansion.fanout] = 0
+            sort = np.argsort(reader + random.random(reader.size))  # each reader's in a random order, of which the first k
+            place = np.arange(reader.size) - (np.cumsum(degree) - degree)[reader]
+            found[columns[sort[place < expansion.fanout]]] = True
         frontier = np.flatnonzero(found & ~allowed)
         allowed |= found
     return allowed
