@@ -131,7 +131,7 @@ def plan(
     job = ask(graph, read_cluster(cluster), read_workload(workload, flags), set_ or [], ranks, partitioner, directed)
     for note in job.stats.notes:
         say(f"note: {note}")
-    found = search(job, exact, forced)
+    found = search(job, exact, forced, may_use_fewer=ranks is None)
     document = plans.make(job, found)
     if output:
         plans.write(output, document)
@@ -171,21 +171,34 @@ def show_plan(job: Job, document: dict[str, Any]) -> None:
     w, c = job.workload, job.cluster
     print(f"{job.stats.name}: {job.stats.vertices:,} vertices, {job.stats.edges:,} edges; {w.model} {w.layers} layers x {w.hidden}, "
           f"dropout {w.dropout:g}; {c.name}: {c.servers} servers x {c.gpus_per_server} {c.device.name}")  # fmt: skip
+    leaders = [document["best"], *document["alternatives"]][:8]
     rows = []
-    for answer in [document["best"], *document["alternatives"]][:8]:
+    for answer in leaders:
         p = answer["predicted"]
         links = ", ".join(f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in p["bytes_by_link"].items()) or "none"
         rows.append([call(answer["strategy"]), "yes" if answer["exact"] else "no", show_time(p["epoch_s"]), links,
                      show_bytes(p["setup_bytes"]), show_bytes(p["memory_bytes"]), p["bottleneck"]])  # fmt: skip
-    table("leaders", ["strategy", "exact", "epoch", "bytes per epoch", "set-up", "memory/rank", "bottleneck"], rows)
+    header = ["strategy", "exact", "epoch", "bytes per epoch", "set-up", "memory/rank", "bottleneck"]
+    if any(answer["gpus"] < job.ranks for answer in leaders):
+        header.insert(1, "gpus")
+        for row, answer in zip(rows, leaders, strict=True):
+            row.insert(1, of(answer["gpus"], job.ranks))
+    table("leaders", header, rows)
+    places = document["best"]["placement"]
+    in_order = [place["server"] * c.gpus_per_server + place["gpu"] for place in places] == list(range(job.ranks))
     on_server: dict[int, list[str]] = {}
-    for place in document["best"]["placement"]:
-        on_server.setdefault(place["server"], []).append(str(place["rank"]))
+    for place in sorted(places, key=lambda place: place["gpu"]):
+        on_server.setdefault(place["server"], []).append(str(place["rank"]) + ("" if in_order else f" on GPU {place['gpu']}"))
     print("placement: " + "; ".join(f"server {server}: ranks {', '.join(ranks)}" for server, ranks in sorted(on_server.items())))
     for line in document["explanation"]:
         print(f"- {line}")
     for item in document["rejected"]:
         print(f"- not {item['strategy']}: {item['reason']}")
+
+
+def of(used: int, ranks: int) -> str:
+    """How many of the cluster's GPUs."""
+    return f"{used} of {ranks}" if used < ranks else str(ranks)
 
 
 def call(strategy: dict[str, Any]) -> str:
@@ -198,7 +211,7 @@ def call(strategy: dict[str, Any]) -> str:
 @app.command()
 def simulate(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps to play; the epoch is their steady state.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to play (epochs, if of several batches); the epoch is their steady state.")] = 3,
     sweep: Annotated[str | None, typer.Option(help="What if: a field and its values, as servers=1,2,4,8.")] = None,
     set_: Set = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome/Kineto trace per rank here (open it with Perfetto).")] = None,
@@ -209,9 +222,10 @@ def simulate(
     from gnnplan.planner.files import apply_overrides, make_folder
     from gnnplan.planner.job import Job
     from gnnplan.planner.plan import chosen, question, read
+    from gnnplan.planner.search import seated
     from gnnplan.planner.trace import write_traces
     from gnnplan.planner.units import show_bytes, show_time
-    from gnnplan.planner.validate import per_operation, predicted_per_operation
+    from gnnplan.planner.validate import by_epoch, per_operation, predicted_per_operation
     from gnnplan.simulator.player import critical_path, play, serial
 
     document = read(plan_file)
@@ -220,33 +234,39 @@ def simulate(
     if sweep is not None:
         return show_sweep(base, strategy, sweep, set_ or [], as_json)
     cluster, workload = apply_overrides(base.cluster, base.workload, set_ or [])
-    job = Job(base.stats, base.graph, workload, cluster, base.method) if set_ else base
+    job = base
+    if set_:
+        kept = (cluster.servers, cluster.gpus_per_server) == (base.cluster.servers, base.cluster.gpus_per_server)
+        job = Job(base.stats, base.graph, workload, cluster, base.method, base.seats if kept else ())
     strategy = refit(strategy, job) if job.ranks != base.ranks else strategy.settle(job)
     strategy.check(job)
-    tasks = len(strategy.schedule(job, 1).tasks)
+    if job.cluster != base.cluster:
+        job = seated(job, strategy)
+    batches = strategy.steps(job)
+    tasks = len(strategy.schedule(job, batches).tasks)
     if tasks * steps > MOST_TASKS:
         most = max(1, MOST_TASKS // tasks)
         raise SpecError(f"--steps {steps:,} of {tasks:,} tasks each are more than {MOST_TASKS:,} tasks; use --steps {most} or less")
     if trace:
         make_folder(trace)
-    prediction, schedule = strategy.predict(job), strategy.schedule(job, steps)
+    prediction, schedule = strategy.predict(job), strategy.schedule(job, steps * batches)
     played = play(schedule, job.cost)
-    last = [task for task in schedule.tasks if task.label.step == steps - 1]
+    last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
     if trace:
         write_traces(trace, played.spans, range(schedule.ranks), schedule.ranks, "simulated", "simulator")
     result = {
-        "strategy": {"name": strategy.name, **strategy.knobs()}, "ranks": job.ranks, "steps": steps, "tasks": len(schedule.tasks),
-        "simulated": {"epoch_s": played.step_s, "end_s": played.end_s, "critical_path_s": critical_path(schedule, job.cost),
+        "strategy": {"name": strategy.name, **strategy.knobs()}, "ranks": job.ranks, "steps": schedule.steps, "tasks": len(schedule.tasks),
+        "simulated": {"epoch_s": played.epoch_s(batches), "end_s": played.end_s, "critical_path_s": critical_path(schedule, job.cost),
                       "serial_s": serial(schedule, job.cost), "bytes": schedule.bytes_by_op(last),
-                      "operations": per_operation(played.spans, range(min(1, steps - 1), steps))},
+                      "operations": per_operation(by_epoch(played.spans, batches), range(min(1, steps - 1), steps))},
         "predicted": {"epoch_s": float(prediction.epoch_s), "bytes": prediction.bytes, "operations": predicted_per_operation(prediction)},
         "trace": str(trace) if trace else None,
     }  # fmt: skip
     if as_json:
         return emit(result)
-    print(f"{strategy} on {job.cluster.name} ({job.cluster.servers} x {job.cluster.gpus_per_server}), {steps} steps, "
+    print(f"{strategy} on {job.cluster.name} ({job.cluster.servers} x {job.cluster.gpus_per_server}), {schedule.steps} steps, "
           f"{len(schedule.tasks):,} tasks")  # fmt: skip
-    print(f"epoch simulated {show_time(played.step_s)}, predicted {show_time(float(prediction.epoch_s))}; "
+    print(f"epoch simulated {show_time(played.epoch_s(batches))}, predicted {show_time(float(prediction.epoch_s))}; "
           f"{', '.join(f'{k} {show_bytes(v)}' for k, v in prediction.bytes.items()) or 'nothing sent'}")  # fmt: skip
     told = result["predicted"]["operations"]
     longest = sorted(result["simulated"]["operations"].items(), key=lambda item: -item[1])
@@ -260,7 +280,7 @@ def refit(strategy: Any, job: Job) -> Any:
     """The same family where the number of ranks has changed: its best variant there."""
     from gnnplan.planner.search import search
 
-    found = search(job)
+    found = search(job, may_use_fewer=False)
     same = [c.strategy for c in found.ranked if c.strategy.name == strategy.name]
     if same:
         return same[0]
@@ -279,6 +299,10 @@ def show_sweep(base: Job, strategy: Any, sweep: str, settings: list[str], as_jso
     from gnnplan.planner.units import show_bytes, show_time
     from gnnplan.simulator.player import play
 
+    def simulated(candidate: Any) -> float:
+        batches = candidate.strategy.steps(candidate.job)
+        return play(candidate.strategy.schedule(candidate.job, 3 * batches), candidate.job.cost).epoch_s(batches)
+
     key, equals, values = sweep.partition("=")
     if not (equals and key.strip() and all(value.strip() for value in values.split(","))):
         raise SpecError(f"--sweep {sweep!r}: write a field and its values, as servers=1,2,4,8 or inter_node.bandwidth=1GB/s,10GB/s")
@@ -294,18 +318,20 @@ def show_sweep(base: Job, strategy: Any, sweep: str, settings: list[str], as_jso
             rows.append({**row, "best": None, "reason": str(error)})
             continue
         best = found.ranked[0]
-        same = next((c for c in found.ranked if c.strategy.name == strategy.name), None)
-        row |= {"best": str(best.strategy), "family": best.strategy.name, "predicted_s": float(best.predicted.epoch_s),
-                "simulated_s": play(best.strategy.schedule(job, 3), job.cost).step_s, "bytes_total": best.predicted.bytes_total,
-                "memory_bytes": best.memory_bytes, "plan": str(same.strategy) if same else None,
-                "plan_simulated_s": play(same.strategy.schedule(job, 3), job.cost).step_s if same else None}  # fmt: skip
+        same = next((c for c in found.ranked if c.strategy.name == strategy.name and c.job.ranks == job.ranks), None)
+        row |= {"best": str(best.strategy), "family": best.strategy.name, "gpus": best.job.ranks,
+                "predicted_s": float(best.predicted.epoch_s),
+                "simulated_s": simulated(best),
+                "bytes_total": best.predicted.bytes_total, "memory_bytes": best.memory_bytes, "plan": str(same.strategy) if same else None,
+                "plan_simulated_s": simulated(same) if same else None}  # fmt: skip
         rows.append(row)
     changes = [{"at": b["value"], "from": a["family"], "to": b["family"]} for a, b in pairwise(rows)
                if a.get("family") != b.get("family") and a.get("family") and b.get("family")]  # fmt: skip
     if as_json:
         return emit({"sweep": key, "strategy": strategy.name, "rows": rows, "changes": changes})
     table(f"{key} swept", [key, "ranks", "recommended", "predicted", "simulated", "bytes", f"{strategy.name} simulated"], [
-        [r["value"], str(r["ranks"]), r["best"], show_time(r["predicted_s"]), show_time(r["simulated_s"]), show_bytes(r["bytes_total"]),
+        [r["value"], of(r["gpus"], r["ranks"]), r["best"], show_time(r["predicted_s"]), show_time(r["simulated_s"]),
+         show_bytes(r["bytes_total"]),
          show_time(r["plan_simulated_s"]) if r["plan_simulated_s"] is not None else "-"] if r["best"] else
         [r["value"], str(r["ranks"]), "nothing fits", "-", "-", "-", "-"] for r in rows])  # fmt: skip
     for change in changes:
@@ -347,7 +373,7 @@ def run(
     make_folder(out)
     plans.write(out / "plan.json", document)
     say(f"training {job.stats.name} with {strategy} on {job.ranks} ranks, {epochs} epochs, into {out}")
-    launch.start(out / "plan.json", out, epochs, eval_every, timeout, job.ranks)
+    launch.start(out / "plan.json", out, epochs, eval_every, timeout, job.by_gpu)
     show_run(out, as_json)
 
 
@@ -384,7 +410,7 @@ def summary(out: Path) -> dict[str, Any]:
         "epoch_s": median(m["epoch_s"] for m in metrics[min(2, len(metrics) - 1) :]), "backend": ranks[0]["backend"],
         "bytes": {op: nbytes // len(metrics) for op, nbytes in sent.items()},
         "setup_bytes": sum(sum(rank["setup_bytes"].values()) for rank in ranks),
-        "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks], "peak_device_bytes": [rank["peak_device_bytes"] for rank in ranks],
+        "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks], "peak_bytes": [rank["peak_bytes"] for rank in ranks],
     }  # fmt: skip
 
 
@@ -406,9 +432,11 @@ def validate(
     document = read(directory / "plan.json")
     job = question(document)
     candidate = weigh(job, chosen(document))
-    schedule = candidate.strategy.schedule(job, min(len(metrics), 5))
+    batches = candidate.strategy.steps(job)
+    schedule = candidate.strategy.schedule(job, min(len(metrics), 5) * batches)
     played = play(schedule, job.cost)
-    result = compare(candidate.predicted, candidate.memory_bytes, played.spans, played.step_s, schedule, traces, metrics, ranks)
+    result = compare(candidate.predicted, candidate.memory, played.spans, played.epoch_s(batches), schedule, traces, metrics, ranks,
+                     batches)  # fmt: skip
     result["strategy"] = {"name": candidate.strategy.name, **candidate.strategy.knobs()}
     if as_json:
         emit(result)
@@ -430,7 +458,8 @@ def validate(
         print(f"communication hidden behind computation: {seconds(result['hidden_s'])} per step")
         print(f"order of operations: {result['order']['first_difference'] or 'as scheduled on every rank and lane'}")
         memory = result["memory"]
-        print(f"memory per rank: predicted {show_bytes(memory['predicted_bytes'])}, "
+        whose = "rank" if memory["of"] == "data" else "process"
+        print(f"memory of the fullest {whose}: predicted {show_bytes(memory['predicted_bytes'])}, "
               f"measured peak {show_bytes(memory['measured_bytes'])} ({memory['error']:+.0%})")  # fmt: skip
         print(f"wrong: {result['wrong']}")
     if not (result["bytes"]["equal"] and result["order"]["equal"]):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gnnplan.executor import comm
 from gnnplan.executor.data import scores
+from gnnplan.executor.memory import MemoryWatch
 from gnnplan.executor.models import Net
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.worker import Rank, now
@@ -27,6 +28,7 @@ from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.trace import write_traces
 
 TRACED_EPOCHS = 5  # at least, whatever the steps
+WATCHED_EPOCHS = 3  # whose memory is watched; then every buffer has been filled
 
 
 class Worker(Protocol):
@@ -45,6 +47,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
           report: Callable[[dict[str, Any]], None] = lambda row: None) -> Net:  # fmt: skip
     """All epochs, each of as many steps as the strategy has batches; rank 0 appends a line per epoch to metrics.jsonl as it is finished.
     Raises GnnplanError on a loss that is not finite."""
+    watch = MemoryWatch(rank.device)
     worker: Worker = open_worker(rank, job, strategy)
     flat = _flat_gradients(worker.net)
     group = worker.reduce_group
@@ -70,6 +73,9 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
                 optimizer.step()
             seconds += now() - started
             loss, counts = loss + part.cpu(), counts + worker.counts(logits)
+            del part, logits
+        if epoch == WATCHED_EPOCHS - 1:
+            watch.stop()
         tested = torch.full((3, 2), math.nan, dtype=torch.float64)
         if epoch == epochs - 1 or (eval_every and (epoch + 1) % eval_every == 0):
             worker.drain()
@@ -88,7 +94,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
     if metrics:
         metrics.close()
     if out:
-        _leave(rank, out, worker, job, setup, epochs)
+        _leave(rank, out, worker, setup, epochs, watch.stop())
     return worker.net
 
 
@@ -127,13 +133,12 @@ def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, s
             "test_accuracy": evaluated[2], "epoch_s": float(slowest), "bytes": int(numbers[13])}  # fmt: skip
 
 
-def _leave(rank: Rank, out: Path, worker: Worker, job: Job, setup: dict[str, int], epochs: int) -> None:
+def _leave(rank: Rank, out: Path, worker: Worker, setup: dict[str, int], epochs: int, peak: int | None) -> None:
     """This rank's trace and counts; the model's final weights from all ranks that hold some."""
     write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
-    peak = torch.cuda.max_memory_allocated(rank.device) if rank.device.type == "cuda" else None
     write_atomically(out / f"rank{rank.rank}.json", json.dumps({
         "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": epochs, "bytes": dict(rank.sent),
-        "setup_bytes": setup, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_device_bytes": peak,
+        "setup_bytes": setup, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_bytes": peak,
         "staleness": getattr(worker, "errors", {}),
     }))  # fmt: skip
     state = {name: p.detach().cpu().contiguous() for name, p in worker.net.state_dict().items()}

@@ -8,9 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.schedule import Schedule
-from gnnplan.planner.strategies.strategy import Prediction
+from gnnplan.planner.strategies.strategy import Memory, Prediction
 from gnnplan.planner.trace import LANE_ORDER, Span, overlap, recorded_order, transfer_times
 
 TRANSFERS = ("halo", "all_reduce", "preload", "input_halo")  # all ranks meet: the transfer is the shortest span of the group
@@ -80,7 +82,7 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
             raise SpecError(f"{directory}/metrics.jsonl: every line needs numbers epoch, loss and epoch_s, found {str(row)[:100]}; {make}")
     for rank in ranks:
         if not (isinstance(rank, dict) and all(_counts(rank.get(k)) for k in ("bytes", "setup_bytes"))
-                and isinstance(rank.get("peak_rss_bytes"), int) and isinstance(rank.get("peak_device_bytes"), int | None)):
+                and isinstance(rank.get("peak_rss_bytes"), int) and isinstance(rank.get("peak_bytes"), int | None)):
             raise SpecError(f"{directory}: a rank*.json needs bytes and setup_bytes by operation and peak_rss_bytes; {make}")
     return metrics, ranks
 
@@ -89,7 +91,7 @@ def _counts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(nbytes, int) for nbytes in value.values())
 
 
-def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], simulated_step_s: float, schedule: Schedule,
+def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simulated_step_s: float, schedule: Schedule,
             measured: list[Span], metrics: list[dict[str, Any]], ranks: list[dict[str, Any]],
             batches: int = 1) -> dict[str, Any]:  # fmt: skip
     """The document of `gnnplan validate`, per epoch of `batches` steps: rows per operation, the step, bytes, order, memory, and a
@@ -117,15 +119,23 @@ def compare(prediction: Prediction, memory_bytes: float, simulated: list[Span], 
     volume = counted == expected and once == prediction.setup_bytes
     open_s, hidden_s = _exposed(measured, warm)
     exposed = _row("exposed communication", float(prediction.comm_s), _exposed(simulated, steady)[0], open_s)
-    peak = max(rank["peak_device_bytes"] or rank["peak_rss_bytes"] for rank in ranks)
     return {
         "step": step, "operations": rows, "exposed": exposed, "hidden_s": hidden_s,
         "bytes": {"predicted": expected, "counted": counted, "setup_predicted": prediction.setup_bytes, "setup_counted": once,
                   "equal": volume},
         "order": {"equal": disorder is None, "first_difference": disorder},
-        "memory": {"predicted_bytes": memory_bytes, "measured_bytes": peak, "error": memory_bytes / peak - 1},
+        "memory": _memory(memory, ranks),
         "wrong": _wrong(volume, disorder, step, rows),
     }  # fmt: skip
+
+
+def _memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the fullest rank: tensors and arrays where the allocator tells, else all pages with the runtime's."""
+    told = all(rank["peak_bytes"] is not None for rank in ranks)
+    predicted = float(np.max(np.sum([use for name, use in memory.items() if name != "runtime" or not told], axis=0)))
+    measured = max(rank["peak_bytes" if told else "peak_rss_bytes"] for rank in ranks)
+    return {"of": "data" if told else "process", "predicted_bytes": predicted, "measured_bytes": measured,
+            "error": predicted / measured - 1}  # fmt: skip
 
 
 def _exposed(spans: Iterable[Span], steps: range) -> tuple[float, float]:

@@ -1,0 +1,73 @@
+"""How much memory a rank really fills: the allocator's own count, not the pages that a process ever touched.
+
+On CUDA torch keeps the peak. On Linux CPUs the count is glibc's: bytes handed out and not yet freed, tensors and arrays
+alike, whatever thread or library asked for them. It is read a thousand times a second while a watch runs, so a peak that
+lasts less than a millisecond may be missed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+
+import torch
+
+INTERVAL = 1e-3  # [s]
+
+
+class _Mallinfo2(ctypes.Structure):
+    """struct mallinfo2 of malloc.h."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]  # fmt: skip
+
+
+@cache
+def _mallinfo() -> ctypes._NamedFuncPointer | None:
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):  # musl, glibc before 2.33, macOS
+        return None
+    function.restype = _Mallinfo2
+    return function
+
+
+def allocated() -> int | None:
+    """Bytes that this process has asked for and not freed [B]; None where the allocator does not tell."""
+    function = _mallinfo()
+    if function is None:
+        return None
+    info = function()
+    return info.uordblks + info.hblkhd
+
+
+class MemoryWatch:
+    """Peak growth of allocated bytes since it began [B]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._stop = device, threading.Event()
+        self._before = self._peak = allocated() or 0
+        self._thread: threading.Thread | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+        elif _mallinfo() is not None:
+            self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
+            self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            self._peak = max(self._peak, allocated() or 0)
+
+    def stop(self) -> int | None:
+        """The peak growth until it was first called [B]; None where it cannot be known."""
+        if self.device.type == "cuda" and not self._stop.is_set():
+            self._peak = torch.cuda.max_memory_allocated(self.device)
+        elif self._thread is None:
+            return None
+        elif not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+        self._stop.set()
+        return self._peak - self._before
