@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnnplan.planner import layout as layout_module
 from gnnplan.planner.graph import Graph, GraphStats, in_neighbours
-from gnnplan.planner.layout import Layout
+from gnnplan.planner.layout import Expansion, Layout, distances, expand
 
 
 def graph_of(vertices: int, edges: list[tuple[int, int]], directed: bool = False) -> Graph:
@@ -230,3 +231,117 @@ def test_direction_counts():
     layout = Layout(graph_of(2, [(0, 1)], directed=True), np.array([0, 1]), (0, 1), 2, 1)
     assert [layout.piece(rank, 2).halo.tolist() for rank in (0, 1)] == [[], [0]]
     assert layout.facts(2).sends.tolist() == [[0, 1], [0, 0]]
+
+
+# -- drawn rows and batches ----------------------------------------------------------------------------------------------
+
+
+def induced(case: Case, allowed: set[int], rows: set[int]) -> set[int]:
+    return neighbours(case.graph, rows & allowed) & allowed
+
+
+@given(cases(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
+@settings(deadline=None, max_examples=150)
+def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(case: Case, max_hop: int, fanout: int, seed: int):
+    for server in set(case.servers):
+        own = np.array([case.servers[rank] == server for rank in case.owner])
+        drawn = expand(case.graph, own, Expansion(max_hop, fanout, seed), server)
+        assert (drawn == expand(case.graph, own, Expansion(max_hop, fanout, seed), server)).all() and drawn[own].all()
+        external = {v: neighbours(case.graph, {v}) - set(np.flatnonzero(own).tolist()) for v in range(len(own))}
+        visited, within = set(np.flatnonzero(own).tolist()), set(np.flatnonzero(own).tolist())
+        for _ in range(max_hop):
+            within |= {u for v in within for u in external[v]}
+        found = set(np.flatnonzero(drawn & ~own).tolist())
+        assert found <= within
+        assert len(found) <= sum(min(fanout, len(external[v])) for v in visited | found)
+        for v in visited:
+            assert len(external[v] & found) >= min(fanout, len(external[v]))  # each own vertex gets what it may
+        everything = expand(case.graph, own, Expansion(max_hop, 99, seed), server)
+        assert set(np.flatnonzero(everything).tolist()) == within
+
+
+@given(cases(), st.integers(1, 2), st.integers(1, 3))
+@settings(deadline=None, max_examples=150)
+def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others(case: Case, max_hop: int, fanout: int):
+    expansion = Expansion(max_hop, fanout, 7)
+    layout = Layout(case.graph, np.array(case.owner), case.servers, case.layers, case.first_varying, case.depth, expansion)
+    if len(set(case.servers)) == 1:
+        assert layout.inside == 0  # nothing is external
+        return
+    for server in set(case.servers):
+        own = np.array([case.servers[rank] == server for rank in case.owner])
+        allowed = set(np.flatnonzero(expand(case.graph, own, expansion, server)).tolist())
+        ranks = [rank for rank, its in enumerate(case.servers) if its == server]
+        expected = set(np.flatnonzero(own).tolist())
+        for h in range(case.layers, -1, -1):
+            held = [layout.rows(rank, h).tolist() for rank in ranks]
+            assert sorted(v for rows in held for v in rows) == sorted(expected)
+            expected = expected | induced(case, allowed, expected)
+        ins, outs = layout.degrees(ranks[0])
+        for v in allowed:
+            assert ins[v] == len(induced(case, allowed, {v}))
+            assert outs[v] == sum(v in induced(case, allowed, {u}) for u in allowed)
+        for layer in range(1, case.layers + 1):
+            for rank in ranks:
+                indptr, indices = layout.block(rank, layer)
+                source = np.concatenate([layout.rows(rank, layer - 1), layout.piece(rank, layer).halo])
+                for k, v in enumerate(layout.rows(rank, layer).tolist()):
+                    assert set(source[indices[indptr[k] : indptr[k + 1]]].tolist()) == induced(case, allowed, {v})
+    across = ~np.equal.outer(case.servers, case.servers)
+    assert not any(layout.facts(layer).sends[across].any() for layer in range(1, case.layers + 1))
+
+
+@given(cases(), st.integers(1, 4), st.integers(0, 3))
+@settings(deadline=None, max_examples=150)
+def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layout_has_it(case: Case, count: int, seed: int):
+    expansion = Expansion(case.layers, 99, 0)  # all that is within reach
+    layout = Layout(case.graph, np.array(case.owner), case.servers, case.layers, case.first_varying, case.depth, expansion)
+    rows = np.arange(case.graph.stats.vertices) % 3 > 0
+    batch_of = layout.drawn(rows, count, seed)
+    assert ((batch_of >= 0) == rows).all() and (batch_of < count).all()
+    assert (batch_of == layout.drawn(rows, count, seed)).all()
+    server_of = np.array([case.servers[rank] for rank in layout.owner])
+    for server in set(case.servers):
+        sizes = np.bincount(batch_of[rows & (server_of == server)], minlength=count)
+        assert sizes.max() - sizes.min() <= 1
+    for b in range(count):
+        batch = layout.batch(batch_of == b)
+        for server in set(case.servers):
+            ranks = [rank for rank, its in enumerate(case.servers) if its == server]
+            expected = {v for v in np.flatnonzero(batch_of == b).tolist() if server_of[v] == server}
+            for h in range(case.layers, -1, -1):
+                held = [v for rank in ranks for v in batch.rows(rank, h).tolist()]
+                assert sorted(held) == sorted(expected)
+                expected = expected | neighbours(case.graph, expected)
+            for rank in ranks:
+                assert set(batch.rows(rank, 0).tolist()) <= set(layout.rows(rank, 0).tolist())
+                for layer in range(1, case.layers + 1):
+                    piece, needed = batch.piece(rank, layer), set(batch.rows(rank, layer - 1).tolist())
+                    assert set(piece.halo.tolist()) == neighbours(case.graph, set(batch.rows(rank, layer).tolist())) - needed
+                    taken = [batch.rows(peer, layer - 1)[batch.sent(peer, layer)[rank]] for peer in range(batch.ranks)]
+                    assert np.concatenate(taken).tolist() == piece.halo.tolist()
+                    assert all(case.servers[peer] == server for peer in np.flatnonzero(piece.received))
+
+
+@given(cases(), st.integers(1, 3))
+@settings(deadline=None, max_examples=100)
+def test_drawing_everything_is_full_preload(case: Case, more: int):
+    """max_hop = layers and a fanout no degree exceeds: piece by piece the same layout."""
+    if len(set(case.servers)) == 1 or case.layers == case.first_varying:
+        return
+    args = (case.graph, np.array(case.owner), case.servers, case.layers, case.first_varying)
+    full, drawn = Layout(*args, case.layers), Layout(*args, 0, Expansion(case.layers + more - 1, 99, 0))
+    assert (full.owner == drawn.owner).all() and (full.preloaded() == drawn.preloaded()).all()
+    for layer in range(1, case.layers + 1):
+        for rank in range(full.ranks):
+            a, b = full.piece(rank, layer), drawn.piece(rank, layer)
+            assert (a.rows, a.local, a.edges) == (b.rows, b.local, b.edges) and (a.halo == b.halo).all()
+
+
+def test_distances_look_at_a_few_edges_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    graph = graph_of(40, [(u, v) for u in range(40) for v in (u + 1, 3 * u % 40) if v < 40])
+    roots = np.arange(40) == 7
+    at_once = distances(graph, roots, 4), expand(graph, roots, Expansion(3, 99, 0), 0)
+    for few in (1, 2, 7):
+        monkeypatch.setattr(layout_module, "AT_ONCE", few)
+        assert (distances(graph, roots, 4) == at_once[0]).all() and (expand(graph, roots, Expansion(3, 99, 0), 0) == at_once[1]).all()

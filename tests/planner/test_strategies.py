@@ -55,7 +55,8 @@ def variants(job: Job) -> Iterator[Strategy]:
     """Every family's candidates, and what a user could force, that suit the job."""
     forced: list[Strategy] = [
         GraphParallel(), GraphParallel(staleness=1), GraphParallel(staleness=1, smoothing="gf", gamma=0.5), GraphParallel(narrow=True),
-        GraNNDis(0), GraNNDis(1), GraNNDis(), GraNNDis(narrow=True),
+        GraNNDis(0), GraNNDis(1), GraNNDis(), GraNNDis(narrow=True), GraNNDis(batches=3),
+        GraNNDis(max_hop=2, fanout=2, degrees="local", batches=2),
         GNNPipe(), GNNPipe(chunks=1), GNNPipe(chunks=3, shuffle=False), GNNPipe(chunks=7, historical_gradients=True, period=1),
     ]  # fmt: skip
     seen: set[Strategy] = set()
@@ -115,7 +116,7 @@ def test_closed_form_is_the_simulation_within_the_claim(job: Job):
     all-reduce does meet exchanges: its closed form lies between the two simulations and close to the contended one."""
     for strategy in variants(job):
         schedule, closed = strategy.schedule(job, 6), float(strategy.predict(job).epoch_s)
-        alone, contended = (play(schedule, job.cost, contention=contention).step_s for contention in (False, True))
+        alone, contended = (play(schedule, job.cost, contention=contention).epoch_s(strategy.steps(job)) for contention in (False, True))
         assert abs(closed / contended - 1) <= strategy.claim, (strategy, closed, contended)
         if getattr(strategy, "staleness", 0):
             assert alone * (1 - ROUND) <= closed <= contended * (1 + ROUND)
@@ -189,22 +190,22 @@ def test_where_the_cut_between_servers_lies_changes_the_answer():
 # -- bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def steady_bytes(schedule: Schedule, step: int = 1) -> dict[str, int]:
-    return {op: n for op, n in schedule.bytes_by_op(t for t in schedule.tasks if t.label.step == step).items() if n}
+def steady_bytes(schedule: Schedule, epoch: int = 1, steps: int = 1) -> dict[str, int]:
+    return {op: n for op, n in schedule.bytes_by_op(t for t in schedule.tasks if t.label.step // steps == epoch).items() if n}
 
 
-def crossing(schedule: Schedule, job: Job, step: int = 1) -> dict[str, int]:
-    """Bytes of a step by class of link, read off the schedule; a ring over ranks in order leaves each server once."""
+def crossing(schedule: Schedule, job: Job, steps: int = 1) -> dict[str, int]:
+    """Bytes of an epoch of so many steps by class of link, read off the schedule; a ring over ranks in order leaves each server once."""
     links = {"intra_node": 0, "inter_node": 0}
     for task in schedule.tasks:
-        if task.label.step == step and isinstance(task.work, (Send, Collective)):
+        if task.label.step // steps == 1 and isinstance(task.work, (Send, Collective)):
             sent = task.work.sent if isinstance(task.work, Collective) else ((task.work.peer, task.work.nbytes),)
             for peer, nbytes in sent:
                 if peer < 0:
                     continue
                 links[job.cost.placement(task.rank, peer)] += nbytes
     rings = sum(t.work.nbytes for t in schedule.tasks
-                if t.label.step == step and isinstance(t.work, Collective) and t.work.op == "all_reduce")  # fmt: skip
+                if t.label.step // steps == 1 and isinstance(t.work, Collective) and t.work.op == "all_reduce")  # fmt: skip
     across = rings * job.cluster.servers // job.ranks if job.cluster.servers > 1 else 0
     links["inter_node"] += across
     links["intra_node"] += rings - across
@@ -216,10 +217,11 @@ def crossing(schedule: Schedule, job: Job, step: int = 1) -> dict[str, int]:
 def test_bytes_of_the_schedule_are_those_of_predict(job: Job):
     for known in (job, replace(job, stats=replace(job.stats, known=False), graph=None, _layouts={}, _chunks={})):
         for strategy in variants(known):
-            p, schedule = strategy.predict(known), strategy.schedule(known, 3)
-            assert steady_bytes(schedule) == steady_bytes(schedule, 2) == p.bytes
+            p, steps = strategy.predict(known), strategy.steps(known)
+            schedule = strategy.schedule(known, 3 * steps)
+            assert steady_bytes(schedule, 1, steps) == steady_bytes(schedule, 2, steps) == p.bytes
             assert sum(p.bytes_by_link.values()) == p.bytes_total
-            assert crossing(schedule, known) == p.bytes_by_link
+            assert crossing(schedule, known, steps) == p.bytes_by_link
             assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes
             assert all(isinstance(n, int) and n > 0 for n in [*p.bytes.values(), *p.bytes_by_link.values()])
 
@@ -360,7 +362,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
     return {
         GraphParallel: st.builds(GraphParallel, st.integers(0, 1), st.booleans()),
         GNNPipe: st.builds(GNNPipe, numbers, numbers, st.booleans(), st.booleans(), st.integers(0, 99)),
-        GraNNDis: st.builds(GraNNDis, numbers, st.booleans()),
+        GraNNDis: st.builds(GraNNDis, numbers, st.booleans(), numbers, numbers, st.sampled_from(["global", "local"]), numbers),
     }[family]
 
 
@@ -418,6 +420,14 @@ def test_words_that_make_no_strategy(text: str, words: str):
     ("pipegcn_g(gamma=-0.1)", r"gamma lies in \[0, 1\) .*not -0.1"),
     ("granndis(depth=4)", r"depth lies between 0 \(plain halo\) and the layers \(3, full preload\), not 4"),
     ("granndis(depth=-1)", r"not -1"),
+    ("granndis(max_hop=0)", r"max_hop is at least 1, not 0; use max_hop=1, or leave it out"),
+    ("granndis(fanout=0)", r"fanout is at least 1, not 0; use fanout=15"),
+    ("granndis(batches=0)", r"batches is at least 1, not 0; use batches=1"),
+    ("granndis(max_hop=1,depth=1)", r"no hidden row may cross servers \(depth: 1, layers: 3\); leave depth out"),
+    ("granndis(batches=2,depth=1)", r"fetched for a server as a whole, so no hidden row .*; leave depth out"),
+    ("granndis(batches=99)", r"a training vertex per batch on every server \(fewest on a server: \d+, batches: 99\); use batches=\d+ or less"),
+    ("granndis(degrees='part')", r"degrees is 'global' .* or 'local' .*, not 'part'"),
+    ("granndis(degrees='local')", r"use degrees='local' with max_hop and fanout"),
 ])  # fmt: skip
 def test_impossible_knobs(text: str, rule: str):
     job = job_of(GRAPHS[3], cluster(2, 1), layers=3)
