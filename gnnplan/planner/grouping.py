@@ -13,7 +13,7 @@ then the better of two swapped ranks for as long as a swap helps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import cycle, permutations
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
 def seat(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> tuple[int, ...]:
     """seats[r]: the one of `gpus` that rank r sits on, so that the phases take the fewest seconds; `gpus` in order where nothing is
     faster."""
-    told = [phase for phase in _merged(phases) if not _even(phase.sent)]
+    told = [phase for phase in _merged(phases) if phase.times and not _even(phase.sent)]
     if not told or len(set(_kinds(cluster, gpus))) == 1:
         return tuple(gpus)
     seconds = weigher(cluster, gpus, told)
@@ -159,11 +159,17 @@ def exhaustive(cluster: Cluster, gpus: Sequence[int], seconds: Seconds) -> tuple
 def seatings(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
     """Every seating [seatings, ranks], but one of those between which symmetric GPUs only change places: they are alike in which
     ranks share a server, an island, a switch and a card, and no more enters the cost of a phase."""
-    every = np.array(list(permutations(gpus)), dtype=np.int64)
-    a, b = np.triu_indices(len(gpus), 1)
-    at = Places.of(cluster, every.ravel().tolist())
-    share = [numbers.reshape(every.shape)[:, a] == numbers.reshape(every.shape)[:, b] for numbers in at[:4]]
-    form = np.packbits(np.concatenate([*share, at.uplinked.reshape(every.shape)], axis=1), axis=1)
+    server, island, switch, card, uplinked = (tuple(numbers.tolist()) for numbers in Places.of(cluster, gpus))
+    return np.asarray(np.asarray(gpus)[_orders((server, island, switch, card), uplinked)])
+
+
+@lru_cache(maxsize=16)
+def _orders(places: tuple[tuple[int, ...], ...], uplinked: tuple[bool, ...]) -> np.ndarray:
+    """The same as positions among the GPUs; a plan asks for each many times."""
+    every = np.array(list(permutations(range(len(uplinked)))), dtype=np.int64)
+    a, b = np.triu_indices(len(uplinked), 1)
+    share = [(np.equal.outer(numbers, numbers))[every[:, a], every[:, b]] for numbers in map(np.asarray, places)]
+    form = np.packbits(np.concatenate([*share, np.asarray(uplinked)[every]], axis=1), axis=1)
     _, first = np.unique(form, axis=0, return_index=True)
     return every[np.sort(first)]
 

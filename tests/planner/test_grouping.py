@@ -1,0 +1,323 @@
+"""Where ranks sit: the best of all seatings where all can be looked at, near it beyond; and how many GPUs are worth using."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+from math import factorial
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnplan.planner import plan
+from gnnplan.planner.cost import Cost
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import apply_overrides
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.grouping import Phase, fewer, heuristic, seat, seatings, topology, walk, weigher
+from gnnplan.planner.job import Job, with_ranks
+from gnnplan.planner.search import search, seated, weigh
+from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.strategies import parse
+from gnnplan.simulator.player import play
+
+DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
+
+
+def cluster(servers: int, gpus: int, **more: Any) -> Cluster:
+    links = {"intra_node": Link(bandwidth=1e9), "inter_node": Link(bandwidth=1e8)}
+    return Cluster(servers=servers, gpus_per_server=gpus, **{"device": DEVICE, **links, **more})
+
+
+PAIRS, ACROSS = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+FAST, UPLINK = Link(bandwidth=1e10, latency=2e-6), Link(bandwidth=7e8, latency=5e-6)
+EIGHT = {
+    "1x8": cluster(1, 8), "2x4": cluster(2, 4), "4x2": cluster(4, 2), "8x1": cluster(8, 1),
+    "islands": cluster(1, 8, islands=PAIRS, island=FAST),
+    "two islands a server": cluster(2, 4, islands=[[0, 1], [2, 3]], island=FAST),
+    "switches": cluster(1, 8, switches=HALVES, switch=UPLINK),
+    "islands across switches": cluster(1, 8, islands=ACROSS, island=FAST, switches=HALVES, switch=UPLINK),
+    "two cards": cluster(2, 4, nics=[[0, 1], [2, 3]]),
+    "cards and switches": cluster(2, 4, nics=[[0, 1], [2, 3]], switches=[[0, 1], [2, 3]], switch=UPLINK),
+    "a card across switches": cluster(2, 4, nics=[[0, 2], [1, 3]], switches=[[0, 1], [2, 3]], switch=UPLINK),
+    "no two alike": cluster(1, 8, islands=[[0, 4, 1], [5], [2, 6], [3, 7]], island=FAST, switches=HALVES, switch=UPLINK,
+                            nics=[[0, 2, 4], [1, 3, 5, 6, 7]]),
+}  # fmt: skip
+
+
+def traffic(ranks: int, seed: int) -> list[Phase]:
+    """Two phases: everyone to some, and a few heavy pairs."""
+    random = np.random.default_rng(seed)
+    apart = ~np.eye(ranks, dtype=bool)
+    return [Phase(random.integers(0, 100_000, (ranks, ranks)) * apart * (random.random((ranks, ranks)) < 0.7), 3.0),
+            Phase(random.integers(0, 1_000_000, (ranks, ranks)) * apart * (random.random((ranks, ranks)) < 0.2), 2.0)]  # fmt: skip
+
+
+def by_cost(where: Cluster, seats: tuple[int, ...], phases: list[Phase]) -> float:
+    """As cost.py has it, one seating at a time."""
+    return sum(phase.times * float(Cost.of(where, seats).exchange(phase.sent).alone) for phase in phases)
+
+
+# -- up to 8 GPUs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_every_kind_of_seating_is_looked_at_once(name: str):
+    """As many as there are orders of the ranks, divided by the symmetries of the topology, which networkx counts."""
+    graph = topology(EIGHT[name])
+    for node in graph:
+        graph.nodes[node]["what"] = node[0]
+    if graph.number_of_nodes() > 9 and name not in ("1x8", "8x1"):
+        same = nx.isomorphism.GraphMatcher(graph, graph, node_match=lambda a, b: a["what"] == b["what"])
+        orders = {tuple(image["gpu", g] for g in range(8)) for image in same.isomorphisms_iter()}
+        assert len(seatings(EIGHT[name], range(8))) == factorial(8) / len(orders)
+    else:
+        assert len(seatings(EIGHT[name], range(8))) == 1
+
+
+@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_eight_gpus_have_the_best_of_all_seatings(name: str, seed: int):
+    """All 40,320 permutations, weighed without regard to symmetry. Swaps, as used beyond, come within a quarter of it."""
+    where, phases = EIGHT[name], traffic(8, seed)
+    seconds = weigher(where, range(8), phases)
+    best = float(seconds(np.array(list(permutations(range(8))))).min())
+    chosen = seat(where, range(8), phases)
+    assert sorted(chosen) == list(range(8)) and by_cost(where, chosen, phases) == pytest.approx(best, rel=1e-9)
+    near = heuristic(where, range(8), phases, seconds)
+    assert best <= by_cost(where, near, phases) * (1 + 1e-9) and by_cost(where, near, phases) <= 1.25 * best
+
+
+@st.composite
+def places(draw) -> Cluster:
+    """2 to 6 GPUs with any islands, switches and cards, and any links."""
+    servers, gpus = draw(st.sampled_from([(1, 4), (2, 2), (4, 1), (1, 5), (1, 6), (2, 3), (3, 2)]))
+    link = st.builds(Link, bandwidth=st.sampled_from([1e7, 1e8, 7e8, 1e9, 1e10]), latency=st.sampled_from([0.0, 1e-6, 1e-3]))
+
+    def parts() -> list[list[int]]:
+        of = draw(st.lists(st.integers(0, 2), min_size=gpus, max_size=gpus))
+        return [[g for g in range(gpus) if of[g] == i] for i in sorted(set(of))]
+
+    more: dict[str, Any] = {"intra_node": draw(link), "inter_node": draw(link)}
+    for lists, of in (("islands", "island"), ("switches", "switch"), ("nics", None)):
+        if draw(st.booleans()):
+            more[lists] = parts()
+            if of:
+                more[of] = draw(link)
+    return cluster(servers, gpus, **more)
+
+
+@given(places(), st.integers(0, 10**6))
+@settings(deadline=None, max_examples=40)
+def test_no_permutation_is_faster(where: Cluster, seed: int):
+    """Literally all of them, one at a time, by the cost of each phase."""
+    phases = traffic(where.ranks, seed)
+    chosen = seat(where, range(where.ranks), phases)
+    best = min(by_cost(where, seats, phases) for seats in permutations(range(where.ranks)))
+    assert by_cost(where, chosen, phases) == pytest.approx(best, rel=1e-9)
+
+
+@given(places(), st.integers(0, 10**6))
+@settings(deadline=None, max_examples=25)
+def test_seatings_weighed_together_are_those_weighed_alone(where: Cluster, seed: int):
+    phases = [phase for phase in traffic(where.ranks, seed) if phase.sent.any()]
+    some = list(permutations(range(where.ranks)))[::7]
+    if phases:
+        together = weigher(where, range(where.ranks), phases)(np.array(some))
+        assert together == pytest.approx([by_cost(where, seats, phases) for seats in some])
+
+
+def test_ranks_stay_in_order_where_nothing_is_faster():
+    even = [Phase(1e6 * ~np.eye(8, dtype=bool), 1.0)]
+    assert all(seat(where, range(8), even) == tuple(range(8)) for where in EIGHT.values())
+    assert seat(EIGHT["1x8"], range(8), traffic(8, 0)) == tuple(range(8))
+    assert seat(EIGHT["2x4"], range(8), []) == tuple(range(8))
+    assert set(seat(EIGHT["2x4"], (0, 1, 4, 5), traffic(4, 1))) == {0, 1, 4, 5}  # no others than those it is given
+
+
+# -- beyond ----------------------------------------------------------------------------------------------------------------
+
+
+def test_hidden_groups_are_found_among_32_gpus():
+    """Ranks that talk sit on one server, whatever their numbers: there is no traffic between servers left."""
+    where = cluster(4, 8, islands=HALVES, island=FAST)
+    member = np.random.default_rng(3).permutation(32) // 4  # 8 groups of 4
+    together = np.equal.outer(member, member) & ~np.eye(32, dtype=bool)
+    phases = [Phase(1e6 * together, 2.0)]
+    seats = seat(where, range(32), phases)
+    at = Cost.of(where, seats).places
+    assert all(len({int(at.island[rank]) for rank in np.flatnonzero(member == group)}) == 1 for group in range(8))
+    assert by_cost(where, seats, phases) < by_cost(where, tuple(range(32)), phases) / 10
+    assert seat(where, range(32), phases) == seats  # the same every time
+
+
+def test_a_walk_leaves_a_place_when_it_has_seen_it():
+    where = EIGHT["islands across switches"]
+    assert walk(where, range(8)) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert walk(cluster(2, 4, switches=[[0, 2], [1, 3]], switch=UPLINK), range(8)) == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+# -- what strategies get ---------------------------------------------------------------------------------------------------
+
+SOURCE = "synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0"
+GRAPH = load(SOURCE)
+assert isinstance(GRAPH, Graph)
+
+
+def job_of(where: Cluster, **workload: Any) -> Job:
+    return Job(GRAPH.stats, GRAPH, Workload(**{"layers": 4, "hidden": 64, **workload}), where)
+
+
+def stage_of(job: Job, seats: tuple[int, ...]) -> list[set[int]]:
+    """The GPUs of each of two stages of four."""
+    return [set(seats[:4]), set(seats[4:])] if seats else [{0, 1, 2, 3}, {4, 5, 6, 7}]
+
+
+def test_gnnpipe_keeps_a_group_on_a_server():
+    """GNNPipe's advice: groups {1,2,3,4},{5,6,7,8}, never {1,3,5,7},{2,4,6,8}; whatever order the GPUs come in."""
+    strategy = parse("gnnpipe(stages=2,chunks=8)")
+    job = job_of(cluster(2, 4))
+    assert stage_of(job, seated(job, strategy).seats) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    never, advised = (weigh(job.seated(seats), strategy).predicted for seats in ((0, 2, 4, 6, 1, 3, 5, 7), ()))
+    assert float(never.comm_s) > 2 * float(advised.comm_s) and never.epoch_s > advised.epoch_s
+    assert never.bytes == advised.bytes and never.bytes_by_link != advised.bytes_by_link
+
+
+def test_groups_follow_the_islands():
+    """Switch by switch where islands are; the same eight GPUs with other bridges get other groups."""
+    strategy, seen = parse("gnnpipe(stages=2,chunks=8)"), []
+    for islands in (HALVES, [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 6, 7], [2, 3, 4, 5]]):
+        job = job_of(cluster(1, 8, islands=islands, island=FAST))
+        seen.append(stage_of(job, seated(job, strategy).seats))
+        assert sorted(map(sorted, seen[-1])) == sorted(islands)
+    assert seen[0] != seen[1] != seen[2]
+
+
+def test_where_little_is_read_by_others_a_pipeline_keeps_its_messages_inside():
+    """Four stages of two members, nothing but rows handed on: a member's pipeline stays on a server, its group does not."""
+    where = cluster(2, 4)
+    onward = np.zeros((8, 8))
+    onward[np.arange(6), np.arange(6) + 2] = 1e6
+    halo = np.kron(np.eye(4), [[0, 1], [1, 0]])
+    assert [gpu // 4 for gpu in seat(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e3, 8.0)])] == [0, 1] * 4
+    assert [gpu // 4 for gpu in seat(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e7, 8.0)])] == [0] * 4 + [1] * 4
+
+
+def test_parts_that_read_each_other_sit_together():
+    """Graph parallel: the parts of a graph in a ring of communities, on two servers, cost no more than in any other order."""
+    job, strategy = job_of(cluster(2, 2)), parse("graph_parallel")
+    chosen = weigh(seated(job, strategy), strategy).predicted
+    every = [weigh(job.seated(seats), strategy).predicted for seats in permutations(range(4))]
+    assert float(chosen.epoch_s) == pytest.approx(min(float(p.epoch_s) for p in every), rel=1e-9)
+    assert {p.bytes_total for p in every} == {chosen.bytes_total} and len({p.bytes_by_link["inter_node"] for p in every}) > 1
+
+
+@pytest.mark.parametrize(("where", "name"), [
+    *((where, name) for where in ("cards and switches", "islands across switches", "two islands a server")
+      for name in ("graph_parallel", "pipegcn", "gnnpipe(stages=2,chunks=4)")),
+    ("two islands a server", "granndis(depth=1)"), ("a card across switches", "granndis"),
+])  # fmt: skip
+def test_a_seated_schedule_is_its_prediction(name: str, where: str):
+    """On every kind of link, with ranks out of order: bytes agree, and playing it without contention takes what was predicted."""
+    job = job_of(EIGHT[where]).seated((5, 0, 3, 6, 1, 7, 2, 4))
+    strategy = parse(name).settle(job)
+    predicted, schedule = strategy.predict(job), strategy.schedule(job, 3)
+    assert predicted.bytes_total == sum(predicted.bytes_by_link.values())
+    assert schedule.bytes_by_op() == {op: 3 * nbytes for op, nbytes in predicted.bytes.items() if nbytes}
+    assert float(predicted.epoch_s) == pytest.approx(play(schedule, job.cost, contention=False).step_s, rel=strategy.claim)
+    assert play(schedule, job.cost).step_s >= play(schedule, job.cost, contention=False).step_s * (1 - 1e-9)
+
+
+def test_plans_remember_seats():
+    islands = [[0, 2, 4, 6], [1, 3, 5, 7]]
+    job = job_of(cluster(1, 8, islands=islands, island=FAST))
+    found = search(job, forced=parse("gnnpipe(stages=2,chunks=8)"))
+    document = plan.make(job, found)
+    asked = plan.question(document)
+    assert asked.seats == found.ranked[0].job.seats != () and asked.by_gpu == tuple(np.argsort(asked.seats))
+    assert float(plan.chosen(document).predict(asked).epoch_s) == document["best"]["predicted"]["epoch_s"]
+    assert any("in the order of the GPUs an epoch would be" in line for line in document["explanation"])
+    assert {place["stage"] for place in document["best"]["placement"]} == {0, 1}
+
+
+@pytest.mark.parametrize(("place", "rule"), [
+    ({"rank": 0, "server": 0, "gpu": 9}, "rank 0 sits on GPU 9 of server 0, but there are 1 servers of 8 GPUs"),
+    ({"rank": 0, "server": -1, "gpu": 0}, "sits on GPU 0 of server -1"), ({"rank": 0, "server": 0, "gpu": 1}, "twice"),
+    ({"rank": 1, "server": 0, "gpu": 0}, "twice"), ({"rank": 99, "server": 0, "gpu": 0}, "without a gap"),
+    ({"rank": "0", "server": 0, "gpu": 0}, "whole numbers rank, server and gpu"), ({"rank": True, "server": 0, "gpu": 0}, "whole numbers"),
+    ({}, "whole numbers"), (7, "whole numbers"), (None, "must be a list"),
+])  # fmt: skip
+def test_seats_edited_by_hand(place: Any, rule: str):
+    job = job_of(cluster(1, 8))
+    document = plan.make(job, search(job, forced=parse("graph_parallel")))
+    if place is None:
+        document["best"]["placement"] = {}
+    else:
+        document["best"]["placement"][0] = place
+    with pytest.raises(SpecError, match=rule):
+        plan.question(document)
+
+
+# -- fewer GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def test_which_fewer_gpus():
+    assert fewer(cluster(2, 4)) == [(0, 1, 2, 3), (0, 1, 4, 5), (0,)]
+    assert fewer(cluster(1, 8, islands=ACROSS, island=FAST)) == [(0, 1, 4, 5), (0,)]  # two islands, not half of each
+    assert fewer(cluster(3, 1)) == [(0,)] and fewer(cluster(1, 3)) == [(0,)] and fewer(cluster(1, 1)) == []
+
+
+def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
+    """400 vertices are computed before a message has arrived; with a device that slow that work counts, all GPUs are needed."""
+    small, slow = job_of(cluster(2, 4)), Device(name="slow", memory=1e12, gemm=1e8, memory_bandwidth=1e8)
+    best = search(small).ranked[0]
+    assert best.job.ranks < 8
+    document = plan.make(small, search(small))
+    assert document["best"]["gpus"] == best.job.ranks == len(document["best"]["placement"])
+    assert plan.question(document).seats == best.job.seats and plan.question(document).ranks == best.job.ranks
+    assert any(f"{best.job.ranks} of 8 GPUs are faster than all" in line for line in document["explanation"])
+    large = job_of(cluster(2, 4, device=slow))
+    assert search(large).ranked[0].job.ranks == 8
+    several = replace(large, cluster=large.cluster.model_copy(update={"inter_node": Link(bandwidth=1e4)}))  # all but no network
+    assert search(several, exact=True).ranked[0].job.servers == (0, 0, 0, 0)
+
+
+def test_forced_strategies_and_ranks_keep_all_gpus():
+    job = job_of(cluster(2, 4))
+    assert {c.job.ranks for c in search(job, may_use_fewer=False).ranked} == {8}
+    assert search(job, forced=parse("graph_parallel")).ranked[0].job.ranks == 8
+    cpus = replace(job, cluster=job.cluster.model_copy(update={"device": DEVICE.model_copy(update={"kind": "cpu"})}))
+    assert {c.job.ranks for c in search(cpus).ranked} == {8}
+
+
+# -- cluster files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lists", "rule"), [
+    ({"islands": [[0, 1], [2]], "island": FAST}, r"islands must hold each of a server's 4 GPUs \(0 to 3\) once \(missing: 3\)"),
+    ({"islands": [[0, 1], [1, 2, 3]], "island": FAST}, r"twice: 1"), ({"nics": [[0, 1], [2, 3, 4]]}, r"nics .*not there: 4"),
+    ({"switches": [[0, 1, 2, 3], []], "switch": UPLINK}, "switches has an empty list"),
+    ({"islands": [[0, 1], [2, 3]]}, "islands is given, so island must be given too"),
+    ({"switch": UPLINK}, "switch is given, so switches must be given too"),
+])  # fmt: skip
+def test_impossible_servers(lists: dict[str, Any], rule: str):
+    with pytest.raises(ValueError, match=rule):
+        cluster(2, 4, **lists)
+
+
+def test_lists_of_gpus_may_be_set():
+    changed, _ = apply_overrides(cluster(2, 4), Workload(), ["islands=[[0, 1], [2, 3]]", "island.bandwidth=100GB/s"])
+    assert changed.islands == ((0, 1), (2, 3)) and changed.island and changed.island.bandwidth == 1e11
+    with pytest.raises(SpecError, match="islands: must be lists of GPUs such as"):
+        apply_overrides(cluster(2, 4), Workload(), ["islands=0-3"])
+    with pytest.raises(SpecError, match="mend the lists or gpus_per_server"):
+        apply_overrides(changed, Workload(), ["gpus_per_server=2"])
+    assert with_ranks(changed, 4).islands == ((0, 1),)
+    cpus = changed.model_copy(update={"device": DEVICE.model_copy(update={"kind": "cpu"})})
+    with pytest.raises(SpecError, match=r"8 ranks per server, but islands of cluster unnamed holds 4; use --ranks 8 or less"):
+        with_ranks(cpus, 16)
