@@ -13,12 +13,13 @@ from gnnplan.planner import formulas
 from gnnplan.planner.errors import Mismatch, SpecError
 from gnnplan.planner.files import checked, suggest, write_atomically
 from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.job import Job
+from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.partition import METHODS
 from gnnplan.planner.search import Candidate, Found
 from gnnplan.planner.specs import Cluster, Workload
-from gnnplan.planner.strategies import FAMILIES, Strategy, named
+from gnnplan.planner.strategies import FAMILIES, GraNNDis, Strategy, named
+from gnnplan.planner.strategies.granndis import FANOUT, MAX_HOP
 from gnnplan.planner.units import show_bytes, show_time
 
 MAX_PLAN = 64 * 2**20  # [B]
@@ -207,7 +208,7 @@ def why_these_gpus(job: Job, found: Found) -> list[str]:
 
 
 def granndis_conditions(job: Job) -> list[str]:
-    """GraNNDis Eq. 3-7 as printed, and with the measured growth in the place of D^a L. Shown, never deciding."""
+    """GraNNDis Eq. 3-9 as printed, and with the measured growth in the place of D^a L and m^a k. Shown, never deciding."""
     servers, gpus, stats = job.cluster.servers, job.cluster.gpus_per_server, job.stats
     if servers == 1:
         return ["GraNNDis: one server, so nothing crosses servers and preloading is plain graph parallel."]
@@ -220,13 +221,17 @@ def granndis_conditions(job: Job) -> list[str]:
     compute = stats.vertices / float(sum(job.cost.compute_s(work) for work in whole))
     inside = job.cluster.intra_node.bandwidth / (2 * width * max(layers - 1, 1))
     outside = job.cluster.inter_node.bandwidth / gpus / (2 * width * max(layers - 1, 1))
-    layout = job.layout(layers)
-    if isinstance(layout, Layout):
-        rows = np.array([layout.rows(r, 0).size for r in range(layout.ranks)]).reshape(servers, -1).sum(1)
-    else:
-        rows = (layout.facts(1).sources - layout.facts(1).sends.sum(0)).reshape(servers, -1).sum(1)
     own = stats.vertices / servers
-    measured = float(formulas.growth_measured(own, max(float(rows.mean()) - own, 0.0)))
+
+    def grown(layout: Layout | EstimatedLayout) -> float:
+        """Measured growth of a server's part, mean over servers."""
+        if isinstance(layout, Layout):
+            rows = sum(layout.rows(r, 0).size for r in range(layout.ranks)) / servers
+        else:
+            rows = float((layout.facts(1).sources - layout.facts(1).sends.sum(0)).sum()) / servers
+        return float(formulas.growth_measured(own, max(rows - own, 0.0)))
+
+    measured = grown(job.layout(layers))
     printed = float(formulas.growth_printed(1.75, layers))  # D^a lies in 1.5-2.0
     before = float(formulas.t_previous(stats.vertices, stats.edges, servers, gpus, compute, inside, outside))
     lines = [f"GraNNDis Eq. 3: T_prev = {show_time(before)} (C = {compute:.3g}, B_int = {inside:.3g}, B_ext = {outside:.3g} vertices/s, "
@@ -239,4 +244,17 @@ def granndis_conditions(job: Job) -> list[str]:
         wins = compute / outside > threshold
         lines.append(f"GraNNDis Eq. 4, 7 {name} {growth:.2f}: T_preload = {show_time(after)}; C/B_ext = {compute / outside:.3g} "
                      f"{'>' if wins else '<='} {threshold:.3g}: preloading {'wins' if wins else 'loses'}{valid}")  # fmt: skip
+    sampling = GraNNDis(max_hop=MAX_HOP, fanout=FANOUT)
+    exponent = np.log(1.75) / np.log(degree) if degree > 1 else 0.0
+    growth = float(formulas.growth_sampling(MAX_HOP, FANOUT, exponent))
+    after = float(formulas.t_sampling(stats.vertices, stats.edges, servers, gpus, compute, inside, growth))
+    valid = "" if formulas.sampling_in_range(growth, printed, servers, gpus) else (
+        f" (outside Eq. 9: 1 < {growth:.1f} << {printed:.1f} <= {servers * gpus} fails)")
+    lines.append(f"GraNNDis Eq. 8 as printed, m^a k = {MAX_HOP}^a x {FANOUT} = {growth:.2f}: T_sampling = {show_time(after)}{valid}")
+    growth = grown(sampling.layout(job))
+    after = float(formulas.t_preload(stats.vertices, stats.edges, servers, gpus, compute, inside, growth))
+    threshold = float(formulas.preload_threshold(growth, degree)) if degree else float("inf")
+    wins = compute / outside > threshold
+    lines.append(f"With sampling (max_hop {MAX_HOP}, fanout {FANOUT}) the measured growth is {growth:.2f}: Eq. 4 gives {show_time(after)}; "
+                 f"C/B_ext = {compute / outside:.3g} {'>' if wins else '<='} {threshold:.3g}: sampling {'wins' if wins else 'loses'}")
     return [*lines, "These conditions are shown, they do not decide: the ranking uses the measured rows of every layer."]
