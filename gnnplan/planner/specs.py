@@ -96,6 +96,7 @@ class Cluster(Spec):
     device: Device
     intra_node: Link  # between GPUs of a server that share no island
     inter_node: Link | None = None  # one network card per server, or one per list of nics
+    host: Link | None = None  # from a server's memory to a GPU; absent: as intra_node
     islands: GPUs = ()
     island: Link | None = None
     switches: GPUs = ()
