@@ -76,7 +76,7 @@ class GraNNDis(Strategy):
     def candidates(cls, job: Job) -> Iterator[Strategy]:
         if len(set(job.servers)) == 1:
             return
-        narrowing = any(layer.projects_first for layer in job.model.layers[1:])
+        narrowing = job.model.narrows
         deepest = job.workload.layers - job.model.first_varying
         for depth in range(1, min(deepest, 5)):
             yield cls(depth)

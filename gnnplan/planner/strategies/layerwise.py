@@ -168,6 +168,8 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Ba
     loaded: Number = 0.0
     apart: Number = 0.0  # what each rank has computed and loaded since the last transfer
     lockstep: Number = 0.0
+    since: Number = 0.0  # what each rank has computed since the last all-reduce
+    paced: Number = 0.0  # computation, were all-reduces all that ranks wait for
     exchanged: Number = 0.0
     reduced: Number = 0.0
     ports: dict[Port, Number] = {}  # seconds that each is busy
@@ -181,7 +183,7 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Ba
             if id(op.work) not in computed:
                 computed[id(op.work)] = cost.compute_s(op.work)
             seconds = computed[id(op.work)]
-            compute, apart = compute + seconds, apart + seconds
+            compute, apart, since = compute + seconds, apart + seconds, since + seconds
             seconds = slowest(seconds)
         elif op.loaded is not None:
             seconds = cost.load_s(op.loaded)
@@ -199,6 +201,7 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Ba
             _add(links, by_link)
         else:
             lockstep, apart = lockstep + slowest(apart), 0.0
+            paced, since = paced + slowest(since), 0.0
             transfer = cost.all_reduce(op.size, range(job.ranks))
             seconds = transfer.alone
             reduced = reduced + seconds
@@ -208,10 +211,10 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Ba
             _add(links, cost.ring_by_link(wire, range(job.ranks)))
         kind = op.label(0).kind
         by_op[kind] = by_op.get(kind, 0.0) + seconds
-    busiest = slowest(compute)
+    busiest, paced = slowest(compute), paced + slowest(since)
     if how.staleness:
-        epoch = reduce(np.maximum, ports.values(), np.maximum(busiest + reduced, exchanged))
-        exposed = epoch - busiest
+        epoch = reduce(np.maximum, ports.values(), np.maximum(paced + reduced, exchanged))
+        exposed = epoch - paced
     else:
         epoch = lockstep + slowest(apart) + exchanged + reduced
         exposed = exchanged + reduced + (slowest(compute + loaded) - busiest)
