@@ -83,7 +83,6 @@ class Layout:
 
     def _forget(self) -> None:
         self._pieces: dict[tuple[int, int, int, bool], Piece] = {}
-        self._last: tuple[int, np.ndarray, np.ndarray] | None = None
         self.__dict__.pop("_home", None)
 
     def hops(self, h: int) -> int:
@@ -162,13 +161,11 @@ class Layout:
 
     def _where(self, server: int) -> tuple[np.ndarray, np.ndarray]:
         """(rank of the server that has each row, its position among that rank's rows), int32 [N]; -1 where none has it."""
-        if self._last is None or self._last[0] != server:
-            rank_of, position = np.full((2, self.graph.stats.vertices), -1, dtype=np.int32)
-            for rank in np.flatnonzero(np.asarray(self.servers) == server):
-                ids = self._members[rank][0]
-                rank_of[ids], position[ids] = rank, np.arange(ids.size)
-            self._last = server, rank_of, position
-        return self._last[1:]
+        rank_of, position = np.full((2, self.graph.stats.vertices), -1, dtype=np.int32)
+        for rank in np.flatnonzero(np.asarray(self.servers) == server):
+            ids = self._members[rank][0]
+            rank_of[ids], position[ids] = rank, np.arange(ids.size)
+        return rank_of, position
 
     @cached_property
     def _home(self) -> np.ndarray:
@@ -221,11 +218,11 @@ class Layout:
     def sent(self, rank: int, layer: int) -> list[np.ndarray]:
         """Positions among the rank's rows that it sends to each peer before layer l, int64 [ranks][rows]."""
         out = []
+        position = self._where(self.servers[rank])[1] if self.recomputed(layer) else self._home
         for peer in range(self.ranks):
             piece = self.piece(peer, layer)
             start = int(piece.received[:rank].sum())
             wanted = piece.halo[start : start + int(piece.received[rank])]
-            position = self._where(self.servers[rank])[1] if self.recomputed(layer) else self._home
             out.append(position[wanted].astype(np.int64))
         return out
 

@@ -62,6 +62,10 @@ class Strategy(ABC):
     def exact(self) -> bool:
         """Whether it leaves the gradient as one process computes it. A claim: tests hold it."""
 
+    def approximates_as(self, other: Strategy) -> bool:
+        """Whether the other changes the gradient in the same way, so that what is known of its convergence holds for this one."""
+        return self.name == other.name
+
     @classmethod
     @abstractmethod
     def candidates(cls, job: Job) -> Iterator[Strategy]:
@@ -120,7 +124,7 @@ class Strategy(ABC):
     def __str__(self) -> str:
         """As --strategy takes it, without knobs at their defaults."""
         usual = {f.name: f.default for f in dataclasses.fields(self)} | self.implied
-        told = ",".join(f"{knob}={value}" for knob, value in self.knobs().items() if value != usual[knob])
+        told = ",".join(f"{knob}={value!r}" for knob, value in self.knobs().items() if value != usual[knob])
         return f"{self.name}({told})" if told else self.name
 
 
