@@ -1,0 +1,88 @@
+"""What models are to a plan: widths, weights and moments by hand; workloads that are no model."""
+
+import pytest
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import apply_overrides, read_cluster, read_workload
+from gnnplan.planner.gnn import describe
+from gnnplan.planner.graph import load
+from gnnplan.planner.job import Job
+from gnnplan.planner.specs import Workload
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.strategies.layerwise import Manner, step
+
+GRAPH = load("synthetic:community?vertices=120&edges=900&features=40&classes=5")
+
+
+def job_of(ranks: int = 4, **workload: object) -> Job:
+    cluster, asked = apply_overrides(read_cluster("pipegcn_2080ti"), Workload.model_validate(workload), [f"gpus_per_server={ranks}"])
+    return Job(GRAPH.stats, GRAPH, asked, cluster)
+
+
+def test_attention_brings_its_logits():
+    """3 layers, 40 -> 16 -> 16 -> 5 with 4, 4 and 1 heads: W, a (two numbers per output) and b. A projected row has a logit per head."""
+    model = describe(Workload(model="gat", hidden=16), 40, 5)
+    assert model.weights == (40 * 16 + 2 * 16 + 16) + (16 * 16 + 2 * 16 + 16) + (16 * 5 + 2 * 5 + 5)
+    assert [model.exchanged_width(layer, narrow=False) for layer in (2, 3)] == [16, 16]
+    assert [model.exchanged_width(layer, narrow=True) for layer in (2, 3)] == [16, 5 + 1]
+    assert [model.narrow_at(layer) for layer in (1, 2, 3, 4)] == [False, False, True, False]  # 16 + 4 is more than 16; features never cross
+    assert not model.aggregate_cached(1) and all(layer.projects_first for layer in model.aggregating_first.layers)
+    assert describe(Workload(model="gat", hidden=3, layers=1), 40, 5).layers[0].heads == 1
+
+
+def test_residual_blocks_and_norms():
+    """An encoder, 3 layers of which the first has no norm, a norm and the decoder."""
+    model = describe(Workload(model="resgcn", hidden=16), 40, 5)
+    assert model.norm == "layer" and model.first_varying == 0 and not model.hands_on_initial
+    assert model.weights == (40 * 16 + 16) + 3 * (16 * 16 + 16) + 2 * 2 * 16 + 2 * 16 + (16 * 5 + 5)
+    assert model.weights_of(range(1, 3)) + model.weights_of(range(3, 4)) == model.weights
+    assert not any(model.moments(layer) for layer in (1, 2, 3, 4))
+    batch = describe(Workload(model="resgcn", hidden=16, norm="batch"), 40, 5)
+    assert [batch.moments(layer) for layer in (1, 2, 3, 4)] == [0, 32, 32, 32] and batch.weights == model.weights
+    assert [describe(Workload(model="sage", norm="batch", hidden=16), 40, 5).moments(layer) for layer in (1, 2, 3, 4)] == [0, 32, 32, 0]
+    bare, normal = (describe(Workload(model="gcn", norm=norm, hidden=16), 40, 5).weights for norm in ("none", "layer"))
+    assert normal == bare + 2 * 2 * 16
+
+
+def test_a_softmax_costs_two_sums():
+    one, two = (describe(Workload(model="resgcn", aggregation=name), 40, 5).forward(2, 10, 20, 30).gathers for name in ("sum", "softmax"))
+    assert two == one * 2 == ((30, 256),) * 2
+
+
+def test_bytes_of_moments_by_hand():
+    """Forward and backward, 2 H numbers in a ring of 4, before layers 2 and 3 and the decoder; where halo rows cross after them."""
+    job = job_of(model="resgcn", hidden=16, norm="batch")
+    p = parse("graph_parallel").predict(job)
+    assert p.bytes["moments"] == 3 * 2 * (2 * 3) * (2 * 16) * 4
+    order = [f"{op.op}:{op.way}:{op.layer}" for op in step(job, job.layout(), Manner())]
+    assert order.index("moments:f:2") == order.index("halo:f:2") - 1 and order.index("moments:b:2") == order.index("halo:b:2") + 1
+    assert order[order.index("loss::None") - 1] == "moments:f:4" and order[order.index("loss::None") + 1] == "moments:b:4"
+    assert not [op for op in order if "moments" in op and op.endswith(":1")]
+    assert not {"moments"} & {op.op for op in step(job_of(1, model="resgcn", norm="batch"), job_of(1).layout(), Manner())}
+
+
+def test_batch_norm_stands_between_a_layer_and_a_narrow_exchange():
+    plain, layer, batch = (describe(Workload(model="sage", hidden=16, norm=norm), 40, 5) for norm in ("none", "layer", "batch"))
+    assert [model.narrows for model in (plain, layer, batch)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ({"model": "gat", "hidden": 10}, r"hidden must be a multiple of gat's heads \(hidden: 10, heads: 4\); use heads=2"),
+    ({"model": "gcnii", "norm": "batch"}, "gcnii is defined without a norm .*use norm=none"),
+    ({"model": "resgcn", "aggregation": "max"}, "--aggregation: must be 'softmax' or 'sum'"),
+    ({"norm": "group"}, "--norm: must be 'none', 'layer' or 'batch'"), ({"model": "gat", "heads": 0}, "--heads: must be greater"),
+])  # fmt: skip
+def test_what_is_no_model(flags: dict[str, object], words: str):
+    with pytest.raises(SpecError, match=words):
+        read_workload(None, flags)
+
+
+@pytest.mark.parametrize(("strategy", "workload", "words"), [
+    ("gnnpipe", {"model": "resgcn", "norm": "batch", "layers": 4}, "gnnpipe: .* batch norm .*use norm=layer"),
+    ("gnnpipe(historical_gradients=True)", {"model": "gcn", "norm": "layer", "layers": 4}, "historical_gradients .*; use .*model without norm"),
+    ("gnnpipe(historical_gradients=True)", {"model": "resgcn", "norm": "none", "layers": 4}, "historical_gradients .* ReLU"),
+])  # fmt: skip
+def test_what_gnnpipe_cannot_do(strategy: str, workload: dict[str, object], words: str):
+    job = job_of(**workload)
+    with pytest.raises(SpecError, match=words):
+        parse(strategy).settle(job).check(job)
