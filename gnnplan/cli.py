@@ -132,7 +132,7 @@ def plan(
     for note in job.stats.notes:
         say(f"note: {note}")
     found = search(job, exact, forced, may_use_fewer=ranks is None)
-    document = plans.make(job, found)
+    document = plans.make(job, found, exact)
     if output:
         plans.write(output, document)
     if as_json:

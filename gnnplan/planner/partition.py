@@ -60,7 +60,11 @@ def partition_weighted(indptr: Array, indices: Array, weights: Array | None, par
     """
     vertices = len(indptr) - 1
     _check(parts, vertices, "the subgraph")
-    return repair(_metis(indptr, indices, weights, parts, seed), parts)
+    digest = blake2b(digest_size=16)
+    for array in (indptr, indices, *(() if weights is None else (weights,))):
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    key = f"weighted {digest.hexdigest()} {parts} {seed} {weights is None}"
+    return _cached(key, vertices, parts, lambda: repair(_metis(indptr, indices, weights, parts, seed), parts))
 
 
 def locality_order(graph: Graph, clusters: int = 64) -> NDArray[np.int32]:

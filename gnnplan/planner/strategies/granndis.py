@@ -72,6 +72,9 @@ class GraNNDis(Strategy):
     def exact(self) -> bool:
         return not self.sampled and self.batches == 1
 
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, GraNNDis) and self.sampled == other.sampled and (self.batches == 1) == (other.batches == 1)
+
     @classmethod
     def candidates(cls, job: Job) -> Iterator[Strategy]:
         if len(set(job.servers)) == 1:

@@ -1,0 +1,101 @@
+"""What would change the choice: the found candidates again on other links and devices, and the question at other depths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from gnnplan.planner.errors import GnnplanError
+from gnnplan.planner.search import Candidate, Found, search
+from gnnplan.planner.specs import Cluster, Device, Link
+from gnnplan.planner.units import show_bytes
+
+FACTORS = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)  # of a bandwidth or of the device's speed
+MOST_EDGES = 2_000_000  # other depths need other layouts: not of graphs larger than this
+Scaled = Callable[[Cluster, float], Cluster]
+
+
+def sentences(found: Found, exact: bool) -> list[str]:
+    """'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins', 'at 8 layers or fewer ..'."""
+    cluster = found.ranked[0].job.cluster
+    out: list[str] = []
+    if cluster.servers > 1 and cluster.inter_node:
+        out += _of(found, "the bandwidth between servers", lambda c, f: _links(c, f, "inter_node"), cluster.inter_node.bandwidth)
+    if cluster.gpus_per_server > 1:
+        out += _of(found, "the bandwidth inside servers", lambda c, f: _links(c, f, "intra_node"), cluster.intra_node.bandwidth)
+    out += _of(found, "the device's speed", _device, None)
+    return out + list(_depths(found, exact))
+
+
+def _of(found: Found, what: str, scaled: Scaled, bandwidth: float | None) -> Iterator[str]:
+    """Of one number of the cluster: what doubling it gives, and where another family takes over, each way."""
+    best, now = found.ranked[0], float(found.ranked[0].predicted.epoch_s)
+    _, twice = _fastest(found, scaled, 2.0)
+    yield f"twice {what}: {round(100 * (twice / now - 1)) + 0:+d} %"
+    for factors, word in ((sorted(f for f in FACTORS if f < 1)[::-1], "below"), (sorted(f for f in FACTORS if f > 1), "above")):
+        near = 1.0
+        for far in factors:
+            winner, _ = _fastest(found, scaled, far)
+            if winner.strategy.name != best.strategy.name:
+                for _ in range(6):
+                    middle = (near * far) ** 0.5
+                    other, _ = _fastest(found, scaled, middle)
+                    if other.strategy.name == best.strategy.name:
+                        near = middle
+                    else:
+                        far, winner = middle, other
+                at = f" ({show_bytes(far * bandwidth)}/s)" if bandwidth else ""
+                yield f"{word} {far:.2g}x of {what}{at} {winner.strategy} wins"
+                break
+            near = far
+
+
+def _fastest(found: Found, scaled: Scaled, factor: float) -> tuple[Candidate, float]:
+    times = [float(c.strategy.predict(replace(c.job, cluster=scaled(c.job.cluster, factor))).epoch_s) for c in found.ranked]
+    first = min(range(len(times)), key=times.__getitem__)
+    return found.ranked[first], times[first]
+
+
+def _links(cluster: Cluster, factor: float, placement: str) -> Cluster:
+    """Every link of that placement `factor` times as fast, what was measured there included."""
+    def faster(link: Link) -> Link:
+        return link.model_copy(update={"bandwidth": link.bandwidth * factor})
+
+    measured = {key: faster(link) if key.endswith(placement) else link for key, link in cluster.collectives.items()}
+    return cluster.model_copy(update={placement: faster(getattr(cluster, placement)), "collectives": measured})
+
+
+def _device(cluster: Cluster, factor: float) -> Cluster:
+    device: Device = cluster.device
+    faster = {"gemm": device.gemm * factor, "memory_bandwidth": device.memory_bandwidth * factor, "launch": device.launch / factor,
+              "gather": {width: rate * factor for width, rate in device.gather.items()}}  # fmt: skip
+    return cluster.model_copy(update={"device": device.model_copy(update=faster)})
+
+
+def _depths(found: Found, exact: bool) -> Iterator[str]:
+    """The nearest smaller and larger number of layers at which another family wins."""
+    best = found.ranked[0]
+    job, layers = best.job, best.job.workload.layers
+    if job.stats.known and job.stats.edges > MOST_EDGES:
+        return
+
+    def winner(count: int) -> str:
+        workload = job.workload.model_copy(update={"layers": count})
+        asked = replace(job, workload=workload, seats=(), _layouts={}, _batches={})
+        try:
+            return search(asked, exact, may_use_fewer=False).ranked[0].strategy.name
+        except GnnplanError:
+            return ""
+
+    for far, word in ((layers // 4, "fewer"), (layers * 2, "more")):
+        near = layers
+        if not far or (name := winner(far)) in ("", best.strategy.name):
+            continue
+        while abs(near - far) > 1:
+            middle = (near + far) // 2
+            other = winner(middle)
+            if other == best.strategy.name:
+                near = middle
+            else:
+                far, name = middle, other or name
+        yield f"at {far} layers or {word} {name} wins"
