@@ -61,3 +61,49 @@ def test_a_ring():
     assert inside.alone == pytest.approx(2 * 1.0 + 1.0) and not [port for port in inside.busy if port[0].startswith("nic")]
     assert COST.all_reduce(1_000_000, (2,)).alone == 0.0
     assert COST.collective({0: Collective("all_reduce", (0, 1), ((-1, 500_000),), 1_000_000)}) == inside
+
+
+BOX = Cluster(servers=2, gpus_per_server=4, device=DEVICE, intra_node=Link(bandwidth=1e6, latency=1.0),
+              inter_node=Link(bandwidth=1e5, latency=2.0), islands=[[0, 1], [2, 3]], island=Link(bandwidth=1e7, latency=0.5),
+              switches=[[0, 1, 2], [3]], switch=Link(bandwidth=5e5, latency=0.25), nics=[[0, 1], [2, 3]])  # fmt: skip
+
+
+def test_ports_by_where_two_gpus_sit():
+    """Islands {0,1} {2,3}, switches {0,1,2} {3}, cards for {0,1} and {2,3}: the second card is behind no switch alone."""
+    cost = Cost.of(BOX)
+
+    def busy(a: int, b: int) -> dict:
+        return cost.send(a, Send(b, 1_000_000)).busy
+
+    assert busy(0, 1) == {("island_out", 0): 0.1, ("island_in", 1): 0.1}
+    assert busy(2, 3) == {("island_out", 2): 0.1, ("island_in", 3): 0.1}  # an island may reach over switches
+    assert busy(0, 2) == {("gpu_out", 0): 1.0, ("gpu_in", 2): 1.0}
+    assert busy(1, 3) == {("gpu_out", 1): 1.0, ("gpu_in", 3): 1.0, ("switch_out", 0): 2.0, ("switch_in", 1): 2.0}
+    assert busy(0, 4) == {("nic_out", 0): 10.0, ("nic_in", 2): 10.0}
+    assert busy(3, 6) == {("nic_out", 1): 10.0, ("nic_in", 3): 10.0, ("switch_out", 1): 2.0, ("switch_in", 2): 2.0}
+    assert cost.send(1, Send(3, 1_000_000)).alone == 1.0 + 0.25 + 2.0 and cost.send(0, Send(1, 1_000_000)).alone == 0.5 + 0.1
+    assert [cost.placement(0, rank) for rank in (1, 2, 4)] == ["island", "intra_node", "inter_node"]
+
+
+def test_seats_move_ranks_not_ports():
+    """Rank 0 on GPU 5 and rank 1 on GPU 4: an island of the second server. All ports are named after ranks and places."""
+    cost = Cost.of(BOX, (5, 4, 0))
+    assert cost.servers == (1, 1, 0) and cost.placement(0, 1) == "island"
+    assert cost.send(0, Send(2, 1_000_000)).busy == {("nic_out", 2): 10.0, ("nic_in", 0): 10.0}
+    sent = np.zeros((3, 3), dtype=int)
+    sent[0, 1], sent[1, 2] = 3, 4
+    assert cost.bytes_by_link(sent) == {"island": 3, "inter_node": 4}
+
+
+def test_a_ring_visits_places_one_after_the_other():
+    """8 ranks, 8 MB: 14 MB between neighbours; islands inside, a hop between islands, two cards that share what leaves a server."""
+    cost = Cost.of(BOX, (0, 7, 2, 5, 4, 3, 6, 1))
+    assert [cost.seats[a] for a, _ in cost.ring(range(8))] == list(range(8))
+    ring = cost.all_reduce(8_000_000, range(8))
+    at = {gpu: rank for rank, gpu in enumerate(cost.seats)}
+    assert ring.busy["island_out", at[0]] == pytest.approx(1.4) and ring.busy["gpu_out", at[1]] == pytest.approx(14.0)
+    assert {ring.busy["nic_out", card] for card in range(4)} == {pytest.approx(70.0)}
+    assert ring.busy["switch_out", 0] == pytest.approx(14.0)  # half of the ring, to the card that the switch does not have to itself
+    assert ring.latency == 14 * 2.0
+    shares = cost.ring_by_link(8 * 14_000_000, range(8))
+    assert shares == {"inter_node": 2 * 14_000_000, "island": 4 * 14_000_000, "intra_node": 2 * 14_000_000}

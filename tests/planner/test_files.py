@@ -143,7 +143,7 @@ def test_datasheet_times_efficiency():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(SpecError, match=r"did you mean gnnpipe_a5000\? Allowed: gnnpipe_a5000, .*local"):
+    with pytest.raises(SpecError, match=r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, gnnpipe_a5000, .*local"):
         read_cluster("gnnpipe_a500")
 
 
@@ -186,7 +186,7 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
 
 @pytest.mark.parametrize("flags, words", [
     ({"layers": 0}, "--layers: must be greater than or equal to 1"), ({"fanout": "15,x"}, "--fanout: must be full, or a number"),
-    ({"model": "gat"}, "--model: must be 'gcn', 'sage' or 'gcnii'"), ({"hiden": 3}, "--hiden: not a field .* did you mean hidden"),
+    ({"model": "gatt"}, "--model: must be 'gcn', 'sage', 'gcnii'"), ({"hiden": 3}, "--hiden: not a field .* did you mean hidden"),
 ])  # fmt: skip
 def test_bad_flags_are_named(flags, words):
     with pytest.raises(SpecError, match=words):

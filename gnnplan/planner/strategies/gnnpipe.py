@@ -100,7 +100,7 @@ class GNNPipe(Strategy):
     layers_per_stage: tuple[int, ...] | None = None
 
     family: ClassVar[str] = "gnnpipe"
-    claim: ClassVar[float] = 0.15  # the mean chunk on links, METIS' order instead of a shuffled one
+    claim: ClassVar[float] = 0.25  # pipelines: 0.05. Groups over servers share cards with others; members that nothing ties drift apart
 
     @property
     def exact(self) -> bool:
@@ -149,6 +149,9 @@ class GNNPipe(Strategy):
                     f"use stages in {{{fit}}} or --ranks {self.stages * max(1, job.ranks // self.stages)}")  # fmt: skip
         if self.chunks > vertices:
             return f"gnnpipe needs a vertex per chunk (vertices: {vertices}, chunks: {self.chunks}); use fewer chunks"
+        if job.ranks > vertices * self.stages:
+            return (f"gnnpipe needs a vertex per rank of a stage (vertices: {vertices}, ranks of a stage: {job.ranks // self.stages}); "
+                    f"use --ranks {vertices * self.stages} or less")  # fmt: skip
         if per_stage is not None and (len(per_stage) != self.stages or min(per_stage) < 1 or sum(per_stage) != layers):
             return (f"gnnpipe: layers_per_stage gives each of {self.stages} stages a layer or more, {layers} in all, "
                     f"not {per_stage}; leave it out to have them balanced by cost")  # fmt: skip
