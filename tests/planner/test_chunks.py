@@ -1,0 +1,81 @@
+"""Chunks over the members of a stage, against what sets of vertices say."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnplan.planner.chunks import Chunks, estimated_chunks
+from gnnplan.planner.graph import Graph, in_neighbours, load
+from gnnplan.planner.partition import partition
+
+
+def graph_of(edges: list[tuple[int, int]], vertices: int, directed: bool) -> Graph:
+    like = load(f"synthetic:community?vertices={vertices}&edges=0&features=4&classes=2")
+    assert isinstance(like, Graph)
+    pairs = np.array([(u, v) for u, v in edges if u != v], dtype=np.int64).reshape(-1, 2)
+    indptr, indices, _ = in_neighbours(pairs[:, 0], pairs[:, 1], vertices, directed=directed)
+    return replace(like, stats=replace(like.stats, edges=len(indices), directed=directed, hash=str(edges)), indptr=indptr, indices=indices)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Chunks:
+    n = draw(st.integers(2, 24))
+    vertex = st.integers(0, n - 1)
+    graph = graph_of(draw(st.lists(st.tuples(vertex, vertex), max_size=60)), n, draw(st.booleans()))
+    chunks = draw(st.integers(1, n))
+    return Chunks(graph, partition(graph, chunks), chunks, draw(st.integers(1, 5)))
+
+
+@given(cuts())
+@settings(deadline=None, max_examples=80)
+def test_counts_are_those_of_sets(cut: Chunks):
+    k, g, graph = cut.chunks, cut.members, cut.graph
+    chunk, member = cut.sub // g, cut.sub % g
+    reads = [set(graph.indices[graph.indptr[v] : graph.indptr[v + 1]].tolist()) for v in range(len(chunk))]
+    for i in range(g):
+        mine = np.flatnonzero(member == i)
+        assert sorted(cut.own(i).tolist()) == mine.tolist()
+        far = {u for v in mine for u in reads[v] if member[u] != i}
+        assert set(cut.halo(i).tolist()) == far and len(cut.halo(i)) == len(far)
+        assert (np.diff(cut.sub[cut.halo(i)]) >= 0).all()  # chunk after chunk, owner after owner
+        for c in range(k):
+            rows = cut.rows(c, i)
+            assert set(rows.tolist()) == set(np.flatnonzero((chunk == c) & (member == i)).tolist())
+            assert cut.facts.rows[c, i] == len(rows)
+            assert cut.facts.edges[c, i] == sum(graph.indptr[v + 1] - graph.indptr[v] for v in rows)
+            assert cut.facts.sources[c, i] == len(set(rows.tolist()).union(*(reads[v] for v in rows)))
+            for j in range(g):
+                given = cut.rows(c, i)[cut.given(c, i, j)].tolist() if i != j else []
+                wanted = {u for v in np.flatnonzero(member == j) for u in reads[v] if member[u] == i and chunk[u] == c} if i != j else set()
+                assert set(given) == wanted and len(given) == cut.facts.sends[c, i, j]
+
+
+@given(cuts())
+@settings(deadline=None, max_examples=60)
+def test_members_share_every_chunk_evenly(cut: Chunks):
+    """A chunk of at least as many vertices as members gives each some; a smaller one gives at most one to each."""
+    for rows in cut.facts.rows:
+        assert (rows > 0).all() if rows.sum() >= cut.members else rows.max(initial=0) <= 1
+
+
+def test_the_cut_inside_chunks_follows_edges():
+    """Four cliques of six in two chunks: the cut inside a chunk separates its two cliques, and then nothing crosses."""
+    cliques = [(a + i, a + j) for a in range(0, 24, 6) for i in range(6) for j in range(i)]
+    graph = graph_of(cliques, 24, directed=False)
+    cut = Chunks(graph, np.arange(24) // 12, 2, 2)
+    assert not cut.facts.sends.any()
+    assert (cut.facts.rows == 6).all() and (cut.facts.sources == 6).all()
+
+
+@pytest.mark.parametrize(("chunks", "members"), [(8, 2), (16, 4), (1, 2), (5, 3)])
+def test_estimates_resemble_a_random_graph(chunks: int, members: int):
+    graph = load("synthetic:community?vertices=3000&edges=24000&features=4&classes=2&mixing=1&skew=100")
+    assert isinstance(graph, Graph)
+    real, guess = Chunks(graph, partition(graph, chunks, "random"), chunks, members).facts, estimated_chunks(graph.stats, chunks, members)
+    assert guess.rows.sum() == 3000 and guess.sends.shape == real.sends.shape
+    assert guess.sends.sum() == pytest.approx(real.sends.sum(), rel=0.5 if chunks == 1 else 0.15)  # METIS cuts better than at random
+    assert guess.sources.sum() == pytest.approx(real.sources.sum(), rel=0.15)
+    assert (guess.sends <= guess.rows[:, :, None]).all()
