@@ -168,7 +168,8 @@ class Cost:
         def load(port: str, number: int, nbytes: float, link: Link) -> None:
             busy[port, number] = busy.get((port, number), 0.0) + nbytes / link.bandwidth
 
-        for a, b in self.ring(group):
+        ring = self.ring(group)
+        for a, b in ring:
             where = self.placement(a, b)
             link = self.link("all_reduce", where)
             hop = link.latency
@@ -184,7 +185,7 @@ class Cost:
             latency = np.maximum(latency, hop)
         if len({self.servers[r] for r in group}) > 1:
             doors: dict[int, dict[int, int]] = {}  # server -> card -> the rank that uses it
-            for rank in group:
+            for rank, _ in ring:
                 doors.setdefault(self.servers[rank], {}).setdefault(int(at.card[rank]), rank)
             for door in doors.values():
                 for card, rank in door.items():
