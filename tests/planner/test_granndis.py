@@ -1,11 +1,13 @@
 """GraNNDis' batches and sampling as planned: how many batches, what they load, what they cost."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gnnplan.planner.errors import Infeasible
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Load
@@ -54,10 +56,14 @@ def test_search_offers_batches_where_the_whole_does_not_fit():
     assert all(c.strategy.batches == 1 for c in exact.ranked if isinstance(c.strategy, GraNNDis))
 
 
-def test_what_does_not_fit_however_small_the_batches_is_told_with_what_needs_least():
-    job = job_of(memory=8e8)  # libraries alone need as much
+def test_what_does_not_fit_however_small_the_batches():
+    """Libraries alone are 800 MB, so batches are not even tried; a little more room, and the ones that need least are told."""
+    assert GraNNDis(batches=None).settle(job_of(memory=7e8)).batches == 1
+    job = job_of(memory=8.002e8)
     settled = GraNNDis(batches=None).settle(job)
-    assert settled.batches is not None and needed(job, settled) <= min(needed(job, GraNNDis(batches=n)) for n in (1, 2))
+    assert needed(job, settled) > 8.002e8 and needed(job, settled) <= min(needed(job, GraNNDis(batches=n)) for n in (1, 2, 4))
+    with pytest.raises(Infeasible, match=re.escape(str(settled))):
+        search(job, forced=GraNNDis(batches=None))
 
 
 @pytest.mark.parametrize(("model", "dropout"), [("gcn", 0.0), ("sage", 0.0), ("sage", 0.5), ("gcnii", 0.0)])

@@ -44,6 +44,7 @@ from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
 MAX_HOP, FANOUT = 1, 15  # the paper's defaults, Sec. 4.3
 DEGREES = ("global", "local")
+SHARED = ("parameters", "optimizer", "runtime")  # what no batch makes smaller
 BATCH_ORDER = 3  # its own stream of random numbers beside those in layout.py
 
 
@@ -100,25 +101,26 @@ class GraNNDis(Strategy):
         return out if self.batches is not None else replace(out, batches=out._fewest_that_fit(job))
 
     def _fewest_that_fit(self, job: Job) -> int:
-        """The smallest R whose memory fits; where none does, the one tried that needs least. Smaller batches need less, so R is
-        doubled and then narrowed down."""
+        """The smallest R whose memory fits: doubled while that helps, then narrowed down. Where none fits, the one that needs least."""
         room = job.cluster.device.memory
 
-        def need(count: int) -> float:
-            return float(sum(replace(self, batches=count).memory(job).values(), np.zeros(1)).max())
+        def need(batches: int) -> float:
+            return float(sum(replace(self, batches=batches).memory(job).values(), np.zeros(1)).max())
 
         try:
             self.check(job)
         except SpecError:  # to be said by who asks for it
             return 1
-        tried = {1: need(1)}
-        most = self._targets(job) if job.workload.norm != "batch" else 1
-        few = many = 1
-        while tried[many] > room and many < most:
+        whole = replace(self, batches=1).memory(job)
+        tried = {1: float(sum(whole.values(), np.zeros(1)).max())}
+        if tried[1] <= room or job.workload.norm == "batch" or sum(whole[use].max() for use in SHARED) > room:
+            return 1
+        few, many, most = 1, 1, self._targets(job)
+        while tried[many] > room and tried[many] <= tried[few] and many < most:
             few, many = many, min(2 * many, most)
             tried[many] = need(many)
         if tried[many] > room:
-            return min(tried, key=lambda count: (tried[count], count))
+            return min(tried, key=lambda batches: (tried[batches], batches))
         while many - few > 1:
             between = (few + many) // 2
             tried[between] = need(between)
