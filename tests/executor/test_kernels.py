@@ -149,6 +149,21 @@ def test_softmax_and_attention_are_dense_ones(edges: int, dtype: torch.dtype) ->
             torch.testing.assert_close(x, y.to(dtype), **close)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_softmax_and_attention_on_a_gpu(dtype: torch.dtype) -> None:
+    block, close = random_block(300, 400, 5000, weighted=False), {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
+    inputs = torch.randn(400, 32, dtype=dtype), torch.randn(400, dtype=dtype), torch.randn(300, dtype=dtype)
+    for kernel, leaves in ((softmax_aggregate, inputs[:1]), (attend, inputs)):
+        a, b = ([leaf.detach().to(device).requires_grad_() for leaf in leaves] for device in ("cpu", "cuda"))
+        outs = kernel(block, *a), kernel(block.to("cuda"), *b)
+        torch.testing.assert_close(outs[1].cpu(), outs[0], **close)
+        gradients = [torch.autograd.grad(out, leaves, torch.ones_like(out)) for out, leaves in zip(outs, (a, b), strict=True)]
+        for x, y in zip(*gradients, strict=True):
+            torch.testing.assert_close(y.cpu(), x, **close)
+
+
 def test_softmax_and_attention_survive_large_numbers() -> None:
     """A destination whose messages all lie far below the column's largest keeps its softmax; logits of thousands do not overflow;
     messages further apart than float32's exponents stay finite."""

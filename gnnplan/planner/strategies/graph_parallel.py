@@ -13,6 +13,11 @@
     smoothing (PipeGCN -F, -G, -GF): the receiver uses s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, in the place of what it
     has received, v_t, per halo row and layer: for rows ('f'), for gradients ('g'), or both ('gf'). Same bytes, one more buffer.
 
+    norm=batch: before a layer all ranks add up its inputs' moments, 2 H numbers, and after it their gradient (GraNNDis likewise)
+    compute  |forward 1| . . . . . . . |forward 2|loss|backward 2| . . . . . . . . . |backward 1|
+    comm                         |halo2|                         |halo 2 b|
+    reduce             |moments 2|                                        |moments 2 b|
+
 Bytes per epoch: 2 b sum_{l=2..L} H_{l-1} sum_i |B_i| + 2 (M-1) W b; the features' halo is sent once, at set-up.
 `narrow`: a layer that shrinks its rows multiplies before the exchange, so that min(H_{l-1}, H_l) numbers cross: exact when
 synchronous; with staleness it is a variant of ours, for halo rows then lag together with the weights that they were
@@ -89,6 +94,9 @@ class GraphParallel(Strategy):
     @property
     def manner(self) -> Manner:
         return Manner(self.narrow, self.staleness, self.smoothing, self.checkpoint)
+
+    def preparation(self, job: Job) -> dict[str, float]:
+        return layerwise.preparation(job, job.layout())
 
     def memory(self, job: Job) -> Memory:
         return layerwise.memory(job, job.layout(), self.manner)
