@@ -24,7 +24,7 @@ GRANNDIS = ("granndis(depth=0)", "granndis(depth=1)", "granndis(depth=1,narrow=T
 SETTINGS = [
     *((2, 1, s) for s in GRAPH_PARALLEL), *((2, 2, s) for s in GRANNDIS),
     *((3, 1, s) for s in GRAPH_PARALLEL), (3, 3, "granndis(depth=1)"),
-    (3, 1, "gnnpipe(stages=1,chunks=1)"), (4, 1, "gnnpipe(stages=2,chunks=1)"),
+    (4, 1, "gnnpipe(stages=2,chunks=1)"),
     *((4, 1, s) for s in GRAPH_PARALLEL), *((4, 2, s) for s in GRANNDIS),
 ]  # fmt: skip
 settings = pytest.mark.parametrize(("world", "servers", "strategy"), SETTINGS, ids=lambda value: str(value))

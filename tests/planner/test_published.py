@@ -45,6 +45,8 @@ def test_squirrel_in_a_hybrid(dataset: Callable[[str], str], model: str, printed
         predicted = GNNPipe(4, chunks).settle(job).predict(job)
         assert predicted.bytes_total / 2**30 == pytest.approx(printed, rel=0.035)
         assert predicted.bytes_by_link["inter_node"] * 3 == predicted.bytes["pipeline"]  # nothing else leaves a server
+        played = play(GNNPipe(4, chunks, shuffle=False).settle(job).schedule(job, 2), job.cost)
+        assert predicted.epoch_s == pytest.approx(played.step_s, rel=0.02)
 
 
 @pytest.mark.parametrize("method", ["metis", "metis-volume"])

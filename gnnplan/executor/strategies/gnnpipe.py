@@ -11,6 +11,7 @@ A chunk's rows of other members come when the chunk is processed; their gradient
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -53,13 +54,15 @@ class Chunk:
 @dataclass
 class _Kept:
     """Of one chunk at one layer, from forward to backward. Leaves: the chunk's inputs (own, then far rows), its own prepared rows,
-    and what its gradient to neighbours is found from: the rows read, or where gathering is linear the gathered rows."""
+    and what its gradient to neighbours is found from: the rows read, or where gathering is linear the gathered rows. These are kept
+    with checkpoint too, since the rows of neighbours change before backward comes to the chunk."""
 
-    out: Tensor
     x: Tensor | None = None
+    read: Tensor | None = None
     prepared: Tensor | None = None  # own and far rows, with their graph from x
     rows: Tensor | None = None
-    read: Tensor | None = None
+    out: Tensor | None = None
+    again: Callable[[], None] | None = None  # checkpoint: computes the last three
 
 
 @dataclass
@@ -268,7 +271,6 @@ class Worker:
                         self._encode(step, chunk, passage)
                         continue
                     kept[layer] = self._layer(step, c, layer, passage, far, refresh)
-                    passage.h = kept[layer].out.detach()
                 if self.net.total in piece:
                     passage.h = self.net.decode(kept[self.net.total].out, self._drop(step, self.net.total + 1, self.vertices[chunk.rows]))
                     last = self.targets[c].loss(passage.h)
@@ -294,27 +296,42 @@ class Worker:
         passage.x0 = passage.encoded.detach().requires_grad_() if self.slots else None
 
     def _layer(self, step: int, c: int, layer: int, passage: _Passage, far: Tensor | None, refresh: bool) -> _Kept:
-        """One layer on a chunk's input rows and those that came from other members."""
+        """One layer on a chunk's input rows and those that came from other members; the passage goes on with its output."""
         chunk, net, relu, h, x0 = self.chunks[c], self.net.layer(layer), self.net.relu_after(layer), passage.h, passage.x0
         rows = chunk.rows
         if h is None:  # constant features
             assert self.features is not None
             if self.cached:
-                return _Kept(net.update(self.cached[c], self.features[rows], self.features[rows], x0, relu))
-            return _Kept(net.update(self._read(chunk, layer, self.inputs), self.inputs[rows], self.features[rows], x0, relu))
+                out = net.update(self.cached[c], self.features[rows], self.features[rows], x0, relu)
+            else:
+                out = net.update(self._read(chunk, layer, self.inputs), self.inputs[rows], self.features[rows], x0, relu)
+            passage.h = out.detach()
+            return _Kept(out=out)
         x = (h if far is None else torch.cat([h, far])).detach().requires_grad_()
-        prepared = net.prepare(x, self._drop(step, layer, chunk.of(self.vertices)))
-        for place, part in ((rows, slice(0, chunk.size)), (chunk.far, slice(chunk.size, None))):
-            self.mixed[layer][place] = prepared.detach()[part]
-            if refresh:
-                self.past[layer][place] = x.detach()[part]
-        own = prepared.detach()[: chunk.size].requires_grad_()
-        if net.linear and not net.projects_first:
-            read = gathered = self._read(chunk, layer, self.mixed[layer]).requires_grad_()
-        else:
-            read = self.mixed[layer].index_select(0, chunk.sources).requires_grad_()
-            gathered = net.gather(chunk.blocks[net.edges], net.project(read) if net.projects_first else read)
-        return _Kept(net.update(gathered, own, x[: chunk.size], x0, relu), x, prepared, own, read)
+        drop, linear = self._drop(step, layer, chunk.of(self.vertices)), net.linear and not net.projects_first
+
+        def finish(prepared: Tensor, read: Tensor) -> None:
+            kept.prepared, kept.rows = prepared, prepared.detach()[: chunk.size].requires_grad_()
+            gathered = read if linear else net.gather(chunk.blocks[net.edges], net.project(read) if net.projects_first else read)
+            kept.out = net.update(gathered, kept.rows, x[: chunk.size], x0, relu)
+
+        forgets = self.strategy.checkpoint and layer < self.net.total
+        with torch.set_grad_enabled(not forgets):
+            prepared = net.prepare(x, drop)
+            for place, part in ((rows, slice(0, chunk.size)), (chunk.far, slice(chunk.size, None))):
+                self.mixed[layer][place] = prepared.detach()[part]
+                if refresh:
+                    self.past[layer][place] = x.detach()[part]
+            mixed = self.mixed[layer]
+            read = (self._read(chunk, layer, mixed) if linear else mixed.index_select(0, chunk.sources)).requires_grad_()
+            kept = _Kept(x, read)
+            finish(prepared, read)
+        assert kept.out is not None
+        passage.h = kept.out.detach()
+        if forgets:
+            kept.prepared = kept.rows = kept.out = None
+            kept.again = lambda: finish(net.prepare(x, drop), read)
+        return kept
 
     def _backward(self, step: int, c: int, passage: _Passage, kept: dict[int, _Kept], last: Tensor | None, message: Tensor | None
                   ) -> Tensor | None:  # fmt: skip
@@ -348,6 +365,8 @@ class Worker:
 
     def _layer_backward(self, chunk: Chunk, layer: int, part: _Kept, gradient: Tensor | None, last: Tensor | None) -> Tensor | None:
         """The gradient of the layer's output -> that of its input rows, own and then far ones; None: these are constant."""
+        if part.again:
+            part.again()
         if layer == self.net.total:
             assert last is not None
             last.backward()
