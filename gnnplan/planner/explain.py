@@ -28,6 +28,8 @@ def explain(job: Job, found: Found, exact: bool) -> list[str]:
     out = [f"{best.strategy}: {show_time(t)} per epoch; bottleneck: {best.predicted.bottleneck}", *why_these_gpus(job, found)]
     if not job.stats.known:
         out.append("The graph is known by statistics only: halo sizes are those of a random graph, and the plan cannot be run.")
+    parts = best.strategy.preparation(best.job)
+    out.append(f"Before the first epoch: {', '.join(f'{name} {show_time(seconds)}' for name, seconds in parts.items())}")
     out += convergence(best.strategy, job.workload.model)
     out += why_not(found)
     out += within_noise(found)

@@ -14,7 +14,7 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import Expansion, LayerFacts, Layout
-from gnnplan.planner.partition import partition
+from gnnplan.planner.partition import Stopwatch, partition
 from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
 
 
@@ -157,6 +157,7 @@ class Job:
     _layouts: dict[object, Layout | EstimatedLayout] = field(default_factory=dict, compare=False, repr=False)
     _batches: dict[object, list[Layout]] = field(default_factory=dict, compare=False, repr=False)
     _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, compare=False, repr=False)
+    _seconds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -195,7 +196,9 @@ class Job:
             if self.graph is None:
                 self._layouts[key] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args)
             else:
-                self._layouts[key] = Layout(self.graph, self._owner(depth or int(expansion is not None)), *args)
+                with Stopwatch() as watch:
+                    self._layouts[key] = Layout(self.graph, self._owner(depth or int(expansion is not None)), *args)
+                self._seconds[id(self._layouts[key])] = watch.seconds
         return self._layouts[key]
 
     def batches(self, layout: Layout | EstimatedLayout, count: int) -> Sequence[Layout | EstimatedLayout]:
@@ -208,6 +211,10 @@ class Job:
             batch_of = layout.drawn(self.graph.train, count, self.workload.seed)
             self._batches[key] = [layout.batch(batch_of == b) for b in range(count)]
         return self._batches[key]
+
+    def seconds_of(self, made: Layout | EstimatedLayout | Chunks) -> float:
+        """How long the job took to make it, partitioning included [s]."""
+        return self._seconds.get(id(made), 0.0)
 
     def _owner(self, depth: int) -> np.ndarray:
         assert self.graph is not None
@@ -225,7 +232,9 @@ class Job:
         """The graph in `chunks` chunks, each over the members of a stage."""
         assert self.graph is not None
         if (chunks, members) not in self._chunks:
-            self._chunks[chunks, members] = Chunks(self.graph, self.chunk_of(chunks), chunks, members)
+            with Stopwatch() as watch:
+                self._chunks[chunks, members] = Chunks(self.graph, self.chunk_of(chunks), chunks, members)
+            self._seconds[id(self._chunks[chunks, members])] = watch.seconds
         return self._chunks[chunks, members]
 
     def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pymetis
@@ -127,17 +128,41 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
     return np.asarray(pymetis.part_graph(parts, adjacency, vweights=whole, recursive=False, options=options).vertex_part, dtype=np.int32)
 
 
+class Stopwatch:
+    """Seconds of what is done within it, as if no partition had come from the cache: those count as when they were made."""
+
+    _running: ClassVar[list[Stopwatch]] = []
+
+    def __enter__(self) -> Stopwatch:
+        self.seconds, self._start = 0.0, time.perf_counter()
+        self._running.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.remove(self)
+        self.seconds += time.perf_counter() - self._start
+
+    @classmethod
+    def saved(cls, seconds: float) -> None:
+        for watch in cls._running:
+            watch.seconds += seconds
+
+
 def _cached(key: str, vertices: int, parts: int, compute: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
-    """What `compute` gives, from disk if it is there, whole and plausible."""
+    """What `compute` gives, from disk if it is there, whole and plausible. How long it took is kept beside it."""
     name = blake2b(f"{VERSION} {pymetis.version} {key}".encode(), digest_size=16).hexdigest()
     path = cache_dir() / "partitions" / f"{name}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # absent or damaged: compute it again
         part = np.load(path, allow_pickle=False)
         if part.shape == (vertices,) and part.dtype == np.int32 and part.min() >= 0 and part.max() < parts:
+            Stopwatch.saved(float(path.with_suffix(".seconds").read_text()))
             return np.asarray(part)
+    start = time.perf_counter()
     part = compute()
+    seconds = time.perf_counter() - start
     buffer = io.BytesIO()
     np.save(buffer, part, allow_pickle=False)
     with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
         write_atomically(path, buffer.getvalue(), parents=True)
+        write_atomically(path.with_suffix(".seconds"), f"{seconds:.3g}\n")
     return part

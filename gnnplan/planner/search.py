@@ -61,6 +61,17 @@ def weigh(job: Job, strategy: Strategy) -> Candidate:
     return candidate
 
 
+def weigh_thriftily(job: Job, strategy: Strategy) -> Candidate:
+    """`weigh`, with less memory and more computation where it would not fit otherwise."""
+    try:
+        return weigh(job, strategy)
+    except Infeasible:
+        thriftier = strategy.settle(job).thriftier()
+        if thriftier is None:
+            raise
+        return weigh(job, thriftier)
+
+
 def seated(job: Job, strategy: Strategy) -> Job:
     """The job with its ranks on those of its GPUs where the strategy's traffic is fastest. Raises SpecError (unsuitable)."""
     strategy = strategy.settle(job)
@@ -92,7 +103,7 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_us
                 rejected.append((str(strategy.settle(job)), "it changes the gradient, and --exact asks for strategies that do not"))
                 continue
             try:
-                ranked.append(weigh(seated(job, strategy), strategy))
+                ranked.append(weigh_thriftily(seated(job, strategy), strategy))
             except (SpecError, Infeasible) as error:
                 rejected.append((str(strategy.settle(job)), str(error)))
         if not tried:
@@ -116,7 +127,7 @@ def on_fewer(job: Job, exact: bool, limit: float) -> list[Candidate]:
         smaller, fitting = job.seated(gpus), []
         for strategy in _candidates(smaller, exact):
             with suppress(SpecError, Infeasible):
-                fitting.append(weigh(seated(smaller, strategy), strategy))
+                fitting.append(weigh_thriftily(seated(smaller, strategy), strategy))
         if fitting:
             found.append(min(fitting, key=lambda candidate: float(candidate.predicted.epoch_s)))
     return found

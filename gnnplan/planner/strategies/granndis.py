@@ -53,7 +53,7 @@ class GraNNDis(Strategy):
     """depth: hidden layers that a server recomputes for its surroundings; None is all (the paper's preload).
     max_hop (m), fanout (k): of expansion-aware sampling; None is none; one of them given brings the other's default.
     degrees: what a layer divides by, a vertex's degree in the whole graph ('global') or among its server's rows ('local').
-    batches: R of cooperative batching; None is the fewest that fit the memory."""
+    batches: R of cooperative batching; None is the fewest that fit the memory. checkpoint: as in graph parallel."""
 
     depth: int | None = None
     narrow: bool = False
@@ -61,6 +61,7 @@ class GraNNDis(Strategy):
     fanout: int | None = None
     degrees: str = "global"
     batches: int | None = 1
+    checkpoint: bool = False
 
     family: ClassVar[str] = "granndis"
     claim: ClassVar[float] = 1e-6
@@ -136,6 +137,9 @@ class GraNNDis(Strategy):
         server_of = np.asarray(job.servers)[layout.owner]
         return min(int(job.graph.train[server_of == server].sum()) for server in set(job.servers))
 
+    def thriftier(self) -> Strategy | None:
+        return None if self.checkpoint else replace(self, checkpoint=True)
+
     def check(self, job: Job) -> None:
         layers, deepest = job.workload.layers, job.workload.layers - job.model.first_varying
         if self.depth is not None and not 0 <= self.depth <= layers:
@@ -165,7 +169,7 @@ class GraNNDis(Strategy):
 
     @property
     def manner(self) -> Manner:
-        return Manner(self.narrow)
+        return Manner(self.narrow, checkpoint=self.checkpoint)
 
     def layout(self, job: Job) -> Layout | EstimatedLayout:
         expansion, layers = None, job.workload.layers
@@ -182,6 +186,9 @@ class GraNNDis(Strategy):
 
     def steps(self, job: Job) -> int:
         return self.batches or 1
+
+    def preparation(self, job: Job) -> dict[str, float]:
+        return layerwise.preparation(job, self.layout(job))
 
     def memory(self, job: Job) -> Memory:
         """Of several batches the largest fills the device; their edges stay there, their features do not."""

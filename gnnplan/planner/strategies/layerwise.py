@@ -131,6 +131,12 @@ def setup(job: Job, layout: Layout | EstimatedLayout) -> Iterator[Op]:
         yield Op("input_halo", sent=halo * width)
 
 
+def preparation(job: Job, layout: Layout | EstimatedLayout) -> dict[str, float]:
+    """Seconds of partitioning and laying out, and of the exchanges done once."""
+    once = sum(float(job.cost.exchange(op.sent).alone) for op in setup(job, layout) if op.sent is not None)
+    return {"partitioning": job.seconds_of(layout), "features": once}
+
+
 def _loaded(job: Job, layout: Layout | EstimatedLayout) -> np.ndarray:
     """Bytes [ranks] of the constant rows that a batch needs on the device: those that layer 1 (or the encoder) reads, or its
     aggregate where that is cached."""

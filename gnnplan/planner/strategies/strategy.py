@@ -80,6 +80,10 @@ class Strategy(ABC):
         """The same with every knob left open filled in."""
         return self
 
+    def thriftier(self) -> Strategy | None:
+        """The same with less memory and more computation, for where it does not fit; None if there is no such thing."""
+        return None
+
     @abstractmethod
     def check(self, job: Job) -> None:
         """Raises SpecError where the knobs do not suit the job."""
@@ -87,6 +91,10 @@ class Strategy(ABC):
     def steps(self, job: Job) -> int:
         """Optimizer steps per epoch: batches."""
         return 1
+
+    @abstractmethod
+    def preparation(self, job: Job) -> dict[str, float]:
+        """What comes before the first step, once [s]: partitioning here, then set-up on the ranks."""
 
     @abstractmethod
     def memory(self, job: Job) -> Memory:

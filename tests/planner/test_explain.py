@@ -1,0 +1,105 @@
+"""What a plan says about itself is so: each sentence is held against the closed forms, or against files written here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gnnplan.planner import explain, partition
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.job import Job
+from gnnplan.planner.search import search
+from gnnplan.planner.sensitivity import sentences
+from gnnplan.planner.specs import Cluster, Workload
+from gnnplan.planner.strategies import parse
+
+DEVICE = {"memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
+
+
+def question(inter_node: str = "100MB/s", layers: int = 2) -> Job:
+    graph = load("synthetic:community?vertices=3000&edges=60000&features=32&classes=4")
+    assert isinstance(graph, Graph)
+    cluster = Cluster(servers=2, gpus_per_server=1, device=DEVICE, intra_node={"bandwidth": "10GB/s"}, inter_node={"bandwidth": inter_node})
+    return Job(graph.stats, graph, Workload(model="gcn", layers=layers, hidden=64), cluster)
+
+
+def test_what_takes_over_really_takes_over() -> None:
+    """At the bandwidth that a sentence names, the other family is ahead; on this side of it, it is not."""
+    job = question("2GB/s")
+    found = search(job, may_use_fewer=False)
+    told = [s for s in sentences(found, exact=False) if "between servers (" in s]
+    assert told
+    for sentence in told:
+        factor, winner = re.match(r"(?:below|above) ([\d.e+-]+)x .* (\w+)(?:\(.*\))? wins", sentence).groups()
+
+        def first(factor: float) -> str:
+            link = job.cluster.inter_node.model_copy(update={"bandwidth": job.cluster.inter_node.bandwidth * factor})
+            there = Job(job.stats, job.graph, job.workload, job.cluster.model_copy(update={"inter_node": link}))
+            return min(found.ranked, key=lambda c: float(c.strategy.predict(there).epoch_s)).strategy.name
+
+        beyond = 0.9 if sentence.startswith("below") else 1.1
+        assert first(float(factor) * beyond) == winner != found.ranked[0].strategy.name
+        assert first(float(factor) / beyond**2) == found.ranked[0].strategy.name
+
+
+def test_twice_the_link_helps_where_the_link_binds() -> None:
+    def gain(job: Job) -> int:
+        sentence = next(s for s in sentences(search(job, may_use_fewer=False), exact=True) if s.startswith("twice the bandwidth between servers"))
+        return int(re.search(r"([+-]\d+) %", sentence).group(1))
+
+    assert gain(question("10MB/s")) < -10
+    assert gain(question("100GB/s")) in (-1, 0)
+
+
+def test_fewer_layers_change_the_choice_where_they_do() -> None:
+    found = search(question("2GB/s", layers=8), may_use_fewer=False)
+    for sentence in sentences(found, exact=False):
+        if match := re.match(r"at (\d+) layers or (fewer|more) (\w+) wins", sentence):
+            layers, way, name = int(match[1]), match[2], match[3]
+            assert search(question("2GB/s", layers), may_use_fewer=False).ranked[0].strategy.name == name
+            before = layers + 1 if way == "fewer" else layers - 1
+            assert search(question("2GB/s", before), may_use_fewer=False).ranked[0].strategy.name != name
+
+
+def test_close_seconds_are_within_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search(question())
+    first, second = (float(c.predicted.epoch_s) for c in found.ranked[:2])
+    monkeypatch.setattr(explain, "prediction_error", lambda: second / first - 1 + 0.01)
+    assert "run both" in explain.within_noise(found)[0]
+    monkeypatch.setattr(explain, "prediction_error", lambda: (second / first - 1) / 2)
+    assert explain.within_noise(found) == []
+    monkeypatch.setattr(explain, "prediction_error", lambda: None)
+    assert explain.within_noise(found) == []
+
+
+def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "convergence.csv").write_text(
+        "study,graph,model,strategy,seeds,points,two_errors,epochs_ratio\n"
+        'a,squirrel,gcnii,gnnpipe(chunks=8),10,-0.20,0.50,1.10\nb,physics,sage,pipegcn,5,0.10,0.20,\n', encoding="utf-8")  # fmt: skip
+    monkeypatch.setattr(explain, "TRACES", tmp_path)
+    explain._rows.cache_clear()
+    try:
+        job = question()
+        assert explain.convergence(parse("graph_parallel"), "gcn") == []
+        told = explain.convergence(parse("gnnpipe(stages=2,chunks=4)").settle(job), "gcnii")[0]
+        assert "-0.2 points (two standard errors: 0.50)" in told and "1.10 times the epochs" in told and "squirrel" in told
+        assert "unknown times the epochs" in explain.convergence(parse("pipegcn"), "gcn")[0]
+        assert "has not been measured: unknown" in explain.convergence(parse("pipegcn_gf"), "gcn")[0]
+        assert "has not been measured: unknown" in explain.convergence(parse("granndis(max_hop=1,fanout=15)"), "gcn")[0]
+    finally:
+        explain._rows.cache_clear()
+
+
+def test_preparation_counts_a_cached_partition_as_when_it_was_made() -> None:
+    job = question()
+    with partition.Stopwatch() as first:
+        partition.partition(job.graph, 7)
+    (path,) = partition.cache_dir().glob("partitions/*.seconds")
+    path.write_text("12.5\n")
+    with partition.Stopwatch() as again:
+        partition.partition(job.graph, 7)
+    assert 0 < first.seconds < 12.5 <= again.seconds
+    told = parse("granndis").preparation(job)
+    assert told["features"] > 0
