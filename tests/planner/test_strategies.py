@@ -512,7 +512,7 @@ def test_words_that_make_no_strategy(text: str, words: str):
     ("granndis(batches=0)", r"batches is at least 1, not 0; use batches=1"),
     ("granndis(max_hop=1,depth=1)", r"no hidden row may cross servers \(depth: 1, layers: 3\); leave depth out"),
     ("granndis(batches=2,depth=1)", r"fetched for a server as a whole, so no hidden row .*; leave depth out"),
-    ("granndis(batches=99)", r"a training vertex per batch on every server \(fewest on a server: \d+, batches: 99\); use batches=\d+ or less"),
+    ("granndis(batches=99)", r"a training vertex per batch on every server \(fewest .*: \d+, batches: 99\); use batches=\d+ or less"),
     ("granndis(degrees='part')", r"degrees is 'global' .* or 'local' .*, not 'part'"),
     ("granndis(degrees='local')", r"use degrees='local' with max_hop and fanout"),
 ])  # fmt: skip
@@ -609,7 +609,8 @@ def test_memory_is_told_by_rank_and_use(job: Job):
         assert all(use.shape == (job.ranks,) and (use >= 0).all() and np.isfinite(use).all() for use in memory.values())
         total = sum(memory.values())
         assert (total > memory["parameters"] + memory["optimizer"]).all()
-        assert all((memory[use] > 0).all() for use in ("parameters", "optimizer", "graph", "runtime", "activations"))
+        assert all((memory[use] > 0).all() for use in ("parameters", "optimizer", "runtime", "activations"))
+        assert memory["graph"].any()  # of a tiny region cut over many GPUs, one may have only rows that it hands to the others
         assert memory["parameters"].sum() >= job.model.weights * job.model.itemsize
 
 
