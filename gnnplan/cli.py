@@ -347,6 +347,8 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Folder for all it leaves; must not hold a run. Default: one in runs/.")] = None,
     eval_every: Annotated[int, typer.Option(min=0, help="Evaluate every so many epochs and at the end (0: at the end).")] = 10,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank waits for its peers before it gives up.")] = 30.0,
+    staleness_errors: Annotated[bool, typer.Option("--staleness-errors", help="Measure how far stale rows and gradients are from the "
+                                                   "true ones, per layer and epoch, into rank*.json.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when torchrun or Slurm started it."""
@@ -355,15 +357,15 @@ def run(
     from gnnplan.planner.errors import SpecError
     from gnnplan.planner.files import make_folder
 
+    options = launch.Options(epochs, eval_every, timeout, staleness_errors)
     if launch.started_by_launcher():
         if out is None:
             raise SpecError("--out is needed when torchrun or srun starts the ranks, so that all of them write to one folder")
-        code = launch.follow(plan_file, out, epochs, eval_every, timeout)
+        code = launch.follow(plan_file, out, options)
         if code == 0 and os.environ.get("RANK", "0") == "0":
             show_run(out, as_json)
         launch.leave(code)
     document, job, strategy = launch.prepare(plan_file)
-    epochs = epochs or job.workload.epochs
     if out is None:
         stem = f"{job.stats.name.split('?')[0].replace(':', '-').replace('/', '-')}-{strategy.name}"
         out = next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{stem}-{n}").exists())
@@ -372,8 +374,8 @@ def run(
     strategy.schedule(job, 1)  # partitions are made once, here, and read by the ranks
     make_folder(out)
     plans.write(out / "plan.json", document)
-    say(f"training {job.stats.name} with {strategy} on {job.ranks} ranks, {epochs} epochs, into {out}")
-    launch.start(out / "plan.json", out, epochs, eval_every, timeout, job.by_gpu)
+    say(f"training {job.stats.name} with {strategy} on {job.ranks} ranks, {epochs or job.workload.epochs} epochs, into {out}")
+    launch.start(out / "plan.json", out, options, job.by_gpu)
     show_run(out, as_json)
 
 

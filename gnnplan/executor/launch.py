@@ -33,6 +33,16 @@ LOST_PEER = ("onnection", "ocket", "gloo", "imed out", "NCCL", "peer")  # words 
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a plan is run."""
+
+    epochs: int | None = None  # None: the workload's
+    eval_every: int = 10
+    timeout_s: float = 30.0  # that a rank waits for its peers
+    staleness_errors: bool = False
+
+
 def prepare(plan: Path) -> tuple[dict[str, Any], Job, Strategy]:
     """The plan, checked against its data and against training at all. Raises SpecError, Mismatch."""
     document = read(plan)
@@ -76,7 +86,7 @@ def must_fit_here(job: Job) -> None:
                         "torchrun on several servers")  # fmt: skip
 
 
-def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float, ranks: Sequence[int]) -> None:
+def start(plan: Path, out: Path, options: Options, ranks: Sequence[int]) -> None:
     """Start local ranks, in the order of their GPUs, and wait for them; leaves none behind. Raises LostRank naming the one that failed
     first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -91,13 +101,13 @@ def start(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float,
         min_nodes=1, max_nodes=1, nproc_per_node=len(ranks), run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         max_restarts=0, monitor_interval=0.2, start_method="spawn", local_addr="127.0.0.1",
     )  # fmt: skip
-    arguments = ["-m", "gnnplan.executor.launch", str(plan), str(out), str(epochs), str(eval_every), str(timeout_s)]
+    arguments = ["-m", "gnnplan.executor.launch", str(plan), str(out), json.dumps(asdict(options))]
     _quiet()
     try:
         with _patience(GRACE):
             elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
-        raise _lost({ranks[process]: failure for process, failure in error.failures.items()}, out, len(ranks), timeout_s) from None
+        raise _lost({ranks[process]: failure for process, failure in error.failures.items()}, out, len(ranks), options.timeout_s) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -160,9 +170,9 @@ class Failure:
     rank: int
 
 
-def work(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float) -> int:
+def work(plan: Path, out: Path, options: Options) -> int:
     """Be one of the ranks that `start` started. Returns the exit code; leaves error.rank<r>.json behind where it fails."""
-    failure = _attempt(plan, out, epochs, eval_every, timeout_s, new=False)
+    failure = _attempt(plan, out, options, new=False)
     if failure is None:
         return 0
     with suppress(GnnplanError):  # a full disk must not hide the failure
@@ -172,16 +182,16 @@ def work(plan: Path, out: Path, epochs: int, eval_every: int, timeout_s: float) 
     return failure.exit_code
 
 
-def follow(plan: Path, out: Path, epochs: int | None, eval_every: int, timeout_s: float) -> int:
+def follow(plan: Path, out: Path, options: Options) -> int:
     """Be the rank that torchrun or srun made of this process, and say on standard error what went wrong. Returns the exit code."""
-    failure = _attempt(plan, out, epochs, eval_every, timeout_s, new=True)
+    failure = _attempt(plan, out, options, new=True)
     if failure is None:
         return 0
     sys.stderr.write(f"error: rank {failure.rank} in {failure.doing}: {failure.message}\n")  # in one piece
     return 4 if failure.exit_code == FAILED_WITH_OTHERS else failure.exit_code
 
 
-def _attempt(plan: Path, out: Path, epochs: int | None, eval_every: int, timeout_s: float, new: bool) -> Failure | None:
+def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | None:
     """Train as one rank, to the end. `new`: nobody has prepared `out` yet."""
     from gnnplan.executor.train import train
     from gnnplan.executor.worker import open_rank
@@ -192,15 +202,16 @@ def _attempt(plan: Path, out: Path, epochs: int | None, eval_every: int, timeout
         number = job.by_gpu[number] if number < job.ranks else number
         if new:
             must_be_new(out)  # rank 0 writes only when all ranks have met, so what is here is another run's
-        rank = open_rank(timeout_s, job)
+        rank = open_rank(options.timeout_s, job)
+        rank.staleness_errors = options.staleness_errors
         if rank.world != job.ranks:
             raise SpecError(f"the plan is for {job.ranks} ranks, but {rank.world} were started; start {job.ranks}, "
                             f"or plan again with --ranks {rank.world}")  # fmt: skip
         make_folder(out)
         if new and rank.rank == 0:
             write(out / "plan.json", document)
-        epochs = epochs or job.workload.epochs
-        train(rank, job, strategy, out, epochs, eval_every, _progress(epochs))
+        epochs = options.epochs or job.workload.epochs
+        train(rank, job, strategy, out, epochs, options.eval_every, _progress(epochs))
         if rank.world > 1:
             torch.distributed.barrier()  # whoever is done first may read what all ranks have left
         rank.close()
@@ -243,10 +254,10 @@ def _progress(epochs: int) -> Any:
 
 def main() -> None:
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
-    plan, out, epochs, eval_every, timeout = sys.argv[1:]
+    plan, out, options = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the launcher's to answer; ranks end without a traceback
     _die_with_parent()
-    leave(work(Path(plan), Path(out), int(epochs), int(eval_every), float(timeout)))
+    leave(work(Path(plan), Path(out), Options(**json.loads(options))))
 
 
 def _die_with_parent() -> None:

@@ -46,7 +46,8 @@ def test_what_takes_over_really_takes_over() -> None:
 
 def test_twice_the_link_helps_where_the_link_binds() -> None:
     def gain(job: Job) -> int:
-        sentence = next(s for s in sentences(search(job, may_use_fewer=False), exact=True) if s.startswith("twice the bandwidth between servers"))
+        told = sentences(search(job, may_use_fewer=False), exact=True)
+        sentence = next(s for s in told if s.startswith("twice the bandwidth between servers"))
         return int(re.search(r"([+-]\d+) %", sentence).group(1))
 
     assert gain(question("10MB/s")) < -10
