@@ -32,7 +32,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "gnnpipe(chunks=1)", "gcnii", "rough", 0.0),
     (4, 1, "gnnpipe(stages=2)", "gcnii", "rough", 0.5),
     (4, 2, "gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1))", "gcn", "multi", 0.0),
-    (4, 1, "gnnpipe(stages=2,chunks=3)", "sage", "islands", 0.0),  # chunks of which nothing crosses
+    (4, 1, "gnnpipe(stages=2,chunks=3,checkpoint=True)", "sage", "islands", 0.0),  # chunks of which nothing crosses
     (2, 1, "gnnpipe(stages=1,chunks=3)", "sage", "rough", 0.5),
     (3, 1, "gnnpipe(stages=1,chunks=40)", "gcn", "rough", 0.0),  # chunks smaller than the group
     (2, 2, "granndis", "gcn", "rough", 0.0),

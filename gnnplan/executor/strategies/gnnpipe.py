@@ -367,6 +367,7 @@ class Worker:
         """The gradient of the layer's output -> that of its input rows, own and then far ones; None: these are constant."""
         if part.again:
             part.again()
+            part.again = None  # it holds the part: a circle would outlive the step
         if layer == self.net.total:
             assert last is not None
             last.backward()
