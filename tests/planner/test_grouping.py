@@ -83,14 +83,14 @@ def test_every_kind_of_seating_is_looked_at_once(name: str):
 @pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_eight_gpus_have_the_best_of_all_seatings(name: str, seed: int):
-    """All 40,320 permutations, weighed without regard to symmetry. Swaps, as used beyond, come within a quarter of it."""
+    """All 40,320 permutations, weighed without regard to symmetry. Swaps, as used beyond, come within a tenth of it."""
     where, phases = EIGHT[name], traffic(8, seed)
     seconds = weigher(where, range(8), phases)
     best = float(seconds(np.array(list(permutations(range(8))))).min())
     chosen = seat(where, range(8), phases)
     assert sorted(chosen) == list(range(8)) and by_cost(where, chosen, phases) == pytest.approx(best, rel=1e-9)
     near = heuristic(where, range(8), phases, seconds)
-    assert best <= by_cost(where, near, phases) * (1 + 1e-9) and by_cost(where, near, phases) <= 1.25 * best
+    assert best <= by_cost(where, near, phases) * (1 + 1e-9) and by_cost(where, near, phases) <= 1.1 * best
 
 
 @st.composite
