@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from gnnplan.planner.errors import GnnplanError
@@ -20,9 +20,11 @@ def sentences(found: Found, exact: bool) -> list[str]:
     cluster = found.ranked[0].job.cluster
     out: list[str] = []
     if cluster.servers > 1 and cluster.inter_node:
-        out += _of(found, "the bandwidth between servers", lambda c, f: _links(c, f, "inter_node"), cluster.inter_node.bandwidth)
+        out += _of(found, "the bandwidth between servers", lambda c, f: _links(c, f, ["inter_node"]), cluster.inter_node.bandwidth)
     if cluster.gpus_per_server > 1:
-        out += _of(found, "the bandwidth inside servers", lambda c, f: _links(c, f, "intra_node"), cluster.intra_node.bandwidth)
+        inside = ["intra_node", *(name for name in ("island", "switch") if getattr(cluster, name))]
+        link = None if len(inside) > 1 else cluster.intra_node.bandwidth  # several: no one figure to name
+        out += _of(found, "the bandwidth inside servers", lambda c, f: _links(c, f, inside), link)
     out += _of(found, "the device's speed", _device, None)
     return out + list(_depths(found, exact))
 
@@ -56,13 +58,13 @@ def _fastest(found: Found, scaled: Scaled, factor: float) -> tuple[Candidate, fl
     return found.ranked[first], times[first]
 
 
-def _links(cluster: Cluster, factor: float, placement: str) -> Cluster:
-    """Every link of that placement `factor` times as fast, what was measured there included."""
+def _links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
+    """These links `factor` times as fast, what was measured there included."""
     def faster(link: Link) -> Link:
         return link.model_copy(update={"bandwidth": link.bandwidth * factor})
 
-    measured = {key: faster(link) if key.endswith(placement) else link for key, link in cluster.collectives.items()}
-    return cluster.model_copy(update={placement: faster(getattr(cluster, placement)), "collectives": measured})
+    measured = {key: faster(link) if key.endswith(tuple(names)) else link for key, link in cluster.collectives.items()}
+    return cluster.model_copy(update={"collectives": measured, **{name: faster(getattr(cluster, name)) for name in names}})
 
 
 def _device(cluster: Cluster, factor: float) -> Cluster:
