@@ -65,11 +65,12 @@ def weigh_thriftily(job: Job, strategy: Strategy) -> Candidate:
     """`weigh`, with less memory and more computation where it would not fit otherwise."""
     try:
         return weigh(job, strategy)
-    except Infeasible:
+    except Infeasible as error:
         thriftier = strategy.settle(job).thriftier()
-        if thriftier is None:
-            raise
-        return weigh(job, thriftier)
+        if thriftier is not None:
+            with suppress(Infeasible):
+                return weigh(job, thriftier)
+        raise error
 
 
 def seated(job: Job, strategy: Strategy) -> Job:
