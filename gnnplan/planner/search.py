@@ -111,7 +111,7 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_us
             rejected.append((family.family, family.absent(job)))
     if not ranked:
         reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
-        raise Infeasible(f"nothing fits:\n  {reasons}\n{smallest_change(job, partial(_candidates, exact=exact))}")
+        raise Infeasible(f"nothing fits:\n  {reasons}\n{smallest_change(job, partial(_thrifty_too, exact=exact))}")
     if may_use_fewer:
         ranked += on_fewer(job, exact, min(float(candidate.predicted.epoch_s) for candidate in ranked))
     ranked.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
@@ -144,6 +144,10 @@ def least(job: Job, ranks: int) -> float:
 
 def _candidates(job: Job, exact: bool) -> list[Strategy]:
     return [s for family in FAMILIES for s in family.candidates(job) if not exact or s.settle(job).exact]
+
+
+def _thrifty_too(job: Job, exact: bool) -> list[Strategy]:
+    return [s for plain in _candidates(job, exact) for s in (plain, plain.settle(job).thriftier()) if s is not None]
 
 
 def smallest_change(job: Job, options: Callable[[Job], list[Strategy]]) -> str:
