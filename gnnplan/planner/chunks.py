@@ -7,7 +7,7 @@ processed. The same object serves the planner (counts) and the executor (indices
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import scipy.sparse as sp
@@ -16,7 +16,6 @@ from gnnplan.planner.formulas import expected_halo_rows
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import neighbours
 from gnnplan.planner.partition import partition_weighted, undirected
-from gnnplan.planner.schedule import share
 
 
 @dataclass(frozen=True)
@@ -100,17 +99,19 @@ def _cut(graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> np.ndarr
     return out
 
 
+@lru_cache(maxsize=32)
 def estimated_chunks(stats: GraphStats, chunks: int, members: int) -> ChunkFacts:
     """Of a graph known by statistics only: equal sub-chunks of a random graph (formulas.expected_halo_rows)."""
     n, e = stats.vertices, stats.edges
     p = min(e / n**2, 0.5)
-    rows = np.array([[share(share(n, chunks, c), members, i) for i in range(members)] for c in range(chunks)])
+    chunk = n // chunks + (np.arange(chunks) < n % chunks)  # shares as equal as whole numbers can be (schedule.share)
+    rows = chunk[:, None] // members + (np.arange(members) < chunk[:, None] % members)
     parts = min(chunks * members, n)
     sources = rows + float(expected_halo_rows(n, parts, p)) / parts
     sends = np.zeros((chunks, members, members), dtype=np.int64)
     if members > 1:
         read = float(expected_halo_rows(n, min(members, n), p)) / (members * (members - 1))  # rows of one member that another one reads
-        part = np.array([share(round(read), chunks, c) for c in range(chunks)])
+        part = round(read) // chunks + (np.arange(chunks) < round(read) % chunks)
         sends[:] = np.minimum(part[:, None], rows)[:, :, None]
         sends[:, range(members), range(members)] = 0
     return ChunkFacts(rows, rows * (e / n), sources, sends)

@@ -445,7 +445,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
     return {
         GraphParallel: st.builds(GraphParallel, st.integers(0, 1), st.booleans()),
         GNNPipe: st.builds(GNNPipe, numbers, numbers, st.booleans(), st.booleans(), st.integers(0, 99),
-                           st.none() | st.lists(st.integers(0, 9)).map(tuple)),
+                           st.none() | st.lists(st.integers(0, 9)).map(tuple), st.booleans()),
         GraNNDis: st.builds(GraNNDis, numbers, st.booleans(), numbers, numbers, st.sampled_from(["global", "local"]), numbers),
     }[family]
 
@@ -642,6 +642,11 @@ def test_what_costs_memory():
     assert total(GraphParallel(), job_of(GRAPHS[0], cluster(2, 2), layers=3, dropout=0.5)) > total(GraphParallel())
     deep = job_of(GRAPHS[0], cluster(2, 2), layers=8)
     assert GNNPipe().settle(deep).memory(deep)["parameters"].sum() == deep.model.weights * 4
+    piped, halved = GNNPipe(2, 8), GNNPipe(1, 8)
+    assert total(piped, deep) > total(replace(piped, checkpoint=True), deep)
+    assert piped.settle(deep).predict(deep).compute_s < replace(piped, checkpoint=True).settle(deep).predict(deep).compute_s
+    alone = job_of(GRAPHS[0], cluster(1, 1), layers=8)  # a member keeps its own rows and those it reads, so less than all
+    assert total(halved, job_of(GRAPHS[0], cluster(1, 2), layers=8)) < total(halved, alone)
 
 
 # -- many clusters at once -----------------------------------------------------------------------------------------------

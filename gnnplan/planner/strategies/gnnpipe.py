@@ -48,7 +48,7 @@ from gnnplan.planner.schedule import Collective, Compute, Label, Recv, Schedule,
 from gnnplan.planner.strategies.layerwise import RUNTIME
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
-MOST_PAIRS = 2**24  # chunks x pairs of a stage's members that a candidate may have: more could not be looked at
+MOST_PAIRS = 2**20  # chunks x pairs of a stage's members that a candidate may have: more would take too long to look at
 
 
 def chunk_order(seed: int, step: int, chunks: int, shuffle: bool) -> list[int]:
