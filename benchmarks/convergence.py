@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py run gcnii_chameleon     trains what is missing, appends to traces/convergence/<study>.csv
     python benchmarks/convergence.py table                   the tables of docs/convergence.md, from what is there
+    python benchmarks/convergence.py staleness               traces/convergence/staleness.csv: how far stale rows are from true ones
     python benchmarks/convergence.py summary                 gnnplan/traces/convergence.csv, which a plan quotes
 
 Every run is `gnnplan plan` and `gnnplan run` as a user would call them, seeds are paired (the same initial weights and
@@ -46,9 +47,25 @@ PIPELINES = {
     "historical gradients": (2, "gnnpipe(chunks=8,historical_gradients=True)", ()),
     "moving history": (2, "gnnpipe(chunks=8,period=1)", ()),
 }
+SAGE = ("--model", "sage", "--layers", "3", "--hidden", "64", "--set", "dropout=0.5", "--set", "lr=0.003")
+STALE = {
+    "one process": (1, "graph_parallel", ()),
+    **{f"{name}, {parts} parts": (parts, name, ()) for parts in (2, 4) for name in ("pipegcn", "pipegcn_g", "pipegcn_f", "pipegcn_gf")},
+    **{f"pipegcn_gf, gamma {gamma}, 2 parts": (2, f"pipegcn_gf(gamma={gamma})", ()) for gamma in (0.0, 0.3, 0.5, 0.7)},
+}
+RESGCN = ("--model", "resgcn", "--layers", "28", "--hidden", "64", "--set", "dropout=0.5", "--set", "lr=0.003")
+SERVERS = ("--set", "servers=2", "--set", "gpus_per_server=1")
+SAMPLED = {
+    "one process": (1, "graph_parallel", ()),
+    **{f"{hops} hops, fanout {k}": (2, f"granndis(max_hop={hops},fanout={k})", SERVERS) for hops in (1, 2, 3) for k in (15, 25)},
+    "1 hop, fanout 15, random parts": (2, "granndis(max_hop=1,fanout=15)", (*SERVERS, "--partitioner", "random")),
+}
+HYBRID = {"hybrid": (4, "gnnpipe(stages=2,chunks=8)", ())}
 STUDIES = {
-    "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, PIPELINES),
-    "gcnii_squirrel": Study("squirrel", GCNII, 1000, 10, PIPELINES),
+    "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, {**PIPELINES, **HYBRID}),
+    "gcnii_squirrel": Study("squirrel", GCNII, 1000, 10, {**PIPELINES, **HYBRID}),
+    "sage_physics": Study("coauthor_physics", SAGE, 150, 5, STALE),
+    "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),
 }
 
 
@@ -169,10 +186,31 @@ def _with_error(values: list[float], digits: int = 2) -> str:
     return f"{mean(values):.{digits}f}{error}"
 
 
+def staleness(epochs: int = 150) -> None:
+    """||used - true|| and ||true|| of halo rows ('f') and gradients ('b') per layer and epoch, as PipeGCN's Fig. 5: GraphSAGE on
+    Coauthor Physics in 2 parts, with and without smoothing, with and without dropout."""
+    with (TRACES / "staleness.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["strategy", "dropout", "what", "layer", "epoch", "error", "true"])
+        for dropout in ("0.5", "0.0"):
+            for strategy in ("pipegcn", "pipegcn_gf(gamma=0.5)", "pipegcn_gf"):
+                with tempfile.TemporaryDirectory() as scratch:
+                    plan, out = f"{scratch}/plan.json", f"{scratch}/run"
+                    graph = str(DATASETS / "coauthor_physics.npz")
+                    _call("plan", "--graph", graph, "--ranks", "2", "--strategy", strategy, *SAGE, "--set", f"dropout={dropout}", "-o", plan)
+                    _call("run", plan, "--epochs", str(epochs), "--out", out, "--timeout", "600", "--staleness-errors")
+                    ranks = [json.loads(Path(out, f"rank{rank}.json").read_text())["staleness"] for rank in range(2)]
+                for key in ranks[0]:
+                    what, layer = key.split(":l")
+                    for epoch in range(epochs):
+                        squares = [sum(rank[key][epoch][i] for rank in ranks) for i in (0, 1)]
+                        writer.writerow([strategy, dropout, what, layer, epoch + 1, *(f"{sqrt(square):.5g}" for square in squares)])
+
+
 if __name__ == "__main__":
     verb, names = sys.argv[1], sys.argv[2:] or list(STUDIES)
-    if verb == "summary":
-        summarise()
+    if verb in ("summary", "staleness"):
+        (summarise if verb == "summary" else staleness)()
     else:
         for name in names:
             (run if verb == "run" else table)(name)
