@@ -196,8 +196,8 @@ def staleness(epochs: int = 150) -> None:
             for strategy in ("pipegcn", "pipegcn_gf(gamma=0.5)", "pipegcn_gf"):
                 with tempfile.TemporaryDirectory() as scratch:
                     plan, out = f"{scratch}/plan.json", f"{scratch}/run"
-                    graph = str(DATASETS / "coauthor_physics.npz")
-                    _call("plan", "--graph", graph, "--ranks", "2", "--strategy", strategy, *SAGE, "--set", f"dropout={dropout}", "-o", plan)
+                    ask = ["--graph", str(DATASETS / "coauthor_physics.npz"), "--ranks", "2", "--strategy", strategy, *SAGE]
+                    _call("plan", *ask, "--set", f"dropout={dropout}", "-o", plan)
                     _call("run", plan, "--epochs", str(epochs), "--out", out, "--timeout", "600", "--staleness-errors")
                     ranks = [json.loads(Path(out, f"rank{rank}.json").read_text())["staleness"] for rank in range(2)]
                 for key in ranks[0]:
