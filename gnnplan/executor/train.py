@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gnnplan.executor import comm
 from gnnplan.executor.data import scores
+from gnnplan.executor.kernels import has_onednn
 from gnnplan.executor.memory import MemoryWatch
 from gnnplan.executor.models import Net
 from gnnplan.executor.strategies import open_worker
@@ -47,6 +48,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
           report: Callable[[dict[str, Any]], None] = lambda row: None) -> Net:  # fmt: skip
     """All epochs, each of as many steps as the strategy has batches; rank 0 appends a line per epoch to metrics.jsonl as it is finished.
     Raises GnnplanError on a loss that is not finite."""
+    _use_libraries()
     watch = MemoryWatch(rank.device)
     worker: Worker = open_worker(rank, job, strategy)
     flat = _flat_gradients(worker.net)
@@ -96,6 +98,12 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
     if out:
         _leave(rank, out, worker, setup, epochs, watch.stop())
     return worker.net
+
+
+def _use_libraries() -> None:
+    """What libraries load when they are first used (an optimizer imports torch's compiler: 25 MB) is the process's, not the run's."""
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    has_onednn()
 
 
 def _flat_gradients(net: Net) -> Tensor:
