@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gnnplan.executor.kernels import Rows, SparseRows
 from gnnplan.executor.worker import Rank
 
 
@@ -30,13 +31,20 @@ class Exchange:
         self.positions = torch.from_numpy(np.concatenate(give).astype(np.int64)).to(rank.device)  # of all peers, one after the other
         self.gives = [len(g) for g in give]
 
-    def pack(self, rows: Tensor) -> Tensor:
+    def pack(self, rows: Rows) -> Rows:
         """My rows for all peers, a copy [sum gives, H]: the source may be overwritten while they travel."""
         return rows.index_select(0, self.positions)
 
     def forward(self, packed: Tensor) -> Tensor:
         """Send packed rows, receive my halo [sum take, H]. Blocks until both are done."""
         return self._swap(packed, self.gives, self.take)
+
+    def forward_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
+        """`forward` of sparse rows; the receiver knows how many numbers each of its halo rows has [sum take]."""
+        gives, takes = ([int(part.sum()) for part in of.split(rows)] for of, rows in ((packed.lengths, self.gives), (lengths, self.take)))
+        numbers = torch.stack([packed.pattern.columns.to(packed.values.dtype), packed.values], 1)  # columns are below 2^24
+        columns, values = self._swap(numbers, gives, takes).unbind(1)
+        return SparseRows.of(lengths.to(values.device), columns, values.contiguous(), packed.shape[1])
 
     def backward(self, halo_gradient: Tensor) -> Tensor:
         """Send my halo's gradient home, receive the peers' gradients of the rows I gave [sum gives, H]."""

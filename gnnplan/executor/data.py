@@ -7,18 +7,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnplan.executor.kernels import Block
+from gnnplan.executor.kernels import Block, SparseRows
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.specs import Workload
+
+AT_ONCE = 1 << 19  # numbers made dense together
 
 
 def dtype_of(workload: Workload) -> torch.dtype:
     return torch.float64 if workload.dtype == "float64" else torch.float32
 
 
-def features(graph: Graph, rows: np.ndarray, workload: Workload, device: torch.device) -> Tensor:
-    """Dense features [rows, F]."""
-    return torch.from_numpy(np.array(graph.features(rows))).to(device, dtype_of(workload))
+def features(graph: Graph, rows: np.ndarray, workload: Workload, device: torch.device, room: int = 0) -> Tensor:
+    """Dense features [rows + room, F], the last `room` rows yet to be filled. A few rows at a time: they are never there twice."""
+    width = graph.stats.features
+    out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
+    for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):
+        some = rows[start : start + step]
+        out[start : start + some.size] = torch.from_numpy(graph.features(some))
+    return out
+
+
+def sparse_features(graph: Graph, rows: np.ndarray, workload: Workload, device: torch.device) -> SparseRows:
+    """Features [rows, F] of a graph whose features are sparse."""
+    x = graph.x[rows]
+    columns, values = torch.from_numpy(np.array(x.indices)), torch.from_numpy(np.array(x.data)).to(dtype_of(workload))
+    return SparseRows.of(lengths_of(graph, rows), columns, values, graph.stats.features).to(device)
+
+
+def lengths_of(graph: Graph, rows: np.ndarray) -> Tensor:
+    """Numbers in each of these rows of sparse features: part of the structure, which every rank knows. int64 [rows]."""
+    return torch.from_numpy(graph.lengths[rows])
 
 
 def weighted_block(

@@ -1,4 +1,5 @@
-"""The hot operations of a GNN: aggregate (weighted, by softmax, by attention), linear, dropout, and an allocator that keeps its pages.
+"""The hot operations of a GNN: aggregate (weighted, by softmax, by attention), linear (of dense and of sparse rows), dropout, and an
+allocator that keeps its pages.
 
 Shapes: R destination rows, S source rows, E edges, H numbers per row (H_in, H_out for a linear layer).
 On CPUs torch's own choices cost a factor of two here, so each operation names the faster public or probed kernel.
@@ -10,7 +11,7 @@ import ctypes
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -220,14 +221,127 @@ def _products(block: Block, a: Tensor, b: Tensor) -> Tensor:
         return torch.sparse.sampled_addmm(pattern, a, b.t(), beta=0.0).values()
 
 
+# -- sparse rows ---------------------------------------------------------------------------------------------------------
+
+
+class Pattern:
+    """Where sparse rows have their Z numbers: CSR, indptr [R + 1] and columns [Z], int32. Rows with other numbers at the same places
+    share it, and with it what is sorted and cut once."""
+
+    def __init__(self, indptr: Tensor, columns: Tensor, width: int) -> None:
+        self.indptr, self.columns, self.width = indptr, columns, width
+        self._cuts: dict[tuple[int, int], tuple[Pattern, slice]] = {}
+
+    def per_number(self, values: Tensor) -> Tensor:
+        """A number per row [R], repeated for each number of the row [Z]."""
+        return values.repeat_interleave(self.indptr.diff(), output_size=len(self.columns))
+
+    @functools.cached_property
+    def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """CSR over columns: indptr [width + 1], rows [Z], and which number each is [Z]."""
+        order = torch.argsort(self.columns, stable=True)
+        rows = self.per_number(torch.arange(len(self.indptr) - 1, dtype=torch.int32, device=order.device))
+        return _offsets(torch.bincount(self.columns, minlength=self.width)), rows[order], order.int()
+
+    def cut(self, start: int, stop: int) -> tuple[Pattern, slice]:
+        """Of rows [start, stop), and which numbers are theirs."""
+        if (start, stop) not in self._cuts:
+            first, last = self.indptr[[start, stop]].tolist()
+            pattern = Pattern(self.indptr[start : stop + 1] - first, self.columns[first:last], self.width)
+            self._cuts[start, stop] = pattern, slice(first, last)
+        return self._cuts[start, stop]
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return F.pad(counts.cumsum(0), (1, 0)).int()
+
+
+class SparseRows:
+    """Rows [R, F] of mostly zeros: a pattern and its numbers [Z]. Constant (features), so no gradient goes to them. Has what a layer
+    and an exchange ask of a Tensor."""
+
+    requires_grad = False
+
+    def __init__(self, pattern: Pattern, values: Tensor) -> None:
+        self.pattern, self.values = pattern, values
+
+    @classmethod
+    def of(cls, lengths: Tensor, columns: Tensor, values: Tensor, width: int) -> SparseRows:
+        """From how many numbers each row has [R], and row after row their columns and values [Z]."""
+        return cls(Pattern(_offsets(lengths), columns.int(), width), values)
+
+    @classmethod
+    def cat(cls, parts: Sequence[SparseRows]) -> SparseRows:
+        """Below each other."""
+        lengths, columns = (torch.cat(found) for found in zip(*((p.lengths, p.pattern.columns) for p in parts), strict=True))
+        return cls.of(lengths, columns, torch.cat([p.values for p in parts]), parts[0].shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.pattern.indptr) - 1, self.pattern.width
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.pattern.indptr.diff()
+
+    @property
+    def nbytes(self) -> int:
+        """In transit: a column and a value per number, of the values' type."""
+        return 2 * self.values.nbytes
+
+    def __getitem__(self, rows: slice) -> SparseRows:
+        start, stop, _ = rows.indices(self.shape[0])
+        if (start, stop) == (0, self.shape[0]):
+            return self
+        pattern, numbers = self.pattern.cut(start, stop)
+        return SparseRows(pattern, self.values[numbers])
+
+    def index_select(self, dim: int, rows: Tensor) -> SparseRows:
+        """The rows in that order (dim is 0, as of a Tensor)."""
+        lengths = self.lengths.index_select(0, rows)
+        starts = self.pattern.indptr.index_select(0, rows) - _offsets(lengths)[:-1]
+        total = int(lengths.sum())
+        places = torch.arange(total, dtype=torch.int32, device=rows.device) + starts.repeat_interleave(lengths, output_size=total)
+        columns, values = self.pattern.columns.index_select(0, places), self.values.index_select(0, places)
+        return SparseRows.of(lengths, columns, values, self.shape[1])
+
+    def to(self, device: torch.device | str) -> SparseRows:
+        return SparseRows.of(self.lengths.to(device), self.pattern.columns.to(device), self.values.to(device), self.shape[1])
+
+    def __repr__(self) -> str:
+        return f"SparseRows(shape={self.shape}, numbers={len(self.values)})"
+
+
+Rows = TypeVar("Rows", Tensor, SparseRows)
+
+
+class _SparseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, pattern: Pattern, values: Tensor) -> Tensor:
+        ctx.pattern = pattern
+        ctx.save_for_backward(values)
+        return _spmm(pattern.indptr, pattern.columns, values, weight.t().contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        indptr, rows, order = ctx.pattern.transposed
+        (values,) = ctx.saved_tensors
+        return _spmm(indptr, rows, values.index_select(0, order), grad.contiguous()).t(), None, None
+
+
 # -- linear --------------------------------------------------------------------------------------------------------------
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+def linear(x: Tensor | SparseRows, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
     """x [R, H_in] times weight [H_out, H_in] transposed, plus bias [H_out], then perhaps ReLU -> [R, H_out].
 
-    In float32 on CPUs by oneDNN (twice MKL's speed on AMD), else F.linear.
+    In float32 on CPUs by oneDNN (twice MKL's speed on AMD), else F.linear; of sparse rows a sum of the weight's columns.
     """
+    if isinstance(x, SparseRows):
+        out = _SparseLinear.apply(weight, x.pattern, x.values)
+        out = out if bias is None else out.add_(bias)
+        return out.relu_() if relu else out
     return linear_sum([(x, weight)], bias, relu)
 
 
@@ -321,13 +435,9 @@ def dropout_mask(seed: int, epoch: int, layer: int, vertices: Tensor, width: int
     The same on every device and for any subset or order of the vertices (int64 [R], global ids). 16 bits per number, so p
     is met to 1 / 65536.
     """
-    device = vertices.device
-    key = torch.zeros(1, dtype=torch.int64)
-    for number in (seed, epoch, layer):
-        key = _mix((key + number + 1) * _GOLDEN)
-    keys = _mix((vertices + key.to(device)) * _GOLDEN)  # [R]
+    device, threshold = vertices.device, _threshold(p)
+    keys = _keys(seed, epoch, layer, vertices)
     steps = torch.arange(1, (width + 3) // 4 + 1, device=device) * _GOLDEN  # a word gives four columns
-    threshold = min(round(p * 2**16), 2**16 - 1) - 2**15
     mask = torch.empty(len(vertices), width, dtype=torch.bool, device=device)
     rows = max(1, 2**16 // max(len(steps), 1)) if device.type == "cpu" else max(len(vertices), 1)  # 512 KiB of words: stay in cache
     for start in range(0, len(vertices), rows):
@@ -336,9 +446,40 @@ def dropout_mask(seed: int, epoch: int, layer: int, vertices: Tensor, width: int
     return mask
 
 
-def dropout(x: Tensor, seed: int, epoch: int, layer: int, vertices: Tensor, p: float) -> Tensor:
+def _keys(seed: int, epoch: int, layer: int, vertices: Tensor) -> Tensor:
+    """A word per vertex, int64 [R]; those of its columns follow from it."""
+    key = torch.zeros(1, dtype=torch.int64)
+    for number in (seed, epoch, layer):
+        key = _mix((key + number + 1) * _GOLDEN)
+    return _mix((vertices + key.to(vertices.device)) * _GOLDEN)
+
+
+def _threshold(p: float) -> int:
+    """The least 16 bits that live."""
+    return min(round(p * 2**16), 2**16 - 1) - 2**15
+
+
+def _sparse_mask(keys: Tensor, pattern: Pattern, p: float) -> Tensor:
+    """dropout_mask where the pattern has numbers: bool [Z], from the words of these alone."""
+    columns, threshold = pattern.columns, _threshold(p)
+    keys, lane = pattern.per_number(keys), (columns & 3).long()
+    mask = torch.empty(len(columns), dtype=torch.bool, device=columns.device)
+    size = 2**16 if columns.device.type == "cpu" else max(len(columns), 1)
+    for start in range(0, len(columns), size):
+        part = slice(start, start + size)
+        words = _mix(keys[part] + ((columns[part] >> 2).long() + 1) * _GOLDEN)
+        torch.ge(words.view(torch.int16).view(-1, 4).gather(1, lane[part, None])[:, 0], threshold, out=mask[part])
+    return mask
+
+
+def dropout(x: Rows, seed: int, epoch: int, layer: int, vertices: Tensor, p: float) -> Rows:
     """x [R, H] with a share p of its numbers zero and the others scaled by 1 / (1 - p); row r belongs to vertices[r]."""
-    if p == 0.0 or not x.numel():
+    if p == 0.0:
+        return x
+    if isinstance(x, SparseRows):
+        mask = _sparse_mask(_keys(seed, epoch, layer, vertices), x.pattern, p)
+        return SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p)))
+    if not x.numel():
         return x
     return _Mask.apply(x, dropout_mask(seed, epoch, layer, vertices, x.shape[1], p), 1.0 / (1.0 - p))
 
@@ -346,13 +487,14 @@ def dropout(x: Tensor, seed: int, epoch: int, layer: int, vertices: Tensor, p: f
 class _Mask(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
-        ctx.mask, ctx.scale = mask, scale
+        ctx.save_for_backward(mask)  # freed with the graph
+        ctx.scale = scale
         return _masked(x, mask, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _masked(grad, ctx.mask, ctx.scale), None, None
+        return _masked(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
 def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:

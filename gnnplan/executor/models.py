@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.kernels import Block, aggregate, attend, linear, linear_sum, softmax_aggregate
+from gnnplan.executor.kernels import Block, Rows, SparseRows, aggregate, attend, linear, linear_sum, softmax_aggregate
 from gnnplan.planner import gnn
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.specs import Workload
 
-Drop = Callable[[Tensor], Tensor]  # dropout of rows [S, H_in]: one mask per vertex, on whichever rank
+Drop = Callable[[Rows], Rows]  # dropout of rows [S, H_in]: one mask per vertex, on whichever rank
 
 
 class Layer(Protocol):
@@ -49,7 +49,7 @@ class Layer(Protocol):
     ) -> Tensor: ...
 
 
-def keep(x: Tensor) -> Tensor:
+def keep(x: Rows) -> Rows:
     """The Drop that drops nothing."""
     return x
 
@@ -274,7 +274,7 @@ class Net(nn.Module):
         self.activates_last = shapes.activates_last
         self.norm = norm_of(shapes.norm, self.decoder.in_features) if self.decoder and self.activates_last else None
         self.initial = shapes.hands_on_initial  # layers read the encoder's output x0; it and they end in ReLU
-        self.relu = [self.initial or (0 < n < self.total and not shapes.layers[n].activates) for n in range(self.total + 1)]
+        self.relu = [shapes.relu_after(n) for n in range(self.total + 1)]
         self.to(torch.float64 if workload.dtype == "float64" else torch.float32)
         self._initialise(workload.seed)
 
@@ -304,7 +304,7 @@ class Net(nn.Module):
         norm = self.norm if number > self.total else self.layer(number).norm  # type: ignore[attr-defined]
         return norm if isinstance(norm, BatchNorm) else None
 
-    def encode(self, x: Tensor, drop: Drop = keep) -> Tensor:
+    def encode(self, x: Tensor | SparseRows, drop: Drop = keep) -> Tensor:
         assert self.encoder is not None
         return linear(drop(x) if self.initial else x, self.encoder.weight, self.encoder.bias, relu=self.relu_after(0))
 

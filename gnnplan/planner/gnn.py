@@ -4,6 +4,7 @@ A layer is a row-wise `prepare` (norm, activation, dropout) and `project`, an ag
 (executor/models.py). Where its output is narrower than its input it may project first, and attention always does; an
 optional row-wise encoder comes before the first layer and a decoder after the last (GCNII, ResGCN+). Layer l reads
 h_{l-1} [rows, H_{l-1}] and writes h_l [rows, H_l]; the decoder reads h_L and counts as layer L + 1.
+Sparse features are multiplied before anything else, by the encoder or layer 1, which then never aggregates them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Layer:
     matrices: int
     weights: int
     self_edges: bool  # aggregates over its own row too
-    projects_first: bool  # its output is narrower, or it is attention: multiply, then aggregate
+    projects_first: bool  # its output is narrower, or it is attention, or it reads sparse rows: multiply, then aggregate
     sums: int = 1  # aggregations over the edges: a softmax of messages is a ratio of two
     heads: int = 0  # of attention; each has a logit per source row, which goes with the projected row
     activates: bool = False  # norm and ReLU are the first thing it does to its inputs, not the last that the layer before did
@@ -53,6 +54,7 @@ class Model:
     hands_on_initial: bool  # GCNII: a pipeline stage hands h_0 on as well
     norm: str = "none"
     activates_last: bool = False  # norm and ReLU before the decoder
+    nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
 
     @property
     def first_varying(self) -> int:
@@ -75,13 +77,22 @@ class Model:
 
     @cached_property
     def aggregating_first(self) -> Model:
-        """The same model where no layer multiplies before it aggregates, but attention, which is defined so."""
-        return replace(self, layers=tuple(replace(layer, projects_first=layer.heads > 0) for layer in self.layers))
+        """The same model where no layer multiplies before it aggregates, but attention, which is defined so, and that of sparse rows."""
+        return replace(self, layers=tuple(replace(spec, projects_first=spec.heads > 0 or self.reads_sparse(layer))
+                                          for layer, spec in enumerate(self.layers, 1)))  # fmt: skip
+
+    def reads_sparse(self, layer: int) -> bool:
+        """Whether the layer (0: the encoder) multiplies sparse features."""
+        return self.nonzeros > 0 and layer == self.first_varying
 
     @property
     def prepares_linearly(self) -> bool:
         """Whether nothing but dropout happens to a row between its exchange and its readers."""
         return not (self.activates_last or any(layer.activates for layer in self.layers))
+
+    def relu_after(self, layer: int) -> bool:
+        """Whether the layer (0: the encoder) ends in ReLU: not where the next one's inputs are activated by itself."""
+        return self.hands_on_initial or (0 < layer < len(self.layers) and not self.layers[layer].activates)
 
     def moments(self, layer: int) -> int:
         """Numbers that all ranks sum before layer l (L + 1: the decoder): batch norm's two per column, else 0."""
@@ -95,8 +106,17 @@ class Model:
         return self.layers[layer - 1].h_in
 
     def aggregate_cached(self, layer: int) -> bool:
-        """Layer 1's aggregate of constant features is computed once, unless dropout comes before it or attention weighs it."""
-        return layer == 1 and self.encoder is None and self.dropout == 0 and not self.layers[0].heads
+        """Layer 1's aggregate of constant features is computed once, unless dropout comes before it, attention weighs it, or they are
+        sparse, which it is not."""
+        return layer == 1 and self.encoder is None and self.dropout == 0 and not self.layers[0].heads and not self.nonzeros
+
+    def features_moved(self, rows: Number) -> Number:
+        """Bytes of so many constant rows in transit; sparse ones as a column and a value per number (an average)."""
+        return rows * (2 * self.nonzeros or self.features) * self.itemsize
+
+    def features_held(self, rows: Number) -> Number:
+        """Bytes of so many constant rows; sparse ones by row and by column: value, column, and in the transpose row and place."""
+        return rows * (self.nonzeros * (self.itemsize + 12) + 4 if self.nonzeros else self.features * self.itemsize)
 
     def exchanged_width(self, layer: int, narrow: bool) -> int:
         """Numbers per halo row before layer l: H_{l-1}, or H_l (and attention's logits) where it projects before the exchange."""
@@ -121,41 +141,54 @@ class Model:
         """Work of one layer on `rows` destinations with `sources` source rows and `edges` edges (without self edges).
         With `narrow` its projection has been done before the exchange (`project`)."""
         spec, b = self.layers[layer - 1], self.itemsize
-        edges = edges + rows if spec.self_edges else edges
-        cached = self.aggregate_cached(layer)
+        cached, sparse = self.aggregate_cached(layer), self.reads_sparse(layer)
         first = spec.projects_first
         narrow = narrow and self.narrow_at(layer)
         products = spec.matrices * rows
         if first:
             products = (0 if narrow else sources) + (spec.matrices - 1) * rows
-        touched = 3 * rows * spec.h_out * b + (0 if cached else 2 * sources * (spec.h_out if narrow else spec.h_in) * b)
+        product = self.product(spec.h_in, spec.h_out, products, sparse)
+        touched = 3 * rows * spec.h_out * b + (0 if cached else 2 * sources * (spec.h_out if narrow or sparse else spec.h_in) * b)
         launches = 6 + 2 * spec.matrices
         if not narrow:
-            prepared, more = self.prepare(spec, sources)
+            prepared, more = self.prepare(spec, sources, sparse)
             touched, launches = touched + prepared, launches + more
         if spec.sums > 1:
             touched = touched + 8 * sources * spec.h_in * b  # exponentials of the messages
         if spec.heads:
-            touched, launches = touched + EDGE_PASSES * edges * spec.heads * b, launches + 12 * spec.heads
-        gathers = () if cached else ((edges, spec.h_out if first else spec.h_in),) * spec.sums
-        return Compute(2.0 * products * spec.h_in * spec.h_out, gathers, touched, launches, b)
+            touched, launches = touched + EDGE_PASSES * (edges + rows) * spec.heads * b, launches + 12 * spec.heads
+        return product + Compute(0.0, self._gathers(layer, rows, edges), touched, launches, b)
 
-    def prepare(self, spec: Layer, rows: Number) -> tuple[Number, int]:
-        """Bytes touched and framework operations of norm, activation and dropout on a layer's inputs."""
+    def _gathers(self, layer: int, rows: Number, edges: Number) -> tuple[tuple[Number, int], ...]:
+        """Of a layer's aggregation."""
+        spec = self.layers[layer - 1]
+        edges = edges + rows if spec.self_edges else edges
+        return () if self.aggregate_cached(layer) else ((edges, spec.h_out if spec.projects_first else spec.h_in),) * spec.sums
+
+    def product(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
+        """Rows times a matrix; sparse rows gather one of its rows per number."""
+        if sparse:
+            return Compute(0.0, ((rows * self.nonzeros, h_out),), itemsize=self.itemsize)
+        return Compute(2.0 * rows * h_in * h_out, itemsize=self.itemsize)
+
+    def prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> tuple[Number, int]:
+        """Bytes touched and framework operations of norm, activation and dropout on a layer's inputs. A word of dropout's hash serves
+        four columns, of sparse rows a single number."""
         passes, launches = 0, 0
         if self.dropout and (spec.activates or not self.activates_last):  # ResGCN+ drops only what it has activated
             passes, launches = 6, 8
         if spec.activates:
             passes, launches = passes + (2 if spec.norm == "none" else 6), launches + (1 if spec.norm == "none" else 4)
-        return passes * rows * spec.h_in * self.itemsize, launches
+        return passes * rows * (4 * self.nonzeros if sparse else spec.h_in) * self.itemsize, launches
 
     def backward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False) -> Compute:
         """Weight gradients, and the gradient of the inputs where they vary."""
         forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
         constant = layer <= self.first_varying
-        gathers = () if constant else forward.gathers
+        aggregated = self._gathers(layer, rows, edges)
+        gathers = () if constant and not spec.projects_first else forward.gathers
         if spec.heads:  # weights depend on rows: a product along every edge for theirs, and the rows' own
-            gathers = forward.gathers * 2
+            gathers = gathers + aggregated
         return Compute(forward.flops * (1 if constant else 2), gathers,
                        forward.touched + 2 * rows * spec.h_out * self.itemsize, 2 * forward.launches, self.itemsize)  # fmt: skip
 
@@ -172,11 +205,14 @@ class Model:
         """Forward and backward work of the encoder or decoder on `rows`; `before`: the layer whose inputs are prepared for it."""
         if shape is None:
             return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
-        flops, touched = 2.0 * rows * shape[0] * shape[1], 2 * rows * (shape[0] + shape[1]) * self.itemsize
-        prepared, _ = self.prepare(before or Layer(*shape, 1, 0, False, False), rows)
+        sparse = constant_input and self.nonzeros > 0
+        product = self.product(*shape, rows, sparse)
+        touched = 2 * rows * ((0 if sparse else shape[0]) + shape[1]) * self.itemsize
+        prepared, _ = self.prepare(before or Layer(*shape, 1, 0, False, False), rows, sparse)
         touched = touched + prepared
-        return (Compute(flops, (), touched, 6, self.itemsize),
-                Compute(flops * (1 if constant_input else 2), (), touched, 10, self.itemsize))  # fmt: skip
+        again = Compute() if constant_input else product
+        return (product + Compute(0.0, (), touched, 6, self.itemsize),
+                product + again + Compute(0.0, (), touched, 10, self.itemsize))  # fmt: skip
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         return self.rowwise(self.encoder, rows, constant_input=True)
@@ -196,32 +232,35 @@ class Model:
 EDGE_PASSES = 10  # reads and writes of a number per edge and head: logit, maximum, exponential, sum, weight
 
 
-def describe(workload: Workload, features: int, classes: int) -> Model:
-    """The shapes of a workload's model on a graph with `features` columns and `classes` outputs."""
+def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:
+    """The shapes of a workload's model on a graph with `features` columns, of which `nonzeros` in a row where they are sparse, and
+    `classes` outputs."""
     hidden, count, model = workload.hidden, workload.layers, workload.model
     norm = workload.norm or ("layer" if model == "resgcn" else "none")
     classes = max(classes, 1)
     ends = workload.dropout, workload.itemsize, features, classes
     if model == "gcnii":
         layer = Layer(hidden, hidden, 1, hidden * hidden, True, False)
-        return Model((layer,) * count, (features, hidden), (hidden, classes), *ends, True)
+        return Model((layer,) * count, (features, hidden), (hidden, classes), *ends, True, nonzeros=nonzeros)
     if model == "resgcn":
         sums = 2 if workload.aggregation == "softmax" else 1
         first = Layer(hidden, hidden, 1, hidden * hidden + hidden, False, False, sums)
-        return Model((first, *[_activating(first, norm)] * (count - 1)), (features, hidden), (hidden, classes), *ends, False, norm, True)
+        layers = [first, *[_activating(first, norm)] * (count - 1)]
+        return Model(tuple(layers), (features, hidden), (hidden, classes), *ends, False, norm, True, nonzeros)
     widths = [features, *[hidden] * (count - 1), classes]
-    layers: list[Layer] = []
+    layers = []
     for h_in, h_out in pairwise(widths):
         if model == "gat":  # the attention vector has two numbers per output
             heads = workload.heads if len(layers) + 1 < count else 1
             layer = Layer(h_in, h_out, 1, h_in * h_out + 3 * h_out, True, True, heads=heads)
         else:
             matrices = 2 if model == "sage" else 1
+            sparse = not layers and nonzeros > 0
             cached = not layers and workload.dropout == 0  # layer 1's aggregate is constant: multiply what is cached
-            projects_first = h_out < h_in and not cached
+            projects_first = sparse or (h_out < h_in and not cached)
             layer = Layer(h_in, h_out, matrices, matrices * h_in * h_out + h_out, model == "gcn", projects_first)
         layers.append(_activating(layer, norm) if layers and norm != "none" else layer)
-    return Model(tuple(layers), None, None, *ends, False, norm)
+    return Model(tuple(layers), None, None, *ends, False, norm, nonzeros=nonzeros)
 
 
 def _activating(layer: Layer, norm: str) -> Layer:

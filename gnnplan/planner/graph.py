@@ -30,6 +30,7 @@ STAND_IN_FEATURES = 128
 LARGEST_ARRAY = 64 << 30  # [B]
 MOST_VERTICES = 2**31 - 1  # ids are int32
 MOST_FEATURES = 1_000_000
+SPARSE = 0.1  # features with at most this share of numbers other than zero are kept sparse
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class GraphStats:
     known: bool = True  # False: statistics only, there is no graph behind them
     directed: bool = False
     halo_rows: Mapping[int, int] = field(default_factory=dict, hash=False)  # statistics only: parts -> sum of halo rows
+    nonzeros: int = 0  # numbers in sparse features; 0: they are dense
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,12 @@ class Graph:
         """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
         picked = self.x[rows]
         return np.asarray(picked.toarray() if sp.issparse(picked) else picked, dtype=np.float32)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Numbers in each row of sparse features [N]."""
+        assert not isinstance(self.x, np.ndarray)
+        return np.asarray(np.diff(self.x.indptr), dtype=np.int64)
 
     @property
     def degree(self) -> NDArray[np.int64]:
@@ -183,7 +191,12 @@ def _finish(stats: GraphStats, indptr: NDArray[np.int64], indices: NDArray[np.in
         digest.update(f"{array.dtype.str}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
         array.flags.writeable = False  # the hash must stay true
-    return Graph(dataclasses.replace(stats, hash=digest.hexdigest()), indptr, indices, x, y, *masks)
+    nonzeros = x.nnz if sp.issparse(x) else int(np.count_nonzero(x))
+    if nonzeros > SPARSE * stats.vertices * stats.features:
+        nonzeros = 0
+    elif not sp.issparse(x):
+        x = sp.csr_matrix(x)
+    return Graph(dataclasses.replace(stats, hash=digest.hexdigest(), nonzeros=nonzeros), indptr, indices, x, y, *masks)
 
 
 def _split(labelled: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:

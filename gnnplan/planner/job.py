@@ -165,7 +165,13 @@ class Job:
 
     @cached_property
     def model(self) -> Model:
-        return describe(self.workload, self.stats.features, self.stats.classes)
+        return describe(self.workload, self.stats.features, self.stats.classes, self.stats.nonzeros / self.stats.vertices)
+
+    def features_bytes(self, rows: np.ndarray) -> np.ndarray:
+        """Of the features of these vertices in transit (int64 ids [R] -> int64 [R]) [B]."""
+        assert self.graph is not None
+        numbers = 2 * self.graph.lengths[rows] if self.model.nonzeros else np.full(rows.size, self.model.features)
+        return np.asarray(numbers * self.model.itemsize)
 
     @cached_property
     def cost(self) -> Cost:

@@ -30,6 +30,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     rough    60 vertices, 6 of them isolated, self-loops and duplicates in the file, edges one way, 4 classes
     islands  two components of 30 that METIS separates, so that two ranks have no halo; training vertices on one only
     multi    rough with 5 labels per vertex
+    sparse   rough with 40 features that are mostly zero, some rows empty and one full
     """
     folder = tmp_path_factory.mktemp("graphs")
     random = np.random.default_rng(7)
@@ -44,6 +45,12 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     src, dst = np.concatenate([src, src[:20], loops]), np.concatenate([dst, dst[:20], loops])
     np.savez(folder / "rough.npz", src=src, dst=dst, x=x, y=y, **masks)
     np.savez(folder / "multi.npz", src=src, dst=dst, x=x, y=random.random((n, 5)) < 0.4, **masks)
+    thin = np.random.default_rng(8).standard_normal((n, 40)) * (np.random.default_rng(9).random((n, 40)) < 0.05)
+    thin[3] = 1.0
+    thin[10:15] = 0.0
+    indptr, columns = np.concatenate([[0], np.cumsum((thin != 0).sum(1))]), np.nonzero(thin)[1]
+    np.savez(folder / "sparse.npz", src=src, dst=dst, y=y, **masks,
+             x_indptr=indptr, x_indices=columns, x_data=thin[thin != 0], x_shape=[n, 40])  # fmt: skip
     a, b = random.integers(0, 30, (2, 120))
     c, d = random.integers(30, 60, (2, 120))
     ring = np.arange(30)

@@ -52,6 +52,14 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),
     (4, 2, "granndis(depth=1)", "resgcn norm=batch aggregation=sum", "multi", 0.0),
     (2, 1, "gnnpipe", "resgcn", "rough", 0.5),
+    (2, 1, "graph_parallel(narrow=True)", "sage", "sparse", 0.5),
+    (2, 1, "pipegcn", "gat", "sparse", 0.0),
+    (4, 2, "granndis(depth=1)", "gcn", "sparse", 0.5),  # preloads and exchanges sparse rows
+    (4, 2, "granndis", "gcnii", "sparse", 0.5),
+    (4, 2, "granndis(batches=2)", "sage", "sparse", 0.0),  # loads them
+    (4, 2, "granndis(batches=2)", "gcnii", "sparse", 0.0),
+    (4, 1, "gnnpipe(stages=2,chunks=5)", "sage", "sparse", 0.5),
+    (2, 1, "gnnpipe", "gcnii", "sparse", 0.5),
 ]
 
 

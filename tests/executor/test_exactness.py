@@ -121,6 +121,28 @@ def test_awkward_graphs(run_ranks: Ranks, graphs: dict[str, str], world: int, se
     assert_equal(run_ranks, world, cases, weights=1e-9, losses=1e-9)
 
 
+# -- sparse features ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [*MODELS, "gat", "resgcn"])
+def test_sparse_features_in_one_process(run_ranks: Ranks, graphs: dict[str, str], model: str) -> None:
+    """Training on dense matrices, dropout's masks included."""
+    for dropout, hidden in ((0.0, 8), (0.5, 8), (0.5, 48)):  # wider than the features: multiplied first all the same
+        case = Case("graph_parallel", graphs["sparse"], workload(model, dtype="float64", dropout=dropout, hidden=hidden))
+        assert case.job(1).model.reads_sparse(case.job(1).model.first_varying)
+        losses, weights = train_plainly(case)
+        alone = reference(run_ranks, case)
+        assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(alone.weights, weights) <= 1e-9, str(case)
+
+
+@settings
+def test_sparse_features_on_ranks(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str) -> None:
+    cases = [Case(strategy, graphs["sparse"], workload(model, dtype="float64", dropout=dropout), servers, eval_every=2)
+             for model, dropout in (("sage", 0.5), ("gcn", 0.0), ("gcnii", 0.5))]  # fmt: skip
+    assert_equal(run_ranks, world, cases, weights=1e-9, losses=1e-9)
+
+
 # -- attention, residual blocks, norms ---------------------------------------------------------------------------------
 
 BLOCKS = (

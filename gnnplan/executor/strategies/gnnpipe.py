@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.comm import Arrival, Exchange, send
-from gnnplan.executor.data import Targets, dtype_of, features, weighted_block
-from gnnplan.executor.kernels import Block, aggregate_transposed, dropout
+from gnnplan.executor.data import Targets, dtype_of, features, lengths_of, sparse_features, weighted_block
+from gnnplan.executor.kernels import Block, SparseRows, aggregate_transposed, dropout
 from gnnplan.executor.models import Drop, Net, keep
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.chunks import Chunks
@@ -98,7 +98,10 @@ class Worker:
         self.own, self.vertices = own.size, torch.from_numpy(kept).to(device)
         self.chunks = self._cut(cut, kept, halo)
         self.targets = [Targets(graph, own[c.rows], workload, device) for c in self.chunks] if self.is_last else []
-        self.features = self._features(own) if self.is_first else None
+        self.features = self._features(kept) if self.is_first else None
+        self.read: list[SparseRows] = []  # of sparse features, what each chunk's edges read
+        if isinstance(self.features, SparseRows) and self.net.encoder is None:
+            self.read = [self.features.index_select(0, chunk.sources) for chunk in self.chunks]
         self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]
         width = {layer: self.shapes.input_width(layer) for layer in self.varying}
 
@@ -149,10 +152,13 @@ class Worker:
             out.append(Chunk(rows, slice(int(far[c]), int(far[c + 1])), torch.from_numpy(sources).to(device), blocks, exchange))
         return out
 
-    def _features(self, own: np.ndarray) -> Tensor:
+    def _features(self, kept: np.ndarray) -> Tensor | SparseRows:
         """Constant inputs: own rows, and where they are layer 1's also those of other members, which cross once."""
-        assert self.job.graph is not None
-        x = features(self.job.graph, own, self.job.workload, self.rank.device)
+        graph, own = self.job.graph, kept[: self.own]
+        assert graph is not None
+        if self.shapes.nonzeros:
+            return self._sparse_features(kept)
+        x = features(graph, own, self.job.workload, self.rank.device)
         meeting = [chunk.exchange for chunk in self.chunks if chunk.exchange]
         if self.shapes.first_varying == 0 or not meeting:
             return x
@@ -160,6 +166,19 @@ class Worker:
         nbytes = self.rank.count(label, sum(exchange.nbytes(x.shape[1], x.element_size(), "f") for exchange in meeting))
         with self.rank.span(label, "comm", nbytes):
             return self._with_far(x)
+
+    def _sparse_features(self, kept: np.ndarray) -> SparseRows:
+        graph, label = self.job.graph, Label("input_halo", -1)
+        assert graph is not None
+        own = sparse_features(graph, kept[: self.own], self.job.workload, self.rank.device)
+        meeting = [(chunk, chunk.exchange) for chunk in self.chunks if chunk.exchange]
+        if self.shapes.first_varying == 0 or not meeting:
+            return own
+        leaving = [exchange.pack(own[chunk.rows]) for chunk, exchange in meeting]
+        with self.rank.span(label, "comm", self.rank.count(label, sum(rows.nbytes for rows in leaving))):
+            far = [exchange.forward_sparse(rows, lengths_of(graph, kept[chunk.far]))
+                   for (chunk, exchange), rows in zip(meeting, leaving, strict=True)]  # fmt: skip
+        return SparseRows.cat([own, *far])
 
     def _with_far(self, own: Tensor) -> Tensor:
         """All own rows [own, H], and below them those of other members, fetched chunk by chunk."""
@@ -215,7 +234,7 @@ class Worker:
             self.slope[layer].zero_()
             with torch.no_grad():
                 self.mixed[layer].copy_(self.net.layer(layer).prepare(self.past[layer], self._drop(step, layer, self.vertices)))
-        if self.features is not None and not self.cached and self.net.encoder is None:
+        if self.features is not None and not self.cached and not self.read and self.net.encoder is None:
             self.inputs = self.net.layer(1).prepare(self.features, self._drop(step, 1, self.vertices))  # features are never historical
 
     def _expect(self, order: list[int], peer: int) -> dict[int, Arrival]:
@@ -301,7 +320,9 @@ class Worker:
         rows = chunk.rows
         if h is None:  # constant features
             assert self.features is not None
-            if self.cached:
+            if self.read:
+                out = net(chunk.blocks[net.edges], self.read[c], self._drop(step, layer, self.vertices[chunk.sources]), x0, relu)
+            elif self.cached:
                 out = net.update(self.cached[c], self.features[rows], self.features[rows], x0, relu)
             else:
                 out = net.update(self._read(chunk, layer, self.inputs), self.inputs[rows], self.features[rows], x0, relu)
@@ -410,8 +431,10 @@ class Worker:
                 h = self._with_far(h)
                 self.mixed[layer].copy_(h)
             net, relu = self.net.layer(layer), self.net.relu_after(layer)
-            parts = []
-            rows = net.prepare(h, keep)
+            if self.read and layer == 1:
+                h = torch.cat([net(chunk.blocks[net.edges], x, keep, None, relu) for chunk, x in zip(self.chunks, self.read, strict=True)])
+                continue
+            parts, rows = [], net.prepare(h, keep)
             for i, chunk in enumerate(self.chunks):
                 gathered = self.cached[i] if self.cached and layer == 1 else self._read(chunk, layer, rows)
                 parts.append(net.update(gathered, rows[chunk.rows], h[chunk.rows], None if x0 is None else x0[chunk.rows], relu))

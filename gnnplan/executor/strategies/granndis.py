@@ -41,7 +41,7 @@ class CoBatches:
     def _keep(self, layout: Layout) -> None:
         """What batches load from: the rows that layer 1 (or the encoder) reads, or its aggregate (and GraphSAGE's own rows)."""
         me, job = self.rank.rank, self.job
-        x = constant_rows(self.rank, job, layout).cpu()
+        x = constant_rows(self.rank, job, layout).to("cpu")
         ids = self._constant(layout)
         self.kept = [x]
         if self.cached:
@@ -68,9 +68,9 @@ class CoBatches:
         return Worker(self.rank, self.job, batch, self.strategy.manner, degrees=self.strategy.degrees, net=self.net, batch=targets)
 
     def _load(self, worker: Worker, places: Tensor, step: int) -> None:
-        nbytes = sum(len(places) * rows.shape[1] * rows.element_size() for rows in self.kept)
-        with self.rank.span(Label("load", step), "copy", nbytes):
-            rows = [kept.index_select(0, places).to(self.rank.device) for kept in self.kept]
+        chosen = [kept.index_select(0, places) for kept in self.kept]
+        with self.rank.span(Label("load", step), "copy", sum(rows.nbytes for rows in chosen)):
+            rows = [rows.to(self.rank.device) for rows in chosen]
             worker.features = rows[-1]
             if self.cached:
                 worker.cached = rows[0]
@@ -80,7 +80,7 @@ class CoBatches:
         worker, places = self.batches[self.strategy.turn(self.job, step)]
         self._load(worker, places, step)
         loss, logits = worker.step(step)
-        worker.features, worker.cached = worker.features[:0].clone(), None
+        worker.features, worker.cached = torch.empty(0), None
         self.scored = [worker.targets]
         return loss * (worker.targets.total / self.job.stats.train_vertices), logits
 

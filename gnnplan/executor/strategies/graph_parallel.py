@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.comm import Exchange, all_reduce
-from gnnplan.executor.data import Targets, dtype_of, features, weighted_block
-from gnnplan.executor.kernels import dropout
+from gnnplan.executor.data import Targets, dtype_of, features, lengths_of, sparse_features, weighted_block
+from gnnplan.executor.kernels import Rows, SparseRows, dropout
 from gnnplan.executor.models import BatchNorm, Drop, Net
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class _Step:
     """What a layer's forward keeps for its backward."""
 
-    leaf: Tensor  # the layer's own input rows [local, H_{l-1}]
+    leaf: Tensor  # the layer's own input rows [local, H_{l-1}]; empty where these are constant
     projection: Callable[[], tuple[Tensor, Tensor]] | None = None  # narrow: computes `projected`
     projected: tuple[Tensor, Tensor] | None = None  # narrow: own projected rows and own prepared rows
     source: Tensor | None = None  # leaf: all source rows [S, width]; None where the aggregate is cached
@@ -94,15 +94,18 @@ class Worker:
         self.own_vertices = torch.from_numpy(layout.own(me)).to(device)
         self.vertices_in_all = sum(layout.own(rank).size for rank in range(layout.ranks))
         self.targets = Targets(graph, layout.own(me), workload, device, self.batch)
-        self.features, self.cached = torch.empty(0), None
+        self.features: Tensor | SparseRows = torch.empty(0)
+        self.cached: Tensor | None = None
         if self.batch is None:
             self._set_up()
 
     def _set_up(self) -> None:
         self.features = constant_rows(self.rank, self.job, self.layout)
         if self.shapes.aggregate_cached(1):
+            assert isinstance(self.features, Tensor)
             self.cached = self.net.layer(1).gather(self.blocks[1], self.features)
-            self.features = self.features[: self.blocks[1].n_dst].clone() if self.job.workload.model == "sage" else self.features[:0]
+            reads_own = self.job.workload.model == "sage"
+            self.features = self.features[: self.blocks[1].n_dst if reads_own else 0].clone()
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -198,21 +201,26 @@ class Worker:
 
     def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
         """Forward of one layer; the next one's entry. `entered.out` is h_l with its segment's graph."""
-        net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
         halo = None
         self._moments(step, layer, entered)
         if layer > self.shapes.first_varying and not self.silent[layer]:
             halo = self._halo(step, layer, "f", self._outgoing(entered))
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
-            x0 = self.x0[: block.n_dst] if self.x0 is not None else None
-            if self.cached is not None and layer == 1:
-                cached = self.cached
-                entered.segment = lambda: net.update(cached, self.features, self.features, None, relu)
+            x0 = self.x0[: self.blocks[layer].n_dst] if self.x0 is not None else None
+            if layer <= self.shapes.first_varying:
+                entered.segment = self._first_segment(step)
             else:
                 entered.segment = self._segment(step, layer, entered, halo, x0)
             out = self._kept(entered.segment)
             entered.out = None if self.how.checkpoint else out
             return self._enter(out, step, layer + 1)
+
+    def _first_segment(self, step: int) -> Callable[[], Tensor]:
+        """Layer 1 on constant features."""
+        net, relu, cached, x = self.net.layer(1), self.net.relu_after(1), self.cached, self.features
+        if cached is not None:
+            return lambda: net.update(cached, x, x, None, relu)
+        return lambda: net(self.blocks[1], x, self._drop(step, 1, self.vertices[1]), None, relu)
 
     def _segment(self, step: int, layer: int, entered: _Step, halo: Tensor | None, x0: Tensor | None) -> Callable[[], Tensor]:
         """Lays out the layer's source rows; what it returns computes h_l from them."""
@@ -251,14 +259,15 @@ class Worker:
 
     def _through_projection(self, above: _Step | None, gradient: Tensor) -> Tensor:
         """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
-        if above is None or above.projected is None:
+        if above is None:
             return gradient
-        assert above.own is not None and above.projection is not None
+        assert above.projected is not None and above.own is not None and above.projection is not None
         projected = above.projection() if self.how.checkpoint else above.projected
         if above.own.grad is None:  # the layer does not read its own rows but through the aggregate
             torch.autograd.backward(projected[0], gradient)
         else:
             torch.autograd.backward(projected, (gradient, above.own.grad))
+        above.projected = above.own = above.source = None
         assert above.leaf.grad is not None
         return above.leaf.grad
 
@@ -266,7 +275,7 @@ class Worker:
         """All layers: what each keeps, last the decoder, whose leaf is h_L [own, H_L]; and the encoder's output with its graph."""
         encoded, self.x0 = None, None
         if self.net.encoder is None:
-            entered = [self._enter(self.features, step, 1)]
+            entered = [_Step(torch.empty(0))]
         else:
             with self.rank.span(Label("encode", step, "f"), "compute"):
                 drop = self._drop(step, 0, self.vertices[1][: self.features.shape[0]])
@@ -294,9 +303,12 @@ class Worker:
         gradient = last.leaf.grad
         assert gradient is not None
         self._moments_home(step, len(self.layers) + 1, last, gradient)
+        del last
         for layer in reversed(self.layers):
             gradient = self._backward(step, layer, entered[-1], above, gradient)
-            above = entered.pop()
+            done = entered.pop()
+            above = done if done.projected is not None else None
+            del done  # and its rows
         if encoded is not None:
             with self.rank.span(Label("encode", step, "b"), "compute"):
                 assert gradient is not None
@@ -319,25 +331,35 @@ class Worker:
             future.result()
 
 
-def constant_rows(rank: Rank, job: Job, layout: Layout) -> Tensor:
+def constant_rows(rank: Rank, job: Job, layout: Layout) -> Tensor | SparseRows:
     """Features of all rows this rank computes (preload) and, where they are what layer 1 reads, of its halo: [S, F]. Set-up."""
     me = rank.rank
     assert job.graph is not None
 
-    def swap(op: str, exchange: Exchange, rows: Tensor) -> Tensor:
-        label = Label(op, -1)
-        with rank.span(label, "comm", rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), "f"))):
-            return exchange.forward(exchange.pack(rows))
+    def swap(op: str, exchange: Exchange, rows: Rows, ids: np.ndarray) -> Rows:
+        """The rows that come, whose global ids are known."""
+        label, packed = Label(op, -1), exchange.pack(rows)
+        with rank.span(label, "comm", rank.count(label, packed.nbytes)):
+            return exchange.forward(packed) if isinstance(packed, Tensor) else exchange.forward_sparse(packed, lengths_of(job.graph, ids))
 
-    x = features(job.graph, layout.own(me), job.workload, rank.device)
+    own, local = layout.own(me).size, layout.rows(me, 0).size
+    piece, reads_halo = layout.piece(me, 1), job.model.first_varying == 1 and bool(layout.facts(1).sends.any())
+    if job.model.nonzeros:
+        parts = [sparse_features(job.graph, layout.own(me), job.workload, rank.device)]
+        if layout.preloaded().any():
+            give, take, order = _preload(layout, me)
+            received = swap("preload", Exchange(rank, give, take), parts[0], layout.rows(me, 0)[own:][order])
+            parts.append(received.index_select(0, torch.from_numpy(np.argsort(order)).to(rank.device)))
+        if reads_halo:
+            exchange = Exchange(rank, layout.sent(me, 1), piece.received)
+            parts.append(swap("input_halo", exchange, SparseRows.cat(parts), piece.halo))
+        return SparseRows.cat(parts)
+    x = features(job.graph, layout.own(me), job.workload, rank.device, local - own + (piece.halo.size if reads_halo else 0))
     if layout.preloaded().any():
         give, take, order = _preload(layout, me)
-        received = swap("preload", Exchange(rank, give, take), x)
-        external = torch.empty_like(received)
-        external[torch.from_numpy(order).to(x.device)] = received
-        x = torch.cat([x, external])
-    if job.model.first_varying == 1 and layout.facts(1).sends.any():
-        x = torch.cat([x, swap("input_halo", Exchange(rank, layout.sent(me, 1), layout.piece(me, 1).received), x)])
+        x[own + torch.from_numpy(order).to(x.device)] = swap("preload", Exchange(rank, give, take), x, layout.rows(me, 0)[own:][order])
+    if reads_halo:
+        x[local:] = swap("input_halo", Exchange(rank, layout.sent(me, 1), piece.received), x, piece.halo)
     return x
 
 

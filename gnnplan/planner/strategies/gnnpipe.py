@@ -223,7 +223,7 @@ class GNNPipe(Strategy):
             if self.checkpoint and layer > model.first_varying and layer < len(model.layers):
                 again, spec = model.forward(layer, rows, projected, edges), model.layers[layer - 1]
                 backward = backward + (again if spec.heads or spec.sums > 1 else replace(again, gathers=()))
-            if not model.aggregate_cached(layer):  # the rows read are gathered, and their gradients scattered
+            if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):  # what is read is gathered, its gradients scattered
                 forward = forward + Compute(touched=2.0 * sources * model.input_width(layer) * b, launches=1, itemsize=b)
             if layer > model.first_varying:
                 backward = backward + Compute(touched=3.0 * sources * model.input_width(layer) * b, launches=2, itemsize=b)
@@ -261,7 +261,8 @@ class GNNPipe(Strategy):
         model, stages = self.shape(job)
         widths = sum(model.input_width(layer) for layer in stages[stage] if layer > model.first_varying)
         factor = 4 + (6 if model.dropout else 0)
-        inputs = 6 * model.features if model.dropout and 1 in stages[stage] and not model.encoder else 0
+        dropped = model.dropout and 1 in stages[stage] and not model.encoder and not model.nonzeros  # sparse rows: by each chunk
+        inputs = 6 * model.features if dropped else 0
         return Compute(touched=float(rows * (factor * widths + inputs) * model.itemsize), launches=4, itemsize=model.itemsize)
 
     def weights(self, job: Job, stage: int) -> int:
@@ -443,9 +444,16 @@ class GNNPipe(Strategy):
 
     def _setup(self, job: Job) -> list[Task]:
         """The first stage's constant inputs cross once."""
-        group, read = tuple(self.group(job, 0)), self.facts(job).sends.sum(0) * job.stats.features * job.model.itemsize
+        group, read = tuple(self.group(job, 0)), self.facts(job).sends.sum(0)
         if job.model.first_varying == 0 or not read.any():
             return []
+        if job.graph is None:
+            read = np.round(job.model.features_moved(read)).astype(np.int64)
+        else:
+            assert self.chunks is not None
+            cut = job.cut(self.chunks, len(group))
+            halos = [cut.halo(member) for member in range(len(group))]
+            read = np.stack([np.bincount(cut.sub[halo] % len(group), job.features_bytes(halo), len(group)) for halo in halos], 1)
         return [Task(Label("input_halo", -1), rank, "comm", Collective("exchange", group, tuple(
             (peer, int(nbytes)) for peer, nbytes in zip(group, read[rank], strict=True) if nbytes))) for rank in group]  # fmt: skip
 

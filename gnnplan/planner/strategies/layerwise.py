@@ -122,13 +122,28 @@ def _kind(model: Model, layout: Layout | EstimatedLayout, layer: int, narrow: bo
 
 def setup(job: Job, layout: Layout | EstimatedLayout) -> Iterator[Op]:
     """Exchanges done once: features of recomputed rows, then the halo of constant inputs."""
-    width = job.stats.features * job.model.itemsize
     preloaded = layout.preloaded()
     if preloaded.any():
-        yield Op("preload", sent=preloaded * width)
+        yield Op("preload", sent=_features_sent(job, layout, preloaded, "preload"))
     halo = layout.facts(1).sends
     if job.model.first_varying == 1 and halo.any():
-        yield Op("input_halo", sent=halo * width)
+        yield Op("input_halo", sent=_features_sent(job, layout, halo, "input_halo"))
+
+
+def _features_sent(job: Job, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str) -> np.ndarray:
+    """Bytes [ranks, ranks] of so many features' rows."""
+    if not job.model.nonzeros or job.graph is None or not isinstance(layout, Layout):
+        return np.asarray(np.round(job.model.features_moved(rows)).astype(np.int64))
+    sent = np.zeros_like(rows)
+    for me in range(job.ranks):
+        if op == "preload":
+            ids = layout.rows(me, 0)[layout.own(me).size :]
+            sender = layout.owner[ids]
+        else:
+            piece = layout.piece(me, 1)
+            ids, sender = piece.halo, np.repeat(np.arange(job.ranks), piece.received)
+        sent[:, me] = np.bincount(sender, weights=job.features_bytes(ids), minlength=job.ranks)
+    return sent
 
 
 def preparation(job: Job, layout: Layout | EstimatedLayout) -> dict[str, float]:
@@ -141,11 +156,15 @@ def _loaded(job: Job, layout: Layout | EstimatedLayout) -> np.ndarray:
     """Bytes [ranks] of the constant rows that a batch needs on the device: those that layer 1 (or the encoder) reads, or its
     aggregate where that is cached."""
     model = job.model
+    if model.nonzeros and isinstance(layout, Layout):
+        local = [layout.rows(me, 0) for me in range(job.ranks)]
+        read = [np.append(rows, layout.piece(me, 1).halo) for me, rows in enumerate(local)] if model.first_varying else local
+        return np.array([int(job.features_bytes(rows).sum()) for rows in read])
     if model.aggregate_cached(1):
         rows = layout.facts(1).rows * (2 if job.workload.model == "sage" else 1)  # GraphSAGE reads a row beside its neighbours'
     else:
         rows = layout.facts(1).sources if model.first_varying else _local(layout, 0)
-    return np.asarray(np.round(rows).astype(np.int64) * job.stats.features * model.itemsize)
+    return np.asarray(np.round(model.features_moved(np.round(rows))).astype(np.int64))
 
 
 def _local(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
