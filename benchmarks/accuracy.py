@@ -46,8 +46,8 @@ def main(record: bool) -> None:
             })  # fmt: skip
             print(f"{model:5s} {hidden:4d} {dropout:3g} {strategy:28s} predicted {1e3 * step['predicted_s']:7.1f} ms, "
                   f"measured {1e3 * step['measured_s']:7.1f} ms ({step['predicted_error']:+.0%}); "
-                  f"exposed {1e3 * bare['measured_s']:6.1f} ms, hidden {1e3 * told['hidden_s']:6.1f} ms; memory {memory['error']:+.1%}; bytes equal {told['bytes']['equal']}, "
-                  f"order equal {told['order']['equal']}", flush=True)  # fmt: skip
+                  f"exposed {1e3 * bare['measured_s']:6.1f} ms, hidden {1e3 * told['hidden_s']:6.1f} ms; memory {memory['error']:+.1%}; "
+                  f"bytes equal {told['bytes']['equal']}, order equal {told['order']['equal']}", flush=True)  # fmt: skip
     if record:
         with RECORD.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0].keys())

@@ -340,7 +340,7 @@ def test_where_a_run_goes_by_default(plan_file: Path, gnnplan: Call, tmp_path: P
     monkeypatch.setattr(cli, "show_run", lambda out, as_json: None)
     assert gnnplan("run", plan_file).code == 0
     out = Path("runs/community-graph_parallel-2")
-    assert started == [(out / "plan.json", out, 50, 10, 30.0, (0, 1))]
+    assert started == [(out / "plan.json", out, launch.Options(), (0, 1))]
     assert json.loads((out / "plan.json").read_text()) == json.loads(plan_file.read_text())
 
 
