@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from gnnplan.executor import kernels
-from gnnplan.executor.kernels import Block, aggregate, attend, dropout, dropout_mask, linear, linear_sum, softmax_aggregate
+from gnnplan.executor.kernels import Block, SparseRows, aggregate, attend, dropout, dropout_mask, linear, linear_sum, softmax_aggregate
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +234,76 @@ def test_linear_in_float64_by_differences_and_only_needed_gradients() -> None:
     constant, weight = torch.randn(4, 3), torch.randn(5, 3, requires_grad=True)
     linear(constant, weight).sum().backward()
     assert constant.grad is None and weight.grad is not None
+
+
+# -- sparse rows ---------------------------------------------------------------------------------------------------------
+
+
+def sparse_rows(x: torch.Tensor) -> SparseRows:
+    rows, columns = x.nonzero().unbind(1)
+    return SparseRows.of(torch.bincount(rows, minlength=len(x)), columns, x[rows, columns], x.shape[1])
+
+
+def dense_rows(x: SparseRows) -> torch.Tensor:
+    rows = torch.arange(x.shape[0]).repeat_interleave(x.lengths)
+    return torch.zeros(x.shape, dtype=x.values.dtype).index_put((rows, x.pattern.columns.long()), x.values, accumulate=True)
+
+
+thin = st.builds(
+    lambda rows, width, density, seed: torch.from_numpy(
+        np.random.default_rng(seed).standard_normal((rows, width)) * (np.random.default_rng(seed + 1).random((rows, width)) < density)),
+    st.integers(0, 12), st.integers(1, 30), st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 2**31),
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(thin, st.integers(1, 9), st.booleans(), st.booleans())
+def test_linear_of_sparse_rows_equals_that_of_dense_ones(x: torch.Tensor, h_out: int, with_bias: bool, relu: bool) -> None:
+    weight = torch.randn(h_out, x.shape[1], dtype=x.dtype, requires_grad=True)
+    bias = torch.randn(h_out, dtype=x.dtype, requires_grad=True) if with_bias else None
+    inputs = [t for t in (weight, bias) if t is not None]
+    ours, theirs = linear(sparse_rows(x), weight, bias, relu), F.linear(x, weight, bias)
+    theirs = theirs.relu() if relu else theirs
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    grad = torch.randn_like(theirs)
+    for a, b in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+@settings(deadline=None)
+@given(thin, st.data())
+def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x: torch.Tensor, data: st.DataObject) -> None:
+    ours, rows = sparse_rows(x), st.integers(0, len(x))
+    start, stop = sorted(data.draw(st.tuples(rows, rows)))
+    chosen = torch.tensor(data.draw(st.lists(st.integers(0, max(len(x) - 1, 0)), max_size=20 if len(x) else 0)), dtype=torch.int64)
+    cut, picked = ours[start:stop], ours.index_select(0, chosen)
+    for sparse, plain in ((ours, x), (cut, x[start:stop]), (picked, x[chosen]), (ours[:], x), (ours.to("cpu"), x),
+                          (SparseRows.cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]]))):  # fmt: skip
+        assert sparse.shape == tuple(plain.shape) and sparse.nbytes == 2 * 8 * int((plain != 0).sum())
+        assert torch.equal(dense_rows(sparse), plain)
+        indptr, where, order = sparse.pattern.transposed
+        assert torch.equal(dense_rows(SparseRows.of(indptr.diff(), where, sparse.values[order.long()], len(plain))), plain.t())
+
+
+def test_a_cut_is_sorted_once() -> None:
+    """Rows with other numbers, as dropout makes them every epoch, share it."""
+    x = sparse_rows(torch.eye(6))
+    assert x[2:4].pattern is SparseRows(x.pattern, x.values * 2)[2:4].pattern and x[:6] is x
+    assert x.pattern.transposed is SparseRows(x.pattern, x.values * 2).pattern.transposed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0 - 1e-6])
+def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(p: float, dtype: torch.dtype) -> None:
+    """More numbers than are hashed at once."""
+    x = torch.randn(700, 131, dtype=dtype)
+    x[torch.rand(x.shape) < 0.1] = 0.0
+    x[5] = 0.0
+    vertices = torch.randperm(10**6)[:700]
+    for rows in (slice(None), slice(3, 9), slice(0, 0)):
+        ours = dropout(sparse_rows(x)[rows], 1, 2, 3, vertices[rows], p)
+        assert torch.equal(dense_rows(ours), dropout(x[rows], 1, 2, 3, vertices[rows], p))
+    assert len(ours.values) == 0 and dropout(ours, 1, 2, 3, vertices[:0], 0.0) is ours
 
 
 # -- dropout -------------------------------------------------------------------------------------------------------------
