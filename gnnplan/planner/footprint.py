@@ -18,6 +18,7 @@ from gnnplan.planner.gnn import Layer, Model
 
 BLOCK = 512_000  # numbers of a product's operands that its backward pass looks at together (kernels._blocks)
 LONG = 8  # [B] of an index that torch wants in 64 bits
+KERNEL = 0.6e6  # [B] that oneDNN keeps of the code for a product, for every shape of it (measured; torch 2.13)
 
 
 class Tape:
@@ -49,6 +50,7 @@ class Footprint:
     kept: Number  # from its forward to its backward pass, its output included
     forward: Number  # the most in its forward pass
     backward: Number  # the most in its backward pass, which begins with what was kept
+    kernels: Number  # how many shapes of products it has
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,15 @@ class Prepared:
     @staticmethod
     def of(model: Model, spec: Layer, n: Number) -> Prepared:
         """n rows."""
-        rows = n * spec.h_in * model.itemsize
+        return Prepared.on(model, spec, n, spec.h_in)
+
+    @staticmethod
+    def on(model: Model, spec: Layer, n: Number, width: float) -> Prepared:
+        """n rows of so many numbers: of sparse ones dropout looks at these alone."""
+        rows = n * width * model.itemsize
         drops = model.dropout > 0 and (spec.activates or not model.activates_last)  # ResGCN+ drops only what it has activated
         normed = {"none": 0.0 * rows, "layer": 2 * n * model.itemsize, "batch": rows}[spec.norm] * spec.activates
-        return Prepared(rows, spec.norm, normed, rows * spec.activates, n * spec.h_in * drops, rows * drops)
+        return Prepared(rows, spec.norm, normed, rows * spec.activates, n * width * drops, rows * drops)
 
     @property
     def saved(self) -> Number:
@@ -102,14 +109,22 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
     edges = edges + rows if spec.self_edges else edges
     r_in, r_out, s_in, s_out = (n * width * b for n in (rows, sources) for width in (spec.h_in, spec.h_out))
     projected = sources * spec.projected * b
-    made = Prepared.of(model, spec, 0.0 * rows if apart else local if narrow else sources)
+    sparse = model.reads_sparse(layer)
+    made = Prepared.on(model, spec, 0.0 * rows if apart else local if narrow else sources, model.nonzeros if sparse else spec.h_in)
     gathered = 0.0 * r_in if model.aggregate_cached(layer) or (apart and not (heads or first or kind == "resgcn")) else r_in
 
     def product(n: Number, through_relu: bool = False, matrices: int = 1) -> Number:
         """What the backward pass of a product holds of a block of its n rows, and of matrices that are turned and added up."""
         size = max(1000, BLOCK // (spec.h_in + spec.h_out))
         block = np.minimum(n, size) * (max(spec.h_in, spec.h_out) + spec.h_out * through_relu)
+        if sparse:  # numbers in the order of columns
+            block = n * model.nonzeros
         return (block + (2 * matrices + 1) * spec.h_in * spec.h_out) * b
+
+    def shapes(n: Number, terms: int = 1) -> Number:
+        """Of products over n rows: forward, and for blocks of rows and what is left the gradients of rows and weights."""
+        size = max(1000, BLOCK // (spec.h_in + spec.h_out))
+        return (terms + np.where(n > size, 2, 1) * (1 + varies)) * (not sparse)
 
     def forward(t: Tape) -> None:
         made.forward(t)
@@ -143,6 +158,7 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
             t.take(gathered, r_in, r_out, r_out)  # mixed with initial rows, product, both
             t.free(gathered, r_out)
         elif first:
+            t.touch(spec.h_in * spec.h_out * b * sparse)  # the weight turned
             t.take(0.0 if narrow else s_out, r_out)
             t.free(0.0 if narrow else s_out)
             t.take(r_out, r_out if kind == "sage" or relu else 0.0)
@@ -228,6 +244,7 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
         elif narrow:
             t.take(made.rows)
             t.touch(product(local))
+            t.touch(made.rows if kind == "sage" else 0.0)  # own rows'
             t.free(made.dropped)
             made.backward(t)
 
@@ -235,7 +252,8 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
     forward(t)
     kept, most, t.most = t.now, t.most, t.now
     backward(t)
-    return Footprint(kept, most, t.most)
+    both = kind == "sage" and first
+    return Footprint(kept, most, t.most, shapes(sources if first else rows, 2 if kind == "sage" and not first else 1) + shapes(rows) * both)
 
 
 def block(kind: str, model: Model, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:

@@ -41,6 +41,7 @@ import numpy as np
 from gnnplan.planner.chunks import ChunkFacts
 from gnnplan.planner.cost import Cost, Number, Port, Transfer
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.footprint import KERNEL, Footprint, Moments, Prepared, block, footprint, loss
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import Job
@@ -469,37 +470,100 @@ class GNNPipe(Strategy):
         return {"partitioning": cut, "first pass": float(self.predict(job).by_op["forward"]) * self.stages}
 
     def memory(self, job: Job) -> Memory:
-        """A stage holds its layers only, but for all vertices, and the history of each of its layers; its members share the rows."""
-        assert self.stages is not None and self.chunks is not None
-        model, stages = self.shape(job)
-        facts, b, g = self.facts(job), model.itemsize, self.members(job)
-        own, edges, sources = (a.astype(float).sum(0) for a in (facts.rows, facts.edges, facts.sources))
+        """A stage holds its layers only, but for all vertices, and the history of each of its layers; its members share the rows. It is
+        fullest when backward begins, with all that autograd keeps of all chunks."""
+        assert self.stages is not None
+        model, b, g = job.model, job.model.itemsize, self.members(job)
         kept = np.array(self._kept(job), dtype=float)
-        uses = ("parameters", "optimizer", "features", "activations", "history", "pipeline", "graph")
+        uses = ("parameters", "optimizer", "features", "activations", "history", "pipeline", "graph", "buffers")
         use: Memory = {name: np.zeros(job.ranks) for name in uses}
-        for s, layers in enumerate(stages):
+        alike: dict[object, Footprint] = {}
+        for s in range(self.stages):
             at = slice(s * g, s * g + g)
-            weights = model.weights_of(layers) * b
-            use["parameters"][at] = weights
-            use["optimizer"][at] = (3 if job.workload.optimizer == "adam" else 1) * weights
-            use["graph"][at] = 16.0 * (edges + own) + 8.0 * sources
-            for layer in layers:
-                spec = model.layers[layer - 1]
-                saved = own * (2 * spec.h_in + spec.h_out)
-                if layer <= model.first_varying:
-                    use["features"][at] += kept * spec.h_in * b
-                else:
-                    use["history"][at] += 3 * kept * spec.h_in * b  # historical rows, this step's rows, gradients
-                    saved = saved + kept * spec.h_in * (1 if model.dropout else 0) + (kept - own) * spec.h_in
-                    if self.checkpoint and layer < len(model.layers):
-                        saved = (kept + own) * spec.h_in
-                use["activations"][at] += saved * b
-            if 1 in layers and model.encoder:
-                use["features"][at] += own * model.features * b
+            layers = self.shape(job)[1][s]
+            use["parameters"][at] = self.weights(job, s) * b
+            use["optimizer"][at] = (3 if job.workload.optimizer == "adam" else 1) * self.weights(job, s) * b
+            varying = sum(model.input_width(layer) for layer in layers if layer > model.first_varying)
+            use["history"][at] = (3 + self.historical_gradients) * kept * varying * b  # past, mixed and slope
+            use["features"][at], use["graph"][at] = self._constant(job, s)
+            m = self._moments(job, s, alike)
+            use["activations"][at], use["buffers"][at] = m.activations, m.buffers
             if s + 1 < self.stages:
-                use["pipeline"][at] += 2 * own * self.boundary(job, s) * b
+                use["pipeline"][at] = self.facts(job).rows.sum(0) * self.boundary(job, s) * b  # buffers for what comes back
         use["runtime"] = np.full(job.ranks, RUNTIME[job.cluster.device.kind])
         return use
+
+    def _constant(self, job: Job, stage: int) -> tuple[np.ndarray, np.ndarray]:
+        """Features and edges [B] of a stage's members."""
+        model, stages = self.shape(job)
+        facts, kept = self.facts(job), np.array(self._kept(job), dtype=float)
+        own, edges, sources = (numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources))
+        kind, spec = job.workload.model, model.layers[stages[stage].start - 1]
+        graph = block(kind, model, spec, own, sources, edges) + 8 * kept + 8 * facts.sends.sum((0, 2)) + 16 * own * (stage == self.stages - 1)
+        if stage:
+            return np.zeros(own.size), graph
+        features = model.features_held(kept if model.first_varying else own)
+        if model.reads_sparse(1):
+            features = features + model.features_held(sources)  # what each chunk reads
+        elif model.first_varying and model.aggregate_cached(1):
+            features = features + model.features_held(own)
+        elif model.first_varying and model.dropout:
+            features = 2 * features  # dropped anew in every step
+        return features, graph
+
+    def _moments(self, job: Job, stage: int, alike: dict[object, Footprint]) -> Moments:
+        """A training step of a stage as executor/strategies/gnnpipe.py does it; arrays over its members. Layers that are alike share
+        their numbers."""
+        model, stages = self.shape(job)
+        facts, b, kind, layers = self.facts(job), model.itemsize, job.workload.model, stages[stage]
+        rows, edges, sources, taken = (a.astype(float) for a in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1)))
+        meets = facts.sends.any((1, 2))[:, None] & np.ones_like(rows, dtype=bool)  # chunks whose members exchange rows
+        own = rows.sum(0)
+        m = Moments(own.size)
+        kernels: Number = 0.0
+        beside: Number = 0.0  # the most that a chunk's backward pass takes on top
+        if stage:
+            m.keep(own * (self.boundary(job, stage - 1) + model.hands_on_initial * model.layers[0].h_in) * b)  # messages; initial rows
+        elif model.encoder:
+            dropped = own * (model.nonzeros or model.features) * b * (model.dropout > 0 and model.hands_on_initial)
+            m.keep(dropped, own * model.encoder[1] * b)
+            kernels = kernels + 2 * rows.shape[0] * (not model.nonzeros)
+        seen = set()
+        for layer in layers:
+            spec, sparse, varies = model.layers[layer - 1], model.reads_sparse(layer), layer > model.first_varying
+            key = (spec, varies, model.relu_after(layer))
+            if key not in alike:
+                alike[key] = footprint(kind, model, layer, rows, sources, edges, apart=not sparse)
+            need, linear = alike[key], not (spec.heads or spec.projects_first or kind == "resgcn")
+            if key not in seen:
+                seen.add(key)
+                kernels = kernels + need.kernels.sum(0)
+            out = (rows * spec.h_out * b).sum(0)
+            read = (rows if linear else sources) * spec.h_in * b
+            if not varies:
+                m.keep(need.kept.sum(0), 0.0 if sparse or model.aggregate_cached(layer) else read.sum(0))
+                continue
+            made = Prepared.of(model, spec, rows + taken)
+            x = made.rows * meets  # own and others' rows side by side
+            m.keep(x.sum(0), read.sum(0))
+            if self.checkpoint and layer < len(model.layers):
+                m.keep(out)
+                if layer + 1 in layers:
+                    m.free((rows * spec.h_out * b * meets).sum(0))  # the next layer has them beside others'
+                again = need.kept + made.saved + made.dropped
+            else:
+                m.keep(need.kept.sum(0), (made.saved + made.dropped).sum(0))
+                again = 0.0 * rows
+            beside = np.maximum(beside, (again + need.backward - need.kept + sources * spec.h_in * b + 2 * made.rows).max(0))
+        if layers[-1] == len(model.layers):
+            trained = rows * min(1.0, job.stats.train_vertices / job.stats.vertices)
+            logits, most, _ = loss(model, rows, trained)
+            m.keep(most.sum(0) - (trained * model.classes * b).sum(0), (rows * model.classes * b).sum(0))
+            kernels = kernels + 3 * rows.shape[0] * (model.decoder is not None)
+        m.at(beside)
+        if job.cluster.device.kind == "cpu" and b == 4:
+            m.buffers = m.buffers + KERNEL * kernels
+        return m
 
     def traffic(self, job: Job) -> list[Phase]:
         """Of the mean chunk and layer: halo exchanges inside all groups, rows handed on member to member; and the groups' rings."""

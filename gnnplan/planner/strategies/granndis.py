@@ -192,16 +192,7 @@ class GraNNDis(Strategy):
 
     def memory(self, job: Job) -> Memory:
         """Of several batches the largest fills the device; their edges stay there, their features do not."""
-        layout, batches = self.layout(job), self.layouts(job)
-        whole = layerwise.memory(job, layout, self.manner)
-        if not batches:
-            return whole
-        each = [layerwise.memory(job, batch, self.manner) for batch in batches]
-        use = {name: np.max([m[name] for m in each], axis=0) for name in each[0]}
-        use["graph"] = np.sum([m["graph"] for m in each], axis=0)
-        if job.cluster.device.kind == "cpu":  # the server's memory is the device's
-            use["features"] = use["features"] + whole["features"]
-        return use
+        return layerwise.memory(job, self.layout(job), self.manner, self.layouts(job))
 
     def predict(self, job: Job) -> Prediction:
         return layerwise.predict(job, self.layout(job), self.manner, self.layouts(job))
