@@ -49,6 +49,35 @@ def test_a_softmax_costs_two_sums():
     assert two == one * 2 == ((30, 256),) * 2
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_sparse_features_are_multiplied_first(dropout: float):
+    """A matrix row per number is gathered: 40 columns of which 3 are not zero, 16 hidden, on 10 rows, 20 sources and 50 edges. Nothing
+    is as wide as the features, and nothing of them is cached."""
+    gcn, sage, gat = (describe(Workload(model=name, hidden=16, dropout=dropout), 40, 5, 3.0) for name in ("gcn", "sage", "gat"))
+    for model in (gcn, sage, gat):
+        assert [model.reads_sparse(layer) for layer in (0, 1, 2)] == [False, True, False] and not model.aggregate_cached(1)
+        assert model.layers[0].projects_first and model.aggregating_first.layers[0].projects_first
+        assert model.forward(1, 10, 20, 50).flops == model.backward(1, 10, 20, 50).flops == 0.0
+    assert gcn.forward(1, 10, 20, 50).gathers == gcn.backward(1, 10, 20, 50).gathers == ((20 * 3, 16), (50 + 10, 16))
+    assert sage.forward(1, 10, 20, 50).gathers == sage.backward(1, 10, 20, 50).gathers == (((20 + 10) * 3, 16), (50, 16))
+    assert gat.backward(1, 10, 20, 50).gathers == ((20 * 3, 16), (60, 16), (60, 16))
+    assert describe(Workload(model="gcn", hidden=64, dropout=dropout), 40, 5, 3.0).layers[0].projects_first  # though it widens
+    dense = describe(Workload(model="gcn", hidden=16, dropout=dropout), 40, 5)
+    assert gcn.forward(1, 10, 20, 50).touched < dense.forward(1, 10, 20, 50).touched or not dropout
+    assert gcn.forward(2, 10, 20, 50) == dense.forward(2, 10, 20, 50)
+    encoding = describe(Workload(model="gcnii", hidden=16, dropout=dropout), 40, 5, 3.0)
+    assert [encoding.reads_sparse(layer) for layer in (0, 1)] == [True, False]
+    assert [work.gathers for work in encoding.encode(10)] == [((30, 16),), ((30, 16),)] and encoding.encode(10)[1].flops == 0.0
+    assert encoding.finish(10)[0].flops == 2 * 10 * 16 * 5 and not encoding.finish(10)[0].gathers
+    assert gcn.features_moved(10) == 10 * 3 * 2 * 4 and dense.features_moved(10) == 10 * 40 * 4
+
+
+def test_what_multiplies_constant_rows_first_aggregates_their_gradient():
+    """Layer 1's weight gradient needs that of the projected rows, through the transposed edges; where it aggregates first it does not."""
+    first, last = (describe(Workload(model="gcn", hidden=hidden, dropout=0.5), 40, 5) for hidden in (16, 64))
+    assert first.backward(1, 10, 20, 50).gathers == ((60, 16),) and last.backward(1, 10, 20, 50).gathers == ()
+
+
 def test_bytes_of_moments_by_hand():
     """Forward and backward, 2 H numbers in a ring of 4, before layers 2 and 3 and the decoder; where halo rows cross after them."""
     job = job_of(model="resgcn", hidden=16, norm="batch")

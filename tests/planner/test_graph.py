@@ -105,6 +105,22 @@ def test_sparse_features_equal_dense_ones(save):
     assert np.array_equal(ones.features(), dense > 0)  # without x_data all stored values are 1
 
 
+def test_features_are_kept_sparse_by_their_numbers_however_they_come(save):
+    """At most a tenth of them: 9 and 10 of 100, then 11, then none."""
+    thin = np.zeros((5, 20), np.float32)
+    thin[:, :2] = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
+    csr = sp.csr_matrix(thin)
+    stored = load(save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_data=csr.data, x_shape=csr.shape))
+    dense = load(save(x=thin))
+    for graph in (stored, dense):
+        assert graph.stats.nonzeros == 9 and graph.lengths.tolist() == [2, 2, 2, 2, 1] and np.array_equal(graph.features(), thin)
+    thin[4, :3] = [9, 9, 0]
+    assert load(save(x=thin)).stats.nonzeros == 10
+    thin[4, 2] = 9
+    assert load(save(x=thin)).stats.nonzeros == 0 and not sp.issparse(load(save(x=thin)).x)
+    assert load(save(x=0 * thin)).stats.nonzeros == 0  # none at all: nothing to multiply
+
+
 def test_stand_in_features_are_declared_seeded_and_blind_to_labels(save):
     graph = load(save(x=None))
     assert graph.x.shape == (5, 128) and any("stand-in" in note for note in graph.stats.notes)
