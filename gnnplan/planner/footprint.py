@@ -123,8 +123,9 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
 
     def shapes(n: Number, terms: int = 1) -> Number:
         """Of products over n rows: forward, and for blocks of rows and what is left the gradients of rows and weights."""
-        size = max(1000, BLOCK // (spec.h_in + spec.h_out))
-        return (terms + np.where(n > size, 2, 1) * (1 + varies)) * (not sparse)
+        blocks = np.where(n > max(1000, BLOCK // (spec.h_in + spec.h_out)), 2, 1)
+        square = spec.h_in == spec.h_out and (first or kind in ("sage", "gcnii"))  # without a bias: back as forth
+        return (terms + blocks * (1 + varies) - (blocks == 1) * (square and varies)) * (not sparse)
 
     def forward(t: Tape) -> None:
         made.forward(t)

@@ -155,8 +155,8 @@ def smallest_change(job: Job, options: Callable[[Job], list[Strategy]]) -> str:
     words = []
     needs = [(need, str(strategy.settle(job))) for strategy in options(job) if (need := needed(job, strategy)) is not None]
     if needs:
-        least, name = min(needs)
-        words.append(f"--set device.memory={np.ceil(least / 1e9 * 1.001 * 100) / 100:g}GB would fit {name}")
+        room = np.ceil(min(needs)[0] / 1e9 * 1.001 * 100) / 100  # [GB]
+        words.append(f"--set device.memory={room:g}GB would fit {next(name for need, name in needs if need <= room * 1e9)}")
 
     def with_servers(servers: int) -> str | None:
         """A strategy that fits on so many."""

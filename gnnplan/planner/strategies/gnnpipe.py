@@ -499,7 +499,9 @@ class GNNPipe(Strategy):
         facts, kept = self.facts(job), np.array(self._kept(job), dtype=float)
         own, edges, sources = (numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources))
         kind, spec = job.workload.model, model.layers[stages[stage].start - 1]
-        graph = block(kind, model, spec, own, sources, edges) + 8 * kept + 8 * facts.sends.sum((0, 2)) + 16 * own * (stage == self.stages - 1)
+        graph = block(kind, model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum((0, 2)))
+        if stage == len(stages) - 1:
+            graph = graph + 16 * own  # labels and masks
         if stage:
             return np.zeros(own.size), graph
         features = model.features_held(kept if model.first_varying else own)
@@ -517,7 +519,7 @@ class GNNPipe(Strategy):
         model, stages = self.shape(job)
         facts, b, kind, layers = self.facts(job), model.itemsize, job.workload.model, stages[stage]
         rows, edges, sources, taken = (a.astype(float) for a in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1)))
-        meets = facts.sends.any((1, 2))[:, None] & np.ones_like(rows, dtype=bool)  # chunks whose members exchange rows
+        meets = np.asarray(facts.sends.any((1, 2), keepdims=True))[:, 0]  # [K, 1]: chunks whose members exchange rows
         own = rows.sum(0)
         m = Moments(own.size)
         kernels: Number = 0.0
@@ -557,12 +559,13 @@ class GNNPipe(Strategy):
             beside = np.maximum(beside, (again + need.backward - need.kept + sources * spec.h_in * b + 2 * made.rows).max(0))
         if layers[-1] == len(model.layers):
             trained = rows * min(1.0, job.stats.train_vertices / job.stats.vertices)
-            logits, most, _ = loss(model, rows, trained)
+            most = loss(model, rows, trained)[1]
             m.keep(most.sum(0) - (trained * model.classes * b).sum(0), (rows * model.classes * b).sum(0))
             kernels = kernels + 3 * rows.shape[0] * (model.decoder is not None)
         m.at(beside)
         if job.cluster.device.kind == "cpu" and b == 4:
-            m.buffers = m.buffers + KERNEL * kernels
+            unlike = [np.unique(sizes).size / sizes.size for sizes in facts.rows.T]  # chunks of equal size share them
+            m.buffers = m.buffers + KERNEL * kernels * unlike
         return m
 
     def traffic(self, job: Job) -> list[Phase]:

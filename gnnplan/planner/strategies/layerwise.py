@@ -405,8 +405,8 @@ def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Moments
             m.at(gradient, need.forward)
             m.at(gradient, need.backward)
         else:
+            m.at(gradient, need.backward - need.kept)
             m.free(need.kept)
-            m.at(gradient, need.backward)
         if layer > model.first_varying:
             width = model.exchanged_width(layer, how.narrow) * b
             m.at((f.sources + f.sends.sum(1)) * width)
