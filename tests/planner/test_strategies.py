@@ -125,7 +125,7 @@ def test_closed_form_is_the_simulation_within_the_claim(job: Job):
         if getattr(strategy, "staleness", 0):
             assert alone * (1 - ROUND) <= closed <= contended * (1 + ROUND)
         elif isinstance(strategy, GNNPipe) and strategy.members(job) > 1:
-            assert alone * 0.95 <= closed
+            assert not job.stats.edges or alone * 0.95 <= closed  # without edges members never meet, and the claim alone holds
             apart = any(len({job.servers[rank] for rank in strategy.group(job, s)}) > 1 for s in range(job.ranks // strategy.members(job)))
             if job.stats.edges and not apart:  # no card between members, and something ties them
                 assert abs(closed / contended - 1) <= 0.25, (strategy, closed, contended)
