@@ -157,7 +157,8 @@ class Worker:
             return swap()
         before = self.pending.pop((way, layer), None)
         used = None if before is None else before.result()
-        self.pending[way, layer] = self.rank.submit("comm", lambda: self._smoothed(way, layer, swap(), used))
+        compared = used if self.rank.staleness_errors else None  # else let go as soon as they are used
+        self.pending[way, layer] = self.rank.submit("comm", lambda: self._smoothed(way, layer, swap(), compared))
         if home is not None and used is not None:
             exchange.add_home(home, used)
         return used
@@ -171,7 +172,7 @@ class Worker:
         if ("f" if way == "f" else "g") not in self.how.smoothing:
             return received
         last = self.smooth.get((way, layer))
-        smooth = received * (1 - self.gamma) if last is None else torch.lerp(last, received, 1 - self.gamma)
+        smooth = received.mul_(1 - self.gamma) if last is None else received.lerp_(last, self.gamma)  # the last are still in use
         self.smooth[way, layer] = smooth
         return smooth
 
@@ -300,6 +301,7 @@ class Worker:
             logits = self.net.decode(last.leaf, self._drop(step, len(self.layers) + 1, self.own_vertices), last.moments)
             loss = self.targets.loss(logits)
             loss.backward()
+        loss, logits = loss.detach(), logits.detach()  # nothing holds on to h_L
         gradient = last.leaf.grad
         assert gradient is not None
         self._moments_home(step, len(self.layers) + 1, last, gradient)
@@ -314,7 +316,7 @@ class Worker:
                 assert gradient is not None
                 gradient = self._through_projection(above, gradient)
                 torch.autograd.backward(encoded, gradient if self.x0 is None else gradient + self.x0.grad)
-        return loss.detach(), logits.detach()
+        return loss, logits
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:

@@ -396,8 +396,10 @@ def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Moments
     logits, most, gradient = loss(model, own, own * min(1.0, job.stats.train_vertices / job.stats.vertices))
     m.at(most)
     m.keep(logits)
-    if model.hands_on_initial:
-        m.keep(initial)  # their gradient
+    m.free(before * how.checkpoint)  # h_L
+    if how.staleness and layers[-1] > model.first_varying:  # the last layer's rows are on their way while its backward pass runs
+        f, width = of(layers[-1])[0], model.exchanged_width(layers[-1], how.narrow) * b
+        gradient = gradient + (f.sends.sum(1) + f.sends.sum(0) * ("f" in how.smoothing)) * width
     for layer in reversed(layers):
         f, need = of(layer)
         spec = model.layers[layer - 1]
@@ -407,14 +409,16 @@ def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Moments
         else:
             m.at(gradient, need.backward - need.kept)
             m.free(need.kept)
+        if layer == layers[-1] and model.hands_on_initial:
+            m.keep(initial)  # their gradient
         if layer > model.first_varying:
             width = model.exchanged_width(layer, how.narrow) * b
             m.at((f.sources + f.sends.sum(1)) * width)
             gradient = (f.sources - f.sends.sum(0)) * spec.h_in * b if how.narrow and model.narrow_at(layer) else f.sources * width
         m.free(copies[layer])
     if job.cluster.device.kind == "cpu" and b == 4:
-        kernels = sum((need.kernels for _, need in alike.values()), 3.0 * (model.decoder is not None))
-        m.buffers = m.buffers + KERNEL * kernels
+        products = {(model.layers[layer - 1], of(layer)[0].rows.tobytes(), of(layer)[0].sources.tobytes()): of(layer)[1] for layer in layers}
+        m.buffers = m.buffers + KERNEL * sum((need.kernels for need in products.values()), 3.0 * (model.decoder is not None))
     return m
 
 
