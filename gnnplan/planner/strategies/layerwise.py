@@ -417,7 +417,7 @@ def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Moments
             gradient = (f.sources - f.sends.sum(0)) * spec.h_in * b if how.narrow and model.narrow_at(layer) else f.sources * width
         m.free(copies[layer])
     if job.cluster.device.kind == "cpu" and b == 4:
-        products = {(model.layers[layer - 1], of(layer)[0].rows.tobytes(), of(layer)[0].sources.tobytes()): of(layer)[1] for layer in layers}
+        products = {(model.layers[layer - 1], f.rows.tobytes(), f.sources.tobytes()): need for layer in layers for f, need in [of(layer)]}
         m.buffers = m.buffers + KERNEL * sum((need.kernels for need in products.values()), 3.0 * (model.decoder is not None))
     return m
 
