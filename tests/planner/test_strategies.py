@@ -609,8 +609,8 @@ def test_memory_is_told_by_rank_and_use(job: Job):
         assert all(use.shape == (job.ranks,) and (use >= 0).all() and np.isfinite(use).all() for use in memory.values())
         total = sum(memory.values())
         assert (total > memory["parameters"] + memory["optimizer"]).all()
-        assert all((memory[use] > 0).all() for use in ("parameters", "optimizer", "runtime", "activations"))
-        assert memory["graph"].any()  # of a tiny region cut over many GPUs, one may have only rows that it hands to the others
+        assert all((memory[use] > 0).all() for use in ("parameters", "optimizer", "runtime"))
+        assert memory["graph"].any() and memory["activations"].any()  # of a tiny region cut over many GPUs, one may have only rows that it hands to the others
         assert memory["parameters"].sum() >= job.model.weights * job.model.itemsize
 
 
