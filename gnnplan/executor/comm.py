@@ -60,13 +60,13 @@ class Exchange:
         staged = rank.staged(outgoing)
         incoming = torch.empty((sum(takes), width), dtype=staged.dtype, device=staged.device)
         outs, ins = staged.split(gives), incoming.split(takes)
-        ops = []
-        for shift in range(1, rank.world):  # peers in turn, so that not all send to rank 0 first
-            to, source = (rank.rank + shift) % rank.world, (rank.rank - shift) % rank.world
-            if gives[to]:
-                ops.append(dist.P2POp(dist.isend, outs[to], to, self.group))
-            if takes[source]:
-                ops.append(dist.P2POp(dist.irecv, ins[source], source, self.group))
+        turns = range(1, rank.world)  # peers in turn, so that not all send to rank 0 first
+        receives = [(source, ins[source]) for source in ((rank.rank - turn) % rank.world for turn in turns) if takes[source]]
+        sends = [(to, outs[to]) for to in ((rank.rank + turn) % rank.world for turn in turns) if gives[to]]
+        # Receives first: Gloo's word that we are ready to receive would wait behind our own data, and only one way be used at a time
+        # (8 MB each way at 400 Mbit/s: 167 instead of 303 ms).
+        ops = [dist.P2POp(dist.irecv, rows, source, self.group) for source, rows in receives]
+        ops += [dist.P2POp(dist.isend, rows, to, self.group) for to, rows in sends]
         if ops:
             for handle in dist.batch_isend_irecv(ops):
                 handle.wait()
