@@ -373,12 +373,12 @@ def _cluster(ranks: int, memory: float, found: dict[str, Any]) -> Cluster:
             sizes, took = zip(*((size, typical(samples)) for size, samples in found[op]), strict=True)
             fitted[f"{op}.intra_node"], error = fit(sizes, took, latencies, wire)
             provenance[f"collectives.{op}.intra_node"] = f"{source}, {len(sizes)} sizes fitted, residual {error:.0%}"
-    link = fitted.get("exchange.intra_node", Link(bandwidth=1e9, latency=50e-6))
-    told = provenance.get("collectives.exchange.intra_node", "assumed: one rank has nobody to measure with")
+    link = max(fitted.values(), key=lambda fit: fit.bandwidth, default=Link(bandwidth=1e9, latency=50e-6))  # the others add software
+    told = f"{source}, its fastest operation" if fitted else "assumed: one rank has nobody to measure with"
     provenance |= {"intra_node.bandwidth": told, "intra_node.latency": told}
     if "overlap" in found:
         nbytes, lost = found["overlap"]
-        device["overlap_tax"] = min(1.0, max(0.0, typical(lost) / (2 * nbytes / link.bandwidth)))
+        device["overlap_tax"] = min(1.0, max(0.0, typical(lost) / (2 * nbytes / fitted["exchange.intra_node"].bandwidth)))
         provenance["device.overlap_tax"] = f"{source}, {nbytes} bytes there and back beside matrix products"
     # several servers played on this machine talk over the same loopback, so that `--set servers=2` asks a sensible question
     across = {key.replace("intra", "inter"): value for key, value in fitted.items()}

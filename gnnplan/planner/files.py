@@ -222,19 +222,9 @@ def _overridden(model: Model, overrides: Mapping[str, str]) -> Model:
             data["provenance"][key] = "--set"
     changed = checked(type(model), data, "--set ")
     if isinstance(model, Cluster) and isinstance(changed, Cluster):
-        _rescale(model, changed, overrides)
+        by_hand = {key.rpartition(".")[0].removeprefix("collectives.") for key in overrides}
+        return type(model).model_validate(changed.carried(model, by_hand))
     return changed
-
-
-def _rescale(before: Cluster, after: Cluster, overrides: Mapping[str, str]) -> None:
-    """Collectives measured on a link keep their ratio to it: without that, changing the link would change nothing."""
-    for key, measured in after.collectives.items():
-        placement = key.rpartition(".")[2]
-        old, new = getattr(before, placement, None), getattr(after, placement, None)
-        if old and new and old != new and not any(name.startswith(f"collectives.{key}.") for name in overrides):
-            latency = measured.latency * new.latency / old.latency if old.latency else new.latency
-            after.collectives[key] = measured.model_copy(update={"bandwidth": measured.bandwidth * new.bandwidth / old.bandwidth,
-                                                                 "latency": latency})
 
 
 def checked(kind: type[Model], data: Mapping[Any, Any], source: Document | str) -> Model:

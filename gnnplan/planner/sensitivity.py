@@ -59,12 +59,10 @@ def _fastest(found: Found, scaled: Scaled, factor: float) -> tuple[Candidate, fl
 
 
 def _links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
-    """These links `factor` times as fast, what was measured there included."""
-    def faster(link: Link) -> Link:
-        return link.model_copy(update={"bandwidth": link.bandwidth * factor})
-
-    measured = {key: faster(link) if key.endswith(tuple(names)) else link for key, link in cluster.collectives.items()}
-    return cluster.model_copy(update={"collectives": measured, **{name: faster(getattr(cluster, name)) for name in names}})
+    """These links `factor` times as fast, as `--set` would make them."""
+    links: dict[str, Link] = {name: getattr(cluster, name) for name in names}
+    faster = {name: link.model_copy(update={"bandwidth": link.bandwidth * factor}) for name, link in links.items()}
+    return cluster.model_copy(update=faster).carried(cluster)
 
 
 def _device(cluster: Cluster, factor: float) -> Cluster:

@@ -7,6 +7,7 @@ once (cost.py, profile.py) and then work on arrays.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -52,6 +53,18 @@ class Link(Spec):
     def slowed(self, factor: float) -> Link:
         """The same link when its driver gets 1/factor of a core."""
         return Link(bandwidth=self.bandwidth / factor, latency=self.latency * factor)
+
+    def carried(self, old: Link, new: Link) -> Link:
+        """An operation measured on the link `old`, on `new`: what it takes beyond its link (copies, software) stays.
+
+        So a slower link is what it says for all, and a faster one leaves copies to wait for. An operation that beats its link
+        (reduction in a switch) goes on doing so, in proportion.
+        """
+        def seconds(took: float, before: float, after: float) -> float:
+            return after + took - before if took > before else after * took / before if before else after
+
+        per_byte = seconds(1 / self.bandwidth, 1 / old.bandwidth, 1 / new.bandwidth)
+        return self.model_copy(update={"bandwidth": 1 / per_byte, "latency": seconds(self.latency, old.latency, new.latency)})
 
 
 class Device(Spec):
@@ -109,6 +122,16 @@ class Cluster(Spec):
     @property
     def ranks(self) -> int:
         return self.servers * self.gpus_per_server
+
+    def carried(self, old: Cluster, leave: Collection[str] = ()) -> Cluster:
+        """With what was measured on `old`'s links carried over to this cluster's, but for the operations to leave."""
+        measured = dict(self.collectives)
+        for key, link in measured.items():
+            place = key.rpartition(".")[2]
+            before, now = getattr(old, place, None), getattr(self, place, None)
+            if before and now and before != now and key not in leave:
+                measured[key] = link.carried(before, now)
+        return self.model_copy(update={"collectives": measured})
 
     @model_validator(mode="after")
     def _has_a_network(self) -> Cluster:

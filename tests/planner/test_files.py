@@ -18,7 +18,7 @@ from gnnplan.planner.files import (
     read_yaml,
     write_atomically,
 )
-from gnnplan.planner.specs import Cluster, Workload
+from gnnplan.planner.specs import Cluster, Link, Workload
 
 CLUSTER = """\
 name: two
@@ -215,17 +215,37 @@ def test_bad_overrides_are_named(setting, words):
         apply_overrides(read_cluster("pipegcn_2080ti"), Workload(), [setting])
 
 
-def test_a_measured_collective_follows_its_link(cluster_with):
-    """Else '--set inter_node.bandwidth' would change nothing on a measured cluster."""
+def test_what_was_measured_on_a_link_is_carried_to_another(cluster_with):
+    """Software's share stays: 1/10 = 1/25 + 0.06 s/GB. Messages between CPU ranks were measured at 2.6 times the link (the exchange's
+    rate), which took 129 MB/s over a wire declared as 50 MB/s: a pipeline was predicted at half of what it took."""
     measured = "  all_reduce.inter_node: {bandwidth: 10GB/s, latency: 40us}\n  exchange.intra_node: {bandwidth: 5GB/s}\n"
     path = cluster_with("", f"collectives:\n{measured}")
-    cluster = read_cluster(path, {"inter_node.bandwidth": "50GB/s"})
-    assert cluster.collectives["all_reduce.inter_node"].bandwidth == pytest.approx(20e9)
-    assert cluster.collectives["all_reduce.inter_node"].latency == pytest.approx(40e-6)
-    assert cluster.collectives["exchange.intra_node"].bandwidth == 5e9
+    for gigabytes in (0.05, 1, 50, 1000):
+        cluster = read_cluster(path, {"inter_node.bandwidth": f"{gigabytes}GB/s"})
+        assert cluster.collectives["all_reduce.inter_node"].bandwidth == pytest.approx(1e9 / (1 / gigabytes + 0.06))
+        assert cluster.collectives["all_reduce.inter_node"].latency == pytest.approx(40e-6)
+        assert cluster.collectives["exchange.intra_node"].bandwidth == 5e9
+    latency = read_cluster(path, {"inter_node.latency": "1ms"}).collectives["all_reduce.inter_node"].latency
+    assert latency == pytest.approx(1e-3 + 40e-6 - read_cluster(path).inter_node.latency)
     assert read_cluster(path, {"inter_node.bandwidth": "25GB/s"}).collectives == read_cluster(path).collectives
     both = {"inter_node.bandwidth": "50GB/s", "collectives.all_reduce.inter_node.bandwidth": "1GB/s"}
     assert read_cluster(path, both).collectives["all_reduce.inter_node"].bandwidth == 1e9
+
+
+@pytest.mark.parametrize("op", ["exchange", "send", "all_reduce"])
+@given(rates=st.lists(st.floats(1e6, 1e12), min_size=3, max_size=3, unique=True), faster=st.floats(1.0, 100.0))
+def test_a_faster_link_slows_nothing_down(op, rates, faster):
+    """And none beats a link that it did not beat where it was measured."""
+    own, old, new = (Link(bandwidth=rate) for rate in rates)
+    cluster = read_cluster("pipegcn_2080ti").model_copy(update={"inter_node": old, "collectives": {f"{op}.inter_node": own}})
+
+    def on(bandwidth):
+        changed = cluster.model_copy(update={"inter_node": Link(bandwidth=bandwidth)})
+        return changed.carried(cluster).collectives[f"{op}.inter_node"].bandwidth
+
+    assert on(new.bandwidth * faster) >= on(new.bandwidth) * (1 - 1e-9)
+    assert own.bandwidth > old.bandwidth or on(new.bandwidth) <= new.bandwidth * (1 + 1e-9)
+    assert on(old.bandwidth) == own.bandwidth
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------------------
