@@ -63,18 +63,18 @@ SAMPLED = {
 HYBRID = {"hybrid": (4, "gnnpipe(stages=2,chunks=8)", ())}
 STUDIES = {
     "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, {**PIPELINES, **HYBRID}),
-    "gcnii_squirrel": Study("squirrel", GCNII, 1000, 10, {**PIPELINES, **HYBRID}),
+    "gcnii_squirrel": Study("squirrel", GCNII, 500, 10, {**PIPELINES, **HYBRID}),
     "sage_physics": Study("coauthor_physics", SAGE, 150, 5, STALE),
     "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),
 }
 
 
 def run(name: str) -> None:
-    """Train every (seed, variant) that the study's file does not have yet."""
+    """Train every (variant, seed) that the study's file does not have yet."""
     study, path = STUDIES[name], TRACES / f"{name}.csv"
     done = {(row["variant"], row["seed"]) for row in _rows(path)} if path.exists() else set()
-    for seed in range(study.seeds):
-        for variant, (ranks, strategy, more) in study.variants.items():
+    for variant, (ranks, strategy, more) in study.variants.items():
+        for seed in range(study.seeds):
             if (variant, str(seed)) not in done:
                 print(f"{name}: {variant}, seed {seed}", file=sys.stderr, flush=True)
                 _append(path, variant, seed, _train(study, ranks, strategy, more, seed))
