@@ -122,17 +122,21 @@ def plan(
     from gnnplan.planner.files import must_be_writable, read_cluster, read_workload
     from gnnplan.planner.search import search
     from gnnplan.planner.strategies import parse
+    from gnnplan.progress import progress
 
     if output:
         must_be_writable(output)
     forced = parse(strategy) if strategy is not None else None
     flags = {"model": model, "layers": layers, "hidden": hidden, "dropout": dropout, "mode": mode, "batch": batch, "fanout": fanout,
              "seed": seed}  # fmt: skip
-    job = ask(graph, read_cluster(cluster), read_workload(workload, flags), set_ or [], ranks, partitioner, directed)
+    with progress() as tell:
+        tell(f"reading {graph}")
+        job = ask(graph, read_cluster(cluster), read_workload(workload, flags), set_ or [], ranks, partitioner, directed)
     for note in job.stats.notes:
         say(f"note: {note}")
-    found = search(job, exact, forced, may_use_fewer=ranks is None)
-    document = plans.make(job, found, exact)
+    with progress() as tell:
+        found = search(job, exact, forced, may_use_fewer=ranks is None, tell=tell)
+        document = plans.make(job, found, exact, tell)
     if output:
         plans.write(output, document)
     if as_json:
@@ -226,6 +230,7 @@ def simulate(
     from gnnplan.planner.trace import write_traces
     from gnnplan.planner.units import show_bytes, show_time
     from gnnplan.planner.validate import by_epoch, per_operation, predicted_per_operation
+    from gnnplan.progress import progress
     from gnnplan.simulator.player import critical_path, play, serial
 
     document = read(plan_file)
@@ -249,15 +254,19 @@ def simulate(
         raise SpecError(f"--steps {steps:,} of {tasks:,} tasks each are more than {MOST_TASKS:,} tasks; use --steps {most} or less")
     if trace:
         make_folder(trace)
-    prediction, schedule = strategy.predict(job), strategy.schedule(job, steps * batches)
-    played = play(schedule, job.cost)
+    with progress() as tell:
+        tell(f"writing {strategy}'s schedule")
+        prediction, schedule = strategy.predict(job), strategy.schedule(job, steps * batches)
+        tell(f"playing {len(schedule.tasks):,} tasks")
+        played = play(schedule, job.cost)
+        path, alone = critical_path(schedule, job.cost), serial(schedule, job.cost)
     last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
     if trace:
         write_traces(trace, played.spans, range(schedule.ranks), schedule.ranks, "simulated", "simulator")
     result = {
         "strategy": {"name": strategy.name, **strategy.knobs()}, "ranks": job.ranks, "steps": schedule.steps, "tasks": len(schedule.tasks),
-        "simulated": {"epoch_s": played.epoch_s(batches), "end_s": played.end_s, "critical_path_s": critical_path(schedule, job.cost),
-                      "serial_s": serial(schedule, job.cost), "bytes": schedule.bytes_by_op(last),
+        "simulated": {"epoch_s": played.epoch_s(batches), "end_s": played.end_s, "critical_path_s": path, "serial_s": alone,
+                      "bytes": schedule.bytes_by_op(last),
                       "operations": per_operation(by_epoch(played.spans, batches), range(min(1, steps - 1), steps))},
         "predicted": {"epoch_s": float(prediction.epoch_s), "bytes": prediction.bytes, "operations": predicted_per_operation(prediction)},
         "trace": str(trace) if trace else None,

@@ -17,11 +17,12 @@ from gnnplan.planner.sensitivity import sentences
 from gnnplan.planner.strategies import FAMILIES, GraNNDis, Strategy, parse
 from gnnplan.planner.strategies.granndis import FANOUT, MAX_HOP
 from gnnplan.planner.units import show_time
+from gnnplan.progress import Tell, silent
 
 TRACES = Path(__file__).resolve().parent.parent / "traces"  # what we have measured: who, on what, when
 
 
-def explain(job: Job, found: Found, exact: bool) -> list[str]:
+def explain(job: Job, found: Found, exact: bool, tell: Tell = silent) -> list[str]:
     """Sentences, the most important first."""
     best = found.ranked[0]
     t = float(best.predicted.epoch_s)
@@ -34,7 +35,7 @@ def explain(job: Job, found: Found, exact: bool) -> list[str]:
     out += why_not(found)
     out += within_noise(found)
     if job.stats.known:
-        out += sentences(found, exact)
+        out += sentences(found, exact, tell)
     return out + granndis_conditions(job)
 
 

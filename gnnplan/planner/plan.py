@@ -17,11 +17,12 @@ from gnnplan.planner.search import Candidate, Found
 from gnnplan.planner.specs import Cluster, Workload
 from gnnplan.planner.strategies import Strategy, named
 from gnnplan.planner.units import show_bytes
+from gnnplan.progress import Tell, silent
 
 MAX_PLAN = 64 * 2**20  # [B]
 
 
-def make(job: Job, found: Found, exact: bool = False) -> dict[str, Any]:
+def make(job: Job, found: Found, exact: bool = False, tell: Tell = silent) -> dict[str, Any]:
     """The document of a found plan, JSON-ready."""
     best = found.ranked[0]
     return {
@@ -35,7 +36,7 @@ def make(job: Job, found: Found, exact: bool = False) -> dict[str, Any]:
         "best": {**_answer(best), "placement": best.strategy.placement(best.job)},
         "alternatives": [_answer(candidate) for candidate in found.ranked[1:]],
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
-        "explanation": explain(job, found, exact),
+        "explanation": explain(job, found, exact, tell),
     }  # fmt: skip
 
 

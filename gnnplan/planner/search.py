@@ -16,6 +16,7 @@ from gnnplan.planner.specs import MOST_RANKS
 from gnnplan.planner.strategies import FAMILIES, Strategy
 from gnnplan.planner.strategies.strategy import Memory, Prediction
 from gnnplan.planner.units import show_bytes
+from gnnplan.progress import Tell, silent
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def seated(job: Job, strategy: Strategy) -> Job:
     return job.seated(seat(job.cluster, gpus, strategy.traffic(job.seated(gpus))))
 
 
-def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_use_fewer: bool = True) -> Found:
+def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_use_fewer: bool = True, tell: Tell = silent) -> Found:
     """All candidates of all families, or the forced one, on all GPUs; then the fastest on fewer GPUs, where that may win. Raises
     SpecError (forced and unsuitable) or Infeasible (nothing fits)."""
     if job.workload.mode == "mini":
@@ -100,6 +101,7 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_us
         tried = 0
         for strategy in family.candidates(job):
             tried += 1
+            tell(f"weighing {strategy} on {job.ranks} ranks")
             if exact and not strategy.settle(job).exact:
                 rejected.append((str(strategy.settle(job)), "it changes the gradient, and --exact asks for strategies that do not"))
                 continue
@@ -113,12 +115,12 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_us
         reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
         raise Infeasible(f"nothing fits:\n  {reasons}\n{smallest_change(job, partial(_thrifty_too, exact=exact))}")
     if may_use_fewer:
-        ranked += on_fewer(job, exact, min(float(candidate.predicted.epoch_s) for candidate in ranked))
+        ranked += on_fewer(job, exact, min(float(candidate.predicted.epoch_s) for candidate in ranked), tell)
     ranked.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
     return Found(ranked, rejected)
 
 
-def on_fewer(job: Job, exact: bool, limit: float) -> list[Candidate]:
+def on_fewer(job: Job, exact: bool, limit: float, tell: Tell = silent) -> list[Candidate]:
     """The fastest candidate on each choice of fewer GPUs whose computation alone takes less than `limit` [s]. Ranks on a CPU are no
     GPUs: --ranks chooses their number, and they share its cores."""
     found = []
@@ -127,6 +129,7 @@ def on_fewer(job: Job, exact: bool, limit: float) -> list[Candidate]:
             continue
         smaller, fitting = job.seated(gpus), []
         for strategy in _candidates(smaller, exact):
+            tell(f"weighing {strategy} on {len(gpus)} of {job.ranks} GPUs")
             with suppress(SpecError, Infeasible):
                 fitting.append(weigh_thriftily(seated(smaller, strategy), strategy))
         if fitting:

@@ -9,16 +9,18 @@ from gnnplan.planner.errors import GnnplanError
 from gnnplan.planner.search import Candidate, Found, search
 from gnnplan.planner.specs import Cluster, Device, Link
 from gnnplan.planner.units import show_bytes
+from gnnplan.progress import Tell, silent
 
 FACTORS = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)  # of a bandwidth or of the device's speed
 MOST_EDGES = 2_000_000  # other depths need other layouts: not of graphs larger than this
 Scaled = Callable[[Cluster, float], Cluster]
 
 
-def sentences(found: Found, exact: bool) -> list[str]:
+def sentences(found: Found, exact: bool, tell: Tell = silent) -> list[str]:
     """'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins', 'at 8 layers or fewer ..'."""
     cluster = found.ranked[0].job.cluster
     out: list[str] = []
+    tell("asking what would change the choice: links and devices")
     if cluster.servers > 1 and cluster.inter_node:
         out += _of(found, "the bandwidth between servers", lambda c, f: _links(c, f, ["inter_node"]), cluster.inter_node.bandwidth)
     if cluster.gpus_per_server > 1:
@@ -26,7 +28,7 @@ def sentences(found: Found, exact: bool) -> list[str]:
         link = None if len(inside) > 1 else cluster.intra_node.bandwidth  # several: no one figure to name
         out += _of(found, "the bandwidth inside servers", lambda c, f: _links(c, f, inside), link)
     out += _of(found, "the device's speed", _device, None)
-    return out + list(_depths(found, exact))
+    return out + list(_depths(found, exact, tell))
 
 
 def _of(found: Found, what: str, scaled: Scaled, bandwidth: float | None) -> Iterator[str]:
@@ -72,7 +74,7 @@ def _device(cluster: Cluster, factor: float) -> Cluster:
     return cluster.model_copy(update={"device": device.model_copy(update=faster)})
 
 
-def _depths(found: Found, exact: bool) -> Iterator[str]:
+def _depths(found: Found, exact: bool, tell: Tell) -> Iterator[str]:
     """The nearest smaller and larger number of layers at which another family wins."""
     best = found.ranked[0]
     job, layers = best.job, best.job.workload.layers
@@ -81,6 +83,7 @@ def _depths(found: Found, exact: bool) -> Iterator[str]:
 
     def winner(count: int) -> str:
         workload = job.workload.model_copy(update={"layers": count})
+        tell(f"asking what would change the choice: {count} layers")
         asked = replace(job, workload=workload, seats=(), _layouts={}, _batches={})
         try:
             return search(asked, exact, may_use_fewer=False).ranked[0].strategy.name

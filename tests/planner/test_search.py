@@ -37,6 +37,14 @@ def candidates(job: Job) -> list[str]:
     return [str(s.settle(job)) for family in FAMILIES for s in family.candidates(job)]
 
 
+def test_a_search_tells_what_it_weighs() -> None:
+    """A plan of a large graph takes minutes; whoever waits sees each candidate's name."""
+    told: list[str] = []
+    search(job_of(), tell=told.append)
+    for words in ("weighing graph_parallel", "weighing gnnpipe", "weighing granndis", "2 of 4 GPUs"):
+        assert any(words in line for line in told)
+
+
 # -- ranking -------------------------------------------------------------------------------------------------------------
 
 
