@@ -8,8 +8,10 @@ lasts less than a millisecond may be missed.
 from __future__ import annotations
 
 import ctypes
+import resource
 import threading
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -40,6 +42,14 @@ def allocated() -> int | None:
         return None
     info = function()
     return info.uordblks + info.hblkhd
+
+
+def resident() -> int:
+    """This process's pages in memory now [B]; where the kernel does not say, the most there ever were."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class MemoryWatch:

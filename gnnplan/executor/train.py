@@ -17,7 +17,7 @@ from torch import Tensor
 from gnnplan.executor import comm
 from gnnplan.executor.data import scores
 from gnnplan.executor.kernels import has_onednn
-from gnnplan.executor.memory import MemoryWatch
+from gnnplan.executor.memory import MemoryWatch, resident
 from gnnplan.executor.models import Net
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.worker import Rank, now
@@ -59,6 +59,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
     rank.sent.clear()
     steps = strategy.steps(job)
     rank.traced = max(rank.traced, TRACED_EPOCHS * steps)
+    grown: list[int] = []  # resident bytes after each epoch
     for epoch in range(epochs):
         sent_before, seconds = sum(rank.sent.values()), 0.0
         loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
@@ -84,6 +85,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
             rank.recording = False
             tested = worker.counts(worker.evaluate(step))
             rank.recording = True
+        grown.append(resident())
         row = _row(rank, epoch, loss, counts, tested, seconds, sum(rank.sent.values()) - sent_before)
         if not math.isfinite(row["loss"]):
             lower = job.workload.lr / 10
@@ -96,7 +98,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
     if metrics:
         metrics.close()
     if out:
-        _leave(rank, out, worker, setup, epochs, watch.stop())
+        _leave(rank, out, worker, setup, grown, watch.stop())
     return worker.net
 
 
@@ -141,12 +143,13 @@ def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, s
             "test_accuracy": evaluated[2], "epoch_s": float(slowest), "bytes": int(numbers[13])}  # fmt: skip
 
 
-def _leave(rank: Rank, out: Path, worker: Worker, setup: dict[str, int], epochs: int, peak: int | None) -> None:
-    """This rank's trace and counts; the model's final weights from all ranks that hold some."""
+def _leave(rank: Rank, out: Path, worker: Worker, setup: dict[str, int], grown: list[int], peak: int | None) -> None:
+    """This rank's trace, counts and memory; the model's final weights from all ranks that hold some."""
     write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
     write_atomically(out / f"rank{rank.rank}.json", json.dumps({
-        "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": epochs, "bytes": dict(rank.sent),
+        "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": len(grown), "bytes": dict(rank.sent),
         "setup_bytes": setup, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_bytes": peak,
+        "rss_bytes": grown,
         "staleness": getattr(worker, "errors", {}),
     }))  # fmt: skip
     state = {name: p.detach().cpu().contiguous() for name, p in worker.net.state_dict().items()}
