@@ -4,6 +4,7 @@
     python benchmarks/convergence.py table                   the tables of docs/convergence.md, from what is there
     python benchmarks/convergence.py staleness               traces/convergence/staleness.csv: how far stale rows are from true ones
     python benchmarks/convergence.py summary                 gnnplan/traces/convergence.csv, which a plan quotes
+    python benchmarks/convergence.py figures                 docs/figures/*.png (pip install matplotlib)
 
 Every run is `gnnplan plan` and `gnnplan run` as a user would call them, seeds are paired (the same initial weights and
 dropout masks), and an interrupted study goes on where it stopped. Test accuracy is that of the epoch with the best
@@ -207,10 +208,66 @@ def staleness(epochs: int = 150) -> None:
                         writer.writerow([strategy, dropout, what, layer, epoch + 1, *(f"{sqrt(square):.5g}" for square in squares)])
 
 
+def figures() -> None:
+    """Curves of every study (mean over seeds, two standard errors shaded), and staleness errors over epochs."""
+    import matplotlib.pyplot as plt
+
+    folder = TRACES.parent.parent / "docs" / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, study in STUDIES.items():
+        if not (TRACES / f"{name}.csv").exists():
+            continue
+        rows = _rows(TRACES / f"{name}.csv")
+        figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+        for variant in study.variants:
+            for axis, field, factor in zip(axes, ("loss", "test_accuracy"), (1, 100), strict=True):
+                points: dict[int, list[float]] = {}
+                for row in rows:
+                    if row["variant"] == variant:
+                        points.setdefault(int(row["epoch"]), []).append(factor * float(row[field]))
+                if not points:
+                    continue
+                middle = [mean(values) for values in points.values()]
+                error = [2 * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0 for values in points.values()]
+                (line,) = axis.plot(list(points), middle, label=variant, lw=1.2)
+                low, high = ([m + sign * e for m, e in zip(middle, error, strict=True)] for sign in (-1, 1))
+                axis.fill_between(list(points), low, high, color=line.get_color(), alpha=0.12, lw=0)
+                axis.set(xlabel="epoch", ylabel={"loss": "training loss", "test_accuracy": "test accuracy [%]"}[field])
+        axes[1].legend(fontsize=7)
+        figure.suptitle(f"{study.graph}: {' '.join(study.workload[1:6:2])}", fontsize=10)
+        figure.savefig(folder / f"{name}.png", dpi=90)
+    if (TRACES / "staleness.csv").exists():
+        _staleness_figure(folder / "staleness.png")
+
+
+def _staleness_figure(path: Path) -> None:
+    """A column per layer and way, a row per dropout: relative error over epochs."""
+    import matplotlib.pyplot as plt
+
+    rows = _rows(TRACES / "staleness.csv")
+    columns = list(dict.fromkeys((row["what"], row["layer"]) for row in rows))
+    dropouts = list(dict.fromkeys(row["dropout"] for row in rows))
+    figure, grid = plt.subplots(len(dropouts), len(columns), figsize=(3.2 * len(columns), 3 * len(dropouts)), layout="constrained",
+                                squeeze=False)  # fmt: skip
+    for axes, dropout in zip(grid, dropouts, strict=True):
+        for axis, (what, layer) in zip(axes, columns, strict=True):
+            for strategy in dict.fromkeys(row["strategy"] for row in rows):
+                key = {"strategy": strategy, "dropout": dropout, "what": what, "layer": layer}
+                here = [row for row in rows if key.items() <= row.items()]
+                relative = [float(row["error"]) / max(float(row["true"]), 1e-12) for row in here[2:]]
+                axis.plot([int(row["epoch"]) for row in here[2:]], relative, label=strategy, lw=1)
+            axis.set(title=f"{'rows' if what == 'f' else 'gradients'}, layer {layer}, dropout {dropout}", yscale="log")
+            axis.title.set_fontsize(8)
+    grid[0][0].legend(fontsize=7)
+    figure.supxlabel("epoch", fontsize=9)
+    figure.supylabel("Frobenius norm of stale minus true, over that of true", fontsize=9)
+    figure.savefig(path, dpi=90)
+
+
 if __name__ == "__main__":
     verb, names = sys.argv[1], sys.argv[2:] or list(STUDIES)
-    if verb in ("summary", "staleness"):
-        (summarise if verb == "summary" else staleness)()
-    else:
+    if verb in ("run", "table"):
         for name in names:
             (run if verb == "run" else table)(name)
+    else:
+        {"summary": summarise, "staleness": staleness, "figures": figures}[verb]()
