@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gnnplan.executor.kernels import Rows, SparseRows
 from gnnplan.executor.worker import Rank
+from gnnplan.planner.schedule import Collective, Label
+from gnnplan.planner.schedule import all_reduce as planned
 
 
 class Exchange:
@@ -96,10 +98,14 @@ class Arrival:
         return self.rank.unstaged(self.buffer)
 
 
-def all_reduce(rank: Rank, flat: Tensor, group: tuple[int, ...] | None = None) -> None:
-    """Sum over the ranks of `group` (all), in place."""
-    if rank.world > 1:
+def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -> None:
+    """Sum over the ranks of `group`, in place, as the schedule has it."""
+    if len(group) == 1:
+        return
+    task = planned(label, rank.rank, group, flat.numel() * flat.element_size())
+    assert isinstance(task.work, Collective)
+    with rank.span(label, task.lane, rank.count(label, task.work.nbytes)):
         wire = rank.staged(flat)
-        dist.all_reduce(wire, group=rank.group(group) if group else None)
+        dist.all_reduce(wire, group=rank.group(group))
         if wire is not flat:
             flat.copy_(wire)

@@ -24,7 +24,7 @@ from gnnplan.executor.worker import Rank, now
 from gnnplan.planner.errors import GnnplanError
 from gnnplan.planner.files import write_atomically
 from gnnplan.planner.job import Job
-from gnnplan.planner.schedule import Collective, Label, all_reduce
+from gnnplan.planner.schedule import Label
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.trace import write_traces
 
@@ -67,11 +67,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
             started = now()
             flat.zero_()
             part, logits = worker.step(step)
-            if len(group) > 1:
-                task = all_reduce(Label("all_reduce", step), rank.rank, group, flat.numel() * flat.element_size())
-                assert isinstance(task.work, Collective)
-                with rank.span(task.label, "reduce", rank.count(task.label, task.work.nbytes)):
-                    comm.all_reduce(rank, flat, group)
+            comm.all_reduce(rank, Label("all_reduce", step), flat, group)
             with rank.span(Label("update", step), "compute"):
                 optimizer.step()
             seconds += now() - started

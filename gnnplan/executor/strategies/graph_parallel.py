@@ -23,8 +23,7 @@ from gnnplan.executor.models import BatchNorm, Drop, Net
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.schedule import Collective, Label
-from gnnplan.planner.schedule import all_reduce as scheduled_all_reduce
+from gnnplan.planner.schedule import Label
 from gnnplan.planner.strategies.layerwise import Manner
 
 T = TypeVar("T")
@@ -180,7 +179,7 @@ class Worker:
         """Batch norm's moments of h_{l-1}: each vertex counts once, at its owner."""
         norm = self.net.batch_norm(layer)
         if entered.sums is not None and norm is not None:
-            self._sum_over_ranks(Label("moments", step, "f", layer), entered.sums)
+            all_reduce(self.rank, Label("moments", step, "f", layer), entered.sums, self.reduce_group)
             entered.moments = norm.moments(entered.sums, self.vertices_in_all).requires_grad_()
 
     def _moments_home(self, step: int, layer: int, entered: _Step, gradient: Tensor) -> None:
@@ -189,16 +188,8 @@ class Worker:
             return
         total, own = entered.moments.grad, len(self.own_vertices)
         assert total is not None
-        self._sum_over_ranks(Label("moments", step, "b", layer), total)
+        all_reduce(self.rank, Label("moments", step, "b", layer), total, self.reduce_group)
         gradient[:own] += BatchNorm.home(entered.leaf[:own], entered.moments, total, self.vertices_in_all)
-
-    def _sum_over_ranks(self, label: Label, numbers: Tensor) -> None:
-        if self.rank.world == 1:
-            return
-        task = scheduled_all_reduce(label, self.rank.rank, tuple(range(self.rank.world)), numbers.numel() * numbers.element_size())
-        assert isinstance(task.work, Collective)
-        with self.rank.span(label, task.lane, self.rank.count(label, task.work.nbytes)):
-            all_reduce(self.rank, numbers)
 
     def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
         """Forward of one layer; the next one's entry. `entered.out` is h_l with its segment's graph."""
