@@ -123,7 +123,8 @@ def granndis_conditions(job: Job) -> list[str]:
     """GraNNDis Eq. 3-9 as printed, and with the measured growth in the place of D^a L and m^a k. Shown, never deciding."""
     servers, gpus, stats = job.cluster.servers, job.cluster.gpus_per_server, job.stats
     if servers == 1:
-        return ["GraNNDis: one server, so nothing crosses servers and preloading is plain graph parallel."]
+        islands = " But islands may preload, which those conditions do not know." if len(job.cluster.islands) > 1 else ""
+        return [f"GraNNDis: one server, so nothing crosses servers and preloading is plain graph parallel.{islands}"]
     assert job.cluster.inter_node is not None
     degree = stats.edges / max(stats.vertices, 1)
     width = job.workload.hidden * job.workload.itemsize

@@ -8,6 +8,9 @@ A strategy tells its traffic in phases: bytes from rank to rank that are on the 
 seating costs what cost.py says of all phases. Up to 8 GPUs every seating is looked at, but for those that only let symmetric GPUs
 change places: the answer is the best there is. Beyond, seatings that fill the tightest places first (islands, switches, servers),
 then the better of two swapped ranks for as long as a swap helps.
+
+Ranks whose work follows from sharing a server or an island (GraNNDis preloads as one) are tied: they move together, to where
+another such group was, or change places among themselves.
 """
 
 from __future__ import annotations
@@ -78,14 +81,15 @@ def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([*out, (0,)] if cluster.ranks > 1 else []))
 
 
-def seat(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> tuple[int, ...]:
+def seat(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], tied: Sequence[int] = ()) -> tuple[int, ...]:
     """seats[r]: the one of `gpus` that rank r sits on, so that the phases take the fewest seconds; `gpus` in order where nothing is
-    faster."""
+    faster. `tied` numbers equally large groups of ranks: each stays on the GPUs, in order, of one of them."""
+    tied = tuple(tied) or tuple(range(len(gpus)))
     told = [phase for phase in _merged(phases) if phase.times and not _even(phase.sent)]
     if not told or len(set(_kinds(cluster, gpus))) == 1:
         return tuple(gpus)
     seconds = weigher(cluster, gpus, told)
-    found = exhaustive(cluster, gpus, seconds) if len(gpus) <= PROVEN else heuristic(cluster, gpus, told, seconds)
+    found = exhaustive(cluster, gpus, seconds, tied) if len(gpus) <= PROVEN else heuristic(cluster, gpus, told, seconds, tied)
     now, then = seconds(np.array([gpus, found]))
     return found if then < now * (1 - 1e-9) else tuple(gpus)
 
@@ -150,10 +154,20 @@ def _even(sent: np.ndarray) -> bool:
 # -- up to 8 GPUs: every seating -----------------------------------------------------------------------------------------
 
 
-def exhaustive(cluster: Cluster, gpus: Sequence[int], seconds: Seconds) -> tuple[int, ...]:
+def exhaustive(cluster: Cluster, gpus: Sequence[int], seconds: Seconds, tied: Sequence[int]) -> tuple[int, ...]:
     """The best seating; the first of equals."""
     every = seatings(cluster, gpus)
+    every = every[_together(gpus, every, tied)]
     return tuple(every[int(np.argmin(seconds(every)))].tolist())
+
+
+def _together(gpus: Sequence[int], seats: np.ndarray, tied: Sequence[int]) -> np.ndarray:
+    """Whether each of these seatings [seatings, ranks] keeps tied ranks, and no others, on the GPUs of one group. bool [seatings]."""
+    group = np.asarray(tied)
+    place = np.zeros(max(gpus) + 1, dtype=np.int64)
+    place[list(gpus)] = group
+    _, first, number = np.unique(group, return_index=True, return_inverse=True)
+    return np.asarray((place[seats] == place[seats[:, first[number]]]).all(1))
 
 
 def seatings(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
@@ -183,13 +197,15 @@ def _kinds(cluster: Cluster, gpus: Sequence[int]) -> list[frozenset[tuple[str, i
 # -- beyond --------------------------------------------------------------------------------------------------------------
 
 
-def heuristic(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], seconds: Seconds) -> tuple[int, ...]:
-    """By swaps from several beginnings (as given, in the order of a walk, ranks beside those they talk to); the best of their ends."""
+def heuristic(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], seconds: Seconds, tied: Sequence[int]) -> tuple[int, ...]:
+    """By swaps from several beginnings (as given, in the order of a walk, ranks beside those they talk to; those among them that keep
+    groups together); the best of their ends."""
     path = walk(cluster, gpus)
     firsts = range(min(len(gpus), BEGINNINGS))
-    begin = dict.fromkeys((tuple(gpus), tuple(path), *(_beside(cluster, path, phases, first) for first in firsts)))
+    begin = list(dict.fromkeys((tuple(gpus), tuple(path), *(_beside(cluster, path, phases, first) for first in firsts))))
+    begin = [seats for seats in begin if _together(gpus, np.array([seats]), tied).all()]
     trials = EFFORT // len(begin) // max(1, sum(int(np.count_nonzero(phase.sent)) for phase in phases))
-    ends = np.array([_swapped(cluster, seats, seconds, trials) for seats in begin])
+    ends = np.array([_swapped(cluster, seats, seconds, trials, np.asarray(tied)) for seats in begin])
     return tuple(ends[int(np.argmin(seconds(ends)))].tolist())
 
 
@@ -214,9 +230,11 @@ def _beside(cluster: Cluster, path: Sequence[int], phases: Sequence[Phase], firs
     return tuple(seats.tolist())
 
 
-def _swapped(cluster: Cluster, start: tuple[int, ...], seconds: Seconds, trials: int) -> np.ndarray:
-    """Rank by rank take the best swap with another, until no swap is faster or `trials` seatings have been weighed."""
+def _swapped(cluster: Cluster, start: tuple[int, ...], seconds: Seconds, trials: int, tied: np.ndarray) -> np.ndarray:
+    """Rank by rank take the best swap with another (of another group: group with group, member by member), until no swap is faster or
+    `trials` seatings have been weighed."""
     seats, kinds = np.array(start), dict(zip(start, _kinds(cluster, start), strict=True))
+    members = np.array([np.flatnonzero(tied == group) for group in tied])
     best, since = float(seconds(seats[None])[0]), 0
     for a in cycle(range(len(seats))):
         others = np.array([b for b in range(len(seats)) if kinds[int(seats[a])] != kinds[int(seats[b])]], dtype=np.int64)
@@ -226,7 +244,10 @@ def _swapped(cluster: Cluster, start: tuple[int, ...], seconds: Seconds, trials:
         since += 1
         if others.size:
             swaps = np.tile(seats, (len(others), 1))
-            swaps[:, a], swaps[np.arange(len(others)), others] = seats[others], seats[a]
+            for moved, near in ((np.arange(len(seats))[:, None], True), (members, False)):
+                row = np.flatnonzero((tied[others] == tied[a]) == near)[:, None]
+                mine, theirs = moved[a], moved[others[row[:, 0]]]
+                swaps[row, mine], swaps[row, theirs] = seats[theirs], seats[mine]
             now = seconds(swaps)
             if now.min() < best * (1 - 1e-12):
                 seats, best, since = swaps[int(np.argmin(now))], float(now.min()), 0

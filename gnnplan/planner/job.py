@@ -191,26 +191,28 @@ class Job:
         """The same question with its ranks on these GPUs."""
         return replace(self, seats=() if seats == tuple(range(self.cluster.ranks)) else seats)
 
-    def layout(self, depth: int = 0, expansion: Expansion | None = None) -> Layout | EstimatedLayout:
-        """Rows of every rank at every layer. Depth 0 cuts the graph in a part per rank; deeper ones in a part per server first."""
+    def layout(self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()) -> Layout | EstimatedLayout:
+        """Rows of every rank at every layer. Depth 0 cuts the graph in a part per rank; deeper ones in a part per group of ranks that
+        preloads its surroundings first: `groups` says which each rank belongs to, without it servers."""
+        groups = groups or self.servers
         deepest = self.workload.layers - self.model.first_varying
-        several = len(set(self.servers)) > 1
+        several = len(set(groups)) > 1
         depth, expansion = (min(depth, deepest), expansion) if several else (0, None)
-        key = (depth, expansion, self.servers if depth or expansion else self.ranks)
+        key = (depth, expansion, groups if depth or expansion else self.ranks)
         if key not in self._layouts:
-            args = (self.servers, self.workload.layers, self.model.first_varying, depth, expansion)
+            args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
             if self.graph is None:
                 self._layouts[key] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args)
             else:
                 with Stopwatch() as watch:
-                    self._layouts[key] = Layout(self.graph, self._owner(depth or int(expansion is not None)), *args)
+                    self._layouts[key] = Layout(self.graph, self._owner(groups if depth or expansion else ()), *args)
                 self._seconds[id(self._layouts[key])] = watch.seconds
         return self._layouts[key]
 
     def batches(self, layout: Layout | EstimatedLayout, count: int) -> Sequence[Layout | EstimatedLayout]:
-        """Every server's training vertices in `count` batches, drawn once by the seed, each with the rows it needs."""
+        """Every group's training vertices in `count` batches, drawn once by the seed, each with the rows it needs."""
         if isinstance(layout, EstimatedLayout):
-            return [replace(layout, targets=self.stats.train_vertices / len(set(self.servers)) / count)] * count
+            return [replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)) / count)] * count
         assert self.graph is not None
         key = (layout, count)
         if key not in self._batches:
@@ -222,11 +224,11 @@ class Job:
         """How long the job took to make it, partitioning included [s]."""
         return self._seconds.get(id(made), 0.0)
 
-    def _owner(self, depth: int) -> np.ndarray:
+    def _owner(self, groups: tuple[int, ...]) -> np.ndarray:
         assert self.graph is not None
-        if depth == 0:
+        if not groups:
             return partition(self.graph, self.ranks, self.method)
-        _, first_rank = np.unique(self.servers, return_index=True)  # the layout cuts inside servers
+        _, first_rank = np.unique(groups, return_index=True)  # the layout cuts inside groups
         return np.asarray(first_rank[partition(self.graph, len(first_rank), self.method)])
 
     def chunk_of(self, chunks: int) -> np.ndarray:

@@ -62,8 +62,8 @@ class LayerFacts:
 class Layout:
     """The rows of every rank at every layer.
 
-    owner: int [N], the rank that owns each vertex; servers: the server of each rank; depth: hidden layers recomputed (with
-    an expansion all of them).
+    owner: int [N], the rank that owns each vertex; servers: the server of each rank, or whatever else preloads as one (an island
+    of GPUs); depth: hidden layers recomputed (with an expansion all of them).
     """
 
     def __init__(self, graph: Graph, owner: np.ndarray, servers: tuple[int, ...], layers: int, first_varying: int, depth: int = 0,

@@ -79,7 +79,8 @@ def seated(job: Job, strategy: Strategy) -> Job:
     strategy = strategy.settle(job)
     strategy.check(job)
     gpus = tuple(sorted(job.cost.seats))
-    return job.seated(seat(job.cluster, gpus, strategy.traffic(job.seated(gpus))))
+    in_order = job.seated(gpus)
+    return job.seated(seat(job.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order)))
 
 
 def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_use_fewer: bool = True, tell: Tell = silent) -> Found:

@@ -39,6 +39,7 @@ class Case:
     directed: bool = False
     method: str = "metis"
     staleness_errors: bool = False
+    islands: str = ""  # of a server's ranks, as --set takes them; one process has none
 
     def job(self, world: int) -> Any:
         from gnnplan.planner.graph import load
@@ -47,8 +48,9 @@ class Case:
 
         graph = load(self.graph, self.directed)
         device = {"kind": "cpu", "memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
+        islands = {"islands": self.islands, "island": {"bandwidth": "100GB/s"}} if self.islands and world > 1 else {}
         cluster = Cluster(servers=self.servers, gpus_per_server=world // self.servers, device=device,
-                          intra_node={"bandwidth": "20GB/s"}, inter_node={"bandwidth": "1GB/s"})  # fmt: skip
+                          intra_node={"bandwidth": "20GB/s"}, inter_node={"bandwidth": "1GB/s"}, **islands)  # fmt: skip
         return Job(graph.stats, graph, Workload(**self.workload), cluster, self.method)
 
     def settled(self, job: Any) -> Any:

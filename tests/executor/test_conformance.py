@@ -47,6 +47,10 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (4, 2, "granndis(batches=3,narrow=True)", "sage", "rough", 0.5),  # loads rows and their halo
     (3, 3, "granndis(max_hop=1,fanout=2,batches=4)", "gcnii", "multi", 0.5),  # loads rows for the encoder
     (2, 1, "granndis(batches=2)", "sage", "rough", 0.0),
+    (4, 1, "granndis(depth=1,group='island')", "gcn", "rough", 0.5),
+    (4, 1, "granndis(group='island',narrow=True)", "sage", "multi", 0.0),
+    (4, 2, "granndis(depth=2,group='island')", "gcnii", "rough", 0.0),
+    (4, 1, "granndis(max_hop=1,fanout=2,batches=3,group='island')", "gcn", "rough", 0.0),
     (2, 1, "graph_parallel(narrow=True)", "gat", "rough", 0.5),
     (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),  # moments before layers and the decoder
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),
@@ -91,7 +95,8 @@ def played(request: pytest.FixtureRequest, run_ranks: Ranks, graphs: dict[str, s
     if request.param not in _played:
         name, *more = model.split()
         workload = {"model": name, "layers": 4, "hidden": 8, "dropout": dropout, "seed": 1, **dict(word.split("=") for word in more)}
-        case = Case(strategy, graphs[graph], workload, servers, epochs=EPOCHS, eval_every=1)
+        islands = {1: "[[0, 2], [1, 3]]", 2: "[[0], [1]]"}[servers] if "island'" in strategy else ""  # of four ranks
+        case = Case(strategy, graphs[graph], workload, servers, epochs=EPOCHS, eval_every=1, islands=islands)
         _played[request.param] = Played(run_ranks(world, [case])[0])
     return _played[request.param]
 

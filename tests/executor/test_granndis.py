@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(110)
 
 MODELS = ("gcn", "sage", "gcnii")
 WORLDS = [(2, 2), (4, 2)]  # ranks, servers
+CROSSED, SINGLE = "[[0, 2], [1, 3]]", "[[0], [1]]"  # islands of a server
 
 
 def workload(model: str, **more: object) -> dict[str, object]:
@@ -51,6 +52,26 @@ def test_full_preload_is_one_process_at_any_number_of_layers(run_ranks: Ranks, s
         assert difference(result.weights, alone.weights) <= 1e-9, layers
 
 
+@pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, SINGLE)])
+def test_islands_preload_exactly(run_ranks: Ranks, skewed: str, servers: int, islands: str) -> None:
+    """At every depth one process; and islands of one GPU are servers of one GPU, to the last bit."""
+    for model, layers in (("gcn", 3), ("sage", 4), ("gcnii", 3), ("gat", 2)):
+        case = Case("", skewed, workload(model, layers=layers, heads=2), servers, epochs=3, eval_every=2, islands=islands)
+        alone = run_ranks.alone(replace(case, strategy="graph_parallel"))
+        depths = [*range(1, layers), None]
+        for depth in depths:
+            of_islands = replace(case, strategy=f"granndis(depth={depth},narrow={depth == 1},group='island')")
+            result = run_ranks(4, [of_islands])[0]
+            assert result.losses == pytest.approx(alone.losses, rel=1e-9), str(of_islands)
+            assert difference(result.weights, alone.weights) <= 1e-9, str(of_islands)
+            for ours, theirs in zip(result.metrics, alone.metrics, strict=True):
+                assert ours["test_accuracy"] == pytest.approx(theirs["test_accuracy"], abs=1e-12)
+            if islands == SINGLE:
+                of_servers = replace(of_islands, strategy=of_islands.strategy.replace("island", "server"), servers=4, islands="")
+                same = run_ranks(4, [of_servers])[0]
+                assert same.losses == result.losses and difference(same.weights, result.weights) == 0.0, str(of_islands)
+
+
 # -- batches and sampling, plainly -----------------------------------------------------------------------------------------
 
 
@@ -60,9 +81,10 @@ def granndis(case: Case, world: int) -> tuple[list[float], dict[str, Tensor], li
     job = case.job(world)
     strategy, plain, graph = case.settled(job), Plain(replace(case, servers=1)), job.graph
     layout = strategy.layout(job)
-    server_of, n = np.asarray(job.servers)[layout.owner], graph.stats.vertices
+    server_of, n = np.asarray(layout.servers)[layout.owner], graph.stats.vertices
     operators = {}
-    for server in range(case.servers):
+    assert sorted(set(layout.servers)) == list(range(2 if case.islands == CROSSED else world if case.islands else case.servers))
+    for server in set(layout.servers):
         allowed = np.ones(n, dtype=bool)
         if strategy.sampled:
             allowed = expand(graph, server_of == server, Expansion(strategy.max_hop, strategy.fanout, 3), server)
@@ -127,6 +149,17 @@ def test_sampling_trains_on_each_servers_own_graph(run_ranks: Ranks, graphs: dic
                                             ("max_hop=1,fanout=2,batches=3", "gcnii", False),
                                             ("max_hop=1,fanout=2,batches=2,degrees='local'", "gcn", True))]  # fmt: skip
     for case, result in zip(cases, run_ranks(world, cases), strict=True):
+        assert_plain(case, result)
+        whole = run_ranks.alone(replace(case, strategy="graph_parallel"))
+        assert difference(result.weights, whole.weights) > 1e-3
+
+
+@pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, SINGLE)])
+def test_islands_sample_and_batch_as_servers_do(run_ranks: Ranks, graphs: dict[str, str], servers: int, islands: str) -> None:
+    cases = [Case(f"granndis({knobs},group='island')", graphs["rough"], workload(model), servers, epochs=3, eval_every=1, islands=islands)
+             for knobs, model in (("max_hop=1,fanout=1", "gcn"), ("max_hop=1,fanout=2,degrees='local'", "sage"), ("batches=3", "sage"),
+                                  ("max_hop=1,fanout=2,batches=2", "gcnii"))]  # fmt: skip
+    for case, result in zip(cases, run_ranks(4, cases), strict=True):
         assert_plain(case, result)
         whole = run_ranks.alone(replace(case, strategy="graph_parallel"))
         assert difference(result.weights, whole.weights) > 1e-3

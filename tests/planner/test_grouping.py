@@ -89,7 +89,7 @@ def test_eight_gpus_have_the_best_of_all_seatings(name: str, seed: int):
     best = float(seconds(np.array(list(permutations(range(8))))).min())
     chosen = seat(where, range(8), phases)
     assert sorted(chosen) == list(range(8)) and by_cost(where, chosen, phases) == pytest.approx(best, rel=1e-9)
-    near = heuristic(where, range(8), phases, seconds)
+    near = heuristic(where, range(8), phases, seconds, range(8))
     assert best <= by_cost(where, near, phases) * (1 + 1e-9) and by_cost(where, near, phases) <= 1.1 * best
 
 

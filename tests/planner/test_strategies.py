@@ -446,7 +446,8 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
         GraphParallel: st.builds(GraphParallel, st.integers(0, 1), st.booleans()),
         GNNPipe: st.builds(GNNPipe, numbers, numbers, st.booleans(), st.booleans(), st.integers(0, 99),
                            st.none() | st.lists(st.integers(0, 9)).map(tuple), st.booleans()),
-        GraNNDis: st.builds(GraNNDis, numbers, st.booleans(), numbers, numbers, st.sampled_from(["global", "local"]), numbers),
+        GraNNDis: st.builds(GraNNDis, numbers, st.booleans(), numbers, numbers, st.sampled_from(["global", "local"]), numbers,
+                           st.booleans(), st.sampled_from(["server", "island"])),
     }[family]
 
 

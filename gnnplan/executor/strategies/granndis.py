@@ -1,4 +1,4 @@
-"""GraNNDis for real: graph parallel over a Layout whose servers recompute hidden layers; cooperative batches, a Worker each."""
+"""GraNNDis for real: graph parallel over a Layout whose groups recompute hidden layers; cooperative batches, a Worker each."""
 
 from __future__ import annotations
 

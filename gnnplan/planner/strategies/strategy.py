@@ -112,6 +112,10 @@ class Strategy(ABC):
         """What its ranks send each other in a step: where they sit follows from it. None: where they sit is given by their order."""
         return []
 
+    def tied(self, job: Job) -> tuple[int, ...]:
+        """The group of each rank, where what it does follows from sharing a server or an island with the others; they stay together."""
+        return ()
+
     def role(self, job: Job, rank: int) -> dict[str, int]:
         """What a rank owns."""
         return {"part": rank}
