@@ -37,9 +37,9 @@ class Exchange:
         """My rows for all peers, a copy [sum gives, H]: the source may be overwritten while they travel."""
         return rows.index_select(0, self.positions)
 
-    def forward(self, packed: Tensor) -> Tensor:
-        """Send packed rows, receive my halo [sum take, H]. Blocks until both are done."""
-        return self._swap(packed, self.gives, self.take)
+    def forward(self, packed: Tensor, into: Tensor | None = None) -> Tensor:
+        """Send packed rows, receive my halo [sum take, H], in a buffer that is given. Blocks until both are done."""
+        return self._swap(packed, self.gives, self.take, into)
 
     def forward_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
         """`forward` of sparse rows; the receiver knows how many numbers each of its halo rows has [sum take]."""
@@ -48,19 +48,19 @@ class Exchange:
         columns, values = self._swap(numbers, gives, takes).unbind(1)
         return SparseRows.of(lengths.to(values.device), columns, values.contiguous(), packed.shape[1])
 
-    def backward(self, halo_gradient: Tensor) -> Tensor:
+    def backward(self, halo_gradient: Tensor, into: Tensor | None = None) -> Tensor:
         """Send my halo's gradient home, receive the peers' gradients of the rows I gave [sum gives, H]."""
-        return self._swap(halo_gradient, self.take, self.gives)
+        return self._swap(halo_gradient, self.take, self.gives, into)
 
     def add_home(self, gradient: Tensor, received: Tensor) -> None:
         """Add the peers' gradients to my rows' gradient in place."""
         if received.shape[0]:
             gradient.index_add_(0, self.positions, received)
 
-    def _swap(self, outgoing: Tensor, gives: list[int], takes: list[int]) -> Tensor:
+    def _swap(self, outgoing: Tensor, gives: list[int], takes: list[int], into: Tensor | None = None) -> Tensor:
         rank, width = self.rank, outgoing.shape[1]
         staged = rank.staged(outgoing)
-        incoming = torch.empty((sum(takes), width), dtype=staged.dtype, device=staged.device)
+        incoming = into if into is not None and into.device == staged.device else staged.new_empty(sum(takes), width)
         outs, ins = staged.split(gives), incoming.split(takes)
         turns = range(1, rank.world)  # peers in turn, so that not all send to rank 0 first
         receives = [(source, ins[source]) for source in ((rank.rank - turn) % rank.world for turn in turns) if takes[source]]
@@ -72,7 +72,7 @@ class Exchange:
         if ops:
             for handle in dist.batch_isend_irecv(ops):
                 handle.wait()
-        return rank.unstaged(incoming)
+        return rank.unstaged(incoming) if into is None or incoming is into else into.copy_(incoming)
 
     def nbytes(self, width: int, itemsize: int, way: str) -> int:
         """Bytes this rank sends."""

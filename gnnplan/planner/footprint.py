@@ -191,7 +191,7 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
             t.take(r_in)
             t.touch(product(rows))
             t.free(r_in)  # saved by the product
-            t.take(s_in * (1 + spec.activates))  # own rows' and the residual's gradient
+            t.take((r_in if apart else s_in) * (1 + spec.activates))  # own rows' and the residual's gradient
             if spec.sums > 1:
                 t.touch(r_in, 3 * s_in)
                 t.free(2 * s_in, 2 * r_in)
@@ -200,7 +200,7 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
             t.free(r_in)
             if not spec.activates:
                 t.touch(s_in, s_in)
-                t.free(s_in)
+                t.free(r_in if apart else s_in)
         elif kind == "gcnii":
             t.take(above, 2 * r_in)
             t.free(above)

@@ -2,7 +2,7 @@
 
 Every layer is a segment of its own: its inputs are leaves, its backward is called by hand, and between segments stand
 the exchanges under the schedule's names (planner/strategies/layerwise.py). Staleness 1 uses what was received one step
-ago and sends on the comm lane's thread.
+ago and sends on the comm lane's thread, from and into buffers that stay: memory does not depend on how far the lane lags behind.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Worker:
     net: Net | None = None  # given: another Worker's weights
     batch: int | None = None  # training vertices of all ranks where the layout is a batch; its `features` are somebody else's task
     pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
+    leaving: dict[int, Tensor] = field(default_factory=dict)  # stale: a layer's halo gradients on their way home
     smooth: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # s_t by way and layer
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # 'f:l2' -> per step ||used - true||^2 and ||true||^2
 
@@ -138,29 +139,34 @@ class Worker:
     def _outgoing(self, entered: _Step) -> Tensor:
         return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
 
-    def _halo(self, step: int, layer: int, way: str, rows: Tensor, home: Tensor | None = None) -> Tensor | None:
-        """Rows that have arrived for this step: sent just now, or one step ago if stale; None before anything has. Gradients
-        ('b') are added to `home`."""
+    def _halo(self, step: int, layer: int, way: str, rows: Tensor, home: Tensor | None = None, into: Tensor | None = None
+              ) -> Callable[[], Tensor]:  # fmt: skip
+        """What sends this rank's rows and receives others'; gradients ('b') are added to `home`. `into`: the buffer that they fill."""
         exchange = self.exchanges[layer]
         label = Label("halo", step, way, layer)
         nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
 
         def swap() -> Tensor:
             with self.rank.span(label, "comm", nbytes):
-                received = exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
-                if home is not None and not self.how.staleness:
+                received = exchange.forward(exchange.pack(rows), into) if way == "f" else exchange.backward(rows, into)
+                if home is not None:
                     exchange.add_home(home, received)
                 return received
 
-        if not self.how.staleness or not self.training:
-            return swap()
+        return swap
+
+    def _stale(self, layer: int, way: str) -> Tensor | None:
+        """What has arrived for this step, sent one step ago; None before anything has."""
         before = self.pending.pop((way, layer), None)
-        used = None if before is None else before.result()
-        compared = used if self.rank.staleness_errors else None  # else let go as soon as they are used
+        return None if before is None else before.result()
+
+    def _send_for_next(self, step: int, layer: int, way: str, rows: Tensor, used: Tensor | None) -> None:
+        """On its own lane, however far that lags behind: `rows` stay what they are until they have left. What was used in this step makes
+        room for what comes, unless it is still needed."""
+        compared = used if self.rank.staleness_errors else None
+        keeps = compared is not None or ("f" if way == "f" else "g") in self.how.smoothing
+        swap = self._halo(step, layer, way, rows, into=None if keeps else used)
         self.pending[way, layer] = self.rank.submit("comm", lambda: self._smoothed(way, layer, swap(), compared))
-        if home is not None and used is not None:
-            exchange.add_home(home, used)
-        return used
 
     def _smoothed(self, way: str, layer: int, received: Tensor, used: Tensor | None) -> Tensor:
         """What the next step uses for what this step has `received`, v_t: s_t = gamma s_{t-1} + (1 - gamma) v_t, or v_t itself."""
@@ -193,16 +199,20 @@ class Worker:
 
     def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
         """Forward of one layer; the next one's entry. `entered.out` is h_l with its segment's graph."""
-        halo = None
+        halo, stale = None, self.how.staleness > 0 and self.training
         self._moments(step, layer, entered)
-        if layer > self.shapes.first_varying and not self.silent[layer]:
-            halo = self._halo(step, layer, "f", self._outgoing(entered))
+        meets = layer > self.shapes.first_varying and not self.silent[layer]
+        if meets:
+            halo = self._stale(layer, "f") if stale else self._halo(step, layer, "f", self._outgoing(entered))()
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
             x0 = self.x0[: self.blocks[layer].n_dst] if self.x0 is not None else None
             if layer <= self.shapes.first_varying:
                 entered.segment = self._first_segment(step)
             else:
                 entered.segment = self._segment(step, layer, entered, halo, x0)
+                if meets and stale:  # rows that are kept for the backward pass anyhow: no copy waits for its turn
+                    assert entered.source is not None
+                    self._send_for_next(step, layer, "f", entered.source.detach()[: entered.leaf.shape[0]], halo)
             out = self._kept(entered.segment)
             entered.out = None if self.how.checkpoint else out
             return self._enter(out, step, layer + 1)
@@ -245,7 +255,15 @@ class Worker:
         local = entered.leaf.shape[0]
         gradient = entered.source.grad[:local]
         if not self.silent[layer]:
-            self._halo(step, layer, "b", entered.source.grad[local:], home=gradient)
+            far = entered.source.grad[local:]
+            if self.how.staleness:
+                used = self._stale(layer, "b")
+                if used is not None:
+                    self.exchanges[layer].add_home(gradient, used)
+                leaving = self.leaving.setdefault(layer, torch.empty_like(far)).copy_(far)
+                self._send_for_next(step, layer, "b", leaving, used)
+            else:
+                self._halo(step, layer, "b", far, home=gradient)()
         self._moments_home(step, layer, entered, gradient)
         return gradient
 

@@ -523,7 +523,7 @@ class GNNPipe(Strategy):
         own = rows.sum(0)
         m = Moments(own.size)
         kernels: Number = 0.0
-        beside: Number = 0.0  # the most that a chunk's backward pass takes on top
+        beside = np.zeros(own.size)  # the most that a chunk's backward pass takes on top
         if stage:
             m.keep(own * (self.boundary(job, stage - 1) + model.hands_on_initial * model.layers[0].h_in) * b)  # messages; initial rows
         elif model.encoder:
@@ -552,11 +552,13 @@ class GNNPipe(Strategy):
                 m.keep(out)
                 if layer + 1 in layers:
                     m.free((rows * spec.h_out * b * meets).sum(0))  # the next layer has them beside others'
-                again = need.kept + made.saved + made.dropped
+                again = (need.kept + made.saved + made.dropped) * (layers[-1] != len(model.layers))  # else in the last layer's place
             else:
                 m.keep(need.kept.sum(0), (made.saved + made.dropped).sum(0))
                 again = 0.0 * rows
-            beside = np.maximum(beside, (again + need.backward - need.kept + sources * spec.h_in * b + 2 * made.rows).max(0))
+            spread = (2 * rows + sources) * spec.h_in * b  # gradients of gathered and own rows, then of the rows read
+            passed = (2 + 2 * meets) * made.rows  # through what prepared them
+            beside = np.max([beside, (again + need.backward - need.kept).max(0), spread.max(0), passed.max(0)], axis=0)
         if layers[-1] == len(model.layers):
             trained = rows * min(1.0, job.stats.train_vertices / job.stats.vertices)
             most = loss(model, rows, trained)[1]

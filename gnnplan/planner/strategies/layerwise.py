@@ -310,8 +310,10 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
     model, b, kind = job.model, job.model.itemsize, job.workload.model
     zero = np.zeros(job.ranks)
     steps = [_moments(job, each, how) for each in batches or (layout,)]
-    fullest = np.argmax([m.activations + m.buffers for m in steps], axis=0)
-    activations, buffers = (np.choose(fullest, [getattr(m, use) for m in steps]) for use in ("activations", "buffers"))
+    fullest = np.argmax([m.activations + m.buffers for m, _ in steps], axis=0)
+    activations, buffers = (np.choose(fullest, [getattr(m, use) for m, _ in steps]) for use in ("activations", "buffers"))
+    if job.cluster.device.kind == "cpu" and b == 4:
+        buffers = buffers + KERNEL * sum((shapes for _, shapes in steps), zero)
     features, arriving = _constant(job, layout)
     use: Memory = {
         "parameters": zero + model.weights * b,
@@ -330,8 +332,8 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
                 f = each.facts(layer)
                 use["graph"] = use["graph"] + block(kind, model, model.layers[layer - 1], f.rows, f.sources, f.edges) + 8 * f.sends.sum(1)
             if how.staleness and layer > model.first_varying:
-                sends = each.facts(layer).sends
-                use["halo"] = use["halo"] + (sends.sum(0) + sends.sum(1)) * model.exchanged_width(layer, how.narrow) * b
+                sends = each.facts(layer).sends  # rows that come, their gradients that leave, and those that come
+                use["halo"] = use["halo"] + (2 * sends.sum(0) + sends.sum(1)) * model.exchanged_width(layer, how.narrow) * b
         use["graph"] = use["graph"] + 16 * f.rows  # labels and masks
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
     use["buffers"] = use["buffers"] + np.maximum(arriving - training, 0.0)
@@ -352,8 +354,9 @@ def _constant(job: Job, layout: Layout | EstimatedLayout) -> tuple[np.ndarray, n
     return kept, np.maximum(most, held + kept)
 
 
-def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Moments:
-    """A training step as executor/strategies/graph_parallel.py does it. Layers that are alike share their numbers."""
+def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Moments, np.ndarray]:
+    """A training step as executor/strategies/graph_parallel.py does it, and how many shapes of products it has. Layers that are alike
+    share their numbers."""
     model, b, kind, layers = job.model, job.model.itemsize, job.workload.model, range(1, job.workload.layers + 1)
     alike: dict[object, tuple[LayerFacts, Footprint]] = {}
 
@@ -416,10 +419,8 @@ def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> Moments
             m.at((f.sources + f.sends.sum(1)) * width)
             gradient = (f.sources - f.sends.sum(0)) * spec.h_in * b if how.narrow and model.narrow_at(layer) else f.sources * width
         m.free(copies[layer])
-    if job.cluster.device.kind == "cpu" and b == 4:
-        products = {(model.layers[layer - 1], f.rows.tobytes(), f.sources.tobytes()): need for layer in layers for f, need in [of(layer)]}
-        m.buffers = m.buffers + KERNEL * sum((need.kernels for need in products.values()), 3.0 * (model.decoder is not None))
-    return m
+    shapes = {(model.layers[layer - 1], f.rows.tobytes(), f.sources.tobytes()): need.kernels for layer in layers for f, need in [of(layer)]}
+    return m, sum(shapes.values(), np.full(job.ranks, 3.0 * (model.decoder is not None)))
 
 
 RUNTIME = {"cpu": 300e6, "cuda": 800e6}  # [B] libraries and context of a process that has done nothing yet
