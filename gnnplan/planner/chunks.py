@@ -20,12 +20,13 @@ from gnnplan.planner.partition import partition_weighted, undirected
 
 @dataclass(frozen=True)
 class ChunkFacts:
-    """Counts of K chunks over g members. `sources`: distinct rows that the edges into a sub-chunk read, its own included;
-    `sends[c, i, j]`: rows of chunk c that i hands to j."""
+    """Counts of K chunks over g members. `sources`: distinct rows that the edges into a sub-chunk read, its own included, with so many
+    `numbers` of sparse features; `sends[c, i, j]`: rows of chunk c that i hands to j."""
 
     rows: np.ndarray  # [K, g]
     edges: np.ndarray  # [K, g]
     sources: np.ndarray  # [K, g]
+    numbers: np.ndarray  # [K, g]; 0 of dense features
     sends: np.ndarray  # [K, g, g]
 
 
@@ -49,7 +50,7 @@ class Chunks:
 
     def halo(self, member: int) -> np.ndarray:
         """Global ids of other members' rows that it reads: chunk after chunk, within a chunk owner after owner."""
-        return self._read[1][member]
+        return self._read[2][member]
 
     def given(self, chunk: int, owner: int, reader: int) -> np.ndarray:
         """Positions, among the owner's rows of the chunk, of those that it hands to the reader."""
@@ -62,12 +63,13 @@ class Chunks:
         shape = self.chunks, self.members
         sends = [np.bincount(self.sub[self.halo(j)], minlength=self.chunks * self.members).reshape(shape) for j in range(self.members)]
         edges = np.bincount(self.sub, weights=np.diff(self.graph.indptr), minlength=self.chunks * self.members).astype(np.int64)
-        return ChunkFacts(np.diff(self.bounds).reshape(shape), edges.reshape(shape), self._read[0], np.stack(sends, axis=2))
+        return ChunkFacts(np.diff(self.bounds).reshape(shape), edges.reshape(shape), *self._read[:2], np.stack(sends, axis=2))
 
     @cached_property
-    def _read(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """(sources [K, g], halo of each member): neighbours are marked, which for many edges is faster than sorting them."""
-        sources = np.zeros((self.chunks, self.members), dtype=np.int64)
+    def _read(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """(sources [K, g], numbers of sparse features in them [K, g], halo of each member): neighbours are marked, which for many edges is faster than sorting them."""
+        sources, numbers = np.zeros((2, self.chunks, self.members), dtype=np.int64)
+        lengths = self.graph.lengths if self.graph.stats.nonzeros else np.zeros(self.sub.size, dtype=np.int64)
         halos = []
         for member in range(self.members):
             far = np.zeros(self.sub.size, dtype=bool)
@@ -76,10 +78,10 @@ class Chunks:
                 read[neighbours(self.graph, rows)] = True
                 far |= read
                 read[rows] = True
-                sources[chunk, member] = np.count_nonzero(read)
+                sources[chunk, member], numbers[chunk, member] = np.count_nonzero(read), lengths[read].sum()
             far &= self.sub % self.members != member
             halos.append(self.order[far[self.order]])
-        return sources, halos
+        return sources, numbers, halos
 
 
 def _cut(graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> np.ndarray:
@@ -114,4 +116,4 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int) -> ChunkFacts
         part = round(read) // chunks + (np.arange(chunks) < round(read) % chunks)
         sends[:] = np.minimum(part[:, None], rows)[:, :, None]
         sends[:, range(members), range(members)] = 0
-    return ChunkFacts(rows, rows * (e / n), sources, sends)
+    return ChunkFacts(rows, rows * (e / n), sources, sources * (stats.nonzeros / n), sends)

@@ -117,8 +117,8 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
         """What the backward pass of a product holds of a block of its n rows, and of matrices that are turned and added up."""
         size = max(1000, BLOCK // (spec.h_in + spec.h_out))
         block = np.minimum(n, size) * (max(spec.h_in, spec.h_out) + spec.h_out * through_relu)
-        if sparse:  # numbers in the order of columns
-            block = n * model.nonzeros
+        if sparse:  # numbers in the order of columns, and the gradient turned
+            return (n * model.nonzeros + spec.h_in * spec.h_out) * b
         return (block + (2 * matrices + 1) * spec.h_in * spec.h_out) * b
 
     def shapes(n: Number, terms: int = 1) -> Number:

@@ -114,9 +114,16 @@ class Model:
         """Bytes of so many constant rows in transit; sparse ones as a column and a value per number (an average)."""
         return rows * (2 * self.nonzeros or self.features) * self.itemsize
 
-    def features_held(self, rows: Number) -> Number:
-        """Bytes of so many constant rows; sparse ones by row and by column: value, column, and in the transpose row and place."""
-        return rows * (self.nonzeros * (self.itemsize + 12) + 4 if self.nonzeros else self.features * self.itemsize)
+    def features_held(self, rows: Number, numbers: Number | None = None) -> Number:
+        """Bytes of so many constant rows; sparse ones with as many `numbers` (an average) by row and by column: value, column, and in
+        the transpose row and place."""
+        if not self.nonzeros:
+            return rows * self.features * self.itemsize
+        return (rows * self.nonzeros if numbers is None else numbers) * (self.itemsize + 12) + 4 * (rows + self.features)
+
+    def features_sorted(self, rows: Number) -> Number:
+        """Bytes of what it takes to multiply some of the sparse rows alone: where each begins, and their own transpose."""
+        return rows * (8 * self.nonzeros + 4) + 4 * self.features
 
     def exchanged_width(self, layer: int, narrow: bool) -> int:
         """Numbers per halo row before layer l: H_{l-1}, or H_l (and attention's logits) where it projects before the exchange."""

@@ -102,6 +102,7 @@ class Worker:
         self.read: list[SparseRows] = []  # of sparse features, what each chunk's edges read
         if isinstance(self.features, SparseRows) and self.net.encoder is None:
             self.read = [self.features.index_select(0, chunk.sources) for chunk in self.chunks]
+            self.features = None  # each chunk has its own
         self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]
         width = {layer: self.shapes.input_width(layer) for layer in self.varying}
 
@@ -319,7 +320,7 @@ class Worker:
         chunk, net, relu, h, x0 = self.chunks[c], self.net.layer(layer), self.net.relu_after(layer), passage.h, passage.x0
         rows = chunk.rows
         if h is None:  # constant features
-            assert self.features is not None
+            assert self.read or self.features is not None
             if self.read:
                 out = net(chunk.blocks[net.edges], self.read[c], self._drop(step, layer, self.vertices[chunk.sources]), x0, relu)
             elif self.cached:

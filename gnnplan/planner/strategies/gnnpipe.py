@@ -236,8 +236,8 @@ class GNNPipe(Strategy):
     def layer_seconds(self, job: Job) -> list[float]:
         """Forward and backward of each layer on the mean sub-chunk, its exchanges included (alike in all stages) [s]."""
         model, facts = job.model.aggregating_first, self.facts(job)
-        sums = [float(a.sum()) / facts.rows.size for a in (facts.rows, facts.edges, facts.sources, facts.sends)]
-        mean = ChunkFacts(*(np.full((1,) * axes, one) for axes, one in zip((2, 2, 2, 3), sums, strict=True)))
+        sums = [float(a.sum()) / facts.rows.size for a in (facts.rows, facts.edges, facts.sources, facts.numbers, facts.sends)]
+        mean = ChunkFacts(*(np.full((1,) * axes, one) for axes, one in zip((2, 2, 2, 2, 3), sums, strict=True)))
         group, sent = self.group(job, 0), facts.sends.mean(0)
         alike: dict[object, float] = {}
         out = []
@@ -505,8 +505,12 @@ class GNNPipe(Strategy):
         if stage:
             return np.zeros(own.size), graph
         features = model.features_held(kept if model.first_varying else own)
-        if model.reads_sparse(1):
-            features = features + model.features_held(sources)  # what each chunk reads
+        if model.reads_sparse(1):  # what each chunk reads
+            features = model.features_held(facts.sources, facts.numbers).sum(0)
+            if kind == "sage":
+                features = features + model.features_sorted(facts.rows).sum(0)
+        elif model.reads_sparse(0):  # each chunk its rows
+            features = features + 4 * len(facts.rows) * model.features
         elif model.first_varying and model.aggregate_cached(1):
             features = features + model.features_held(own)
         elif model.first_varying and model.dropout:
@@ -544,6 +548,7 @@ class GNNPipe(Strategy):
             read = (rows if linear else sources) * spec.h_in * b
             if not varies:
                 m.keep(need.kept.sum(0), 0.0 if sparse or model.aggregate_cached(layer) else read.sum(0))
+                beside = np.maximum(beside, (need.backward - need.kept).max(0))
                 continue
             made = Prepared.of(model, spec, rows + taken)
             x = made.rows * meets  # own and others' rows side by side

@@ -344,7 +344,9 @@ def _constant(job: Job, layout: Layout | EstimatedLayout) -> tuple[np.ndarray, n
     """Constant rows [B] that a rank keeps, and the most that it holds while they arrive and layer 1's aggregate is made of them."""
     model, f = job.model, layout.facts(1)
     rows = f.sources if model.first_varying else _local(layout, 0)
-    held = np.asarray(model.features_held(rows), dtype=float)
+    held = np.asarray(model.features_held(rows, _loaded(job, layout) / (2 * model.itemsize) if model.nonzeros else None), dtype=float)
+    if model.reads_sparse(1) and job.workload.model == "sage":  # own rows, a cut of those read, have a product of their own
+        held = held + (f.rows < f.sources) * model.features_sorted(f.rows)
     passing = [op.sent.sum(0) + op.sent.sum(1) for op in setup(job, layout) if op.sent is not None]
     most = held + np.max([np.zeros(job.ranks), *passing], axis=0)
     if not model.aggregate_cached(1):
