@@ -200,18 +200,18 @@ def _kinds(cluster: Cluster, gpus: Sequence[int]) -> list[frozenset[tuple[str, i
 def heuristic(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], seconds: Seconds, tied: Sequence[int]) -> tuple[int, ...]:
     """By swaps from several beginnings (as given, in the order of a walk, ranks beside those they talk to; those among them that keep
     groups together); the best of their ends."""
-    path = walk(cluster, gpus)
+    path, group = walk(cluster, gpus), np.asarray(tied)
     firsts = range(min(len(gpus), BEGINNINGS))
-    begin = list(dict.fromkeys((tuple(gpus), tuple(path), *(_beside(cluster, path, phases, first) for first in firsts))))
+    begin = list(dict.fromkeys((tuple(gpus), tuple(path), *(_beside(cluster, path, phases, first, group) for first in firsts))))
     begin = [seats for seats in begin if _together(gpus, np.array([seats]), tied).all()]
     trials = EFFORT // len(begin) // max(1, sum(int(np.count_nonzero(phase.sent)) for phase in phases))
-    ends = np.array([_swapped(cluster, seats, seconds, trials, np.asarray(tied)) for seats in begin])
+    ends = np.array([_swapped(cluster, seats, seconds, trials, group) for seats in begin])
     return tuple(ends[int(np.argmin(seconds(ends)))].tolist())
 
 
-def _beside(cluster: Cluster, path: Sequence[int], phases: Sequence[Phase], first: int) -> tuple[int, ...]:
-    """From rank `first` on, each GPU of the path gets the rank with the most traffic to the island, else to the switch, the server,
-    all before it."""
+def _beside(cluster: Cluster, path: Sequence[int], phases: Sequence[Phase], first: int, tied: np.ndarray) -> tuple[int, ...]:
+    """From rank `first` on, each GPU of the path gets the rank (of the group that has begun, if some are left) with the most traffic
+    to the island, else to the switch, the server, all before it."""
     n, at = len(path), Places.of(cluster, path)
     sent = sum((phase.times * phase.sent for phase in phases), np.zeros((n, n)))
     both = sent + sent.T
@@ -221,7 +221,8 @@ def _beside(cluster: Cluster, path: Sequence[int], phases: Sequence[Phase], firs
         before = np.array(order, dtype=np.int64)
         near = [before[numbers[:i] == numbers[i]] for numbers in (at.island, at.switch, at.server)]
         talk = [both[:, ranks].sum(1) for ranks in (*near, before)]
-        ranks = np.flatnonzero(free)
+        mates = free & (tied == tied[order[-1]])
+        ranks = np.flatnonzero(mates if mates.any() else free)
         rank = int(ranks[np.lexsort((ranks, *(-t[ranks] for t in reversed(talk))))[0]])
         order.append(rank)
         free[rank] = False

@@ -4,6 +4,7 @@ choice that changes with the topology."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, permutations
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.explain import granndis_conditions
 from gnnplan.planner.files import apply_overrides, read_cluster
 from gnnplan.planner.graph import Graph, in_neighbours, load
-from gnnplan.planner.grouping import seatings
+from gnnplan.planner.grouping import Phase, heuristic, seat, seatings, weigher
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective
 from gnnplan.planner.search import search, seated
@@ -36,7 +38,7 @@ def community(vertices: int, edges: int, **more: Any) -> Graph:
 GRAPH = community(400, 6000)
 SPARSE = community(2000, 8000, communities=50, mixing=0.02)
 LARGE = community(4000, 40_000, communities=40, mixing=0.05)
-CROSSED, PAIRS = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
+CROSSED, PAIRS, HALVES = [[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def job_of(servers: int, islands: list[list[int]], graph: Graph = GRAPH, intra: float = 1e9, island: float = 1e11, inter: float = 1e8,
@@ -129,6 +131,17 @@ def test_the_fewest_batches_that_fit_an_island():
     assert any(c.group == "island" and c.batches == 3 and not c.sampled for c in candidates)
 
 
+def test_estimated_batches_of_islands():
+    """Of a graph known by statistics only: a batch has its share of an island's training vertices, and there are no more batches."""
+    known = job_of(2, PAIRS)
+    job = replace(known, stats=replace(known.stats, known=False), graph=None)
+    mine = job.stats.train_vertices / 4
+    assert [layout.targets for layout in settled(job, batches=3).layouts(job)] == [mine / 3] * 3
+    settled(job, batches=int(mine))
+    with pytest.raises(SpecError, match=f"fewest on one: {int(mine)}, batches: {int(mine) + 1}"):
+        settled(job, batches=int(mine) + 1)
+
+
 @given(st.sampled_from([GRAPH, SPARSE, community(120, 900, seed=1)]), st.sampled_from(["gcn", "sage", "gcnii", "gat"]), st.integers(1, 6),
        st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 2)]))  # fmt: skip
 @settings(deadline=None, max_examples=15)
@@ -187,6 +200,46 @@ def test_islands_that_read_each_other_share_a_server():
     every = [strategy.predict(job.seated(tuple(np.ravel([PAIR[i] for i in order]).tolist()))).bytes_by_link["inter_node"]
              for PAIR in [((0, 1), (2, 3), (4, 5), (6, 7))] for order in permutations(range(4))]  # fmt: skip
     assert strategy.predict(found).bytes_by_link["inter_node"] == min(every) < max(every)
+
+
+@pytest.mark.parametrize(("servers", "islands", "of"), [(2, PAIRS, 2), (2, CROSSED, 2), (2, PAIRS, 4), (1, HALVES, 4)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tied_ranks_stay_tied_whatever_they_send(servers: int, islands: list[list[int]], of: int, seed: int):
+    """Traffic that would tear them apart: of all permutations that keep groups of `of` on the GPUs of one, none is faster."""
+    where = job_of(servers, islands, inter=2e8).cluster
+    at = Cost.of(where).places
+    tied = (at.server if servers == 2 and of == 4 else at.island).tolist()
+    random = np.random.default_rng(seed)
+    phases = [Phase(random.integers(0, 10**6, (8, 8)) * np.not_equal.outer(tied, tied) * (random.random((8, 8)) < 0.5), 1.0)]
+
+    def torn(seats: Sequence[int]) -> bool:
+        return any(len({tied[seats[rank]] for rank in range(8) if tied[rank] == group}) > 1 for group in tied)
+
+    every = np.array([seats for seats in permutations(range(8)) if not torn(seats)])
+    weigh = weigher(where, range(8), phases)
+    free, kept = seat(where, range(8), phases), seat(where, range(8), phases, tied)
+    assert torn(free) and not torn(kept)
+    seconds = weigh(np.array([free, kept, range(8)]))
+    assert seconds[0] < seconds[1] == pytest.approx(weigh(every).min(), rel=1e-9) and seconds[1] <= seconds[2]
+    swapped = heuristic(where, range(8), phases, weigh, tied)
+    assert not torn(swapped) and seconds[1] * (1 - 1e-9) <= weigh(np.array([swapped]))[0] <= seconds[2]
+
+
+def test_groups_that_talk_meet_among_32_gpus():
+    """Pairs of islands with heavy traffic between them, and members that would rather be elsewhere: islands move as a whole until
+    every pair has a server."""
+    where = job_of(8, CROSSED, inter=1e8).cluster
+    tied = Cost.of(where).places.island
+    friend = np.random.default_rng(2).permutation(16).reshape(8, 2)
+    partner = {int(a): int(b) for pair in friend for a, b in (pair, pair[::-1])}
+    sent = np.zeros((32, 32))
+    for a in range(32):
+        sent[a, tied == partner[int(tied[a])]] = 1e6
+        sent[a, (a + 1) % 32] += 1e3
+    seats = seat(where, range(32), [Phase(sent, 1.0)], tied.tolist())
+    at = Cost.of(where, seats).places
+    assert all(len({int(at.island[rank]) for rank in np.flatnonzero(tied == group)}) == 1 for group in range(16))
+    assert all(len({int(at.server[rank]) for rank in np.flatnonzero(np.isin(tied, pair))}) == 1 for pair in friend)
 
 
 @pytest.mark.parametrize("group", ["server", "island"])
