@@ -67,7 +67,8 @@ class Chunks:
 
     @cached_property
     def _read(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """(sources [K, g], numbers of sparse features in them [K, g], halo of each member): neighbours are marked, which for many edges is faster than sorting them."""
+        """(sources [K, g], numbers of sparse features in them [K, g], halo of each member): neighbours are marked, which for many edges is
+        faster than sorting them."""
         sources, numbers = np.zeros((2, self.chunks, self.members), dtype=np.int64)
         lengths = self.graph.lengths if self.graph.stats.nonzeros else np.zeros(self.sub.size, dtype=np.int64)
         halos = []

@@ -9,6 +9,7 @@ arrays over ranks: r_in is R rows of H_in numbers, s_out S rows of H_out numbers
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,42 @@ class Tape:
         self.free(*sizes)
 
 
+@dataclass(frozen=True, eq=False)
+class Product:
+    """n rows of h_in numbers times a matrix, without and then also with a bias; the rows get a gradient if they vary."""
+
+    rows: Number
+    h_in: int
+    h_out: int
+    varies: bool = True
+    after: tuple[str, ...] = ("bias",)  # of every such product: what follows it
+
+    @property
+    def block(self) -> int:
+        """Rows that its backward pass looks at together (kernels._blocks)."""
+        return max(1000, BLOCK // (self.h_in + self.h_out))
+
+    def shapes(self, rows: int) -> Iterator[tuple[object, ...]]:
+        """Of all products of one rank, forward and backward."""
+        if not rows:
+            return
+        yield from ((rows, self.h_in, self.h_out, after) for after in self.after)
+        for block in {min(rows, self.block), rows % self.block or self.block} if rows > self.block else {rows}:
+            yield self.h_out, block, self.h_in, "weight"
+            if self.varies:
+                yield block, self.h_out, self.h_in, ""
+
+
+def kernels(products: Iterable[Product], ranks: int) -> Number:
+    """What oneDNN keeps of the code for them on every rank [B]; a product's rows are [ranks] or, one by one, [pieces, ranks]."""
+    found: list[set[tuple[object, ...]]] = [set() for _ in range(ranks)]
+    for product in products:
+        for piece in np.reshape(np.ceil(product.rows), (-1, ranks)):
+            for shapes, rows in zip(found, piece, strict=True):
+                shapes.update(product.shapes(int(rows)))
+    return KERNEL * np.array([len(shapes) for shapes in found], dtype=float)
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Of one layer [B], beside its source rows and the gradient of its output."""
@@ -50,7 +87,7 @@ class Footprint:
     kept: Number  # from its forward to its backward pass, its output included
     forward: Number  # the most in its forward pass
     backward: Number  # the most in its backward pass, which begins with what was kept
-    kernels: Number  # how many shapes of products it has
+    products: tuple[Product, ...]
 
 
 @dataclass(frozen=True)
@@ -115,17 +152,10 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
 
     def product(n: Number, through_relu: bool = False, matrices: int = 1) -> Number:
         """What the backward pass of a product holds of a block of its n rows, and of matrices that are turned and added up."""
-        size = max(1000, BLOCK // (spec.h_in + spec.h_out))
-        block = np.minimum(n, size) * (max(spec.h_in, spec.h_out) + spec.h_out * through_relu)
+        block = np.minimum(n, Product(n, spec.h_in, spec.h_out).block) * (max(spec.h_in, spec.h_out) + spec.h_out * through_relu)
         if sparse:  # numbers in the order of columns, and the gradient turned
             return (n * model.nonzeros + spec.h_in * spec.h_out) * b
         return (block + (2 * matrices + 1) * spec.h_in * spec.h_out) * b
-
-    def shapes(n: Number, terms: int = 1) -> Number:
-        """Of products over n rows: forward, and for blocks of rows and what is left the gradients of rows and weights."""
-        blocks = np.where(n > max(1000, BLOCK // (spec.h_in + spec.h_out)), 2, 1)
-        square = spec.h_in == spec.h_out and (first or kind in ("sage", "gcnii"))  # without a bias: back as forth
-        return (terms + blocks * (1 + varies) - (blocks == 1) * (square and varies)) * (not sparse)
 
     def forward(t: Tape) -> None:
         made.forward(t)
@@ -253,8 +283,11 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
     forward(t)
     kept, most, t.most = t.now, t.most, t.now
     backward(t)
-    both = kind == "sage" and first
-    return Footprint(kept, most, t.most, shapes(sources if first else rows, 2 if kind == "sage" and not first else 1) + shapes(rows) * both)
+    ends = "bias relu" if relu else "bias"
+    last = {"sage": ("bias", "") if not first else ("bias",), "gcnii": ("",), "resgcn": ("bias",)}.get(kind, (ends,))
+    before = [Product(local if narrow else sources, spec.h_in, spec.h_out, varies, ("",))] if first and not sparse else []
+    after = [Product(rows, spec.h_in, spec.h_out, varies, last)] if not first or (kind == "sage" and not sparse) else []
+    return Footprint(kept, most, t.most, (*before, *after))
 
 
 def block(kind: str, model: Model, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:

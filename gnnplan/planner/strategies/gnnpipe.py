@@ -41,7 +41,7 @@ import numpy as np
 from gnnplan.planner.chunks import ChunkFacts
 from gnnplan.planner.cost import Cost, Number, Port, Transfer
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.footprint import KERNEL, Footprint, Moments, Prepared, block, footprint, loss
+from gnnplan.planner.footprint import Footprint, Moments, Prepared, Product, block, footprint, kernels, loss
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import Job
@@ -526,24 +526,22 @@ class GNNPipe(Strategy):
         meets = np.asarray(facts.sends.any((1, 2), keepdims=True))[:, 0]  # [K, 1]: chunks whose members exchange rows
         own = rows.sum(0)
         m = Moments(own.size)
-        kernels: Number = 0.0
+        products: list[Product] = []
         beside = np.zeros(own.size)  # the most that a chunk's backward pass takes on top
         if stage:
             m.keep(own * (self.boundary(job, stage - 1) + model.hands_on_initial * model.layers[0].h_in) * b)  # messages; initial rows
         elif model.encoder:
             dropped = own * (model.nonzeros or model.features) * b * (model.dropout > 0 and model.hands_on_initial)
             m.keep(dropped, own * model.encoder[1] * b)
-            kernels = kernels + 2 * rows.shape[0] * (not model.nonzeros)
-        seen = set()
+            if not model.nonzeros:
+                products.append(Product(rows, *model.encoder, False, ("bias relu",) if model.relu_after(0) else ("bias",)))
         for layer in layers:
             spec, sparse, varies = model.layers[layer - 1], model.reads_sparse(layer), layer > model.first_varying
             key = (spec, varies, model.relu_after(layer))
             if key not in alike:
                 alike[key] = footprint(kind, model, layer, rows, sources, edges, apart=not sparse)
             need, linear = alike[key], not (spec.heads or spec.projects_first or kind == "resgcn")
-            if key not in seen:
-                seen.add(key)
-                kernels = kernels + need.kernels.sum(0)
+            products += need.products
             out = (rows * spec.h_out * b).sum(0)
             read = (rows if linear else sources) * spec.h_in * b
             if not varies:
@@ -568,11 +566,10 @@ class GNNPipe(Strategy):
             trained = rows * min(1.0, job.stats.train_vertices / job.stats.vertices)
             most = loss(model, rows, trained)[1]
             m.keep(most.sum(0) - (trained * model.classes * b).sum(0), (rows * model.classes * b).sum(0))
-            kernels = kernels + 3 * rows.shape[0] * (model.decoder is not None)
+            products += [Product(rows, *model.decoder)] if model.decoder else []
         m.at(beside)
         if job.cluster.device.kind == "cpu" and b == 4:
-            unlike = [np.unique(sizes).size / sizes.size for sizes in facts.rows.T]  # chunks of equal size share them
-            m.buffers = m.buffers + KERNEL * kernels * unlike
+            m.buffers = m.buffers + kernels(dict.fromkeys(products), own.size)
         return m
 
     def traffic(self, job: Job) -> list[Phase]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.cost import Number, Port, Transfer
-from gnnplan.planner.footprint import KERNEL, Footprint, Moments, Prepared, block, footprint, loss
+from gnnplan.planner.footprint import Footprint, Moments, Prepared, Product, block, footprint, kernels, loss
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import EstimatedLayout, Job
@@ -313,7 +313,7 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
     fullest = np.argmax([m.activations + m.buffers for m, _ in steps], axis=0)
     activations, buffers = (np.choose(fullest, [getattr(m, use) for m, _ in steps]) for use in ("activations", "buffers"))
     if job.cluster.device.kind == "cpu" and b == 4:
-        buffers = buffers + KERNEL * sum((shapes for _, shapes in steps), zero)
+        buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
     features, arriving = _constant(job, layout)
     use: Memory = {
         "parameters": zero + model.weights * b,
@@ -356,9 +356,8 @@ def _constant(job: Job, layout: Layout | EstimatedLayout) -> tuple[np.ndarray, n
     return kept, np.maximum(most, held + kept)
 
 
-def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Moments, np.ndarray]:
-    """A training step as executor/strategies/graph_parallel.py does it, and how many shapes of products it has. Layers that are alike
-    share their numbers."""
+def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Moments, list[Product]]:
+    """A training step as executor/strategies/graph_parallel.py does it, and its products. Layers that are alike share their numbers."""
     model, b, kind, layers = job.model, job.model.itemsize, job.workload.model, range(1, job.workload.layers + 1)
     alike: dict[object, tuple[LayerFacts, Footprint]] = {}
 
@@ -421,8 +420,12 @@ def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[M
             m.at((f.sources + f.sends.sum(1)) * width)
             gradient = (f.sources - f.sends.sum(0)) * spec.h_in * b if how.narrow and model.narrow_at(layer) else f.sources * width
         m.free(copies[layer])
-    shapes = {(model.layers[layer - 1], f.rows.tobytes(), f.sources.tobytes()): need.kernels for layer in layers for f, need in [of(layer)]}
-    return m, sum(shapes.values(), np.full(job.ranks, 3.0 * (model.decoder is not None)))
+    products = [product for _, need in alike.values() for product in need.products]
+    if model.encoder and not model.nonzeros:
+        products.append(Product(_local(layout, 0), *model.encoder, False, ("bias relu",) if model.relu_after(0) else ("bias",)))
+    if model.decoder:
+        products.append(Product(own, *model.decoder))
+    return m, products
 
 
 RUNTIME = {"cpu": 300e6, "cuda": 800e6}  # [B] libraries and context of a process that has done nothing yet
