@@ -1,0 +1,67 @@
+"""How much memory every rank is told to need and needs: plans and runs deep and sparse jobs on this machine: `python benchmarks/memory.py
+DATASETS [--record]`.
+
+DATASETS is a folder with squirrel.npz, coauthor_physics.npz and coauthor_cs.npz. Prints a row per rank; --record writes them to
+traces/memory.csv. What a run fills does not depend on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from gnnplan.planner.plan import chosen, question, read
+
+RECORD = Path(__file__).resolve().parent.parent / "traces" / "memory.csv"
+SERVERS = ("--set", "servers=2", "--set", "gpus_per_server=1")
+SQUIRREL, PHYSICS, CS = ("squirrel", "gcnii", 32), ("coauthor_physics", "sage", 3), ("coauthor_cs", "resgcn", 28)
+JOBS = [
+    *((*SQUIRREL, strategy, ranks, ()) for ranks in (2, 4) for strategy in (
+        "graph_parallel", "graph_parallel(checkpoint=True)", "pipegcn", "pipegcn_gf", "gnnpipe" if ranks == 2 else "gnnpipe(stages=2)")),
+    *((*PHYSICS, strategy, 2, ()) for strategy in ("graph_parallel", "pipegcn_gf", "gnnpipe")), (*PHYSICS, "pipegcn", 4, ()),
+    *((*CS, strategy, 2, SERVERS) for strategy in ("granndis(max_hop=1,fanout=15)", "granndis(batches=2)")),
+]  # fmt: skip
+
+
+def gnnplan(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "gnnplan", *arguments], check=True, capture_output=True, text=True)
+
+
+def main(datasets: Path, record: bool) -> None:
+    rows = []
+    for graph, model, layers, strategy, ranks, more in JOBS:
+        with tempfile.TemporaryDirectory() as scratch:
+            plan, out = f"{scratch}/plan.json", Path(scratch) / "run"
+            asked = ("--model", model, "--layers", str(layers), "--hidden", "64", "--dropout", "0.5", "--ranks", str(ranks), *more)
+            gnnplan("plan", "--graph", str(datasets / f"{graph}.npz"), *asked, "--strategy", strategy, "-o", plan)
+            gnnplan("run", plan, "--epochs", "4", "--eval-every", "0", "--out", str(out))
+            document = read(Path(plan))
+            use = chosen(document).memory(question(document))
+            predicted = np.sum([nbytes for what, nbytes in use.items() if what != "runtime"], axis=0)
+            for rank in range(ranks):
+                measured = json.loads((out / f"rank{rank}.json").read_text())["peak_bytes"]
+                rows.append({
+                    "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": f"{platform.machine()} CPU, Gloo", "graph": graph, "model": model,
+                    "layers": layers, "hidden": 64, "strategy": strategy, "ranks": ranks, "rank": rank,
+                    "predicted_bytes": round(predicted[rank]), "measured_bytes": measured,
+                })  # fmt: skip
+                print(f"{graph:16s} {model:6s} {layers:2d} {strategy:32s} rank {rank} of {ranks}: predicted "
+                      f"{predicted[rank] / 1e6:7.1f} MB, measured {measured / 1e6:7.1f} MB ({predicted[rank] / measured - 1:+.1%})",
+                      flush=True)  # fmt: skip
+    if record:
+        with RECORD.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--record" in sys.argv[2:])
