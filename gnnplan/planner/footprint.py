@@ -17,6 +17,7 @@ import numpy as np
 from gnnplan.planner.cost import Number
 from gnnplan.planner.gnn import Layer, Model
 
+RUNTIME = {"cpu": 300e6, "cuda": 800e6}  # [B] libraries and context of a process that has done nothing yet
 BLOCK = 512_000  # numbers of a product's operands that its backward pass looks at together (kernels._blocks)
 LONG = 8  # [B] of an index that torch wants in 64 bits
 KERNEL = 0.6e6  # [B] that oneDNN keeps of the code for a product, for every shape of it (measured; torch 2.13)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LANES = ("host", "copy", "compute", "comm", "send", "receive", "reduce")
 
@@ -50,6 +50,14 @@ class Compute:
     def __add__(self, other: Compute) -> Compute:
         return Compute(self.flops + other.flops, self.gathers + other.gathers, self.touched + other.touched,
                        self.launches + other.launches, self.itemsize, self.beside + other.beside)  # fmt: skip
+
+    def at(self, i: int) -> Compute:
+        """Entry i of its arrays."""
+        def pick(value: Any) -> float:
+            return float(value[i]) if getattr(value, "ndim", 0) else float(value)
+
+        return Compute(pick(self.flops), tuple((pick(rows), width) for rows, width in self.gathers), pick(self.touched), self.launches,
+                       self.itemsize, pick(self.beside))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

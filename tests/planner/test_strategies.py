@@ -20,7 +20,7 @@ from gnnplan.planner.schedule import Collective, Schedule, Send
 from gnnplan.planner.search import search
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import FAMILIES, NAMES, GNNPipe, GraNNDis, GraphParallel, Prediction, Strategy, named, parse
-from gnnplan.planner.strategies.gnnpipe import balance
+from gnnplan.planner.strategies.flowshop import balance
 from gnnplan.simulator.player import Played, critical_path, play, serial
 
 STEPS = 4

@@ -48,7 +48,7 @@ from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Expansion, Layout
 from gnnplan.planner.schedule import Schedule
-from gnnplan.planner.strategies import layerwise
+from gnnplan.planner.strategies import layerwise, layerwise_memory
 from gnnplan.planner.strategies.layerwise import Batches, Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
@@ -224,7 +224,7 @@ class GraNNDis(Strategy):
 
     def memory(self, job: Job) -> Memory:
         """Of several batches the largest fills the device; their edges stay there, their features do not."""
-        return layerwise.memory(job, self.layout(job), self.manner, self.layouts(job))
+        return layerwise_memory.memory(job, self.layout(job), self.manner, self.layouts(job))
 
     def predict(self, job: Job) -> Prediction:
         return layerwise.predict(job, self.layout(job), self.manner, self.layouts(job))

@@ -35,7 +35,7 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Schedule
-from gnnplan.planner.strategies import layerwise
+from gnnplan.planner.strategies import layerwise, layerwise_memory
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
@@ -103,7 +103,7 @@ class GraphParallel(Strategy):
         return layerwise.preparation(job, job.layout())
 
     def memory(self, job: Job) -> Memory:
-        return layerwise.memory(job, job.layout(), self.manner)
+        return layerwise_memory.memory(job, job.layout(), self.manner)
 
     def predict(self, job: Job) -> Prediction:
         return layerwise.predict(job, job.layout(), self.manner)

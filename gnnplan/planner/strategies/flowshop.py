@@ -1,0 +1,221 @@
+"""A pipeline as a flow shop: how long chunks take through its stages, and which layers make the stages alike.
+
+    stage 0  |c0|c1|c2|              a chunk enters a stage when it has arrived there, the stage's last chunk has left,
+    link       |c0|c1|c2|            and leaves when its own work is done; links work the same way
+    stage 1       |c0|c1|c2|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gnnplan.planner.chunks import ChunkFacts
+from gnnplan.planner.cost import Cost, Number, Port, Transfer
+from gnnplan.planner.job import Job
+from gnnplan.planner.schedule import Collective, Send
+from gnnplan.planner.strategies.strategy import Prediction
+
+if TYPE_CHECKING:
+    from gnnplan.planner.strategies.gnnpipe import GNNPipe
+
+Alone = tuple[Number, Number]  # begin and end of each chunk (last axis) in a stage that never waits [s]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A stage's forward or backward over all chunks."""
+
+    chunks: Number  # seconds of each chunk [.., K], exchanges included
+    members: Number  # computation of each member [.., g]
+    exchanged: Number  # exchanges
+    busy: Mapping[Port, Number]  # by them
+
+
+def predict(pipe: GNNPipe, job: Job) -> Prediction:
+    """A flow shop: chunk k leaves a stage or link when it has arrived, its predecessor has left and its own work is
+    done; in the hybrid that is the slowest member's between one exchange and the next. For equal chunks this is
+    (K + stages - 1) slots forward and as many backward. Chunks in METIS' order. What passes a port bounds it from below."""
+    assert pipe.stages is not None and pipe.chunks is not None
+    cost, k, b, ranks = job.cost, pipe.chunks, job.model.itemsize, range(pipe.stages)
+    ways = _ways(pipe, job)
+    kept = max(pipe.kept(job))
+    refresh = [cost.compute_s(pipe.refresh_work(job, s, kept)) for s in ranks]
+    update = [cost.compute_s(job.model.update(pipe.weights(job, s))) for s in ranks]
+    reduced = [cost.all_reduce(pipe.weights(job, s) * b, pipe.group(job, s)) for s in ranks]
+    sent = [_handed_on(pipe, job, s) for s in ranks[:-1]]
+    links = [transfer.alone for transfer in sent]  # seconds of the mean chunk to the next stage
+    ready: Number = np.zeros(k)  # when each chunk reaches the stage
+    ends: list[Number] = []
+    for stage in ranks:
+        alone = _alone(ways["f"][stage].chunks)
+        ready, end = _through(ready, alone, refresh[stage], links[stage] if stage + 1 < pipe.stages else None)
+        ends.append(end)
+    ready = np.zeros(k)
+    for stage in reversed(ranks):
+        alone = _alone(ways["b"][stage].chunks[..., ::-1])
+        ready, ends[stage] = _through(ready, alone, ends[stage], links[stage - 1] if stage else None)
+    epoch = reduce(np.maximum, [ends[s] + reduced[s].alone + update[s] for s in ranks])
+    ports: dict[Port, Number] = {}  # seconds that each is busy
+    for busy, times in [(t.busy, 1) for t in reduced] + [(t.busy, 2 * k) for t in sent] + [(w.busy, 1) for w in ways["f"] + ways["b"]]:
+        for port, seconds in busy.items():
+            ports[port] = ports.get(port, 0.0) + times * seconds
+    epoch = reduce(np.maximum, ports.values(), epoch)
+    busy_s = reduce(np.maximum, [_largest(ways["f"][s].members + ways["b"][s].members) + refresh[s] + update[s] for s in ranks])
+    exchanged = {way: [w.exchanged for w in ways[way]] for way in ways}
+    # the first chunk's way through the pipeline, twice; the rest hides behind computation, and so may some of this
+    moving = 2.0 * sum(links) + reduce(np.maximum, [f + b + r.alone for f, b, r in zip(*exchanged.values(), reduced, strict=True)])
+    moving = np.minimum(moving, np.maximum(epoch - busy_s, 0.0))
+    by_op = {op: reduce(np.maximum, [_largest(w.members) for w in ways[way]]) for op, way in (("forward", "f"), ("backward", "b"))}
+    by_op["pipeline"] = 2 * k * reduce(np.maximum, links, 0.0)
+    if pipe.members(job) > 1:
+        by_op |= {f"halo:{way}": sum(seconds) for way, seconds in exchanged.items()}
+        by_op["all_reduce"] = reduce(np.maximum, [transfer.alone for transfer in reduced])
+    nbytes, by_link = pipe.nbytes(job)
+    once = sum(task.work.nbytes for task in pipe.setup(job) if isinstance(task.work, Collective))
+    return Prediction(epoch, busy_s, moving, np.maximum(epoch - busy_s - moving, 0.0), nbytes, by_link, once, by_op)
+
+
+def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
+    """Every stage forward ('f') and backward ('b'), were it never to wait. Pieces that are alike share their work, and groups
+    that sit alike their exchanges."""
+    assert pipe.stages is not None
+    model, facts, g, cost = job.model.aggregating_first, pipe.facts(job), pipe.members(job), job.cost
+    computed: dict[object, tuple[Number, Number]] = {}
+    moved: dict[object, dict[str, tuple[Number, Number, Transfer]]] = {}
+    out: dict[str, list[_Way]] = {"f": [], "b": []}
+    for stage in range(pipe.stages):
+        group, pieces = pipe.group(job, stage), pipe.pieces(job, stage)
+        at = [np.unique(place[list(group)], return_inverse=True)[1] for place in cost.places]
+        alike = tuple(np.concatenate(at).tolist())
+        if g > 1 and alike not in moved:
+            moved[alike] = {way: _exchanges(cost, facts.sends if way == "f" else facts.sends.transpose(0, 2, 1), group) for way in "fb"}
+        for number, way in enumerate("fb"):
+            chunks: Number = 0.0
+            members: Number = 0.0
+            exchanged: Number = 0.0
+            width = 0
+            for piece in pieces:
+                specs = tuple(model.layers[layer - 1] for layer in piece if layer)
+                key = (piece[0] in (0, 1), len(model.layers) in piece, len(piece), specs)
+                if key not in computed:
+                    forward, backward = (cost.compute_s(work) for work in pipe.work(job, piece, facts))
+                    computed[key] = forward, backward
+                each = computed[key][number]
+                each = np.reshape(each, (*np.shape(each)[:-1], *facts.rows.shape))
+                chunks, members = chunks + each.max(-1), members + each.sum(-2)
+                if crossing := pipe.exchanged(job, piece) * model.itemsize:
+                    latency, second, _ = moved[alike][way]
+                    seconds = latency + crossing * second
+                    chunks, exchanged, width = chunks + seconds, exchanged + _sum(seconds), width + crossing
+            busy = {port: seconds * width for port, seconds in moved[alike][way][2].busy.items()} if width else {}
+            out[way].append(_Way(chunks, members, exchanged, busy))
+    return out
+
+
+def _exchanges(cost: Cost, sends: np.ndarray, group: range) -> tuple[Number, Number, Transfer]:
+    """Per chunk [.., K] the latency of its exchange and the seconds for one byte per row; and of all chunks together."""
+    each = [cost.exchange(rows, group) for rows in sends]
+    latency, alone = ([t.latency for t in each], [t.alone - t.latency for t in each])
+    return _columns(latency), _columns(alone), cost.exchange(sends.sum(0), group)
+
+
+def _columns(values: list[Number]) -> Number:
+    """Numbers, or arrays [jobs, 1], side by side."""
+    return np.concatenate(np.broadcast_arrays(*values), axis=-1) if any(map(np.ndim, values)) else np.array(values)
+
+
+def _handed_on(pipe: GNNPipe, job: Job, stage: int) -> Transfer:
+    """The mean chunk from a stage to the next, member to member at once; an empty sub-chunk is not sent."""
+    g, row, rows = pipe.members(job), pipe.boundary(job, stage) * job.model.itemsize, pipe.facts(job).rows
+    busy: dict[Port, Number] = {}
+    latency: Number = 0.0
+    for rank, mean, sent in zip(pipe.group(job, stage), rows.mean(0), (rows > 0).mean(0), strict=True):
+        one = job.cost.send(rank, Send(rank + g, round(mean * row)))
+        latency = np.maximum(latency, one.latency * sent)
+        for port, seconds in one.busy.items():
+            busy[port] = busy.get(port, 0.0) + seconds
+    return Transfer(latency, busy)
+
+
+def layer_seconds(pipe: GNNPipe, job: Job) -> list[float]:
+    """Forward and backward of each layer on the mean sub-chunk, its exchanges included (alike in all stages) [s]."""
+    model, facts = job.model.aggregating_first, pipe.facts(job)
+    sums = [float(a.sum()) / facts.rows.size for a in (facts.rows, facts.edges, facts.sources, facts.numbers, facts.sends)]
+    mean = ChunkFacts(*(np.full((1,) * axes, one) for axes, one in zip((2, 2, 2, 2, 3), sums, strict=True)))
+    group, sent = pipe.group(job, 0), facts.sends.mean(0)
+    alike: dict[object, float] = {}
+    out = []
+    for layer in range(1, len(model.layers) + 1):
+        key = (layer == 1, layer == len(model.layers), model.layers[layer - 1])
+        if key not in alike:
+            pieces = [(0,), (layer,)] if layer == 1 and model.encoder else [(layer,)]
+            works = [work for piece in pieces for work in pipe.work(job, piece, mean)]
+            width = pipe.exchanged(job, (layer,)) * model.itemsize
+            moving = [job.cost.exchange(way * width, group).alone for way in (sent, sent.T)] if width and sent.any() else []
+            alike[key] = float(sum(np.sum(job.cost.compute_s(work)) for work in works) + sum(moving))
+        out.append(alike[key])
+    return out
+
+
+def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Layers per stage, at least one each, such that the slowest stage is as fast as can be; beyond that, near even shares.
+
+    >>> balance([1, 1, 1, 1, 1], 2), balance([4, 1, 1, 1, 1], 2)
+    ((3, 2), (1, 4))
+    """
+    total, layers = np.concatenate([[0.0], np.cumsum(seconds)]), len(seconds)
+
+    def starts(limit: float) -> list[int]:
+        """Where each stage begins if all stages, from the last on, are as long as the limit allows."""
+        out = [layers]
+        for stage in reversed(range(stages)):
+            out.append(max(int(np.searchsorted(total, total[out[-1]] - limit)), stage))
+        return out[::-1]
+
+    low, high = max(seconds) * (1 - 1e-9), float(total[-1]) * (1 + 1e-9)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if starts(middle)[0] == 0 else (middle, high)
+    limit = high * (1 + 1e-9)
+    earliest, ends = starts(limit), [0]
+    for stage in range(1, stages):
+        reach = min(int(np.searchsorted(total, total[ends[-1]] + limit, side="right")) - 1, layers - (stages - stage))
+        even = int(np.searchsorted(total, total[-1] * stage / stages * (1 - 1e-9)))
+        ends.append(min(max(even, earliest[stage], ends[-1] + 1), reach))
+    return tuple(b - a for a, b in pairwise([*ends, layers]))
+
+
+def _alone(seconds: Number) -> Alone:
+    end = np.cumsum(seconds, axis=-1)
+    return end - seconds, end
+
+
+def _through(ready: Number, alone: Alone, start: Number, link: Number | None) -> tuple[Number, Number]:
+    """Chunks in order through one stage, free from `start` on, and its link: (arrival at the next, end of the stage).
+
+    Chunk k ends after the largest delay of a chunk j <= k.
+    """
+    begin, end = alone
+    ends = np.maximum.accumulate(np.maximum(ready, start) - begin, axis=-1) + end
+    if link is not None:
+        sent = np.arange(1, np.shape(end)[-1] + 1) * link
+        ready = np.maximum.accumulate(ends - (sent - link), axis=-1) + sent
+    return ready, _last(ends)
+
+
+def _last(values: Number) -> Number:
+    return values[..., -1:] if np.ndim(values) > 1 else values[-1]
+
+
+def _sum(values: Number) -> Number:
+    return values.sum(-1, keepdims=values.ndim > 1)
+
+
+def _largest(values: Number) -> Number:
+    return values.max(-1, keepdims=values.ndim > 1)

@@ -1,0 +1,136 @@
+"""What a rank fills where layers come one after the other, all ranks together, over a Layout: moment by moment of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gnnplan.planner.cost import Number
+from gnnplan.planner.footprint import RUNTIME, Footprint, Moments, Prepared, Product, block, footprint, kernels, loss
+from gnnplan.planner.job import EstimatedLayout, Job
+from gnnplan.planner.layout import LayerFacts, Layout
+from gnnplan.planner.strategies.layerwise import Batches, Manner, alike_as, loaded_bytes, local_rows, setup
+from gnnplan.planner.strategies.strategy import Memory
+
+
+def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Batches = ()) -> Memory:
+    """Bytes per rank by use at the fullest moment of a step or of the set-up; the largest batch fills the device, edges of all stay
+    there."""
+    model, b, kind = job.model, job.model.itemsize, job.workload.model
+    zero = np.zeros(job.ranks)
+    steps = [_moments(job, each, how) for each in batches or (layout,)]
+    fullest = np.argmax([m.activations + m.buffers for m, _ in steps], axis=0)
+    activations, buffers = (np.choose(fullest, [getattr(m, use) for m, _ in steps]) for use in ("activations", "buffers"))
+    if job.cluster.device.kind == "cpu" and b == 4:
+        buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
+    features, arriving = _constant(job, layout)
+    use: Memory = {
+        "parameters": zero + model.weights * b,
+        "optimizer": zero + (3 if job.workload.optimizer == "adam" else 1) * model.weights * b,
+        "features": features, "activations": activations, "halo": zero, "graph": zero, "buffers": buffers,
+        "runtime": zero + RUNTIME[job.cluster.device.kind],
+    }  # fmt: skip
+    if batches:
+        loaded = np.max([_constant(job, each)[0] for each in batches], axis=0)
+        use["features"] = loaded + (features if job.cluster.device.kind == "cpu" else 0.0)  # the server's memory is the device's
+    for each in batches or (layout,):
+        seen = set()
+        for layer in range(1, job.workload.layers + 1):
+            if (alike := each.kind(layer)) not in seen:
+                seen.add(alike)
+                f = each.facts(layer)
+                use["graph"] = use["graph"] + block(kind, model, model.layers[layer - 1], f.rows, f.sources, f.edges) + 8 * f.sends.sum(1)
+            if how.staleness and layer > model.first_varying:
+                sends = each.facts(layer).sends  # rows that come, their gradients that leave, and those that come
+                use["halo"] = use["halo"] + (2 * sends.sum(0) + sends.sum(1)) * model.exchanged_width(layer, how.narrow) * b
+        use["graph"] = use["graph"] + 16 * f.rows  # labels and masks
+    training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
+    use["buffers"] = use["buffers"] + np.maximum(arriving - training, 0.0)
+    return use
+
+
+def _constant(job: Job, layout: Layout | EstimatedLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Constant rows [B] that a rank keeps, and the most that it holds while they arrive and layer 1's aggregate is made of them."""
+    model, f = job.model, layout.facts(1)
+    rows = f.sources if model.first_varying else local_rows(layout, 0)
+    held = np.asarray(model.features_held(rows, loaded_bytes(job, layout) / (2 * model.itemsize) if model.nonzeros else None), dtype=float)
+    if model.reads_sparse(1) and job.workload.model == "sage":  # own rows, a cut of those read, have a product of their own
+        held = held + (f.rows < f.sources) * model.features_sorted(f.rows)
+    passing = [op.sent.sum(0) + op.sent.sum(1) for op in setup(job, layout) if op.sent is not None]
+    most = held + np.max([np.zeros(job.ranks), *passing], axis=0)
+    if not model.aggregate_cached(1):
+        return held, most
+    own = 2 if job.workload.model == "sage" else 1  # GraphSAGE reads a row beside its neighbours'
+    kept = np.asarray(model.features_held(f.rows * own), dtype=float)
+    return kept, np.maximum(most, held + kept)
+
+
+def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Moments, list[Product]]:
+    """A training step as executor/strategies/graph_parallel.py does it, and its products. Layers that are alike share their numbers."""
+    model, b, kind, layers = job.model, job.model.itemsize, job.workload.model, range(1, job.workload.layers + 1)
+    alike: dict[object, tuple[LayerFacts, Footprint]] = {}
+
+    def of(layer: int) -> tuple[LayerFacts, Footprint]:
+        key = alike_as(model, layout, layer, how.narrow), model.relu_after(layer)
+        if key not in alike:
+            f = layout.facts(layer)
+            alike[key] = f, footprint(kind, model, layer, f.rows, f.sources, f.edges, narrow=how.narrow, local=f.sources - f.sends.sum(0))
+        return alike[key]
+
+    m = Moments(job.ranks)
+    initial: Number = 0.0  # rows that GCNII's layers all read
+    if model.encoder:
+        local = local_rows(layout, 0)
+        dropped = local * (model.nonzeros or model.features) * b * (model.dropout > 0 and model.hands_on_initial)
+        m.at(dropped, dropped / b)
+        initial = local * model.encoder[1] * b
+        m.keep(dropped, initial)
+    copies: dict[int, Number] = {}  # of a layer's source rows, own and halo side by side
+    before: Number = initial  # h_{l-1}
+    for layer in layers:
+        f, need = of(layer)
+        varies, narrow = layer > model.first_varying, how.narrow and model.narrow_at(layer)
+        width, halo = model.exchanged_width(layer, how.narrow) * b, f.sends.sum(0) * varies
+        m.at((f.sends.sum(1) * varies + halo) * width)
+        copies[layer] = f.sources * width * ((halo > 0) | (narrow and how.checkpoint))
+        m.keep(copies[layer])
+        m.at(halo * width, need.forward)
+        out = f.rows * model.layers[layer - 1].h_out * b
+        if how.checkpoint:
+            m.keep(out)
+            if narrow:
+                m.keep(Prepared.of(model, model.layers[layer - 1], f.sources - halo).dropped)
+            elif varies and not (layer == 1 and model.hands_on_initial):
+                m.free(before * (halo > 0))  # the copy has them
+        else:
+            m.keep(need.kept)
+        before = out
+    own = of(layers[-1])[0].rows
+    logits, most, gradient = loss(model, own, own * min(1.0, job.stats.train_vertices / job.stats.vertices))
+    m.at(most)
+    m.keep(logits)
+    m.free(before * how.checkpoint)  # h_L
+    if how.staleness and layers[-1] > model.first_varying:  # the last layer's rows are on their way while its backward pass runs
+        f, width = of(layers[-1])[0], model.exchanged_width(layers[-1], how.narrow) * b
+        gradient = gradient + (f.sends.sum(1) + f.sends.sum(0) * ("f" in how.smoothing)) * width
+    for layer in reversed(layers):
+        f, need = of(layer)
+        spec = model.layers[layer - 1]
+        if how.checkpoint:
+            m.at(gradient, need.forward)
+            m.at(gradient, need.backward)
+        else:
+            m.at(gradient, need.backward - need.kept)
+            m.free(need.kept)
+        if layer == layers[-1] and model.hands_on_initial:
+            m.keep(initial)  # their gradient
+        if layer > model.first_varying:
+            width = model.exchanged_width(layer, how.narrow) * b
+            m.at((f.sources + f.sends.sum(1)) * width)
+            gradient = (f.sources - f.sends.sum(0)) * spec.h_in * b if how.narrow and model.narrow_at(layer) else f.sources * width
+        m.free(copies[layer])
+    products = [product for _, need in alike.values() for product in need.products]
+    if model.encoder and not model.nonzeros:
+        products.append(Product(local_rows(layout, 0), *model.encoder, False, ("bias relu",) if model.relu_after(0) else ("bias",)))
+    if model.decoder:
+        products.append(Product(own, *model.decoder))
+    return m, products
