@@ -1,7 +1,8 @@
 """Convergence studies: does a strategy that changes the gradient reach the accuracy of one process, and in how many epochs?
 
     python benchmarks/convergence.py run gcnii_chameleon     trains what is missing, appends to traces/convergence/<study>.csv
-    python benchmarks/convergence.py table                   the tables of docs/convergence.md, from what is there
+    python benchmarks/convergence.py table                   tables from what is there
+    python benchmarks/convergence.py document                the same into docs/convergence.md
     python benchmarks/convergence.py staleness               traces/convergence/staleness.csv: how far stale rows are from true ones
     python benchmarks/convergence.py summary                 gnnplan/traces/convergence.csv, which a plan quotes
     python benchmarks/convergence.py figures                 docs/figures/*.png (pip install matplotlib)
@@ -16,6 +17,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -145,17 +147,43 @@ def outcomes(name: str) -> dict[str, dict[str, Outcome]]:
     return found
 
 
-def table(name: str) -> None:
+def table(name: str) -> str:
     """A row per variant: test accuracy, its paired difference to the reference, final training loss, epochs."""
+    if name == "staleness":
+        return _staleness_table()
+    if not (TRACES / f"{name}.csv").exists():
+        return "Not run yet."
     found = outcomes(name)
     first, reference = next(iter(found.items()))
-    print(f"\n| {name} | seeds | test accuracy [%] | minus {first} [points] | final training loss | best epoch | epochs to its accuracy |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    lines = [f"| {name} | seeds | test accuracy [%] | minus {first} [points] | final training loss | best epoch | epochs to its accuracy |",
+             "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
     for variant, of in found.items():
         gaps = [outcome.test - reference[seed].test for seed, outcome in of.items() if seed in reference]
         cells = [_with_error([o.test for o in of.values()]), _with_error(gaps), _with_error([o.loss for o in of.values()], 4),
                  f"{mean(o.best_epoch for o in of.values()):.0f}", _reached(of)]  # fmt: skip
-        print(f"| {variant} | {len(of)} | {' | '.join(cells)} |")
+        lines.append(f"| {variant} | {len(of)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _staleness_table(first: int = 101) -> str:
+    """Relative errors, mean over the epochs from `first` on."""
+    rows = [row for row in _rows(TRACES / "staleness.csv") if int(row["epoch"]) >= first]
+    columns = list(dict.fromkeys((row["what"], row["layer"]) for row in rows))
+    names = [f"{'rows' if what == 'f' else 'gradients'}, layer {layer}" for what, layer in columns]
+    lines = [f"| dropout | strategy | {' | '.join(names)} |", "|--:|---|" + "--:|" * len(columns)]
+    for dropout, strategy in dict.fromkeys((row["dropout"], row["strategy"]) for row in rows):
+        here = [row for row in rows if (row["dropout"], row["strategy"]) == (dropout, strategy)]
+        errors = [mean(float(row["error"]) / float(row["true"]) for row in here if (row["what"], row["layer"]) == column)
+                  for column in columns]  # fmt: skip
+        lines.append(f"| {dropout} | {strategy} | {' | '.join(f'{error:.3f}' for error in errors)} |")
+    return "\n".join(lines)
+
+
+def document() -> None:
+    """Put the tables where docs/convergence.md has their marks."""
+    path = TRACES.parent.parent / "docs" / "convergence.md"
+    marked = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+    path.write_text(marked.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", path.read_text()))
 
 
 def _reached(of: dict[str, Outcome]) -> str:
@@ -169,7 +197,7 @@ def summarise() -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["study", "graph", "model", "strategy", "seeds", "points", "two_errors", "epochs_ratio"])
+        writer.writerow(["study", "graph", "model", "strategy", "ranks", "seeds", "points", "two_errors", "epochs_ratio"])
         for name, study in STUDIES.items():
             if not (TRACES / f"{name}.csv").exists():
                 continue
@@ -182,7 +210,8 @@ def summarise() -> None:
                 ratio = f"{mean(ratios):.2f}" if len(ratios) == len(pairs) else ""  # empty: some seed never gets there
                 error = f"{2 * stdev(gaps) / sqrt(len(gaps)):.2f}" if len(gaps) > 1 else ""
                 model = study.workload[study.workload.index("--model") + 1]
-                writer.writerow([name, study.graph, model, study.variants[variant][1], len(gaps), f"{mean(gaps):.2f}", error, ratio])
+                ranks, strategy, _ = study.variants[variant]
+                writer.writerow([name, study.graph, model, strategy, ranks, len(gaps), f"{mean(gaps):.2f}", error, ratio])
 
 
 def _with_error(values: list[float], digits: int = 2) -> str:
@@ -272,6 +301,6 @@ if __name__ == "__main__":
     verb, names = sys.argv[1], sys.argv[2:] or list(STUDIES)
     if verb in ("run", "table"):
         for name in names:
-            (run if verb == "run" else table)(name)
+            run(name) if verb == "run" else print(f"\n{table(name)}")
     else:
-        {"summary": summarise, "staleness": staleness, "figures": figures}[verb]()
+        {"summary": summarise, "staleness": staleness, "figures": figures, "document": document}[verb]()

@@ -77,17 +77,20 @@ def test_close_seconds_are_within_noise(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "convergence.csv").write_text(
-        "study,graph,model,strategy,seeds,points,two_errors,epochs_ratio\n"
-        'a,squirrel,gcnii,gnnpipe(chunks=8),10,-0.20,0.50,1.10\nb,physics,sage,pipegcn,5,0.10,0.20,\n', encoding="utf-8")  # fmt: skip
+        "study,graph,model,strategy,ranks,seeds,points,two_errors,epochs_ratio\n"
+        'a,squirrel,gcnii,gnnpipe(chunks=8),2,10,-0.20,0.50,1.10\nb,physics,sage,pipegcn,2,5,0.10,0.20,\n'
+        'b,physics,sage,pipegcn_f(gamma=0.5),2,5,0.30,0.20,\n', encoding="utf-8")  # fmt: skip
     monkeypatch.setattr(explain, "TRACES", tmp_path)
     explain._rows.cache_clear()
     try:
         job = question()
         assert explain.convergence(parse("graph_parallel"), "gcn") == []
         told = explain.convergence(parse("gnnpipe(stages=2,chunks=4)").settle(job), "gcnii")[0]
-        assert "-0.2 points (two standard errors: 0.50)" in told and "1.10 times the epochs" in told and "squirrel" in told
+        assert "-0.20 ± 0.50 points" in told and "1.10 times the epochs on squirrel with gcnii (2 ranks, 10 seeds)" in told
         assert "unknown times the epochs" in explain.convergence(parse("pipegcn"), "gcn")[0]
-        assert "has not been measured: unknown" in explain.convergence(parse("pipegcn_gf"), "gcn")[0]
+        assert "+0.30 ± 0.20 points" in explain.convergence(parse("pipegcn_f(gamma=0.5)"), "gcn")[0]
+        for other in ("pipegcn_gf", "pipegcn_f", "gnnpipe(stages=2,shuffle=False)"):  # another way to change the gradient
+            assert "has not been measured: unknown" in explain.convergence(parse(other).settle(job), "gcn")[0]
         assert "has not been measured: unknown" in explain.convergence(parse("granndis(max_hop=1,fanout=15)"), "gcn")[0]
     finally:
         explain._rows.cache_clear()

@@ -48,6 +48,7 @@ from gnnplan.planner.strategies import flowshop
 from gnnplan.planner.strategies.gnnpipe_memory import memory
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
+TRICKS = ("shuffle", "historical_gradients", "period")
 MOST_PAIRS = 2**20  # chunks x pairs of a stage's members that a candidate may have: more would take too long to look at
 
 
@@ -76,6 +77,9 @@ class GNNPipe(Strategy):
     @property
     def exact(self) -> bool:
         return self.chunks == 1
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, GNNPipe) and all(getattr(self, trick) == getattr(other, trick) for trick in TRICKS)
 
     @classmethod
     def candidates(cls, job: Job) -> Iterator[Strategy]:

@@ -69,6 +69,9 @@ class GraphParallel(Strategy):
     def exact(self) -> bool:
         return self.staleness == 0
 
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, GraphParallel) and self.name == other.name and (not self.smoothing or self.gamma == other.gamma)
+
     @classmethod
     def candidates(cls, job: Job) -> Iterator[Strategy]:
         yield cls()
