@@ -84,8 +84,8 @@ def convergence(strategy: Strategy, model: str) -> list[str]:
     rows = [row for row in rows if row["model"] == model] or rows
     if not rows:
         return [f"{strategy} changes the gradient; what that costs in epochs to the same accuracy has not been measured: unknown"]
-    told = [f"{float(row['points']):+.2f} ± {row['two_errors'] or '?'} points of test accuracy, {row['epochs_ratio'] or 'unknown'} times the "
-            f"epochs on {row['graph']} with {row['model']} ({row['ranks']} ranks, {row['seeds']} seeds)" for row in rows]  # fmt: skip
+    told = [f"{float(row['points']):+.2f} ± {row['two_errors'] or '?'} points of test accuracy, {row['epochs_ratio'] or 'unknown'} times "
+            f"the epochs on {row['graph']} with {row['model']} ({row['ranks']} ranks, {row['seeds']} seeds)" for row in rows]  # fmt: skip
     return [f"{strategy} changes the gradient. Measured against one process (± two standard errors): {'; '.join(told)}. On this graph: "
             "unknown"]
 
