@@ -82,7 +82,7 @@ class Layout:
         self._forget()
 
     def _forget(self) -> None:
-        self._pieces: dict[tuple[int, int, int, bool], Piece] = {}
+        self._pieces: dict[tuple[int, int, int, bool, int], Piece] = {}
         self.__dict__.pop("_home", None)
 
     def hops(self, h: int) -> int:
@@ -96,7 +96,7 @@ class Layout:
     def kind(self, layer: int) -> object:
         """Equal for layers with equal rows, edges and exchanges."""
         sizes = tuple(self.rows(rank, h).size for h in (layer - 1, layer) for rank in range(self.ranks))
-        return sizes, self.recomputed(layer)
+        return sizes, self.recomputed(layer), self._drawn(layer)
 
     # -- regions ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,15 @@ class Layout:
 
     # -- layers ----------------------------------------------------------------------------------------------------
 
-    def _edges(self, rank: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _drawn(self, layer: int) -> int:
+        """Equal for layers that have the same edges into the same rows."""
+        return 0
+
+    def _edges(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """In-neighbours of the rank's rows of h_l, one row's after the other, and how many each row has."""
+        return self._within(rank, self.rows(rank, layer))
+
+    def _within(self, rank: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """In-neighbours of `rows` that the rank's server may have, one row's after the other, and how many each row has."""
         columns, degree = neighbours(self.graph, rows), np.diff(self.graph.indptr)[rows]
         allowed = self._allowed.get(self.servers[rank])
@@ -199,21 +207,21 @@ class Layout:
     def piece(self, rank: int, layer: int) -> Piece:
         """The rank's share of layer l; rows are prefixes of the rank's, so equal sizes are equal rows."""
         rows, local = self.rows(rank, layer), self.rows(rank, layer - 1)
-        key = (rank, rows.size, local.size, self.recomputed(layer))
+        key = (rank, rows.size, local.size, self.recomputed(layer), self._drawn(layer))
         if key not in self._pieces:
-            self._pieces[key] = self._piece(rank, rows, local.size, self.recomputed(layer))
+            self._pieces[key] = self._piece(rank, layer, rows.size, local.size)
         return self._pieces[key]
 
-    def _piece(self, rank: int, rows: np.ndarray, local: int, recomputed: bool) -> Piece:
-        columns, _ = self._edges(rank, rows)
+    def _piece(self, rank: int, layer: int, rows: int, local: int) -> Piece:
+        columns, _ = self._edges(rank, layer)
         rank_of, position = self._where(self.servers[rank])
         wanted = np.zeros(self.graph.stats.vertices, dtype=bool)
         wanted[columns] = True
         wanted &= (rank_of != rank) | (position >= local)
         halo = np.flatnonzero(wanted)
-        provider, place = (rank_of[halo], position[halo]) if recomputed else (self.owner[halo], self._home[halo])
+        provider, place = (rank_of[halo], position[halo]) if self.recomputed(layer) else (self.owner[halo], self._home[halo])
         sort = np.lexsort((place, provider))
-        return Piece(rows.size, local, halo[sort], np.bincount(provider, minlength=self.ranks), int(columns.size))
+        return Piece(rows, local, halo[sort], np.bincount(provider, minlength=self.ranks), int(columns.size))
 
     def sent(self, rank: int, layer: int) -> list[np.ndarray]:
         """Positions among the rank's rows that it sends to each peer before layer l, int64 [ranks][rows]."""
@@ -229,7 +237,7 @@ class Layout:
     def block(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """CSR over the rank's destinations of layer l with local source positions: (indptr int64, indices int32)."""
         piece = self.piece(rank, layer)
-        columns, degree = self._edges(rank, self.rows(rank, layer))
+        columns, degree = self._edges(rank, layer)
         where = np.empty(self.graph.stats.vertices, dtype=np.int32)
         where[self.rows(rank, layer - 1)] = np.arange(piece.local, dtype=np.int32)
         where[piece.halo] = piece.local + np.arange(piece.halo.size, dtype=np.int32)
@@ -238,7 +246,7 @@ class Layout:
     def degrees(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """In- and out-degree [N] of every row among the rows that the rank's server may have."""
         rows = np.flatnonzero(self._allowed.get(self.servers[rank], np.ones(self.graph.stats.vertices, dtype=bool)))
-        columns, degree = self._edges(rank, rows)
+        columns, degree = self._within(rank, rows)
         ins = np.zeros(self.graph.stats.vertices, dtype=np.int64)
         ins[rows] = degree
         return ins, np.bincount(columns, minlength=ins.size)
