@@ -72,12 +72,12 @@ class MemoryWatch:
 
     def stop(self) -> int | None:
         """The peak growth until it was first called [B]; None where it cannot be known."""
-        if self.device.type == "cuda" and not self._stop.is_set():
-            self._peak = torch.cuda.max_memory_allocated(self.device)
-        elif self._thread is None:
+        if self._thread is None and self.device.type != "cuda":
             return None
-        elif not self._stop.is_set():
+        if not self._stop.is_set():
             self._stop.set()
-            self._thread.join()
-        self._stop.set()
+            if self._thread is None:
+                self._peak = torch.cuda.max_memory_allocated(self.device)
+            else:
+                self._thread.join()
         return self._peak - self._before

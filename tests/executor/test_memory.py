@@ -58,6 +58,16 @@ def test_the_watch_sees_what_torch_counts() -> None:
     assert most > 1.9 * left
 
 
+def test_a_stopped_watch_keeps_its_peak_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """train stops it after some epochs and asks again at the end: on CUDA, where no thread samples, the second answer was None."""
+    peak = iter([700, 900])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peak))
+    watch = MemoryWatch(torch.device("cuda"))
+    assert watch.stop() == watch.stop() == 600
+
+
 # -- a layer ---------------------------------------------------------------------------------------------------------------
 
 ROWS, SOURCES, PER_ROW, FEATURES, HIDDEN, CLASSES = 10_000, 15_000, 12, 128, 64, 16
