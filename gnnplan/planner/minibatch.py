@@ -47,11 +47,16 @@ class MiniBatch(Layout):
         return layer  # every layer draws anew
 
     def _edges(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        indptr, columns = self._frontiers[self.servers[rank]].edges[layer - 1]
+        indptr, places = self._frontiers[self.servers[rank]].edges[layer - 1]
         mine = self._share[rank][: self.rows(rank, layer).size]
         degree = np.diff(indptr)[mine]
         starts = np.repeat(indptr[mine] - np.concatenate([[0], np.cumsum(degree)])[:-1], degree)
-        return columns[starts + np.arange(starts.size)], degree
+        return self.graph.indices[places[starts + np.arange(starts.size)]], degree
+
+    def crossing(self, layer: int) -> np.ndarray:
+        """Edges of layer l whose source another rank owns [ranks]."""
+        blocks = (self.block(rank, layer)[1] >= self.piece(rank, layer).local for rank in range(self.ranks))
+        return np.array([np.count_nonzero(remote) for remote in blocks])
 
     def preloaded(self) -> np.ndarray:
         return np.zeros((self.ranks, self.ranks), dtype=np.int64)  # every batch loads its own rows

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.graph import Graph
-from gnnplan.planner.layout import neighbours
 
 GOLDEN, MIX1, MIX2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
 SEEDS = 4  # a stream of random numbers beside those in layout.py and granndis.py
@@ -50,23 +49,17 @@ def seeds_of(graph: Graph, batch: int, seed: int, epoch: int) -> list[Ids]:
     return [order[start : start + batch] for start in range(0, order.size, batch)]
 
 
-def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """At most `fanout` in-neighbours (ALL: every one) of each vertex -> (indptr [V+1], their ids [edges])."""
+def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> tuple[Ids, Ids]:
+    """At most `fanout` edges (ALL: every one) into each vertex -> (indptr [V+1], their places in graph.indices [edges])."""
     start, degree = graph.indptr[vertices], graph.indptr[vertices + 1] - graph.indptr[vertices]
-    if fanout == ALL:
-        return np.concatenate([[0], np.cumsum(degree)]), neighbours(graph, vertices)
-    indptr = np.concatenate([[0], np.cumsum(np.minimum(degree, fanout))])
-    out = np.empty(indptr[-1], dtype=graph.indices.dtype)
-    few = np.flatnonzero(degree <= fanout)
-    if few.size:
-        ends = np.cumsum(degree[few])
-        within = np.arange(ends[-1]) - np.repeat(ends - degree[few], degree[few])
-        out[np.repeat(indptr[few], degree[few]) + within] = graph.indices[np.repeat(start[few], degree[few]) + within]
-    crowded = np.flatnonzero(degree > fanout)
-    for some in np.split(crowded, range(AT_ONCE, crowded.size, AT_ONCE)):
+    taken = degree if fanout == ALL else np.minimum(degree, fanout)
+    indptr = np.concatenate([[0], np.cumsum(taken)])
+    out = np.repeat(start - indptr[:-1], taken) + np.arange(indptr[-1])  # the first of each; right where all are taken
+    crowded = np.flatnonzero(degree > taken)
+    for first in range(0, crowded.size, AT_ONCE):
+        some = crowded[first : first + AT_ONCE]
         keys = mix((vertices[some].astype(np.uint64) + key) * GOLDEN)
-        taken = floyd(keys, degree[some], fanout)
-        out[indptr[some] + np.arange(fanout)[:, None]] = graph.indices[start[some] + taken]
+        out[indptr[some] + np.arange(fanout)[:, None]] = start[some] + floyd(keys, degree[some], fanout)
     return indptr, out
 
 
@@ -86,10 +79,10 @@ def floyd(keys: NDArray[np.uint64], degree: NDArray[np.int64], k: int) -> NDArra
 @dataclass(frozen=True)
 class Frontier:
     """What the seeds need. nodes[h]: ids of the rows of h_h, those of h_{h+1} first, the others in order. Layer l (1 .. L) has the
-    edges (indptr, columns) = edges[l-1]: the neighbours (ids) drawn for nodes[l], one row's after the other."""
+    edges (indptr, places) = edges[l-1]: places in graph.indices of the neighbours drawn for nodes[l], one row's after the other."""
 
     nodes: tuple[Ids, ...]  # h = 0 .. L
-    edges: tuple[tuple[NDArray[np.int64], NDArray[np.int32]], ...]  # l = 1 .. L
+    edges: tuple[tuple[Ids, Ids], ...]  # l = 1 .. L
 
 
 def frontier(graph: Graph, seeds: Ids, fanouts: tuple[int, ...], seed: int, epoch: int, batch: int) -> Frontier:
@@ -99,11 +92,11 @@ def frontier(graph: Graph, seeds: Ids, fanouts: tuple[int, ...], seed: int, epoc
     here[seeds] = True
     for out, fanout in enumerate(fanouts):
         layer = len(fanouts) - out
-        indptr, columns = draw(graph, nodes[-1], fanout, key_of(seed, epoch, batch, layer))
+        indptr, places = draw(graph, nodes[-1], fanout, key_of(seed, epoch, batch, layer))
         near = np.zeros(here.size, dtype=bool)
-        near[columns] = True
+        near[graph.indices[places]] = True
         new = np.flatnonzero(near & ~here)
         here[new] = True
         nodes.append(np.concatenate([nodes[-1], new]))
-        edges.append((indptr, columns))
+        edges.append((indptr, places))
     return Frontier(tuple(nodes[::-1]), tuple(edges[::-1]))

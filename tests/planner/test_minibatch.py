@@ -32,16 +32,16 @@ def test_ranks_of_a_group_share_its_frontier(groups: tuple[int, ...], fanouts: t
         ranks = [rank for rank, of in enumerate(groups) if of == group]
         for h, nodes in enumerate(found.nodes):
             assert sorted(np.concatenate([made.rows(rank, h) for rank in ranks]).tolist()) == sorted(nodes.tolist())
-        for layer, (indptr, columns) in enumerate(found.edges, start=1):
-            expected = sorted(zip(np.repeat(found.nodes[layer], np.diff(indptr)).tolist(), columns.tolist(), strict=True))
+        for layer, (indptr, places) in enumerate(found.edges, start=1):
+            expected = sorted(zip(np.repeat(found.nodes[layer], np.diff(indptr)).tolist(), GRAPH.indices[places].tolist(), strict=True))
             edges = []
             for rank in ranks:
                 piece, rows = made.piece(rank, layer), made.rows(rank, layer)
                 sources = np.concatenate([made.rows(rank, layer - 1), piece.halo])
-                starts, places = made.block(rank, layer)
+                starts, local = made.block(rank, layer)
                 assert sources[: rows.size].tolist() == rows.tolist()
-                assert piece.edges == places.size
-                edges += zip(np.repeat(rows, np.diff(starts)).tolist(), sources[places].tolist(), strict=True)
+                assert piece.edges == local.size
+                edges += zip(np.repeat(rows, np.diff(starts)).tolist(), sources[local].tolist(), strict=True)
             assert sorted(edges) == expected
 
 
