@@ -68,6 +68,29 @@ def partition_weighted(indptr: Array, indices: Array, weights: Array | None, par
     return _cached(key, vertices, parts, lambda: repair(_metis(indptr, indices, weights, parts, seed), parts))
 
 
+def cut_weighted(key: str, indptr: Array, indices: Array, edges: Array | None, load: Array, parts: int, seed: int) -> NDArray[np.int32]:
+    """Part [n] of each vertex of a symmetric CSR: METIS cuts little weight of `edges` [E] (None: few edges) and makes the sums of `load`
+    [n] (>= 0) equal. `key` names the question on disk."""
+    vertices = len(indptr) - 1
+    _check(parts, vertices, "the graph")
+
+    def whole(weights: Array, most: float) -> NDArray[np.int32]:
+        """At least 1, shares kept to a thousandth of the largest where the sum leaves room."""
+        scale = min(1000 / max(float(weights.max(initial=0)), 1e-300), most / max(float(weights.sum()), 1e-300))
+        return (1 + np.floor(scale * weights)).astype(np.int32)
+
+    def compute() -> NDArray[np.int32]:
+        if parts == vertices or not len(indices):
+            return (np.arange(vertices) * parts // vertices).astype(np.int32)
+        adjacency = pymetis.CSRAdjacency(indptr.astype(np.int32), indices.astype(np.int32))
+        weights = None if edges is None else whole(edges, 2**30)
+        part = pymetis.part_graph(parts, adjacency, vweights=whole(load, 2**30 - vertices), eweights=weights, recursive=False,
+                                  options=pymetis.Options(seed=seed + 1)).vertex_part  # fmt: skip
+        return repair(np.asarray(part, dtype=np.int32), parts)
+
+    return _cached(key, vertices, parts, compute)
+
+
 def locality_order(graph: Graph, clusters: int = 64) -> NDArray[np.int32]:
     """Rank [N] of each vertex in an order that keeps METIS clusters together, so that aggregation finds its rows in cache.
 

@@ -1,0 +1,82 @@
+"""GSplit's splitting function: the GPU that owns each vertex, found once before training from how often what is sampled.
+
+    pre-sampling    w(v) = times that v is in a layer's frontier, w(e) = times that edge e is drawn, both per mini-batch
+    gsplit          METIS: cut least w(e), parts with equal sums of w(v)
+    node            equal sums of w(v), every edge counts the same
+    edge            nothing sampled: equal in-edges and training vertices together, every edge counts the same
+    random          each vertex anywhere
+
+Paper: GSplit (arXiv 2303.13775) Sec. 4, ten epochs of pre-sampling. METIS takes whole numbers and one weight per vertex: weights are
+scaled, an edge counts at least 1, both its directions together; `edge` adds both loads, each scaled to the same sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import suggest
+from gnnplan.planner.graph import Graph
+from gnnplan.planner.partition import cut_weighted
+from gnnplan.planner.sampling import frontier, seeds_of
+
+SPLITTERS = ("gsplit", "node", "edge", "random")
+EPOCHS = 10  # of pre-sampling, the paper's
+BEFORE = 1 << 20  # epochs of pre-sampling are counted from here: none that training reaches
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """How often each vertex [N] and each place of graph.indices [E] is sampled, over so many mini-batches."""
+
+    vertices: NDArray[np.int32]
+    edges: NDArray[np.int32]
+    batches: int
+
+
+def presample(graph: Graph, batch: int, fanouts: tuple[int, ...], seed: int, epochs: int = EPOCHS,
+              progress: Callable[[int, int], None] = lambda done, of: None) -> Frequency:  # fmt: skip
+    """Run the sampler as training would, on draws of its own. `progress` is told how many batches are done."""
+    vertices, edges = np.zeros(graph.stats.vertices, np.int32), np.zeros(graph.indices.size, np.int32)
+    done = 0
+    for epoch in range(BEFORE, BEFORE + epochs):
+        batches = seeds_of(graph, batch, seed, epoch)
+        for number, seeds in enumerate(batches):
+            found = frontier(graph, seeds, fanouts, seed, epoch, number)
+            for nodes in found.nodes:
+                vertices[nodes] += 1
+            for _, places in found.edges:
+                edges[places] += 1
+            done += 1
+            progress(done, epochs * len(batches))
+    return Frequency(vertices, edges, done)
+
+
+def split(graph: Graph, parts: int, splitter: str, seed: int, frequency: Frequency | None = None) -> NDArray[np.int32]:
+    """Owner [N] of each vertex, in [0, parts). gsplit and node need what pre-sampling counted."""
+    if splitter not in SPLITTERS:
+        raise SpecError(f"splitter {splitter!r} is unknown{suggest(splitter, SPLITTERS)}")
+    if parts == 1:
+        return np.zeros(graph.stats.vertices, np.int32)
+    if splitter == "random":
+        return np.random.default_rng(seed).integers(0, parts, graph.stats.vertices, dtype=np.int32)
+    if splitter == "edge":
+        load = graph.degree / max(graph.degree.sum(), 1) + graph.train / max(graph.train.sum(), 1)
+    else:
+        assert frequency is not None
+        load = frequency.vertices.astype(float)
+    drawn = frequency.edges if splitter == "gsplit" and frequency is not None else np.zeros(graph.indices.size, np.int32)
+    digest = blake2b(digest_size=16)
+    for array in (load, drawn):
+        digest.update(np.ascontiguousarray(array).data)
+    key = f"split {graph.stats.hash} {splitter} {parts} {seed} {digest.hexdigest()}"
+    n = graph.stats.vertices
+    one_way = sp.csr_matrix((drawn + 1.0, graph.indices, graph.indptr), shape=(n, n))  # at least 1: an edge never drawn is still one
+    both = sp.csr_matrix(one_way + one_way.T)
+    return cut_weighted(key, both.indptr, both.indices, both.data if splitter == "gsplit" else None, load, parts, seed)

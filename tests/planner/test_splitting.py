@@ -1,0 +1,86 @@
+"""Splitting functions: what pre-sampling counts, and that weights do what the paper says where a batch touches little of the graph."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.minibatch import MiniBatch
+from gnnplan.planner.sampling import ALL, frontier, seeds_of
+from gnnplan.planner.splitting import BEFORE, SPLITTERS, presample, split
+
+SMALL = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
+GRAPH = load("synthetic:community?vertices=6000&edges=60000&features=4&classes=3&seed=0")
+assert isinstance(SMALL, Graph)
+assert isinstance(GRAPH, Graph)
+
+
+def with_few_targets(graph: Graph, share: float) -> Graph:
+    train = np.zeros(graph.stats.vertices, dtype=bool)
+    train[np.random.default_rng(0).permutation(train.size)[: round(share * train.size)]] = True
+    return replace(graph, train=train)
+
+
+def test_presampling_counts_frontiers_and_draws() -> None:
+    """Against a plain count over the same batches."""
+    fanouts = (3, 2)
+    found = presample(SMALL, 8, fanouts, seed=5, epochs=2)
+    vertices, edges, batches = np.zeros(60, int), np.zeros(SMALL.indices.size, int), 0
+    for epoch in (BEFORE, BEFORE + 1):
+        for number, seeds in enumerate(seeds_of(SMALL, 8, 5, epoch)):
+            batches += 1
+            one = frontier(SMALL, seeds, fanouts, 5, epoch, number)
+            for nodes in one.nodes:
+                for v in nodes.tolist():
+                    vertices[v] += 1
+            for _, places in one.edges:
+                for place in places.tolist():
+                    edges[place] += 1
+    assert (found.vertices.tolist(), found.edges.tolist(), found.batches) == (vertices.tolist(), edges.tolist(), batches)
+
+
+def test_without_sampling_every_edge_near_a_seed_counts() -> None:
+    found = presample(SMALL, 1000, (ALL,), seed=0, epochs=3)
+    into_train = SMALL.train[np.repeat(np.arange(60), SMALL.degree)]
+    assert found.edges.tolist() == (3 * into_train).tolist()
+
+
+@pytest.mark.parametrize("splitter", SPLITTERS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_every_vertex_has_an_owner_and_every_owner_some(splitter: str, parts: int) -> None:
+    owner = split(GRAPH, parts, splitter, 0, presample(GRAPH, 512, (5, 5), 0, epochs=1))
+    assert owner.shape == (6000,)
+    assert np.bincount(owner, minlength=parts).min() > 0
+    assert owner.max() == parts - 1
+
+
+def test_an_unknown_splitter_is_named() -> None:
+    with pytest.raises(SpecError, match="splitter 'nodes' is unknown; did you mean node"):
+        split(GRAPH, 2, "nodes", 0)
+
+
+def measured(graph: Graph, owner: np.ndarray, batch: int, fanouts: tuple[int, ...]) -> tuple[float, float]:
+    """Share of edges that cross, and the most edges of a rank over the mean, over the first epoch."""
+    cross = edges = 0
+    worst = []
+    for number, seeds in enumerate(seeds_of(graph, batch, 0, 0)):
+        made = MiniBatch(graph, [frontier(graph, seeds, fanouts, 0, 0, number)], (0,) * 4, owner, first_varying=1)
+        layers = range(1, len(fanouts) + 1)
+        each = np.sum([made.facts(layer).edges for layer in layers], axis=0)
+        cross += sum(int(made.crossing(layer).sum()) for layer in layers)
+        edges += int(each.sum())
+        worst.append(each.max() / each.mean())
+    return cross / edges, float(np.mean(worst))
+
+
+def test_weights_pay_where_batches_touch_little() -> None:
+    """GSplit Fig. 5: cross edges gsplit < node < random, the load of gsplit at or below edge's."""
+    graph, fanouts = with_few_targets(GRAPH, 0.02), (3,)
+    frequency = presample(graph, 32, fanouts, 0)
+    found = {splitter: measured(graph, split(graph, 4, splitter, 0, frequency), 32, fanouts) for splitter in SPLITTERS}
+    crossing, load = ({splitter: pair[i] for splitter, pair in found.items()} for i in (0, 1))
+    assert crossing["gsplit"] < 0.95 * crossing["node"] < crossing["random"], found
+    assert crossing["random"] == pytest.approx(0.75, abs=0.03), found
+    assert load["gsplit"] <= load["edge"], found
