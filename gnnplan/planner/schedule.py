@@ -141,6 +141,11 @@ def share(total: int, parts: int, index: int) -> int:
 
 
 def all_reduce(label: Label, rank: int, group: tuple[int, ...], size: int, after: tuple[Label, ...] = ()) -> Task:
+    """A rank's part in a ring all-reduce."""
+    return Task(label, rank, "reduce", ring(rank, group, size), after)
+
+
+def ring(rank: int, group: tuple[int, ...], size: int) -> Collective:
     """A ring all-reduce of `size` bytes: the group sends 2 (n-1) size in all (nccl-tests' bus factor 2(n-1)/n)."""
     sent = share(2 * (len(group) - 1) * size, len(group), group.index(rank))
-    return Task(label, rank, "reduce", Collective("all_reduce", group, ((-1, sent),), size), after)
+    return Collective("all_reduce", group, ((-1, sent),), size)

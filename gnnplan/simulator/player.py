@@ -23,20 +23,26 @@ from gnnplan.simulator.network import Network
 
 @dataclass(frozen=True)
 class Played:
-    """`spans[i]` is what became of the schedule's i-th task."""
+    """When each of the schedule's tasks ran: begin and end [s]."""
 
-    spans: list[Span]
+    tasks: list[Task]
+    times: list[tuple[float, float]]
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """`spans[i]` is what became of the schedule's i-th task."""
+        return [_span(task, *time) for task, time in zip(self.tasks, self.times, strict=True)]
 
     @property
     def end_s(self) -> float:
         """When all has ended [s]."""
-        return max((s.end for s in self.spans), default=0.0)
+        return max((end for _, end in self.times), default=0.0)
 
     @cached_property
     def _ends(self) -> dict[int, float]:
         ends: dict[int, float] = {}
-        for s in self.spans:
-            ends[s.step] = max(ends.get(s.step, 0.0), s.end)
+        for task, (_, end) in zip(self.tasks, self.times, strict=True):
+            ends[task.label.step] = max(ends.get(task.label.step, 0.0), end)
         return ends
 
     def step_end(self, step: int) -> float:
@@ -99,7 +105,7 @@ def play(schedule: Schedule, cost: Cost, *, contention: bool = True) -> Played:
     go([], [node for node in reversed(score.nodes) if not node.waits])
     env.run()
     score.check_all_ended()
-    return Played([_span(node) for node in score.nodes])
+    return Played(schedule.tasks, [(node.start, node.end) for node in score.nodes])
 
 
 def critical_path(schedule: Schedule, cost: Cost) -> float:
@@ -202,16 +208,16 @@ class _Score:
                 node.waits += 1  # on what is not in the schedule: for ever
 
     def _add_acts(self, cost: Cost) -> None:
-        """Equal work takes equal time, and steps repeat: each is asked for once."""
-        seconds: dict[Compute, float] = {}
+        """Steps repeat, with the same work (the same object, mostly): each is asked for once."""
+        seconds: dict[int, float] = {}
         sends: dict[tuple[int, Send], Transfer] = {}
         meetings: dict[tuple[Label, tuple[int, ...]], _Act] = {}
         for node in self.nodes:
             rank, work = node.task.rank, node.task.work
             if isinstance(work, Compute):
-                if work not in seconds:
-                    seconds[work] = float(cost.compute_s(work))
-                act = _Act(1, seconds[work])
+                if id(work) not in seconds:
+                    seconds[id(work)] = float(cost.compute_s(work))
+                act = _Act(1, seconds[id(work)])
             elif isinstance(work, Load):
                 act = _Act(1, float(cost.load_s(work.nbytes)))
             elif isinstance(work, Send):
@@ -235,10 +241,10 @@ class _Score:
                 self.acts.append(act)
             act.members.append(node)
             node.act = act
-        transfers: dict[tuple[tuple[int, Collective], ...], Transfer] = {}
+        transfers: dict[tuple[int, ...], Transfer] = {}
         for act in meetings.values():
             parts = {n.task.rank: n.task.work for n in act.members if isinstance(n.task.work, Collective)}
-            shares = tuple(parts.items())
+            shares = tuple(id(part) for part in parts.values())
             if shares not in transfers:
                 transfers[shares] = _plain(cost.collective(parts))
             act.transfer = transfers[shares]
@@ -280,7 +286,6 @@ def _plain(transfer: Transfer) -> Transfer:
     return Transfer(float(transfer.latency), {port: float(seconds) for port, seconds in transfer.busy.items()})
 
 
-def _span(node: _Node) -> Span:
-    task, work = node.task, node.task.work
-    sent = work.nbytes if isinstance(work, (Load, Send, Collective)) else 0
-    return Span(str(task.label), task.label.op, task.rank, task.lane, node.start, node.end, sent, task.label.step)
+def _span(task: Task, start: float, end: float) -> Span:
+    sent = task.work.nbytes if isinstance(task.work, (Load, Send, Collective)) else 0
+    return Span(str(task.label), task.label.op, task.rank, task.lane, start, end, sent, task.label.step)

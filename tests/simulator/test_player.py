@@ -192,7 +192,7 @@ def test_steps_end_and_take_time():
 
 def test_the_median_step_forgives_a_slow_one():
     ends = [3.0, 5.0, 11.0, 13.0]
-    played = Played([Span("f", "f", 0, "compute", 0.0, end, 0, step) for step, end in enumerate(ends)])
+    played = Played([Task(Label("f", step), 0, "compute", Compute()) for step in range(4)], [(0.0, end) for end in ends])
     assert played.step_s == 2.0
 
 

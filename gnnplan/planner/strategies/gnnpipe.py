@@ -30,8 +30,9 @@ Paper: GNNPipe (arXiv 2308.10087) Alg. 1, Sec. 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -266,45 +267,57 @@ class GNNPipe(Strategy):
             for piece in self.pieces(job, stage):
                 both = self.work(job, piece, facts)
                 work[piece] = tuple([way.at(i) for i in range(facts.rows.size)] for way in both)  # type: ignore[assignment]
+        g, groups = self.members(job), [tuple(self.group(job, stage)) for stage in range(self.stages)]
+
+        @cache
+        def exchange(rank: int, chunk: int, way: str, width: int) -> Collective | None:
+            """A rank's share of its group's, if there is one, with `width` bytes per row."""
+            sends = facts.sends[chunk] if way == "f" else facts.sends[chunk].T
+            if not width or not sends.any():
+                return None
+            group, rows = groups[rank // g], sends[rank % g].tolist()
+            return Collective("exchange", group, tuple((peer, n * width) for peer, n in zip(group, rows, strict=True) if n))
+
         for t in range(steps):
             order = chunk_order(job.workload.seed, t, self.chunks, self.shuffle)
             for rank in range(job.ranks):
-                out.tasks += self._step(job, facts, work, rank, t, order)
+                out.tasks += self._step(job, facts, work, exchange, rank, t, order)
         return out
 
-    def _step(self, job: Job, facts: ChunkFacts, work: Mapping[tuple[int, ...], tuple[list[Compute], list[Compute]]], rank: int, t: int,
+    def _step(self, job: Job, facts: ChunkFacts, work: Mapping[tuple[int, ...], tuple[list[Compute], list[Compute]]],
+              exchange: Callable[[int, int, str, int], Collective | None], rank: int, t: int,
               order: list[int]) -> Iterator[Task]:  # fmt: skip
         """One rank's tasks in the order in which it does them."""
         g, b = self.members(job), job.model.itemsize
         stage, member = divmod(rank, g)
-        group, pieces = tuple(self.group(job, stage)), self.pieces(job, stage)
+        group, pieces = tuple(self.group(job, stage)), [(piece, self.exchanged(job, piece) * b) for piece in self.pieces(job, stage)]
+        per_chunk = facts.rows[:, member].tolist()
         done = Label("history", t)
         yield Task(done, rank, "compute", self.refresh_work(job, stage, self.kept(job)[member]))
         waits: tuple[Label, ...] = ()
         for way, op, chunks, ahead in (("f", "forward", order, 1), ("b", "backward", order[::-1], -1)):
             source, target = rank - ahead * g, rank + ahead * g
+            onward = self.boundary(job, min(stage, stage + ahead)) * b if 0 <= target < job.ranks else 0  # bytes per row
             for c in chunks:
-                rows, sends = int(facts.rows[c, member]), facts.sends[c] if way == "f" else facts.sends[c].T
+                rows = per_chunk[c]
                 if rows and 0 <= source < job.ranks:
                     arrival = Label("receive", t, way, chunk=c, peer=source)
                     yield Task(arrival, rank, "receive", Recv(source, Label("pipeline", t, way, chunk=c, peer=rank)))
                     waits += (arrival,)
-                for piece in pieces if way == "f" else pieces[::-1]:
-                    width = self.exchanged(job, piece) * b if sends.any() else 0
-                    sent = tuple((group[j], int(sends[member, j]) * width) for j in range(g) if sends[member, j])
-                    halo = Label("halo", t, way, piece[0], c)
-                    if width and way == "f":
-                        yield Task(halo, rank, "comm", Collective("exchange", group, sent), (done, *waits))
+                for piece, width in pieces if way == "f" else pieces[::-1]:
+                    crossing, halo = exchange(rank, c, way, width), Label("halo", t, way, piece[0], c)
+                    if crossing and way == "f":
+                        yield Task(halo, rank, "comm", crossing, (done, *waits))
                         waits = (halo,)
                     done = Label(op, t, layer=piece[0] if g > 1 else None, chunk=c)
                     yield Task(done, rank, "compute", work[piece][way == "b"][c * g + member], waits)
                     waits = ()
-                    if width and way == "b":
-                        yield Task(halo, rank, "comm", Collective("exchange", group, sent), (done,))
+                    if crossing and way == "b":
+                        yield Task(halo, rank, "comm", crossing, (done,))
                         waits = (halo,)
-                if rows and 0 <= target < job.ranks:
-                    nbytes = rows * self.boundary(job, min(stage, stage + ahead)) * b
-                    yield Task(Label("pipeline", t, way, chunk=c, peer=target), rank, "send", Send(target, nbytes), waits or (done,))
+                if rows and onward:
+                    message = Send(target, rows * onward)
+                    yield Task(Label("pipeline", t, way, chunk=c, peer=target), rank, "send", message, waits or (done,))
         if g > 1:
             task = all_reduce(Label("all_reduce", t), rank, group, self.weights(job, stage) * b, (done, *waits))
             yield task

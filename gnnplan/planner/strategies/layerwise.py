@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.schedule import Collective, Compute, Label, Load, Schedule, Task, all_reduce
+from gnnplan.planner.schedule import Collective, Compute, Label, Load, Schedule, Task, Work, ring
 from gnnplan.planner.strategies.strategy import Prediction, slowest
 
 Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; none: one step over the whole layout
@@ -261,35 +262,47 @@ def _load(ports: dict[Port, Number], transfer: Transfer) -> None:
 def schedule(job: Job, layout: Layout | EstimatedLayout, how: Manner, steps: int, batches: Batches = (),
              turn: Callable[[int], int] = lambda step: 0) -> Schedule:  # fmt: skip
     """Every rank's tasks. A stale exchange is waited for one step later; step t takes batch turn(t), when the one before is gone."""
-    ranks = job.ranks
-    group = tuple(range(ranks))
-    out = Schedule(ranks, steps)
+    group = tuple(range(job.ranks))
+    out = Schedule(job.ranks, steps)
     for op in setup(job, layout):
-        out.setup += [_exchange(op, rank, group, -1, ()) for rank in group]
+        out.setup += [Task(op.label(-1), rank, "comm", _part(op, rank, group)) for rank in group]
     ops = [list(step(job, batch, how, bool(batches))) for batch in batches or (layout,)]
+    made: dict[object, Work] = {}  # layers that are alike share their work, and so do all steps: the same objects
+    for op, rank in product(chain(*ops), group):
+        key = _identity(op), rank
+        if key not in made:
+            made[key] = _part(op, rank, group)
     for t in range(steps):
+        turned = [(op, _identity(op)) for op in ops[turn(t)]]
         for rank in group:
             before: Label | None = None  # the last computation of this rank
             waits: tuple[Label, ...] = ()
-            for op in ops[turn(t)]:
-                label = op.label(t)
+            for op, identity in turned:
+                label, work = op.label(t), made[identity, rank]
                 if op.work is not None:
-                    out.tasks.append(Task(label, rank, "compute", op.work.at(rank), waits))
+                    out.tasks.append(Task(label, rank, "compute", work, waits))
                     before, waits = label, ()
                 elif op.loaded is not None:
-                    out.tasks.append(Task(label, rank, "copy", Load(int(op.loaded[rank])), (Label("update", t - 1),)))
+                    out.tasks.append(Task(label, rank, "copy", work, (Label("update", t - 1),)))
                     waits += (label,)
-                elif op.sent is not None:
-                    out.tasks.append(_exchange(op, rank, group, t, ((before,) if before else ()) + waits))
-                    waits += (label._replace(step=t - how.staleness),)
                 else:
-                    out.tasks.append(all_reduce(label, rank, group, op.size, ((before,) if before else ()) + waits))
-                    waits += (label,)
+                    lane, late = ("reduce", 0) if op.sent is None else ("comm", how.staleness)
+                    out.tasks.append(Task(label, rank, lane, work, ((before,) if before else ()) + waits))
+                    waits += (label._replace(step=t - late),)
     return out
 
 
-def _exchange(op: Op, rank: int, group: tuple[int, ...], t: int, after: tuple[Label, ...]) -> Task:
-    assert op.sent is not None
-    row = op.sent[rank]
-    sent = tuple((peer, int(row[peer])) for peer in group if row[peer])
-    return Task(op.label(t), rank, "comm", Collective("exchange", group, sent), after)
+def _identity(op: Op) -> object:
+    """Equal for operations with the same work."""
+    return op.size, id(op.work), id(op.loaded), id(op.sent)
+
+
+def _part(op: Op, rank: int, group: tuple[int, ...]) -> Work:
+    """One rank's share of an operation."""
+    if op.work is not None:
+        return op.work.at(rank)
+    if op.loaded is not None:
+        return Load(int(op.loaded[rank]))
+    if op.sent is not None:
+        return Collective("exchange", group, tuple((peer, nbytes) for peer, nbytes in enumerate(op.sent[rank].tolist()) if nbytes))
+    return ring(rank, group, op.size)
