@@ -78,15 +78,18 @@ def _depths(found: Found, exact: bool, tell: Tell) -> Iterator[str]:
     """The nearest smaller and larger number of layers at which another family wins."""
     best = found.ranked[0]
     job, layers = best.job, best.job.workload.layers
-    if job.stats.known and job.stats.edges > MOST_EDGES:
+    forced = len(found.ranked) + len(found.rejected) == 1  # nothing was compared, so nothing has won
+    if forced or (job.stats.known and job.stats.edges > MOST_EDGES):
         return
+
+    on_fewer = any(candidate.job.ranks < job.cluster.ranks for candidate in found.ranked)
 
     def winner(count: int) -> str:
         workload = job.workload.model_copy(update={"layers": count})
         tell(f"asking what would change the choice: {count} layers")
         asked = replace(job, workload=workload, seats=(), _layouts={}, _batches={})
         try:
-            return search(asked, exact, may_use_fewer=False).ranked[0].strategy.name
+            return search(asked, exact, on_fewer).ranked[0].strategy.name
         except GnnplanError:
             return ""
 

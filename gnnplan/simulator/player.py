@@ -241,13 +241,17 @@ class _Score:
                 self.acts.append(act)
             act.members.append(node)
             node.act = act
-        transfers: dict[tuple[int, ...], Transfer] = {}
+        transfers: dict[tuple[tuple[int, Collective], ...], Transfer] = {}
+        again: dict[tuple[int, ...], Transfer] = {}  # the same objects: faster than to compare them
         for act in meetings.values():
             parts = {n.task.rank: n.task.work for n in act.members if isinstance(n.task.work, Collective)}
-            shares = tuple(id(part) for part in parts.values())
-            if shares not in transfers:
-                transfers[shares] = _plain(cost.collective(parts))
-            act.transfer = transfers[shares]
+            same = tuple(map(id, parts.values()))
+            if same not in again:
+                shares = tuple(parts.items())
+                if shares not in transfers:
+                    transfers[shares] = _plain(cost.collective(parts))
+                again[same] = transfers[shares]
+            act.transfer = again[same]
             act.seconds = act.transfer.alone
 
     def sender(self, rank: int, work: Recv) -> _Node | None:

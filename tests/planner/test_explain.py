@@ -10,7 +10,7 @@ import pytest
 from gnnplan.planner import explain, partition
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
-from gnnplan.planner.search import search
+from gnnplan.planner.search import Found, search
 from gnnplan.planner.sensitivity import sentences
 from gnnplan.planner.specs import Cluster, Workload
 from gnnplan.planner.strategies import parse
@@ -62,6 +62,28 @@ def test_fewer_layers_change_the_choice_where_they_do() -> None:
             assert search(question("2GB/s", layers), may_use_fewer=False).ranked[0].strategy.name == name
             before = layers + 1 if way == "fewer" else layers - 1
             assert search(question("2GB/s", before), may_use_fewer=False).ranked[0].strategy.name != name
+
+
+def test_other_depths_may_use_fewer_gpus_too() -> None:
+    """The best uses one GPU of four at 2 layers and at 3, where on all four another family would be ahead."""
+    graph = load("synthetic:community?vertices=1000&edges=10000&features=32&classes=4")
+    cluster = Cluster(servers=2, gpus_per_server=2, device=DEVICE, intra_node={"bandwidth": "10GB/s"}, inter_node={"bandwidth": "1GB/s"})
+
+    def found(layers: int, may_use_fewer: bool = True) -> Found:
+        return search(Job(graph.stats, graph, Workload(model="gcn", layers=layers, hidden=64), cluster), may_use_fewer=may_use_fewer)
+
+    two, three = found(2), found(3).ranked[0]
+    assert two.ranked[0].job.ranks == three.job.ranks == 1 and two.ranked[0].strategy.name == three.strategy.name
+    assert found(3, may_use_fewer=False).ranked[0].strategy.name != three.strategy.name
+    assert not any(s.startswith("at 3 layers") for s in sentences(two, exact=False))
+
+
+def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over() -> None:
+    """PipeGCN wins at 8 layers, and at more: not news about graph parallel."""
+    job = question("2GB/s", layers=8)
+    assert search(job).ranked[0].strategy.name != "graph_parallel"
+    told = sentences(search(job, forced=parse("graph_parallel")), exact=False)
+    assert any(s.startswith("twice the bandwidth between servers") for s in told) and not any(" layers or " in s for s in told)
 
 
 def test_close_seconds_are_within_noise(monkeypatch: pytest.MonkeyPatch) -> None:
