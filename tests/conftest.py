@@ -5,6 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("no wall time", deadline=None)  # machines are busy, and no test is on time
+settings.load_profile("no wall time")
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ widened to 64 bits). Symbols: N vertices, E directed edges, L layers, H width of
 M ranks, S servers of G GPUs, W parameters, b bytes per number, B_i the halo of part i. Volumes are per epoch in steady
 state, all ranks together, each byte counted once where it is sent. An argument outside a formula's domain is a ValueError.
 
-Sources: GNNPipe (Chen et al. 2023), GraNNDis (Song et al. 2023), PipeGCN (Wan et al., ICLR 2022), nccl-tests (PERFORMANCE.md).
+Sources: GNNPipe (Chen et al. 2023), GraNNDis (Song et al. 2023), PipeGCN (Wan et al., ICLR 2022), P3 (Gandhi and
+Iyer, OSDI 2021), GSplit (Polisetty et al. 2023), nccl-tests (PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -446,3 +447,67 @@ def in_server_halo_bytes(halo_rows: Sequence[Number], widths: Sequence[Number], 
     665600
     """
     return sum((2 * itemsize * width * rows for rows, width in zip(halo_rows, widths, strict=True)), 0 * itemsize)
+
+
+# -- mini-batches --------------------------------------------------------------------------------------------------------
+
+
+@_domain(servers=COUNT, inputs=NOT_NEGATIVE, features=COUNT, itemsize=COUNT)
+def remote_feature_bytes(servers: Number, inputs: Number, features: Number, itemsize: Number = 4) -> Number:
+    """Features that data parallelism fetches from other servers [B/batch]: `(S-1)/S f2 F b`.
+
+    `servers` S, `inputs` f2 [rows of the input frontier, all servers], `features` F [numbers per row], `itemsize` b [B per number].
+    Source: P3 Sec. 3.2. Valid for rows spread evenly and none cached. Raises ValueError outside the domain.
+
+    The paper's example counts all rows as remote: 188,339 rows of 100 numbers.
+
+    >>> remote_feature_bytes(np.inf, 188_339, 100)
+    75335600.0
+    """
+    return (1 - 1 / servers) * inputs * features * itemsize
+
+
+@_domain(servers=COUNT, rows=NOT_NEGATIVE, hidden=COUNT, itemsize=COUNT, ways=COUNT, copies=COUNT)
+def p3_bytes(servers: Number, rows: Number, hidden: Number, itemsize: Number = 4, ways: Number = 2, copies: Number = 1) -> Number:
+    """P3's partial sums of layer 1 between servers [B/batch]: `2 (S/c - 1) f1 H1 b`, without the pushed structure.
+
+    `servers` S, `rows` f1 [rows of layer 1's output, all servers], `hidden` H1 [numbers per row], `itemsize` b [B per number], `ways` 2
+    [forward and backward], `copies` c [of every column]. Source: P3 Sec. 3.2 and Table 5 (caching). Valid for features cut
+    evenly over the servers. Raises ValueError outside the domain.
+
+    The paper's example, forward only: 24,703 rows, 16 numbers, 4 machines.
+
+    >>> p3_bytes(4, 24_703, 16, ways=1)
+    4742976.0
+    """
+    return ways * (servers / copies - 1) * rows * hidden * itemsize
+
+
+@_domain(servers=COUNT, inputs=NOT_NEGATIVE, rows=POSITIVE, features=COUNT)
+def p3_break_even(servers: Number, inputs: Number, rows: Number, features: Number) -> Number:
+    """H1 from which P3 sends more than data parallelism [numbers per row]: `f2 F / (2 S f1)`.
+
+    `servers` S, `inputs` f2 and `rows` f1 [rows], `features` F [numbers per row]. Source: `p3_bytes` = `remote_feature_bytes`, P3 Fig. 15.
+    Valid without caches on either side. Raises ValueError outside the domain.
+
+    The paper's example stops paying just below the width of its features, 100:
+
+    >>> round(p3_break_even(4, 188_339, 24_703, 100), 1)
+    95.3
+    """
+    return inputs * features / (2 * servers * rows)
+
+
+@_domain(itemsize=COUNT, ids=NOT_NEGATIVE)
+def split_bytes(remote_rows: Sequence[Number], widths: Sequence[Number], itemsize: Number = 4, ids: Number = 0) -> Number:
+    """GSplit's shuffles [B/batch]: `b (2 sum_{l=0..L-1} r_l H_l - r_0 H_0) + 8 ids`.
+
+    `remote_rows` r_l [rows of h_l that other GPUs read] and `widths` H_l [numbers per row], l = 0 .. L-1: input rows cross forward only;
+    `itemsize` b [B per number], `ids` [vertex ids exchanged while sampling]. Source: GSplit Sec. 3. Valid for any splitting function.
+    Raises ValueError if the two lengths differ or outside the domain.
+
+    >>> split_bytes([10, 5], [100, 16])
+    4640
+    """
+    both = sum((2 * itemsize * width * rows for rows, width in zip(remote_rows, widths, strict=True)), 0 * itemsize)
+    return both - itemsize * remote_rows[0] * widths[0] + 8 * ids

@@ -12,7 +12,8 @@ from gnnplan.planner import formulas as f
 FORMULAS = [g for name, g in vars(f).items() if inspect.isfunction(g) and g.__module__ == f.__name__ and not name.startswith("_")]
 COUNTS = {"vertices": 10**6, "edges": 10**8, "parts": 64, "ranks": 64, "stages": 64, "servers": 16, "gpus": 8, "layers": 128,
           "hidden": 1024, "features": 4096, "itemsize": 8, "chunks": 256, "tensors": 2, "parameters": 10**8, "halo_rows": 10**7,
-          "rows": 10**7, "group_halo": 10**6, "own": 10**6, "max_hop": 3, "fanout": 25, "factor": 10}  # fmt: skip
+          "rows": 10**7, "group_halo": 10**6, "own": 10**6, "inputs": 10**7, "ids": 10**7, "ways": 2, "copies": 4,
+          "max_hop": 3, "fanout": 25, "factor": 10}  # fmt: skip
 SHARES = {"edge_probability", "exponent", "kappa"}
 PER_LAYER = {"widths"}  # a sequence, one entry per exchange
 
@@ -23,7 +24,7 @@ share = st.floats(0, 1)
 
 
 def values(formula, name):
-    if name in PER_LAYER or (formula, name) == (f.in_server_halo_bytes, "halo_rows"):
+    if name in PER_LAYER or (formula, name) in ((f.in_server_halo_bytes, "halo_rows"), (f.split_bytes, "remote_rows")):
         return None
     if name in COUNTS:
         return st.integers(1, COUNTS[name])
@@ -232,3 +233,16 @@ def test_ranges_as_printed():
     assert f.sampling_in_range(np.array([1, 2, 5, 6]), 6, 4, 4).tolist() == [False, True, True, False]
     assert f.sampling_in_range(np.array([2, 5]), 6, 4, 4, factor=3).tolist() == [False, False]
     assert not f.sampling_in_range(2, 17, 4, 4)
+
+
+@given(servers=small.filter(lambda s: s > 1), inputs=count, rows=count, features=st.integers(1, 1000))
+def test_p3_sends_as_much_as_data_parallelism_where_it_breaks_even(servers, inputs, rows, features):
+    hidden = f.p3_break_even(servers, inputs, rows, features)
+    assume(hidden >= 1)
+    assert f.p3_bytes(servers, rows, hidden) == pytest.approx(f.remote_feature_bytes(servers, inputs, features))
+    assert f.p3_bytes(servers, rows, 2 * hidden) > f.remote_feature_bytes(servers, inputs, features)
+
+
+@given(rows=st.lists(count, min_size=1, max_size=4), width=small)
+def test_a_split_sends_input_rows_once_and_others_there_and_back(rows, width):
+    assert f.split_bytes(rows, [width] * len(rows)) == 4 * width * (rows[0] + 2 * sum(rows[1:]))
