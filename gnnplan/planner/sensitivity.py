@@ -89,7 +89,7 @@ def _depths(found: Found, exact: bool, tell: Tell) -> Iterator[str]:
         tell(f"asking what would change the choice: {count} layers")
         asked = replace(job, workload=workload, seats=(), _layouts={}, _batches={})
         try:
-            return search(asked, exact, on_fewer).ranked[0].strategy.name
+            return search(asked, exact, may_use_fewer=on_fewer).ranked[0].strategy.name
         except GnnplanError:
             return ""
 
