@@ -419,10 +419,10 @@ def _blocks(rows: int, h_out: int, h_in: int) -> Iterator[slice]:
 
 # -- dropout -------------------------------------------------------------------------------------------------------------
 
-_GOLDEN, _MIX1, _MIX2 = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64, as int64
+GOLDEN, _MIX1, _MIX2 = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64, as int64
 
 
-def _mix(z: Tensor) -> Tensor:
+def mix(z: Tensor) -> Tensor:
     """splitmix64's finalizer, in place, on int64 with wrap-around (masks make the shifts logical)."""
     z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MIX1)
     z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MIX2)
@@ -437,11 +437,11 @@ def dropout_mask(seed: int, epoch: int, layer: int, vertices: Tensor, width: int
     """
     device, threshold = vertices.device, _threshold(p)
     keys = _keys(seed, epoch, layer, vertices)
-    steps = torch.arange(1, (width + 3) // 4 + 1, device=device) * _GOLDEN  # a word gives four columns
+    steps = torch.arange(1, (width + 3) // 4 + 1, device=device) * GOLDEN  # a word gives four columns
     mask = torch.empty(len(vertices), width, dtype=torch.bool, device=device)
     rows = max(1, 2**16 // max(len(steps), 1)) if device.type == "cpu" else max(len(vertices), 1)  # 512 KiB of words: stay in cache
     for start in range(0, len(vertices), rows):
-        words = _mix(keys[start : start + rows, None] + steps)
+        words = mix(keys[start : start + rows, None] + steps)
         torch.ge(words.view(torch.int16)[:, :width], threshold, out=mask[start : start + rows])
     return mask
 
@@ -450,8 +450,8 @@ def _keys(seed: int, epoch: int, layer: int, vertices: Tensor) -> Tensor:
     """A word per vertex, int64 [R]; those of its columns follow from it."""
     key = torch.zeros(1, dtype=torch.int64)
     for number in (seed, epoch, layer):
-        key = _mix((key + number + 1) * _GOLDEN)
-    return _mix((vertices + key.to(vertices.device)) * _GOLDEN)
+        key = mix((key + number + 1) * GOLDEN)
+    return mix((vertices + key.to(vertices.device)) * GOLDEN)
 
 
 def _threshold(p: float) -> int:
@@ -467,7 +467,7 @@ def _sparse_mask(keys: Tensor, pattern: Pattern, p: float) -> Tensor:
     size = 2**16 if columns.device.type == "cpu" else max(len(columns), 1)
     for start in range(0, len(columns), size):
         part = slice(start, start + size)
-        words = _mix(keys[part] + ((columns[part] >> 2).long() + 1) * _GOLDEN)
+        words = mix(keys[part] + ((columns[part] >> 2).long() + 1) * GOLDEN)
         torch.ge(words.view(torch.int16).view(-1, 4).gather(1, lane[part, None])[:, 0], threshold, out=mask[part])
     return mask
 
