@@ -15,7 +15,7 @@ from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies.strategy import Memory, Prediction
 from gnnplan.planner.trace import LANE_ORDER, Span, overlap, recorded_order, transfer_times
 
-TRANSFERS = ("halo", "all_reduce", "preload", "input_halo")  # all ranks meet: the transfer is the shortest span of the group
+TRANSFERS = ("halo", "moments", "all_reduce", "preload", "input_halo")  # all ranks meet: the transfer is the shortest span of the group
 
 
 def operation(label: str) -> str:

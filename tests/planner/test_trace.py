@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.schedule import LANES
 from gnnplan.planner.trace import LANE_ORDER, Span, overlap, read_traces, recorded_order, transfer_times, write_traces
+from gnnplan.planner.validate import operation, per_operation
 
 SPANS = [
     Span("forward:f:l0:s0", "forward", 0, "compute", 0.0, 0.1, 0, 0),
@@ -172,3 +173,11 @@ def test_the_transfer_is_the_shortest_span_of_its_group():
 def test_one_who_sends_nothing_may_still_come_last():
     spans = [Span("x", "halo", 0, "comm", 0.0, 5.0, 8), Span("x", "halo", 1, "comm", 4.0, 5.0, 0)]
     assert transfer_times(spans) == {"x": 1.0}
+
+
+@pytest.mark.parametrize("op", ["halo:f:l2", "moments:f:l2", "all_reduce"])
+def test_waiting_for_the_last_rank_is_not_part_of_a_transfer(op: str) -> None:
+    """Batch norm's moments are an all-reduce like that of the gradients: what a rank waits for the others is not theirs."""
+    kind = op.split(":")[0]
+    spans = [Span(f"{op}:s0", kind, 0, "comm", 0.0, 5.0, 8), Span(f"{op}:s0", kind, 1, "comm", 3.0, 5.0, 8)]
+    assert per_operation(spans, range(1)) == {operation(op): 2.0}
