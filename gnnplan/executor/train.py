@@ -19,6 +19,7 @@ from gnnplan.executor.data import scores
 from gnnplan.executor.kernels import has_onednn
 from gnnplan.executor.memory import MemoryWatch, resident
 from gnnplan.executor.models import Net
+from gnnplan.executor.optimizer import SGD, Adam
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.worker import Rank, now
 from gnnplan.planner.errors import GnnplanError
@@ -53,7 +54,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
     worker: Worker = open_worker(rank, job, strategy)
     flat = _flat_gradients(worker.net)
     group = worker.reduce_group
-    optimizer = _optimizer(worker.net, job)
+    optimizer = (SGD if job.workload.optimizer == "sgd" else Adam)(worker.net.parameters(), job.workload.lr)
     metrics = open(out / "metrics.jsonl", "a", encoding="utf-8") if out and rank.rank == 0 else None  # noqa: SIM115
     setup = {op: sent for op, sent in rank.sent.items() if sent}
     rank.sent.clear()
@@ -99,8 +100,8 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
 
 
 def _use_libraries() -> None:
-    """What libraries load when they are first used (an optimizer imports torch's compiler: 25 MB) is the process's, not the run's."""
-    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    """What libraries load when they are first used (backward from a gradient imports sympy) is the process's, not the run's."""
+    torch.autograd.backward(torch.zeros(1, requires_grad=True).exp(), torch.zeros(1))
     has_onednn()
 
 
@@ -113,12 +114,6 @@ def _flat_gradients(net: Net) -> Tensor:
         p.grad = flat[offset : offset + p.numel()].view_as(p)
         offset += p.numel()
     return flat
-
-
-def _optimizer(net: Net, job: Job) -> torch.optim.Optimizer:
-    if job.workload.optimizer == "sgd":
-        return torch.optim.SGD(net.parameters(), lr=job.workload.lr)
-    return torch.optim.Adam(net.parameters(), lr=job.workload.lr, fused=True)
 
 
 def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int) -> dict[str, Any]:
