@@ -86,7 +86,15 @@ class Rank:
             return None
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), backend=self.backend, timeout=timedelta(seconds=self.timeout_s))
+            if self.rank in ranks:
+                self.meet(self._groups[ranks])
         return self._groups[ranks]
+
+    def meet(self, group: dist.ProcessGroup) -> None:
+        """NCCL connects a group in its first call, which all of its ranks must make: an exchange does without those that have nothing
+        to move."""
+        if self.backend == "nccl":
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def submit(self, lane: str, work: Callable[[], T]) -> Future[T]:
         """Do it in order on the lane's own thread (and CUDA stream), beside the computation."""
@@ -157,4 +165,5 @@ def open_rank(timeout_s: float = 30.0, job: Job | None = None) -> Rank:
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # hosted by the launcher's rank 0: it has the address
         dist.init_process_group(backend, store=store, rank=placed, world_size=size, timeout=limit)
         me.exchange_group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+        me.meet(me.exchange_group)
     return me

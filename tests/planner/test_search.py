@@ -17,7 +17,7 @@ from gnnplan.planner.errors import Infeasible, Mismatch, SpecError
 from gnnplan.planner.files import apply_overrides
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
-from gnnplan.planner.search import search
+from gnnplan.planner.search import search, weigh
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import FAMILIES, GraphParallel, parse
 
@@ -280,3 +280,12 @@ def test_nothing_is_half_written(tmp_path: Path, document: dict[str, Any]):
 def test_a_plan_of_one_strategy_has_no_rival(tmp_path: Path):
     job = job_of(1, 1)
     assert plan.chosen(plan.make(job, search(job))) == GraphParallel()
+
+
+def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient() -> None:
+    """GraNNDis was offered in the fewest batches that fit only, which --exact refuses; whole with checkpoints it fits and is exact."""
+    plain, kept = (weigh(job_of(layers=12), parse(f"granndis(checkpoint={checkpoint})")).memory_bytes for checkpoint in (False, True))
+    assert kept < plain
+    found = search(job_of(layers=12, memory=(plain + kept) / 2), exact=True, may_use_fewer=False)
+    deepest = [c.strategy for c in found.ranked if c.strategy.name == "granndis" and c.strategy.knobs()["depth"] == 12]
+    assert [s.knobs()["checkpoint"] for s in deepest] == [True]

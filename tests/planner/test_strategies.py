@@ -505,6 +505,7 @@ def test_words_that_make_no_strategy(text: str, words: str):
     ("graph_parallel(smoothing='f')", r"only stale rows are smoothed; use staleness=1"),
     ("pipegcn(smoothing='x')", r"smoothing is '' \(none\), 'f' .*not 'x'"),
     ("pipegcn_gf(gamma=1)", r"gamma lies in \[0, 1\) .*not 1; use 0.95"),
+    ("pipegcn(gamma=0.3)", r"nothing is smoothed here .gamma: 0.3.; use pipegcn_gf.gamma=0.3."),
     ("pipegcn_g(gamma=-0.1)", r"gamma lies in \[0, 1\) .*not -0.1"),
     ("granndis(depth=4)", r"depth lies between 0 \(plain halo\) and the layers \(3, full preload\), not 4"),
     ("granndis(depth=-1)", r"not -1"),

@@ -219,6 +219,9 @@ class Worker:
             elif passage.h is not None:
                 onward = passage.h if passage.x0 is None else torch.cat([passage.h, passage.x0.detach()], 1)
                 departures += self._send(step, c, "f", behind, onward)
+        for departure in departures:  # NCCL keeps one order of messages per pair of ranks: what we wait for comes after what we sent
+            departure.result()
+        departures.clear()
         arrivals = self._expect(order[::-1], behind)
         for c in order[::-1]:
             message = self._receive(arrivals, step, c, "b", behind)

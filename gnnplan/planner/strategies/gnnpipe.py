@@ -116,7 +116,7 @@ class GNNPipe(Strategy):
         assert self.stages is not None and self.chunks is not None
         layers, vertices, per_stage = job.workload.layers, job.stats.vertices, self.layers_per_stage
         if self.stages < 1 or self.chunks < 1:
-            return f"gnnpipe: stages and chunks are at least 1 (stages: {self.stages}, chunks: {self.chunks})"
+            return f"gnnpipe: stages and chunks are at least 1 (stages: {self.stages}, chunks: {self.chunks}); leave them out"
         if self.stages > layers:
             return f"gnnpipe needs a layer per stage (layers: {layers}, stages: {self.stages}); use stages <= {layers}"
         if job.ranks % self.stages:
@@ -137,7 +137,7 @@ class GNNPipe(Strategy):
             return ("gnnpipe: historical_gradients would pass through a norm or ReLU at rows that are gone; use "
                     "historical_gradients=False, or a model without norm")  # fmt: skip
         if self.period < 1:
-            return f"gnnpipe: period (alpha) is at least 1 (1: no fixing of the history), not {self.period}"
+            return f"gnnpipe: period (alpha) is at least 1 (1: the history is the last epoch's), not {self.period}; use 1 or the paper's 23"
         return None
 
     # -- who does what ---------------------------------------------------------------------------------------------

@@ -99,7 +99,10 @@ class GraNNDis(Strategy):
                 yield cls(depth, group=group)
                 if narrowing:
                     yield cls(depth, narrow=True, group=group)
-            yield cls(batches=None, group=group)
+            yield cls(group=group)  # whole, if need be with checkpoints: exact
+            in_batches = cls(batches=None, group=group)
+            if in_batches.settle(job).batches != 1:
+                yield in_batches
             yield cls(max_hop=MAX_HOP, fanout=FANOUT, batches=None, group=group)
 
     @classmethod
@@ -185,7 +188,7 @@ class GraNNDis(Strategy):
                 raise SpecError(f"granndis: batch norm needs all vertices at once (batches: {self.batches}); use norm=layer or batches=1")
             if self.batches > (targets := self._targets(job)):
                 raise SpecError(f"granndis needs a training vertex per batch on every {self.group} (fewest on one: {targets}, batches: "
-                                f"{self.batches}); use batches={max(targets, 1)} or less")  # fmt: skip
+                                f"{self.batches}); use batches={max(targets, 1)}{' or less' if targets > 1 else ''}")  # fmt: skip
 
     def _check_group(self, job: Job) -> None:
         if self.group not in GROUPS:

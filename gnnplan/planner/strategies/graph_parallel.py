@@ -40,6 +40,7 @@ from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
 SMOOTHINGS = ("", "f", "g", "gf")
+GAMMA = 0.95  # the paper's
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class GraphParallel(Strategy):
     staleness: int = 0
     narrow: bool = False
     smoothing: str = ""
-    gamma: float = 0.95
+    gamma: float = GAMMA
     checkpoint: bool = False
 
     family: ClassVar[str] = "graph_parallel"
@@ -87,11 +88,14 @@ class GraphParallel(Strategy):
 
     def check(self, job: Job) -> None:
         if self.staleness not in (0, 1):
-            raise SpecError(f"graph_parallel: staleness is 0 (exact) or 1 (PipeGCN), not {self.staleness}")
+            raise SpecError(f"graph_parallel: staleness is 0 (exact) or 1 (PipeGCN), not {self.staleness}; use 0 or 1")
         if self.smoothing not in SMOOTHINGS:
             raise SpecError(f"pipegcn: smoothing is '' (none), 'f' (rows), 'g' (gradients) or 'gf' (both), not {self.smoothing!r}")
         if self.smoothing and not self.staleness:
             raise SpecError("graph_parallel: only stale rows are smoothed; use staleness=1 with smoothing, as pipegcn_gf does")
+        if self.gamma != GAMMA and not self.smoothing:
+            raise SpecError(f"{self.name}: gamma is of smoothing, and nothing is smoothed here (gamma: {self.gamma:g}); "
+                            f"use pipegcn_gf(gamma={self.gamma:g})")  # fmt: skip
         if not 0 <= self.gamma < 1:
             raise SpecError(f"pipegcn: gamma lies in [0, 1) (0: no smoothing, 1 would never use what is received), not {self.gamma:g}; "
                             "use 0.95, or 0.5 where the model overfits")  # fmt: skip
