@@ -34,7 +34,7 @@ class Case:
     graph: str  # as `load` takes it
     workload: dict[str, Any] = field(default_factory=dict)
     servers: int = 1
-    epochs: int = 5
+    epochs: int = 3
     eval_every: int = 0
     directed: bool = False
     method: str = "metis"

@@ -84,13 +84,13 @@ def pipegcn(case: Case, part: np.ndarray, smoothing: str = "", gamma: float = 0.
 def test_staleness_one_is_pipegcn(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int) -> None:
     for graph, dropout, optimizer in (("rough", 0.0, "adam"), ("rough", 0.5, "sgd"), ("multi", 0.5, "adam"), ("islands", 0.5, "sgd"),
                                       ("sparse", 0.5, "sgd")):  # fmt: skip
-        case = Case("pipegcn", graphs[graph], workload(model, dropout, optimizer=optimizer), epochs=6, eval_every=2)
+        case = Case("pipegcn", graphs[graph], workload(model, dropout, optimizer=optimizer), epochs=4, eval_every=2)
         losses, weights, _ = pipegcn(case, case.job(world).layout().owner)
         result = run_ranks(world, [case])[0]
         assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
         assert difference(result.weights, weights) <= 1e-9, str(case)
         if graph in ("rough", "sparse"):  # the exact run is another one, so the comparison above has teeth
-            exact = run_ranks.alone(Case("graph_parallel", case.graph, case.workload, epochs=6))
+            exact = run_ranks.alone(Case("graph_parallel", case.graph, case.workload, epochs=case.epochs))
             assert difference(result.weights, exact.weights) > 1e-3
 
 
@@ -98,7 +98,7 @@ def test_staleness_one_is_pipegcn(run_ranks: Ranks, graphs: dict[str, str], mode
 @pytest.mark.parametrize(("model", "world"), [("gcn", 2), ("sage", 3), ("gcnii", 4)])
 def test_smoothing_is_pipegcns(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, strategy: str) -> None:
     knobs = parse(strategy)
-    case = Case(strategy, graphs["rough"], workload(model, 0.5, optimizer="sgd"), epochs=7, eval_every=3)
+    case = Case(strategy, graphs["rough"], workload(model, 0.5, optimizer="sgd"), epochs=5, eval_every=3)
     part = case.job(world).layout().owner
     losses, weights, _ = pipegcn(case, part, knobs.smoothing, knobs.gamma)
     result = run_ranks(world, [case])[0]
@@ -194,7 +194,7 @@ def test_gnnpipe_is_algorithm_1(run_ranks: Ranks, graphs: dict[str, str], model:
     for shuffle, historical_gradients, period, dropout in TRICKS:
         strategy = f"gnnpipe(chunks={chunks},shuffle={shuffle},historical_gradients={historical_gradients},period={period})"
         graph, optimizer = ("multi", "adam") if period == 3 and dropout else ("rough" if shuffle else "sparse", "sgd")
-        case = Case(strategy, graphs[graph], workload(model, dropout, optimizer=optimizer), epochs=8, eval_every=3)
+        case = Case(strategy, graphs[graph], workload(model, dropout, optimizer=optimizer), epochs=5, eval_every=3)
         losses, weights = gnnpipe(case, case.job(1).chunk_of(chunks), shuffle, historical_gradients, period)
         result = run_ranks(world, [case])[0]
         assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
@@ -222,7 +222,7 @@ def test_the_hybrid_is_the_pipeline(run_ranks: Ranks, graphs: dict[str, str], mo
         tricks = f"shuffle={shuffle},historical_gradients={historical_gradients},period={period}"
         more = ",checkpoint=True" if graph in ("multi", "islands") else ""
         case = Case(f"gnnpipe(stages={stages},chunks={chunks},{tricks}{more})", graphs[graph], workload(model, dropout, optimizer="sgd"),
-                    epochs=7, eval_every=3, directed=directed)  # fmt: skip
+                    epochs=5, eval_every=3, directed=directed)  # fmt: skip
         losses, weights = gnnpipe(case, case.job(1).chunk_of(chunks), shuffle, historical_gradients, period)
         result = run_ranks(world, [case])[0]
         assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
@@ -247,7 +247,7 @@ def test_members_may_go_without_a_share_of_a_chunk(run_ranks: Ranks, graphs: dic
 def test_blocks_under_stale_rows(run_ranks: Ranks, graphs: dict[str, str], how: dict[str, str]) -> None:
     """PipeGCN: a stale row is normalised with this step's weights and moments, and takes part in its reader's softmax. GNNPipe, which
     has no batch norm: a historical row too, but nothing flows back through it."""
-    case = Case("pipegcn", graphs["rough"], workload(dropout=0.5, optimizer="sgd", **how), epochs=6, eval_every=2)
+    case = Case("pipegcn", graphs["rough"], workload(dropout=0.5, optimizer="sgd", **how), epochs=4, eval_every=2)
     losses, weights, _ = pipegcn(case, case.job(3).layout().owner)
     result = run_ranks(3, [case])[0]
     assert result.losses == pytest.approx(losses, rel=1e-9)
@@ -255,7 +255,7 @@ def test_blocks_under_stale_rows(run_ranks: Ranks, graphs: dict[str, str], how: 
     if "norm" in how:
         return
     for world, shuffle, period, checkpoint in ((2, True, 1, False), (2, False, 3, True), (4, True, 2, False), (4, True, 2, True)):
-        case = replace(case, strategy=f"gnnpipe(stages=2,chunks=5,shuffle={shuffle},period={period},checkpoint={checkpoint})", epochs=8)
+        case = replace(case, strategy=f"gnnpipe(stages=2,chunks=5,shuffle={shuffle},period={period},checkpoint={checkpoint})", epochs=5)
         losses, weights = gnnpipe(case, case.job(1).chunk_of(5), shuffle, False, period)
         result = run_ranks(world, [case])[0]
         assert result.losses == pytest.approx(losses, rel=1e-9)
