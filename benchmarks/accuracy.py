@@ -26,6 +26,14 @@ def gnnplan(*arguments: str) -> str:
     return subprocess.run([sys.executable, "-m", "gnnplan", *arguments], check=True, capture_output=True, text=True).stdout
 
 
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    """A table of measured rows, all with the same columns."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main(record: bool) -> None:
     rows = []
     for model, hidden, dropout in WORKLOADS:
@@ -49,10 +57,7 @@ def main(record: bool) -> None:
                   f"exposed {1e3 * bare['measured_s']:6.1f} ms, hidden {1e3 * told['hidden_s']:6.1f} ms; memory {memory['error']:+.1%}; "
                   f"bytes equal {told['bytes']['equal']}, order equal {told['order']['equal']}", flush=True)  # fmt: skip
     if record:
-        with RECORD.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        write(RECORD, rows)
 
 
 if __name__ == "__main__":

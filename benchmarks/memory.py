@@ -7,16 +7,15 @@ traces/memory.csv. What a run fills does not depend on the machine's speed.
 
 from __future__ import annotations
 
-import csv
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from accuracy import gnnplan, write
 
 from gnnplan.planner.plan import chosen, question, read
 
@@ -29,10 +28,6 @@ JOBS = [
     *((*PHYSICS, strategy, 2, ()) for strategy in ("graph_parallel", "pipegcn_gf", "gnnpipe")), (*PHYSICS, "pipegcn", 4, ()),
     *((*CS, strategy, 2, SERVERS) for strategy in ("granndis(max_hop=1,fanout=15)", "granndis(batches=2)")),
 ]  # fmt: skip
-
-
-def gnnplan(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "gnnplan", *arguments], check=True, capture_output=True, text=True)
 
 
 def main(datasets: Path, record: bool) -> None:
@@ -57,10 +52,7 @@ def main(datasets: Path, record: bool) -> None:
                       f"{predicted[rank] / 1e6:7.1f} MB, measured {measured / 1e6:7.1f} MB ({predicted[rank] / measured - 1:+.1%})",
                       flush=True)  # fmt: skip
     if record:
-        with RECORD.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        write(RECORD, rows)
 
 
 if __name__ == "__main__":
