@@ -82,19 +82,20 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
 
 
 def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
-    """Every stage forward ('f') and backward ('b'), were it never to wait. Pieces that are alike share their work, and groups
-    that sit alike their exchanges."""
+    """Every stage forward ('f') and backward ('b'), were it never to wait. Pieces that are alike share their work, and groups that sit
+    alike the seconds of their exchanges; but each group fills ports of its own."""
     assert pipe.stages is not None
     model, facts, g, cost = job.model.aggregating_first, pipe.facts(job), pipe.members(job), job.cost
     computed: dict[object, tuple[Number, Number]] = {}
-    moved: dict[object, dict[str, tuple[Number, Number, Transfer]]] = {}
+    sends = {"f": facts.sends, "b": facts.sends.transpose(0, 2, 1)}
+    moved: dict[object, dict[str, tuple[Number, Number]]] = {}
     out: dict[str, list[_Way]] = {"f": [], "b": []}
     for stage in range(pipe.stages):
         group, pieces = pipe.group(job, stage), pipe.pieces(job, stage)
         at = [np.unique(place[list(group)], return_inverse=True)[1] for place in cost.places]
         alike = tuple(np.concatenate(at).tolist())
         if g > 1 and alike not in moved:
-            moved[alike] = {way: _exchanges(cost, facts.sends if way == "f" else facts.sends.transpose(0, 2, 1), group) for way in "fb"}
+            moved[alike] = {way: _exchanges(cost, rows, group) for way, rows in sends.items()}
         for number, way in enumerate("fb"):
             chunks: Number = 0.0
             members: Number = 0.0
@@ -110,19 +111,19 @@ def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
                 each = np.reshape(each, (*np.shape(each)[:-1], *facts.rows.shape))
                 chunks, members = chunks + each.max(-1), members + each.sum(-2)
                 if crossing := pipe.exchanged(job, piece) * model.itemsize:
-                    latency, second, _ = moved[alike][way]
+                    latency, second = moved[alike][way]
                     seconds = latency + crossing * second
                     chunks, exchanged, width = chunks + seconds, exchanged + _sum(seconds), width + crossing
-            busy = {port: seconds * width for port, seconds in moved[alike][way][2].busy.items()} if width else {}
-            out[way].append(_Way(chunks, members, exchanged, busy))
+            through = cost.exchange(sends[way].sum(0), group).busy if width else {}  # all chunks, a byte per row
+            out[way].append(_Way(chunks, members, exchanged, {port: seconds * width for port, seconds in through.items()}))
     return out
 
 
-def _exchanges(cost: Cost, sends: np.ndarray, group: range) -> tuple[Number, Number, Transfer]:
-    """Per chunk [.., K] the latency of its exchange and the seconds for one byte per row; and of all chunks together."""
+def _exchanges(cost: Cost, sends: np.ndarray, group: range) -> tuple[Number, Number]:
+    """Per chunk [.., K] the latency of its exchange and the seconds for one byte per row."""
     each = [cost.exchange(rows, group) for rows in sends]
     latency, alone = ([t.latency for t in each], [t.alone - t.latency for t in each])
-    return _columns(latency), _columns(alone), cost.exchange(sends.sum(0), group)
+    return _columns(latency), _columns(alone)
 
 
 def _columns(values: list[Number]) -> Number:
