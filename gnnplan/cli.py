@@ -106,7 +106,7 @@ def plan(
     dropout: Annotated[float | None, typer.Option(help="Dropout before every layer.")] = None,
     mode: Annotated[str | None, typer.Option(help="full (full graph) or mini (mini-batch).")] = None,
     batch: Annotated[int | None, typer.Option(help="Mini-batch size over all ranks together.")] = None,
-    fanout: Annotated[str | None, typer.Option(help="Neighbours per layer from the seeds outwards, as 15,10, or full.")] = None,
+    fanout: Annotated[str | None, typer.Option(help="Neighbours per layer from the seeds outwards, as 15,10 or full (10 each).")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same training on any number of ranks.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Only strategies that leave the gradient unchanged.")] = False,
     strategy: Annotated[str | None, typer.Option(help="Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out.")] = None,
@@ -447,7 +447,7 @@ def validate(
     schedule = candidate.strategy.schedule(job, min(len(metrics), 5) * batches)
     played = play(schedule, job.cost)
     result = compare(candidate.predicted, candidate.memory, played.spans, played.epoch_s(batches), schedule, traces, metrics, ranks,
-                     batches)  # fmt: skip
+                     batches, candidate.strategy.drawn_steps(job))  # fmt: skip
     result["strategy"] = {"name": candidate.strategy.name, **candidate.strategy.knobs()}
     if as_json:
         emit(result)
@@ -464,6 +464,8 @@ def validate(
              percent(r["simulated_error"])] for r in [result["step"], result["exposed"], *result["operations"]]])  # fmt: skip
         sizes = result["bytes"]
         verdict = "equal" if sizes["equal"] else "DIFFERENT"
+        if sizes["epochs"] < len(metrics):
+            verdict = f"{verdict} in the {sizes['epochs']} epochs whose batches are known; the prediction is of the first"
         print(f"bytes: counted {sum(sizes['counted'].values()):,}, predicted {sum(sizes['predicted'].values()):,}; "
               f"set-up {sizes['setup_counted']:,} and {sizes['setup_predicted']:,}: {verdict}")  # fmt: skip
         print(f"communication hidden behind computation: {seconds(result['hidden_s'])} per step")

@@ -730,6 +730,16 @@ def test_more_servers_as_the_remedy(gnnplan: Call):
     assert gnnplan("plan", *words, "--set", f"device.memory={enough * 0.9:.0f}B", "--set", remedy[1], "--json").code == 0
 
 
-def test_mini_batches_are_not_there_yet(gnnplan: Call):
-    answer = gnnplan("plan", "--graph", GRAPH, "--mode", "mini", "--json")
-    assert answer.code == 3 and "use --mode full" in answer.document["error"]
+def test_mini_batches_from_plan_to_validate(gnnplan: Call, tmp_path: Path):
+    """The four verbs on sampled batches, the sampler in a process of its own."""
+    plan, out = str(tmp_path / "plan.json"), str(tmp_path / "run")
+    words = ["--graph", GRAPH, "--ranks", "2", "--hidden", "8", "--layers", "2", "--mode", "mini", "--batch", "8", "--fanout", "4,2"]
+    document = gnnplan("plan", *words, "-o", plan, "--strategy", "gsplit(prefetch=1)", "--json").document
+    assert document["best"]["exact"] and set(document["best"]["predicted"]["bytes"]) == {"ids", "halo", "all_reduce"}
+    assert gnnplan("simulate", plan, "--json").document["simulated"]["bytes"].keys() == {"ids", "halo", "all_reduce"}
+    assert gnnplan("run", plan, "--out", out, "--epochs", "2", "--json").code == 0
+    answer = gnnplan("validate", out, "--json")
+    assert answer.code == 0
+    assert {"draw", "ids", "lay", "wait", "load"} <= {row["operation"] for row in answer.document["operations"]}
+    assert answer.document["bytes"]["equal"] and answer.document["bytes"]["epochs"] == 2
+    assert gnnplan("plan", *words, "--strategy", "pipegcn", "--json").code == 2

@@ -42,16 +42,17 @@ def lengths_of(graph: Graph, rows: np.ndarray) -> Tensor:
 
 def weighted_block(
     graph: Graph, edges: str, dst: np.ndarray, src: np.ndarray, indptr: np.ndarray, indices: np.ndarray, workload: Workload,
-    degrees: tuple[np.ndarray, np.ndarray] | None = None,
+    degrees: tuple[np.ndarray, np.ndarray] | None = None, drawn: bool = False,
 ) -> Block:  # fmt: skip
     """A Block with the self edges and weights that a layer's `edges` asks for (models.Layer), from degrees in the whole graph or
-    others (in and out, [N]).
+    others (in and out, [N]). Of edges `drawn` at random each stands for all of its row that were not: a mean is over those drawn,
+    and 'gcn' multiplies by degree / drawn, so that either is on average what the whole row would give.
 
     dst [R], src [S]: global ids of rows (dst are the first of src); CSR over dst with positions in src.
     """
     if edges not in ("gcn", "mean", "one", "loop"):
         raise ValueError(f"a layer's edges are 'gcn', 'mean', 'one' or 'loop', not {edges!r}")
-    degree = np.diff(graph.indptr) if degrees is None else degrees[0]
+    degree, taken = np.diff(graph.indptr) if degrees is None else degrees[0], np.diff(indptr)
     if edges in ("gcn", "loop"):  # self edges come last in every row
         indices = np.insert(indices, indptr[1:], np.arange(dst.size, dtype=indices.dtype))
         indptr = indptr + np.arange(dst.size + 1)
@@ -59,13 +60,16 @@ def weighted_block(
         return Block(indptr, indices, src.size)
     reader = np.repeat(np.arange(dst.size), np.diff(indptr))
     if edges == "mean":
-        weight = 1.0 / np.maximum(degree[dst], 1)[reader]
+        weight = 1.0 / np.maximum(taken if drawn else degree[dst], 1)[reader]
     else:
         if degrees is not None:
             out_degree = degrees[1]
         else:
             out_degree = np.bincount(graph.indices, minlength=degree.size) if graph.stats.directed else degree
         weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[indices])
+        if drawn:
+            itself = indices == reader  # a vertex has no other edge to itself
+            weight *= np.where(itself, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
     return Block(indptr, indices, src.size, weight.astype(np.float64 if workload.dtype == "float64" else np.float32))
 
 

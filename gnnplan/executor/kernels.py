@@ -75,6 +75,12 @@ class Block:
                 block.__dict__[name] = value.to(device, dtype if value.is_floating_point() else None)
         return block
 
+    def pinned(self) -> Block:
+        """In page-locked memory."""
+        block = self._copy()
+        block.__dict__.update({name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)})
+        return block
+
     def _copy(self) -> Block:
         block = object.__new__(Block)
         block.__dict__.update(self.__dict__)

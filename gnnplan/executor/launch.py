@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -254,19 +253,12 @@ def _progress(epochs: int) -> Any:
 
 def main() -> None:
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
+    from gnnplan.executor.worker import die_with_parent
+
     plan, out, options = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the launcher's to answer; ranks end without a traceback
-    _die_with_parent()
+    die_with_parent()
     leave(work(Path(plan), Path(out), Options(**json.loads(options))))
-
-
-def _die_with_parent() -> None:
-    """Linux: a launcher that is killed outright takes its ranks with it."""
-    parent = os.getppid()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died in between
-        os._exit(FAILED_WITH_OTHERS)
 
 
 if __name__ == "__main__":

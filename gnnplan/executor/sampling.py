@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.kernels import GOLDEN, mix
-from gnnplan.planner.sampling import ALL
 from gnnplan.planner.sampling import key_of as word_of
+from gnnplan.planner.specs import ALL
 
 
 def key_of(seed: int, epoch: int, batch: int, layer: int) -> int:

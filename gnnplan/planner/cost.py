@@ -22,9 +22,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.schedule import Collective, Compute, Send
-from gnnplan.planner.specs import Cluster, Link, Placement
+from gnnplan.planner.specs import Cluster, HostWork, Link, Placement
 
 Port = tuple[str, int]  # ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', card), and the same with 'in'
+HOST_RATE = 2e7  # [edges/s] of a sampler that nobody has measured
 Number = Any  # float or numpy array: closed forms are evaluated over many candidates at once
 
 
@@ -104,6 +105,10 @@ class Cost:
         """From the server's memory to the device, over the host link [s]."""
         link = self.cluster.host or self.cluster.intra_node
         return link.latency + nbytes / link.bandwidth
+
+    def host_s(self, what: HostWork, edges: Number) -> Number:
+        """A sampler's work for one rank [s]."""
+        return edges / self.cluster.host_rates.get(what, HOST_RATE)
 
     def gather_rate(self, width: int) -> float:
         """Aggregation rate at a row width [B of gathered rows/s]: log-log between the measured widths, flat outside."""

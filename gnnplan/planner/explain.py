@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -10,10 +11,12 @@ from statistics import median
 import numpy as np
 
 from gnnplan.planner import formulas
+from gnnplan.planner.errors import Infeasible
 from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.search import Found
+from gnnplan.planner.search import Found, search
 from gnnplan.planner.sensitivity import sentences
+from gnnplan.planner.specs import ALL
 from gnnplan.planner.strategies import FAMILIES, GraNNDis, Strategy, parse
 from gnnplan.planner.strategies.granndis import FANOUT, MAX_HOP
 from gnnplan.planner.units import show_time
@@ -30,13 +33,30 @@ def explain(job: Job, found: Found, exact: bool, tell: Tell = silent) -> list[st
     if not job.stats.known:
         out.append("The graph is known by statistics only: halo sizes are those of a random graph, and the plan cannot be run.")
     parts = best.strategy.preparation(best.job)
-    out.append(f"Before the first epoch: {', '.join(f'{name} {show_time(seconds)}' for name, seconds in parts.items())}")
+    if parts:
+        out.append(f"Before the first epoch: {', '.join(f'{name} {show_time(seconds)}' for name, seconds in parts.items())}")
     out += convergence(best.strategy, job.workload.model)
     out += why_not(found)
     out += within_noise(found)
     if job.stats.known:
         out += sentences(found, exact, tell)
-    return out + granndis_conditions(job)
+    return out + (full_graph(job, found, exact, tell) if job.workload.mode == "mini" else granndis_conditions(job))
+
+
+def full_graph(job: Job, found: Found, exact: bool, tell: Tell) -> list[str]:
+    """The same GNN on the full graph, on one scale: time per epoch, and how many updates of the weights that makes."""
+    tell("weighing the full graph beside mini-batches")
+    best, updates = found.ranked[0], found.ranked[0].strategy.steps(job)
+    out = [f"An epoch is {updates} updates of the weights, each on a batch of {job.workload.batch:,} seeds with neighbours drawn "
+           f"{', '.join('all' if f == ALL else str(f) for f in job.workload.fanouts)} (from the seeds outwards)"]  # fmt: skip
+    whole = replace(job, workload=job.workload.model_copy(update={"mode": "full"}), _layouts={}, _batches={}, _mini={})
+    try:
+        other = search(whole, exact, may_use_fewer=False).ranked[0]
+    except Infeasible:
+        return [*out, "The full graph does not fit: only mini-batches train this"]
+    ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
+    return [*out, f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per epoch, {ratio:.2g} times as "
+            "long, for one update; in how many epochs either reaches the same accuracy depends on the graph: unknown"]
 
 
 def why_not(found: Found) -> list[str]:

@@ -55,6 +55,7 @@ class Model:
     norm: str = "none"
     activates_last: bool = False  # norm and ReLU before the decoder
     nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
+    redrawn: bool = False  # every step has other edges (mini-batches)
 
     @property
     def first_varying(self) -> int:
@@ -106,9 +107,9 @@ class Model:
         return self.layers[layer - 1].h_in
 
     def aggregate_cached(self, layer: int) -> bool:
-        """Layer 1's aggregate of constant features is computed once, unless dropout comes before it, attention weighs it, or they are
-        sparse, which it is not."""
-        return layer == 1 and self.encoder is None and self.dropout == 0 and not self.layers[0].heads and not self.nonzeros
+        """Layer 1's aggregate of constant features is computed once, unless its edges are redrawn, dropout comes before it, attention
+        weighs it, or they are sparse, which it is not."""
+        return layer == 1 and self.encoder is None and not (self.redrawn or self.dropout or self.layers[0].heads or self.nonzeros)
 
     def features_moved(self, rows: Number) -> Number:
         """Bytes of so many constant rows in transit; sparse ones as a column and a value per number (an average)."""
@@ -242,18 +243,18 @@ EDGE_PASSES = 10  # reads and writes of a number per edge and head: logit, maxim
 def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:
     """The shapes of a workload's model on a graph with `features` columns, of which `nonzeros` in a row where they are sparse, and
     `classes` outputs."""
-    hidden, count, model = workload.hidden, workload.layers, workload.model
+    hidden, count, model, redrawn = workload.hidden, workload.layers, workload.model, workload.mode == "mini"
     norm = workload.norm or ("layer" if model == "resgcn" else "none")
     classes = max(classes, 1)
     ends = workload.dropout, workload.itemsize, features, classes
     if model == "gcnii":
         layer = Layer(hidden, hidden, 1, hidden * hidden, True, False)
-        return Model((layer,) * count, (features, hidden), (hidden, classes), *ends, True, nonzeros=nonzeros)
+        return Model((layer,) * count, (features, hidden), (hidden, classes), *ends, True, nonzeros=nonzeros, redrawn=redrawn)
     if model == "resgcn":
         sums = 2 if workload.aggregation == "softmax" else 1
         first = Layer(hidden, hidden, 1, hidden * hidden + hidden, False, False, sums)
         layers = [first, *[_activating(first, norm)] * (count - 1)]
-        return Model(tuple(layers), (features, hidden), (hidden, classes), *ends, False, norm, True, nonzeros)
+        return Model(tuple(layers), (features, hidden), (hidden, classes), *ends, False, norm, True, nonzeros, redrawn)
     widths = [features, *[hidden] * (count - 1), classes]
     layers = []
     for h_in, h_out in pairwise(widths):
@@ -263,11 +264,11 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         else:
             matrices = 2 if model == "sage" else 1
             sparse = not layers and nonzeros > 0
-            cached = not layers and workload.dropout == 0  # layer 1's aggregate is constant: multiply what is cached
+            cached = not layers and workload.dropout == 0 and not redrawn  # layer 1's aggregate is constant: multiply what is cached
             projects_first = sparse or (h_out < h_in and not cached)
             layer = Layer(h_in, h_out, matrices, matrices * h_in * h_out + h_out, model == "gcn", projects_first)
         layers.append(_activating(layer, norm) if layers and norm != "none" else layer)
-    return Model(tuple(layers), None, None, *ends, False, norm, nonzeros=nonzeros)
+    return Model(tuple(layers), None, None, *ends, False, norm, nonzeros=nonzeros, redrawn=redrawn)
 
 
 def _activating(layer: Layer, norm: str) -> Layer:

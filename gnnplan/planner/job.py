@@ -14,8 +14,10 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import Expansion, LayerFacts, Layout
+from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.partition import Stopwatch, partition
 from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
+from gnnplan.planner.splitting import owners
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ class EstimatedLayout:
         edges = rows / self.vertices * self.edges * self._allowed / self.vertices
         return LayerFacts(rows * count, local + sends.sum(0), edges * count, sends)
 
+    def meets(self, layer: int) -> bool:
+        return bool(self.facts(layer).sends.any())
+
     def preloaded(self) -> np.ndarray:
         m, servers = self.ranks, len(set(self.servers))
         across = ~np.equal.outer(self.servers, self.servers)
@@ -134,6 +139,7 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
             "gemm": device.gemm / slower, "memory_bandwidth": device.memory_bandwidth / slower,
             "gather": {w: rate / slower for w, rate in device.gather.items()}, "launch": device.launch * slower,
         })  # fmt: skip
+        changed["host_rates"] = {what: rate / slower for what, rate in cluster.host_rates.items()}
         changed["intra_node"] = cluster.intra_node.slowed(slower)
         changed["collectives"] = {
             key: link.slowed(slower) if key.endswith("intra_node") else link for key, link in cluster.collectives.items()
@@ -156,6 +162,7 @@ class Job:
     seats: tuple[int, ...] = ()
     _layouts: dict[object, Layout | EstimatedLayout] = field(default_factory=dict, compare=False, repr=False)
     _batches: dict[object, list[Layout]] = field(default_factory=dict, compare=False, repr=False)
+    _mini: dict[object, Batches] = field(default_factory=dict, compare=False, repr=False)
     _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, compare=False, repr=False)
     _seconds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
@@ -220,7 +227,20 @@ class Job:
             self._batches[key] = [layout.batch(batch_of == b) for b in range(count)]
         return self._batches[key]
 
-    def seconds_of(self, made: Layout | EstimatedLayout | Chunks) -> float:
+    def minibatches(self, groups: tuple[int, ...], splitter: str = "", epochs: int = 0) -> Batches:
+        """The workload's mini-batches, each shared by groups of ranks; in a group vertices are owned as the splitter says, which
+        pre-samples for so many epochs."""
+        assert self.graph is not None
+        key = (groups, splitter, epochs, self.workload)
+        if key not in self._mini:
+            with Stopwatch() as watch:
+                size = groups.count(groups[0])
+                member = owners(self.graph, size, splitter, self.workload, epochs) if size > 1 else None
+                self._mini[key] = Batches(self.graph, self.workload, groups, member, self.model.first_varying)
+            self._seconds[id(self._mini[key])] = watch.seconds
+        return self._mini[key]
+
+    def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:
         """How long the job took to make it, partitioning included [s]."""
         return self._seconds.get(id(made), 0.0)
 

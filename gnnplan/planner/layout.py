@@ -261,6 +261,10 @@ class Layout:
             np.stack([p.received for p in pieces]).T,
         )
 
+    def meets(self, layer: int) -> bool:
+        """Whether ranks meet before layer l, for rows to cross."""
+        return bool(self.facts(layer).sends.any())
+
     def preloaded(self) -> np.ndarray:
         """Feature rows that i sends to j once, before training, so that j holds all rows it computes. [ranks, ranks]."""
         sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)

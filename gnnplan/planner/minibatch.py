@@ -18,7 +18,11 @@ import numpy as np
 
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.sampling import Frontier
+from gnnplan.planner.sampling import Frontier, Ids, frontier, seeds_of
+from gnnplan.planner.specs import Workload
+
+MOST_EDGES = 20_000_000  # drawn to look at batches one by one
+MOST_BATCHES = 64
 
 
 class MiniBatch(Layout):
@@ -58,5 +62,48 @@ class MiniBatch(Layout):
         blocks = (self.block(rank, layer)[1] >= self.piece(rank, layer).local for rank in range(self.ranks))
         return np.array([np.count_nonzero(remote) for remote in blocks])
 
+    def meets(self, layer: int) -> bool:
+        return self.ranks > len(set(self.servers))
+
     def preloaded(self) -> np.ndarray:
         return np.zeros((self.ranks, self.ranks), dtype=np.int64)  # every batch loads its own rows
+
+
+def per_epoch(workload: Workload, train: int) -> int:
+    """Batches of an epoch over so many training vertices."""
+    return -(-train // workload.batch)
+
+
+def shares(seeds: Ids, groups: int) -> list[Ids]:
+    """A batch's seeds, nearly equally many for each group."""
+    return np.array_split(seeds, groups)
+
+
+class Batches:
+    """A workload's mini-batches as its ranks share them; the first ones exactly as training draws them, in their order. Beyond
+    MOST_BATCHES, or fewer large ones, an earlier one is taken for like a later one."""
+
+    def __init__(self, graph: Graph, workload: Workload, groups: tuple[int, ...], member: np.ndarray | None, first_varying: int) -> None:
+        self.graph, self.workload, self.groups, self.member, self.first_varying = graph, workload, groups, member, first_varying
+        self.steps = per_epoch(workload, int(graph.train.sum()))
+        self._made: dict[int, MiniBatch] = {}
+        self._seeds: dict[int, list[Ids]] = {}  # by epoch
+        edges = sum(places.size for found in self._drawn(0) for _, places in found.edges)
+        self.known = max(1, min(MOST_BATCHES, MOST_EDGES // max(edges, 1)))
+
+    def _drawn(self, step: int) -> list[Frontier]:
+        w, (epoch, number) = self.workload, divmod(step, self.steps)
+        if epoch not in self._seeds:
+            self._seeds[epoch] = seeds_of(self.graph, w.batch, w.seed, epoch)
+        parts = shares(self._seeds[epoch][number], len(set(self.groups)))
+        return [frontier(self.graph, part, w.fanouts, w.seed, epoch, number) for part in parts]
+
+    def at(self, step: int) -> MiniBatch:
+        step = step if step < self.known else step % self.known
+        if step not in self._made:
+            self._made[step] = MiniBatch(self.graph, self._drawn(step), self.groups, self.member, self.first_varying)
+        return self._made[step]
+
+    def first(self) -> list[MiniBatch]:
+        """Those of the first epoch that are known."""
+        return [self.at(step) for step in range(min(self.steps, self.known))]

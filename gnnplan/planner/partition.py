@@ -51,7 +51,7 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
             weights = 1 + graph.train * max(1, round(vertices / trained))  # METIS takes one weight here: both halves of it equally large
         return repair(_metis(*undirected(graph), weights, parts, seed, volume=method == "metis-volume"), parts)
 
-    return _cached(f"{graph.stats.hash} {parts} {method} {seed} {balance}", vertices, parts, compute)
+    return cached(f"{graph.stats.hash} {parts} {method} {seed} {balance}", vertices, parts, compute)
 
 
 def partition_weighted(indptr: Array, indices: Array, weights: Array | None, parts: int, seed: int = 0) -> NDArray[np.int32]:
@@ -65,7 +65,7 @@ def partition_weighted(indptr: Array, indices: Array, weights: Array | None, par
     for array in (indptr, indices, *(() if weights is None else (weights,))):
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
     key = f"weighted {digest.hexdigest()} {parts} {seed} {weights is None}"
-    return _cached(key, vertices, parts, lambda: repair(_metis(indptr, indices, weights, parts, seed), parts))
+    return cached(key, vertices, parts, lambda: repair(_metis(indptr, indices, weights, parts, seed), parts))
 
 
 def cut_weighted(key: str, indptr: Array, indices: Array, edges: Array | None, load: Array, parts: int, seed: int) -> NDArray[np.int32]:
@@ -88,7 +88,7 @@ def cut_weighted(key: str, indptr: Array, indices: Array, edges: Array | None, l
                                   options=pymetis.Options(seed=seed + 1)).vertex_part  # fmt: skip
         return repair(np.asarray(part, dtype=np.int32), parts)
 
-    return _cached(key, vertices, parts, compute)
+    return cached(key, vertices, parts, compute)
 
 
 def locality_order(graph: Graph, clusters: int = 64) -> NDArray[np.int32]:
@@ -171,7 +171,7 @@ class Stopwatch:
             watch.seconds += seconds
 
 
-def _cached(key: str, vertices: int, parts: int, compute: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
+def cached(key: str, vertices: int, parts: int, compute: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
     """What `compute` gives, from disk if it is there, whole and plausible. How long it took is kept beside it."""
     name = blake2b(f"{VERSION} {pymetis.version} {key}".encode(), digest_size=16).hexdigest()
     path = cache_dir() / "partitions" / f"{name}.npy"

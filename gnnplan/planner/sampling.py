@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.graph import Graph
+from gnnplan.planner.specs import ALL
 
 GOLDEN, MIX1, MIX2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
 SEEDS = 4  # a stream of random numbers beside those in layout.py and granndis.py
 AT_ONCE = 8192  # vertices drawn for together: what is made of them stays in the cache
-ALL = -1  # a fanout: every neighbour
 
 Ids = NDArray[np.int64]
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gnnplan.planner.specs import HostWork
+
 LANES = ("host", "copy", "compute", "comm", "send", "receive", "reduce")
 
 
@@ -68,6 +70,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """A sampler's work for one rank: neighbours to 'draw', or blocks to 'lay' out."""
+
+    what: HostWork
+    edges: int
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """A message to one peer; `Recv` on the other side ends when it has arrived."""
 
@@ -98,7 +108,7 @@ class Collective:
         return sum(n for _, n in self.sent)
 
 
-Work = Compute | Load | Send | Recv | Collective
+Work = Compute | Load | Host | Send | Recv | Collective
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,11 @@ class Found:
     rejected: list[tuple[str, str]]
 
 
+def families(job: Job) -> list[type[Strategy]]:
+    """Those that train on what the workload asks for."""
+    return [family for family in FAMILIES if family.mode == job.workload.mode]
+
+
 def weigh(job: Job, strategy: Strategy) -> Candidate:
     """Raises SpecError where the knobs do not suit the job, Infeasible where the memory is too small."""
     strategy = strategy.settle(job)
@@ -86,8 +91,6 @@ def seated(job: Job, strategy: Strategy) -> Job:
 def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_use_fewer: bool = True, tell: Tell = silent) -> Found:
     """All candidates of all families, or the forced one, on all GPUs; then the fastest on fewer GPUs, where that may win. Raises
     SpecError (forced and unsuitable) or Infeasible (nothing fits)."""
-    if job.workload.mode == "mini":
-        raise Infeasible("mode mini: the mini-batch families (data_parallel, p3, gsplit) are not in this version; use --mode full")
     if forced is not None:
         if exact and not forced.settle(job).exact:
             name = forced.settle(job)
@@ -98,7 +101,7 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_us
             raise Infeasible(f"{error}; {smallest_change(job, lambda _: [forced])}") from None
     ranked: list[Candidate] = []
     rejected: list[tuple[str, str]] = []
-    for family in FAMILIES:
+    for family in families(job):
         tried = 0
         for strategy in family.candidates(job):
             tried += 1
@@ -147,7 +150,7 @@ def least(job: Job, ranks: int) -> float:
 
 
 def _candidates(job: Job, exact: bool) -> list[Strategy]:
-    return [s for family in FAMILIES for s in family.candidates(job) if not exact or s.settle(job).exact]
+    return [s for family in families(job) for s in family.candidates(job) if not exact or s.settle(job).exact]
 
 
 def _thrifty_too(job: Job, exact: bool) -> list[Strategy]:

@@ -79,6 +79,8 @@ def _depths(found: Found, exact: bool, tell: Tell) -> Iterator[str]:
     best = found.ranked[0]
     job, layers = best.job, best.job.workload.layers
     forced = len(found.ranked) + len(found.rejected) == 1  # nothing was compared, so nothing has won
+    if job.workload.mode == "mini":  # another depth asks for other fanouts, which nobody has given
+        return
     if forced or (job.stats.known and job.stats.edges > MOST_EDGES):
         return
 

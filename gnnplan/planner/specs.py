@@ -14,7 +14,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from gnnplan.planner.units import kind, quantity
 
+HostWork = Literal["draw", "lay"]  # of a sampler: neighbours drawn, blocks laid out
 Placement = Literal["island", "intra_node", "inter_node"]
+ALL = -1  # a fanout: every neighbour
+FANOUT = 10  # where none is given
 MOST_RANKS = 4096  # a plan looks at every pair of them
 
 
@@ -115,6 +118,7 @@ class Cluster(Spec):
     switches: GPUs = ()
     switch: Link | None = None
     nics: GPUs = ()
+    host_rates: dict[HostWork, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # [edges/s] of a rank's sampler
     cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server
     collectives: dict[str, Link] = Field(default_factory=dict)
     provenance: dict[str, str] = Field(default_factory=dict)  # field -> 'measured 2026-11-20 on ...' | 'datasheet' | 'assumed'
@@ -171,7 +175,7 @@ class Workload(Spec):
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     mode: Literal["full", "mini"] = "full"
     batch: int = Field(1024, ge=1)
-    fanout: tuple[Annotated[int, Field(ge=1)], ...] | Literal["full"] = "full"
+    fanout: tuple[Annotated[int, Field(ge=1)], ...] | Literal["full"] | None = None  # from the seeds outwards; None: FANOUT per layer
     seed: int = Field(0, ge=0, lt=2**31)
     optimizer: Literal["adam", "sgd"] = "adam"
     lr: float = Field(0.01, gt=0.0, le=100.0)
@@ -190,7 +194,19 @@ class Workload(Spec):
             raise ValueError(f"hidden must be a multiple of gat's heads (hidden: {self.hidden}, heads: {self.heads}); use heads={fitting}")
         if self.model == "gcnii" and self.norm in ("layer", "batch"):
             raise ValueError(f"gcnii is defined without a norm (norm: {self.norm}); use norm=none, or resgcn for a deep model with one")
+        if self.mode == "mini" and isinstance(self.fanout, tuple) and len(self.fanout) != self.layers:
+            raise ValueError(f"fanout has a number per layer, from the seeds outwards (fanout: {len(self.fanout)} numbers, layers: "
+                             f"{self.layers}); use {self.layers} numbers, or fanout=full")  # fmt: skip
+        if self.mode == "mini" and self.norm == "batch":
+            raise ValueError("batch norm needs all vertices at once, and a mini-batch has some (norm: batch); use norm=layer or mode=full")
         return self
+
+    @property
+    def fanouts(self) -> tuple[int, ...]:
+        """Neighbours drawn per layer, from the seeds outwards."""
+        if isinstance(self.fanout, tuple):
+            return self.fanout
+        return (ALL if self.fanout == "full" else FANOUT,) * self.layers
 
     @property
     def itemsize(self) -> int:

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import suggest
 from gnnplan.planner.graph import Graph
-from gnnplan.planner.partition import cut_weighted
+from gnnplan.planner.partition import cached, cut_weighted
 from gnnplan.planner.sampling import frontier, seeds_of
+from gnnplan.planner.specs import Workload
 
 SPLITTERS = ("gsplit", "node", "edge", "random")
 EPOCHS = 10  # of pre-sampling, the paper's
@@ -56,6 +57,19 @@ def presample(graph: Graph, batch: int, fanouts: tuple[int, ...], seed: int, epo
             done += 1
             progress(done, epochs * len(batches))
     return Frequency(vertices, edges, done)
+
+
+def owners(graph: Graph, parts: int, splitter: str, workload: Workload, epochs: int = EPOCHS) -> NDArray[np.int32]:
+    """Owner [N] of each vertex for a workload's batches, pre-sampled for so many epochs where the splitter asks for it. Found once, then
+    from disk."""
+    w, train = workload, blake2b(np.ascontiguousarray(graph.train).data, digest_size=8).hexdigest()
+    key = f"owners {graph.stats.hash} {train} {splitter} {parts} {w.seed} {w.batch} {w.fanouts} {epochs}"
+
+    def compute() -> NDArray[np.int32]:
+        frequency = presample(graph, w.batch, w.fanouts, w.seed, epochs) if splitter in ("gsplit", "node") else None
+        return split(graph, parts, splitter, w.seed, frequency)
+
+    return cached(key, graph.stats.vertices, parts, compute)
 
 
 def split(graph: Graph, parts: int, splitter: str, seed: int, frequency: Frequency | None = None) -> NDArray[np.int32]:

@@ -93,12 +93,15 @@ def _counts(value: Any) -> bool:
 
 def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simulated_step_s: float, schedule: Schedule,
             measured: list[Span], metrics: list[dict[str, Any]], ranks: list[dict[str, Any]],
-            batches: int = 1) -> dict[str, Any]:  # fmt: skip
+            batches: int = 1, drawn: int | None = None) -> dict[str, Any]:  # fmt: skip
     """The document of `gnnplan validate`, per epoch of `batches` steps: rows per operation, the step, bytes, order, memory, and a
-    verdict in words."""
+    verdict in words. `drawn`: of a strategy whose steps differ, for how many the schedule is what training drew."""
     epochs = len(metrics)
     warm = range(min(2, epochs - 1), epochs)  # the first steps allocate and build caches
     disorder = _disorder(schedule, measured, epochs * batches)
+    compared = epochs if drawn is None else min(epochs, drawn // batches, schedule.steps // batches)  # epochs, byte for byte
+    scheduled = [sum(schedule.bytes_by_op(t for t in schedule.tasks if t.label.step // batches == e).values())
+                 for e in range(0 if drawn is None else compared)]  # fmt: skip
     simulated, measured, played_epochs = by_epoch(simulated, batches), by_epoch(measured, batches), schedule.steps // batches
     seen = per_operation(measured, warm)
     steady = range(min(1, played_epochs - 1), played_epochs)
@@ -116,13 +119,14 @@ def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simul
         for op, nbytes in rank["bytes"].items():
             counted[op] = counted.get(op, 0) + nbytes
     expected = {op: nbytes * epochs for op, nbytes in prediction.bytes.items()}
-    volume = counted == expected and once == prediction.setup_bytes
+    of_epochs = counted == expected if drawn is None else scheduled == [row.get("bytes") for row in metrics[:compared]]
+    volume = of_epochs and once == prediction.setup_bytes
     open_s, hidden_s = _exposed(measured, warm)
     exposed = _row("exposed communication", float(prediction.comm_s), _exposed(simulated, steady)[0], open_s)
     return {
         "step": step, "operations": rows, "exposed": exposed, "hidden_s": hidden_s,
         "bytes": {"predicted": expected, "counted": counted, "setup_predicted": prediction.setup_bytes, "setup_counted": once,
-                  "equal": volume},
+                  "equal": volume, "epochs": compared},
         "order": {"equal": disorder is None, "first_difference": disorder},
         "memory": _memory(memory, ranks),
         "wrong": _wrong(volume, disorder, step, rows),

@@ -16,7 +16,7 @@ import simpy
 
 from gnnplan.planner.cost import Cost, Transfer
 from gnnplan.planner.errors import Deadlock, Mismatch
-from gnnplan.planner.schedule import Collective, Compute, Label, Load, Recv, Schedule, Send, Task
+from gnnplan.planner.schedule import Collective, Compute, Host, Label, Load, Recv, Schedule, Send, Task
 from gnnplan.planner.trace import Span
 from gnnplan.simulator.network import Network
 
@@ -220,6 +220,8 @@ class _Score:
                 act = _Act(1, seconds[id(work)])
             elif isinstance(work, Load):
                 act = _Act(1, float(cost.load_s(work.nbytes)))
+            elif isinstance(work, Host):
+                act = _Act(1, float(cost.host_s(work.what, work.edges)))
             elif isinstance(work, Send):
                 if (rank, work) not in sends:
                     sends[rank, work] = _plain(cost.send(rank, work))

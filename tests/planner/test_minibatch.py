@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.minibatch import MiniBatch
-from gnnplan.planner.sampling import ALL, frontier
+from gnnplan.planner.sampling import frontier
+from gnnplan.planner.specs import ALL
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 assert isinstance(GRAPH, Graph)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
 from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.sampling import ALL, draw, floyd, frontier, key_of, mix, seeds_of
+from gnnplan.planner.sampling import draw, floyd, frontier, key_of, mix, seeds_of
+from gnnplan.planner.specs import ALL
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 assert isinstance(GRAPH, Graph)

@@ -17,9 +17,9 @@ from gnnplan.planner.errors import Infeasible, Mismatch, SpecError
 from gnnplan.planner.files import apply_overrides
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
-from gnnplan.planner.search import search, weigh
+from gnnplan.planner.search import families, search, weigh
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
-from gnnplan.planner.strategies import FAMILIES, GraphParallel, parse
+from gnnplan.planner.strategies import GraphParallel, parse
 
 SOURCE = "synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0"
 GRAPH = load(SOURCE)
@@ -34,7 +34,7 @@ def job_of(servers: int = 2, gpus: int = 2, memory: float = 1e12, inter: float =
 
 
 def candidates(job: Job) -> list[str]:
-    return [str(s.settle(job)) for family in FAMILIES for s in family.candidates(job)]
+    return [str(s.settle(job)) for family in families(job) for s in family.candidates(job)]
 
 
 def test_a_search_tells_what_it_weighs() -> None:
@@ -59,7 +59,7 @@ def test_every_candidate_is_ranked_or_rejected_and_the_fastest_leads(servers: in
         assert float(candidate.strategy.predict(candidate.job).epoch_s) == candidate.predicted.epoch_s
         assert candidate.memory_bytes == sum(candidate.fullest().values()) <= job.cluster.device.memory
     ranked, rejected = [str(c.strategy) for c in found.ranked if c.job.ranks == job.ranks], [name for name, _ in found.rejected]
-    absent = [family.family for family in FAMILIES if not list(family.candidates(job))]
+    absent = [family.family for family in families(job) if not list(family.candidates(job))]
     assert sorted(ranked + rejected) == sorted(candidates(job) + absent)
 
 
@@ -107,9 +107,13 @@ def test_forced():
     assert search(job, exact=True, forced=parse("gnnpipe(chunks=1)")).ranked[0].strategy.exact
 
 
-def test_mini_batches_are_not_there_yet():
-    with pytest.raises(Infeasible, match="use --mode full"):
-        search(job_of(mode="mini"))
+def test_a_workload_of_mini_batches_weighs_the_families_that_train_on_them():
+    ranked = search(job_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))).ranked
+    assert {c.strategy.family for c in ranked} == {"data_parallel", "gsplit"}
+    with pytest.raises(SpecError, match="gnnpipe trains on the full graph, and the workload asks for mode mini; use --mode full"):
+        search(job_of(mode="mini", batch=100), forced=parse("gnnpipe"))
+    with pytest.raises(SpecError, match=r"gsplit trains on mini-batches, .* use --mode mini with --batch and --fanout"):
+        search(job_of(), forced=parse("gsplit"))
 
 
 # -- nothing fits --------------------------------------------------------------------------------------------------------

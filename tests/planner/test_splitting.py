@@ -8,7 +8,8 @@ import pytest
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.minibatch import MiniBatch
-from gnnplan.planner.sampling import ALL, frontier, seeds_of
+from gnnplan.planner.sampling import frontier, seeds_of
+from gnnplan.planner.specs import ALL
 from gnnplan.planner.splitting import BEFORE, SPLITTERS, presample, split
 
 SMALL = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")

@@ -17,9 +17,22 @@ from gnnplan.planner.formulas import hybrid_bytes
 from gnnplan.planner.graph import Graph, GraphStats, in_neighbours, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective, Schedule, Send
-from gnnplan.planner.search import search
+from gnnplan.planner.search import families, search
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
-from gnnplan.planner.strategies import FAMILIES, NAMES, GNNPipe, GraNNDis, GraphParallel, Prediction, Strategy, named, parse
+from gnnplan.planner.splitting import SPLITTERS
+from gnnplan.planner.strategies import (
+    FAMILIES,
+    NAMES,
+    DataParallel,
+    GNNPipe,
+    GraNNDis,
+    GraphParallel,
+    GSplit,
+    Prediction,
+    Strategy,
+    named,
+    parse,
+)
 from gnnplan.planner.strategies.flowshop import balance
 from gnnplan.simulator.player import Played, critical_path, play, serial
 
@@ -63,7 +76,7 @@ def variants(job: Job) -> Iterator[Strategy]:
         GNNPipe(1, 3), GNNPipe(2, 5),
     ]  # fmt: skip
     seen: set[Strategy] = set()
-    for strategy in [s for family in FAMILIES for s in family.candidates(job)] + forced:
+    for strategy in [s for family in families(job) for s in family.candidates(job)] + forced:
         settled = strategy.settle(job)
         if settled in seen:
             continue
@@ -312,7 +325,7 @@ def test_one_rank_sends_nothing(job: Job):
         assert (p.bytes, p.bytes_by_link, p.bytes_total, p.setup_bytes) == ({}, {}, 0, 0)
         assert float(p.comm_s) == pytest.approx(float(p.by_op.get("load", 0.0)), abs=ROUND * float(p.epoch_s))
         assert not [t for t in schedule.tasks + schedule.setup if isinstance(t.work, (Send, Collective))]
-    assert [family.family for family in FAMILIES for _ in family.candidates(alone)] == ["graph_parallel"]
+    assert [family.family for family in families(alone) for _ in family.candidates(alone)] == ["graph_parallel"]
 
 
 def test_graph_parallel_bytes_by_hand():
@@ -461,6 +474,9 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
                            st.none() | st.lists(st.integers(0, 9)).map(tuple), st.booleans()),
         GraNNDis: st.builds(GraNNDis, numbers, st.booleans(), numbers, numbers, st.sampled_from(["global", "local"]), numbers,
                            st.booleans(), st.sampled_from(["server", "island"])),
+        DataParallel: st.builds(DataParallel, st.integers(0, 9), st.booleans()),
+        GSplit: st.builds(GSplit, st.sampled_from(SPLITTERS), st.integers(1, 9), st.sampled_from(["server", "all"]), st.booleans(),
+                          st.integers(0, 9), st.booleans()),
     }[family]
 
 
@@ -547,7 +563,7 @@ def test_more_parts_than_vertices(name: str):
 @given(jobs())
 @some()
 def test_candidates_suit_their_job_and_differ(job: Job):
-    for family in FAMILIES:
+    for family in families(job):
         settled = [s.settle(job) for s in family.candidates(job)]
         assert len(set(settled)) == len(settled)
         assert settled or family.absent(job)

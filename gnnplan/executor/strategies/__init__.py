@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gnnplan.executor.strategies import gnnpipe, granndis, graph_parallel
+from gnnplan.executor.strategies import gnnpipe, granndis, graph_parallel, minibatch
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.strategies import GNNPipe, GraNNDis, GraphParallel, Strategy
+from gnnplan.planner.strategies import DataParallel, GNNPipe, GraNNDis, GraphParallel, GSplit, Strategy
 
 
 def open_worker(rank: Rank, job: Job, strategy: Strategy) -> graph_parallel.Worker | gnnpipe.Worker:
@@ -15,7 +15,9 @@ def open_worker(rank: Rank, job: Job, strategy: Strategy) -> graph_parallel.Work
         return gnnpipe.Worker(rank, job, strategy)
     if isinstance(strategy, GraNNDis):
         return granndis.open_worker(rank, job, strategy)
+    if isinstance(strategy, (DataParallel, GSplit)):
+        return minibatch.Worker(rank, job, strategy)
     assert isinstance(strategy, GraphParallel)
     layout = job.layout()
     assert isinstance(layout, Layout)
-    return graph_parallel.Worker(rank, job, layout, strategy.manner, strategy.gamma)
+    return graph_parallel.open_worker(rank, job, layout, strategy.manner, strategy.gamma)

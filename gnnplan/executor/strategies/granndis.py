@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gnnplan.executor.data import Targets, weighted_block
 from gnnplan.executor.models import Net
-from gnnplan.executor.strategies.graph_parallel import Worker, constant_rows
+from gnnplan.executor.strategies.graph_parallel import Worker, constant_rows, whole_share
+from gnnplan.executor.strategies.graph_parallel import open_worker as open_whole
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
@@ -21,7 +22,7 @@ def open_worker(rank: Rank, job: Job, strategy: GraNNDis) -> Worker | CoBatches:
     assert isinstance(layout, Layout)
     if strategy.steps(job) > 1:
         return CoBatches(rank, job, strategy, layout)
-    return Worker(rank, job, layout, strategy.manner, degrees=strategy.degrees)
+    return open_whole(rank, job, layout, strategy.manner, degrees=strategy.degrees)
 
 
 class CoBatches:
@@ -65,7 +66,8 @@ class CoBatches:
 
     def _open(self, batch: Layout) -> Worker:
         targets = sum(batch.own(rank).size for rank in range(batch.ranks))
-        return Worker(self.rank, self.job, batch, self.strategy.manner, degrees=self.strategy.degrees, net=self.net, batch=targets)
+        share = whole_share(self.rank, self.job, batch, self.net, self.strategy.degrees)
+        return Worker(self.rank, self.job, share, self.strategy.manner, self.net, batch=targets)
 
     def _load(self, worker: Worker, places: Tensor, step: int) -> None:
         chosen = [kept.index_select(0, places) for kept in self.kept]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.comm import Exchange, all_reduce
-from gnnplan.executor.data import Targets, dtype_of, features, lengths_of, sparse_features, weighted_block
+from gnnplan.executor.data import Targets, features, lengths_of, sparse_features
 from gnnplan.executor.kernels import Rows, SparseRows, dropout
 from gnnplan.executor.models import BatchNorm, Drop, Net
+from gnnplan.executor.share import Share, share_of
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
@@ -50,12 +51,11 @@ class Worker:
 
     rank: Rank
     job: Job
-    layout: Layout
+    share: InitVar[Share]
     how: Manner
+    net: Net
     gamma: float = 0.0
-    degrees: str = "global"
-    net: Net | None = None  # given: another Worker's weights
-    batch: int | None = None  # training vertices of all ranks where the layout is a batch; its `features` are somebody else's task
+    batch: int | None = None  # training vertices of all ranks where the share is of a batch
     pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
     leaving: dict[int, Tensor] = field(default_factory=dict)  # stale: a layer's halo gradients on their way home
     smooth: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # s_t by way and layer
@@ -65,42 +65,34 @@ class Worker:
     def reduce_group(self) -> tuple[int, ...]:
         return tuple(range(self.rank.world))
 
-    def __post_init__(self) -> None:
-        job, layout, me, device = self.job, self.layout, self.rank.rank, self.rank.device
-        graph, workload = job.graph, job.workload
-        assert graph is not None
-        self.shapes, self.dtype = job.model, dtype_of(workload)
-        self.net = self.net or Net(self.shapes, workload).to(device)
-        self.layers = range(1, workload.layers + 1)
+    def __post_init__(self, share: Share) -> None:
+        job, device = self.job, self.rank.device
+        assert job.graph is not None
+        self.shapes = job.model
+        self.layers = range(1, len(share.parts) + 1)
         self.exchanges: dict[int, Exchange] = {}
         self.silent: dict[int, bool] = {}  # nobody sends anything before this layer
         self.blocks, self.vertices = {}, {}
-        degrees = layout.degrees(me) if self.degrees == "local" else None
-        made: dict[object, int] = {}  # layers alike on all ranks share block and exchange
-        for layer in self.layers:
-            piece = layout.piece(me, layer)
-            twin = made.setdefault((layout.kind(layer), self.net.layer(layer).edges), layer)
-            if twin != layer:
-                self.exchanges[layer], self.silent[layer] = self.exchanges[twin], self.silent[twin]
-                self.blocks[layer], self.vertices[layer] = self.blocks[twin], self.vertices[twin]
-                continue
-            source = np.concatenate([layout.rows(me, layer - 1), piece.halo])
-            self.exchanges[layer] = Exchange(self.rank, layout.sent(me, layer), piece.received)
-            self.silent[layer] = not layout.facts(layer).sends.any()
-            self.vertices[layer] = torch.from_numpy(source).to(device)
-            edges = layout.block(me, layer)
-            block = weighted_block(graph, self.net.layer(layer).edges, layout.rows(me, layer), source, *edges, workload, degrees)
-            self.blocks[layer] = block.to(device)
-        self.own_vertices = torch.from_numpy(layout.own(me)).to(device)
-        self.vertices_in_all = sum(layout.own(rank).size for rank in range(layout.ranks))
-        self.targets = Targets(graph, layout.own(me), workload, device, self.batch)
-        self.features: Tensor | SparseRows = torch.empty(0)
+        made: dict[int, int] = {}  # layers with the same part
+        for layer, part in zip(self.layers, share.parts, strict=True):
+            twin = made.setdefault(id(part), layer)
+            if twin == layer:
+                self.exchanges[layer] = Exchange(self.rank, part.give, part.take)
+                self.vertices[layer], self.blocks[layer] = torch.from_numpy(part.source).to(device), part.block.to(device)
+            else:
+                self.exchanges[layer], self.vertices[layer], self.blocks[layer] = (
+                    kept[twin] for kept in (self.exchanges, self.vertices, self.blocks)
+                )
+            self.silent[layer] = not part.meets
+        self.own_vertices = torch.from_numpy(share.own).to(device)
+        self.vertices_in_all = share.everyone
+        self.targets = Targets(job.graph, share.own, job.workload, device, self.batch)
+        self.features: Tensor | SparseRows = torch.empty(0)  # what layer 1, or the encoder, reads
         self.cached: Tensor | None = None
-        if self.batch is None:
-            self._set_up()
 
-    def _set_up(self) -> None:
-        self.features = constant_rows(self.rank, self.job, self.layout)
+    def keep(self, features: Tensor | SparseRows) -> None:
+        """Features that stay, or layer 1's aggregate of them."""
+        self.features = features
         if self.shapes.aggregate_cached(1):
             assert isinstance(self.features, Tensor)
             self.cached = self.net.layer(1).gather(self.blocks[1], self.features)
@@ -340,6 +332,20 @@ class Worker:
         """Wait for exchanges still under way; what they bring stays for the next step."""
         for future in self.pending.values():
             future.result()
+
+
+def open_worker(rank: Rank, job: Job, layout: Layout, how: Manner, gamma: float = 0.0, degrees: str = "global", net: Net | None = None
+                ) -> Worker:  # fmt: skip
+    """On the full graph, features in place. `net`: another Worker's weights."""
+    net = net or Net(job.model, job.workload).to(rank.device)
+    worker = Worker(rank, job, whole_share(rank, job, layout, net, degrees), how, net, gamma)
+    worker.keep(constant_rows(rank, job, layout))
+    return worker
+
+
+def whole_share(rank: Rank, job: Job, layout: Layout, net: Net, degrees: str) -> Share:
+    edges = [net.layer(layer).edges for layer in range(1, job.workload.layers + 1)]
+    return share_of(layout, rank.rank, edges, job.workload, layout.degrees(rank.rank) if degrees == "local" else None)
 
 
 def constant_rows(rank: Rank, job: Job, layout: Layout) -> Tensor | SparseRows:

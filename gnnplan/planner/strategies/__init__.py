@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.strategies.data_parallel import DataParallel
 from gnnplan.planner.strategies.gnnpipe import GNNPipe
 from gnnplan.planner.strategies.granndis import GraNNDis
 from gnnplan.planner.strategies.graph_parallel import GraphParallel
+from gnnplan.planner.strategies.gsplit import GSplit
 from gnnplan.planner.strategies.strategy import Prediction, Strategy, parse_call
 
-FAMILIES: tuple[type[Strategy], ...] = (GraphParallel, GNNPipe, GraNNDis)
+FAMILIES: tuple[type[Strategy], ...] = (GraphParallel, GNNPipe, GraNNDis, DataParallel, GSplit)
 NAMES: dict[str, tuple[type[Strategy], dict[str, object]]] = {
     "graph_parallel": (GraphParallel, {}),
     "pipegcn": (GraphParallel, {"staleness": 1}),
@@ -19,6 +21,8 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, object]]] = {
     "pipegcn_gf": (GraphParallel, {"staleness": 1, "smoothing": "gf"}),
     "gnnpipe": (GNNPipe, {}),
     "granndis": (GraNNDis, {}),
+    "data_parallel": (DataParallel, {}),
+    "gsplit": (GSplit, {}),
 }
 
 
@@ -60,4 +64,5 @@ def parse(text: str) -> Strategy:
     return named(*parse_call(text))
 
 
-__all__ = ["FAMILIES", "NAMES", "GNNPipe", "GraNNDis", "GraphParallel", "Prediction", "Strategy", "named", "parse"]
+__all__ = ["FAMILIES", "NAMES", "DataParallel", "GNNPipe", "GSplit", "GraNNDis", "GraphParallel", "Prediction", "Strategy", "named",
+           "parse"]  # fmt: skip

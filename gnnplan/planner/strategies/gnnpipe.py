@@ -110,6 +110,7 @@ class GNNPipe(Strategy):
         return settled
 
     def check(self, job: Job) -> None:
+        self.must_have_its_mode(job)
         if problem := self._problem(job):
             raise SpecError(problem)
 

@@ -161,6 +161,7 @@ class GraNNDis(Strategy):
         return None if self.checkpoint else replace(self, checkpoint=True)
 
     def check(self, job: Job) -> None:
+        self.must_have_its_mode(job)
         layers, deepest = job.workload.layers, job.workload.layers - job.model.first_varying
         self._check_group(job)
         if self.depth is not None and not 0 <= self.depth <= layers:

@@ -87,6 +87,7 @@ class GraphParallel(Strategy):
         return None if self.checkpoint else replace(self, checkpoint=True)
 
     def check(self, job: Job) -> None:
+        self.must_have_its_mode(job)
         if self.staleness not in (0, 1):
             raise SpecError(f"graph_parallel: staleness is 0 (exact) or 1 (PipeGCN), not {self.staleness}; use 0 or 1")
         if self.smoothing not in SMOOTHINGS:

@@ -6,10 +6,9 @@ One list of operations per step (`step`) makes the closed form, the bytes and th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.schedule import Collective, Compute, Label, Load, Schedule, Task, Work, ring
+from gnnplan.planner.schedule import Collective, Compute, Host, Label, Load, Schedule, Task, Work, ring
+from gnnplan.planner.specs import HostWork
 from gnnplan.planner.strategies.strategy import Prediction, slowest
 
 Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; none: one step over the whole layout
@@ -27,16 +27,19 @@ Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; none: one step over
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of all ranks: computation (arrays [ranks]), a load (bytes [ranks]), an exchange (bytes [ranks, ranks]) or an
-    all-reduce."""
+    """One operation of all ranks: computation (arrays [ranks]), a load (bytes [ranks]), a sampler's (edges [ranks]), an exchange
+    (bytes [ranks, ranks]) or an all-reduce. `ahead`: it may be done before its step (sampling). `idle`: no work, a recorded wait."""
 
     op: str
     way: str = ""
     layer: int | None = None
     work: Compute | None = None
     loaded: np.ndarray | None = None
+    host: tuple[HostWork, np.ndarray] | None = None
     sent: np.ndarray | None = None
     size: int = 0
+    ahead: bool = False
+    idle: bool = False
 
     def label(self, step: int) -> Label:
         return Label(self.op, step, self.way, self.layer)
@@ -60,12 +63,13 @@ def step(job: Job, layout: Layout | EstimatedLayout, how: Manner, batch: bool = 
     first: dict[object, int] = {}
     like = {layer: first.setdefault(alike_as(model, layout, layer, how.narrow), layer) for layer in range(1, layers + 1)}
     facts = {layer: layout.facts(layer) for layer in first.values()}
+    meets = {layer: layout.meets(layer) for layer in first.values()}
 
     @cache
     def sent(layer: int, way: str) -> np.ndarray | None:
         """Bytes [ranks, ranks] of the layer's exchange, if it has one."""
         rows = facts[layer].sends
-        if layer <= model.first_varying or not rows.any():
+        if layer <= model.first_varying or not meets[layer]:
             return None
         return np.asarray((rows if way == "f" else rows.T) * model.exchanged_width(layer, how.narrow) * model.itemsize)
 
@@ -186,44 +190,59 @@ def traffic(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> list[Pha
 
 
 def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Batches = ()) -> Prediction:
-    """Of an epoch: a step of the layout, or one of each of its batches. Synchronous: from one transfer to the next all wait for
-    the slowest rank. Stale: layer l's exchange has until layer l of the next step, all layers share one communication lane;
-    computation waits for the all-reduce, which shares wires with them."""
+    """Of an epoch: a step of the layout, or one of each of its batches."""
+    ops = [op for batch in batches or (layout,) for op in step(job, batch, how, bool(batches))]
+    return account(job, ops, bool(how.staleness), sum(int(op.sent.sum()) for op in setup(job, layout) if op.sent is not None))
+
+
+def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, prefetch: int = 0) -> Prediction:
+    """An epoch of these operations; `once`: bytes of the set-up. Synchronous: from one transfer to the next all wait for the slowest
+    rank. Stale: layer l's exchange has until layer l of the next step, all layers share one communication lane; computation waits
+    for the all-reduce, which shares wires with them. With `prefetch` what may be done ahead is beside everything else."""
     cost = job.cost
     compute: Number = 0.0
-    loaded: Number = 0.0
+    loaded: Number = 0.0  # and done on the host
     apart: Number = 0.0  # what each rank has computed and loaded since the last transfer
     lockstep: Number = 0.0
     since: Number = 0.0  # what each rank has computed since the last all-reduce
     paced: Number = 0.0  # computation, were all-reduces all that ranks wait for
     exchanged: Number = 0.0
     reduced: Number = 0.0
+    beside: Number = 0.0  # what is done ahead, from one of its exchanges to the next
+    ahead: Number = 0.0
     ports: dict[Port, Number] = {}  # seconds that each is busy
     by_op: dict[str, Any] = {}
     sent: dict[str, int] = {}
     links: dict[str, int] = {}
     computed: dict[int, Number] = {}  # by the identity of work that layers share
     moved: dict[int, tuple[Transfer, Mapping[Any, int]]] = {}
-    for op in [op for batch in batches or (layout,) for op in step(job, batch, how, bool(batches))]:
+    for op in ops:
+        elsewhere = op.ahead and prefetch > 0
         if op.work is not None:
             if id(op.work) not in computed:
                 computed[id(op.work)] = cost.compute_s(op.work)
             seconds = computed[id(op.work)]
             compute, apart, since = compute + seconds, apart + seconds, since + seconds
             seconds = slowest(seconds)
-        elif op.loaded is not None:
-            seconds = cost.load_s(op.loaded)
-            loaded, apart = loaded + seconds, apart + seconds
+        elif op.loaded is not None or op.host is not None:
+            seconds = cost.host_s(*op.host) if op.host else cost.load_s(op.loaded)
+            if elsewhere:
+                beside = beside + seconds
+            else:
+                loaded, apart = loaded + seconds, apart + seconds
             seconds = slowest(seconds)
         elif op.sent is not None:
-            lockstep, apart = lockstep + slowest(apart), 0.0
             if id(op.sent) not in moved:
                 moved[id(op.sent)] = cost.exchange(op.sent), cost.bytes_by_link(op.sent)
             transfer, by_link = moved[id(op.sent)]
             seconds = transfer.alone
-            exchanged = exchanged + seconds
-            _load(ports, transfer)
-            sent["halo"] = sent.get("halo", 0) + int(op.sent.sum())
+            if elsewhere:
+                ahead, beside = ahead + slowest(beside) + seconds, 0.0
+            else:
+                lockstep, apart = lockstep + slowest(apart), 0.0
+                exchanged = exchanged + seconds
+                _load(ports, transfer)
+            sent[op.op] = sent.get(op.op, 0) + int(op.sent.sum())
             _add(links, by_link)
         else:
             lockstep, apart = lockstep + slowest(apart), 0.0
@@ -238,14 +257,16 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Ba
         kind = op.label(0).kind
         by_op[kind] = by_op.get(kind, 0.0) + seconds
     busiest, paced = slowest(compute), paced + slowest(since)
-    if how.staleness:
+    if stale:
         epoch = reduce(np.maximum, ports.values(), np.maximum(paced + reduced, exchanged))
         exposed = epoch - paced
     else:
         epoch = lockstep + slowest(apart) + exchanged + reduced
         exposed = exchanged + reduced + (slowest(compute + loaded) - busiest)
+    if prefetch:
+        longer = np.maximum(ahead + slowest(beside), epoch)
+        epoch, exposed = longer, exposed + longer - epoch
     waiting = np.maximum(epoch - busiest - exposed, 0.0)
-    once = sum(int(op.sent.sum()) for op in setup(job, layout) if op.sent is not None)
     return Prediction(epoch, busiest, exposed, waiting, sent, links, once, by_op)
 
 
@@ -262,39 +283,51 @@ def _load(ports: dict[Port, Number], transfer: Transfer) -> None:
 def schedule(job: Job, layout: Layout | EstimatedLayout, how: Manner, steps: int, batches: Batches = (),
              turn: Callable[[int], int] = lambda step: 0) -> Schedule:  # fmt: skip
     """Every rank's tasks. A stale exchange is waited for one step later; step t takes batch turn(t), when the one before is gone."""
+    ops = [list(step(job, batch, how, bool(batches))) for batch in batches or (layout,)]
+    return score(job, lambda t: ops[turn(t)], steps, setup(job, layout), how.staleness)
+
+
+def score(job: Job, turn: Callable[[int], Sequence[Op]], steps: int, once: Iterable[Op] = (), late: int = 0, prefetch: int = 0) -> Schedule:
+    """Every rank's tasks of the operations turn(t) of each step t. Exchanges are waited for `late` steps later; what may be done ahead
+    starts when the step `prefetch` steps before the last has ended."""
     group = tuple(range(job.ranks))
     out = Schedule(job.ranks, steps)
-    for op in setup(job, layout):
+    for op in once:
         out.setup += [Task(op.label(-1), rank, "comm", _part(op, rank, group)) for rank in group]
-    ops = [list(step(job, batch, how, bool(batches))) for batch in batches or (layout,)]
-    made: dict[object, Work] = {}  # layers that are alike share their work, and so do all steps: the same objects
-    for op, rank in product(chain(*ops), group):
-        key = _identity(op), rank
-        if key not in made:
-            made[key] = _part(op, rank, group)
+    made: dict[object, tuple[Op, Work]] = {}  # layers that are alike share their work, and so do steps: the same objects
     for t in range(steps):
-        turned = [(op, _identity(op)) for op in ops[turn(t)]]
+        ops = turn(t)
         for rank in group:
             before: Label | None = None  # the last computation of this rank
             waits: tuple[Label, ...] = ()
-            for op, identity in turned:
-                label, work = op.label(t), made[identity, rank]
-                if op.work is not None:
+            sampled: Label | None = None
+            for op in ops:
+                label, key = op.label(t), (_identity(op), rank)
+                if key not in made:
+                    made[key] = op, _part(op, rank, group)
+                work = made[key][1]
+                if op.idle:  # begins before what it waits for has ended
+                    out.tasks.append(Task(label, rank, "compute", work))
+                    waits += (label,)
+                elif op.work is not None:
                     out.tasks.append(Task(label, rank, "compute", work, waits))
                     before, waits = label, ()
+                elif op.ahead:
+                    out.tasks.append(Task(label, rank, "host", work, () if sampled else (Label("update", t - 1 - prefetch),)))
+                    sampled, waits = label, (label,)
                 elif op.loaded is not None:
-                    out.tasks.append(Task(label, rank, "copy", work, (Label("update", t - 1),)))
-                    waits += (label,)
+                    out.tasks.append(Task(label, rank, "copy", work, (Label("update", t - 1), *waits)))
+                    waits = (label,)
                 else:
-                    lane, late = ("reduce", 0) if op.sent is None else ("comm", how.staleness)
+                    lane, lag = ("reduce", 0) if op.sent is None else ("comm", late)
                     out.tasks.append(Task(label, rank, lane, work, ((before,) if before else ()) + waits))
-                    waits += (label._replace(step=t - late),)
+                    waits += (label._replace(step=t - lag),)
     return out
 
 
 def _identity(op: Op) -> object:
     """Equal for operations with the same work."""
-    return op.size, id(op.work), id(op.loaded), id(op.sent)
+    return op.op, op.size, id(op.work), id(op.loaded), id(op.host), id(op.sent)
 
 
 def _part(op: Op, rank: int, group: tuple[int, ...]) -> Work:
@@ -303,6 +336,8 @@ def _part(op: Op, rank: int, group: tuple[int, ...]) -> Work:
         return op.work.at(rank)
     if op.loaded is not None:
         return Load(int(op.loaded[rank]))
+    if op.host is not None:
+        return Host(op.host[0], int(op.host[1][rank]))
     if op.sent is not None:
         return Collective("exchange", group, tuple((peer, nbytes) for peer, nbytes in enumerate(op.sent[rank].tolist()) if nbytes))
     return ring(rank, group, op.size)

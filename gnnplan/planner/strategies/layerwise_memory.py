@@ -17,7 +17,7 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
     there."""
     model, b, kind = job.model, job.model.itemsize, job.workload.model
     zero = np.zeros(job.ranks)
-    steps = [_moments(job, each, how) for each in batches or (layout,)]
+    steps = [moments(job, each, how) for each in batches or (layout,)]
     fullest = np.argmax([m.activations + m.buffers for m, _ in steps], axis=0)
     activations, buffers = (np.choose(fullest, [getattr(m, use) for m, _ in steps]) for use in ("activations", "buffers"))
     if job.cluster.device.kind == "cpu" and b == 4:
@@ -64,7 +64,7 @@ def _constant(job: Job, layout: Layout | EstimatedLayout) -> tuple[np.ndarray, n
     return kept, np.maximum(most, held + kept)
 
 
-def _moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Moments, list[Product]]:
+def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Moments, list[Product]]:
     """A training step as executor/strategies/graph_parallel.py does it, and its products. Layers that are alike share their numbers."""
     model, b, kind, layers = job.model, job.model.itemsize, job.workload.model, range(1, job.workload.layers + 1)
     alike: dict[object, tuple[LayerFacts, Footprint]] = {}

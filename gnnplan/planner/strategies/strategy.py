@@ -50,6 +50,7 @@ class Strategy(ABC):
     """A frozen dataclass of knobs."""
 
     family: ClassVar[str]
+    mode: ClassVar[str] = "full"  # what it trains on: the full graph, or 'mini'-batches
     claim: ClassVar[float]  # |closed form / simulation - 1| stays below this; contention plays a role only where transfers overlap
 
     @property
@@ -88,9 +89,20 @@ class Strategy(ABC):
     def check(self, job: Job) -> None:
         """Raises SpecError where the knobs do not suit the job."""
 
+    def must_have_its_mode(self, job: Job) -> None:
+        """Raises SpecError where the workload asks for another."""
+        if self.mode != job.workload.mode:
+            what, other = {"mini": "mini-batches", "full": "the full graph"}[self.mode], job.workload.mode
+            raise SpecError(f"{self.name} trains on {what}, and the workload asks for mode {other}; use --mode {self.mode}"
+                            f"{' with --batch and --fanout' if self.mode == 'mini' else ''}")  # fmt: skip
+
     def steps(self, job: Job) -> int:
         """Optimizer steps per epoch: batches."""
         return 1
+
+    def drawn_steps(self, job: Job) -> int | None:
+        """Where every step draws other edges: for how many its schedule has those that training draws."""
+        return None
 
     @abstractmethod
     def preparation(self, job: Job) -> dict[str, float]:

@@ -1,0 +1,119 @@
+"""A mini-batch step that data parallel and GSplit share: sample, load, then layer after layer as on a full graph.
+
+    one group per rank (data parallel)     host     |draw|lay|
+                                           copy               |load|
+                                           compute                 |forward 1 .. L|loss|backward L .. 1|            |update|
+                                           reduce                                                       |all_reduce|
+
+    groups that split a batch (GSplit)     host     |draw L|ids L|draw L-1|ids L-1| .. |lay|
+                                           copy                                             |load|
+                                           comm                                                  |halo 1 (features)|  then as graph parallel
+
+`draw` makes a layer's edges, `ids` tells owners which of their vertices the frontier has reached (8 bytes each, and as much per
+peer for how many), `lay` makes blocks of them. All of it may be done ahead: with `prefetch` p a sampler of its own is up to p
+batches further, and a rank that has to wait for it says so (`wait`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gnnplan.planner.cost import Number
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.job import Job
+from gnnplan.planner.minibatch import Batches, MiniBatch, per_epoch
+from gnnplan.planner.schedule import Compute, Schedule
+from gnnplan.planner.strategies import layerwise
+from gnnplan.planner.strategies.layerwise import Manner, Op
+from gnnplan.planner.strategies.strategy import Prediction
+
+ID = 8  # [B]
+
+
+def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int) -> Iterator[Op]:
+    """The operations of one step in order."""
+    splits, layers = batch.meets(1), range(1, job.workload.layers + 1)
+    edges = {layer: batch.facts(layer).edges for layer in layers}
+    in_all = np.sum(list(edges.values()), axis=0)
+    if not splits:
+        yield Op("draw", host=("draw", in_all), ahead=True)
+    for layer in reversed(layers) if splits else ():
+        yield Op("draw", layer=layer, host=("draw", edges[layer]), ahead=True)
+        yield Op("ids", layer=layer, sent=ID * (batch.facts(layer).sends.T + peers(batch)), ahead=True)
+    yield Op("lay", host=("lay", in_all), ahead=True)
+    if prefetch:
+        yield Op("wait", work=Compute(), idle=True)  # takes no time where the sampler is fast enough
+    yield Op("load", loaded=loaded_bytes(job, batch))
+    if splits and job.model.first_varying == 1:
+        yield Op("halo", "f", 1, sent=halo_bytes(job, batch))
+    yield from layerwise.step(job, batch, how)
+
+
+def peers(batch: MiniBatch) -> np.ndarray:
+    """Whether two ranks are different ones of a group, bool [ranks, ranks]."""
+    return np.equal.outer(batch.servers, batch.servers) & ~np.eye(batch.ranks, dtype=bool)
+
+
+def loaded_bytes(job: Job, batch: MiniBatch) -> np.ndarray:
+    """Of the features of each rank's own rows of h_0 [ranks]."""
+    rows = [batch.rows(rank, 0) for rank in range(batch.ranks)]
+    return np.array([int(job.features_bytes(ids).sum()) for ids in rows])
+
+
+def halo_bytes(job: Job, batch: MiniBatch) -> np.ndarray:
+    """Of the features that cross before layer 1 [ranks, ranks]."""
+    sent = np.zeros((batch.ranks,) * 2, dtype=np.int64)
+    for rank in range(batch.ranks):
+        piece = batch.piece(rank, 1)
+        sent[:, rank] = np.add.reduceat(np.append(job.features_bytes(piece.halo), 0), _starts(piece.received)) * (piece.received > 0)
+    return sent
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)[:-1]])
+
+
+def predict(job: Job, batches: Batches, how: Manner, prefetch: int) -> Prediction:
+    """Of an epoch: the mean of its batches that are known, times as many as it has."""
+    known = batches.first()
+    p = layerwise.account(job, [op for batch in known for op in step(job, batch, how, prefetch)], prefetch=prefetch)
+    return p if len(known) == batches.steps else scaled(p, batches.steps / len(known))
+
+
+def scaled(p: Prediction, times: float) -> Prediction:
+    def whole(counts: dict[str, int]) -> dict[str, int]:
+        return {name: round(count * times) for name, count in counts.items()}
+
+    def longer(seconds: Number) -> Number:
+        return seconds * times
+
+    return Prediction(longer(p.epoch_s), longer(p.compute_s), longer(p.comm_s), longer(p.bubble_s), whole(p.bytes), whole(p.bytes_by_link),
+                      p.setup_bytes, {op: longer(seconds) for op, seconds in p.by_op.items()})  # fmt: skip
+
+
+def schedule(job: Job, batches: Batches, how: Manner, steps: int, prefetch: int) -> Schedule:
+    made: dict[int, list[Op]] = {}  # by the identity of a batch: several steps may have the same
+
+    def turn(t: int) -> list[Op]:
+        batch = batches.at(t)
+        if id(batch) not in made:
+            made[id(batch)] = list(step(job, batch, how, prefetch))
+        return made[id(batch)]
+
+    return layerwise.score(job, turn, steps, prefetch=prefetch)
+
+
+def check(job: Job) -> None:
+    """What every mini-batch strategy asks of a job. Raises SpecError."""
+    w, train = job.workload, job.stats.train_vertices
+    if w.batch > train:
+        raise SpecError(f"a batch is at most the training vertices (batch: {w.batch:,}, training vertices: {train:,}); use --batch {train}")
+    if w.batch < job.ranks:
+        raise SpecError(f"a batch has a seed for every rank (batch: {w.batch}, ranks: {job.ranks}); use --batch {job.ranks} or more, "
+                        "or fewer ranks")  # fmt: skip
+
+
+def steps(job: Job) -> int:
+    return per_epoch(job.workload, job.stats.train_vertices)

@@ -1,0 +1,131 @@
+"""GSplit: one mini-batch for all GPUs of a server, split on the fly. Every vertex has one owner, who alone samples its neighbours,
+loads its features and computes its rows; the others are sent them.
+
+    host     |draw 3|ids 3|draw 2|ids 2|draw 1|ids 1|lay|         ids: who owns what the frontier has reached is told so
+    copy                                                 |load|    each owner its own rows, once per batch
+    comm                                                      |halo 1|         |halo 2|         |halo 3|      as graph parallel, and back
+    compute                                                           |forward 1|      |forward 2|      |forward 3|loss|...
+
+    splitter   gsplit: METIS on pre-sampled weights   node: vertex weights only   edge: nothing sampled   random
+    group      server: split inside, data parallel across servers (the paper's hybrid)   all: one batch over all ranks
+
+Exact: the gradient of one process on the same batch. A rank's rows of h_l are those that it owns, whoever's seed they are for, so
+nothing is sampled, loaded or computed twice. The positions found while sampling (the shuffle index) serve the exchanges of
+the forward pass and those of the backward pass.
+
+Bytes per batch: sum_{l=0..L-1} r_l H_l b forward, with r_l the remote rows of layer l's frontier, the same for l >= 1 backward,
+8 bytes per id, and 2 (M-1) W b.
+Paper: GSplit (arXiv 2303.13775) Sec. 3-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.grouping import Phase
+from gnnplan.planner.job import Job
+from gnnplan.planner.minibatch import Batches
+from gnnplan.planner.schedule import Schedule
+from gnnplan.planner.splitting import EPOCHS, SPLITTERS
+from gnnplan.planner.strategies import batchwise, batchwise_memory, layerwise
+from gnnplan.planner.strategies.layerwise import Manner
+from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+
+GROUPS = ("server", "all")
+
+
+@dataclass(frozen=True)
+class GSplit(Strategy):
+    """splitter: who owns a vertex. presample: epochs of it, for those that ask for it. group: ranks that share a batch, those of a 'server'
+    or 'all'. narrow, checkpoint: as in graph parallel. prefetch: as in data parallel."""
+
+    splitter: str = "gsplit"
+    presample: int = EPOCHS
+    group: str = "server"
+    narrow: bool = False
+    prefetch: int = 0
+    checkpoint: bool = False
+
+    family: ClassVar[str] = "gsplit"
+    mode: ClassVar[str] = "mini"
+    claim: ClassVar[float] = 0.1  # with prefetch the longer of two chains, batch by batch; without: exact
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return False
+
+    @classmethod
+    def candidates(cls, job: Job) -> Iterator[Strategy]:
+        if job.ranks > 1:
+            several = len(set(job.servers)) > 1
+            for group in GROUPS if several and len(set(job.servers)) < job.ranks else ("all",) if several else ("server",):
+                yield cls(group=group)
+                if job.model.narrows:
+                    yield cls(group=group, narrow=True)
+
+    @classmethod
+    def absent(cls, job: Job) -> str:
+        return "one rank: there is nobody to split a batch with"
+
+    def check(self, job: Job) -> None:
+        self.must_have_its_mode(job)
+        batchwise.check(job)
+        if self.splitter not in SPLITTERS:
+            raise SpecError(f"gsplit: splitter is one of {', '.join(SPLITTERS)}, not {self.splitter!r}; use gsplit")
+        if self.group not in GROUPS:
+            raise SpecError(f"gsplit: group is 'server' (split inside, data parallel across) or 'all', not {self.group!r}")
+        if len({self.groups(job).count(group) for group in self.groups(job)}) > 1:
+            raise SpecError("gsplit: every server splits its batch over equally many ranks; use group='all', or as many of "
+                            "each server")  # fmt: skip
+        if self.presample < 1:
+            raise SpecError(f"gsplit: presample is a number of epochs, 1 or more, not {self.presample}; use the paper's {EPOCHS}")
+        if self.prefetch < 0:
+            raise SpecError(f"gsplit: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2")
+        if job.graph is None:
+            raise SpecError(f"gsplit splits a graph that it has seen, and of {job.stats.name} only statistics are known; plan with a graph")
+
+    def steps(self, job: Job) -> int:
+        return batchwise.steps(job)
+
+    def groups(self, job: Job) -> tuple[int, ...]:
+        """The group of each rank, counted as ranks meet them."""
+        where = job.servers if self.group == "server" else (0,) * job.ranks
+        number = {place: i for i, place in enumerate(dict.fromkeys(where))}
+        return tuple(number[place] for place in where)
+
+    def tied(self, job: Job) -> tuple[int, ...]:
+        return self.groups(job) if self.group == "server" else ()
+
+    def batches(self, job: Job) -> Batches:
+        return job.minibatches(self.groups(job), self.splitter, self.presample)
+
+    def drawn_steps(self, job: Job) -> int:
+        return self.batches(job).known
+
+    @property
+    def manner(self) -> Manner:
+        return Manner(self.narrow, checkpoint=self.checkpoint)
+
+    def thriftier(self) -> Strategy | None:
+        return None if self.checkpoint else replace(self, checkpoint=True)
+
+    def preparation(self, job: Job) -> dict[str, float]:
+        return {"pre-sampling and splitting": job.seconds_of(self.batches(job))}
+
+    def memory(self, job: Job) -> Memory:
+        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch)
+
+    def predict(self, job: Job) -> Prediction:
+        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch)
+
+    def schedule(self, job: Job, steps: int) -> Schedule:
+        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch)
+
+    def traffic(self, job: Job) -> list[Phase]:
+        return [phase for batch in self.batches(job).first()[:4] for phase in layerwise.traffic(job, batch, self.manner)]

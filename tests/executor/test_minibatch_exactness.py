@@ -1,0 +1,114 @@
+"""Mini-batches shared by ranks train as one process does on the same batches; and one process as training written plainly does.
+
+Batches and samples follow from seed, epoch, batch, layer and vertex: the plain training draws them with planner/sampling.py, whose
+distribution tests/planner/test_sampling.py holds against DGL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from plain import Plain, difference
+from ranks import Case, Ranks
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnnplan.planner.sampling import Frontier, frontier, seeds_of
+
+pytestmark = pytest.mark.timeout(110)
+
+MODELS = ("gcn", "sage", "gat", "gcnii", "resgcn")
+SPLITS = [
+    (2, 1, "data_parallel"), (3, 1, "data_parallel"), (4, 2, "data_parallel(checkpoint=True)"),
+    (2, 1, "gsplit"), (3, 1, "gsplit(splitter='random')"), (4, 1, "gsplit(splitter='node',narrow=True)"), (2, 1, "gsplit(splitter='edge')"),
+    (4, 2, "gsplit"), (4, 2, "gsplit(group='all',splitter='random',checkpoint=True)"),
+    (2, 1, "data_parallel(prefetch=1)"), (2, 1, "gsplit(prefetch=2)"), (4, 2, "gsplit(prefetch=2,splitter='random')"),
+]  # fmt: skip
+
+
+def workload(model: str, **more: object) -> dict[str, object]:
+    """10 steps: 3 epochs of 4 batches on `rough`'s training vertices, the last of an epoch smaller."""
+    return {"model": model, "layers": 3, "hidden": 8, "heads": 2, "dropout": 0.0, "lr": 0.05, "seed": 3, "mode": "mini", "batch": 6,
+            "fanout": (3, 2, 2), "dtype": "float64", **more}  # fmt: skip
+
+
+def drawn_operator(plain: Plain, found: Frontier, layer: int) -> Tensor:
+    """[N, N]: what rows of h_l read in this batch. An edge drawn stands for degree / drawn edges of its row."""
+    n, graph = plain.graph.stats.vertices, plain.graph
+    indptr, places = found.edges[layer - 1]
+    taken = torch.zeros(n, n, dtype=torch.float64)
+    for i, v in enumerate(found.nodes[layer].tolist()):
+        for place in places[indptr[i] : indptr[i + 1]]:
+            taken[v, graph.indices[place]] = 1.0
+    if plain.model == "sage":
+        return taken / taken.sum(1, keepdim=True).clamp(min=1)
+    if plain.model == "resgcn":
+        return taken
+    if plain.model == "gat":
+        return taken + torch.eye(n, dtype=torch.float64)
+    ratio = plain.adjacency.sum(1) / taken.sum(1).clamp(min=1)
+    return plain.operator * (taken * ratio[:, None] + torch.eye(n, dtype=torch.float64))
+
+
+def train_plainly_in_batches(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    plain, losses, step = Plain(case), [], 0
+    w, graph = plain.workload, plain.graph
+    labels = torch.from_numpy(np.array(graph.y))
+    for epoch in range(case.epochs):
+        total = 0.0
+        for number, seeds in enumerate(seeds_of(graph, w.batch, w.seed, epoch)):
+            found = frontier(graph, seeds, w.fanouts, w.seed, epoch, number)
+            operators = {layer: drawn_operator(plain, found, layer) for layer in range(1, w.layers + 1)}
+
+            def read(layer: int, h: Tensor, at: int = step, operators: dict[int, Tensor] = operators) -> tuple[Tensor, Tensor]:
+                return operators[layer], plain.prepare(layer, at, h)
+
+            logits = plain.forward(step, read)[0][seeds]
+            if graph.stats.multilabel:
+                loss = F.binary_cross_entropy_with_logits(logits, labels[seeds].double())
+            else:
+                loss = F.cross_entropy(logits, labels[seeds])
+            total += loss.item() * seeds.size / graph.stats.train_vertices
+            plain.descend(loss)
+            step += 1
+        losses.append(total)
+    return losses, plain.state
+
+
+_references: dict[str, object] = {}
+
+
+def assert_as_one_process(run_ranks: Ranks, world: int, cases: list[Case], tolerance: float = 1e-9) -> None:
+    for case, result in zip(cases, run_ranks(world, cases), strict=True):
+        alone = replace(case, strategy="data_parallel", servers=1)
+        if str(alone) not in _references:
+            _references[str(alone)] = run_ranks.alone(alone)
+        reference = _references[str(alone)]
+        assert difference(result.weights, reference.weights) <= tolerance, str(case)
+        assert result.losses == pytest.approx(reference.losses, rel=tolerance), str(case)
+        last, expected = result.metrics[-1], reference.metrics[-1]
+        assert [last[f"{s}_accuracy"] for s in ("train", "val", "test")] == pytest.approx(
+            [expected[f"{s}_accuracy"] for s in ("train", "val", "test")], abs=1e-12)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_is_plain_training_on_the_same_batches(run_ranks: Ranks, graphs: dict[str, str], model: str) -> None:
+    for graph, directed, more in (("rough", False, {}), ("rough", True, {"dropout": 0.5, "optimizer": "sgd"}),
+                                  ("multi", False, {"fanout": "full", "batch": 20}), ("sparse", False, {"dropout": 0.5})):  # fmt: skip
+        case = Case("data_parallel", graphs[graph], workload(model, **more), directed=directed)
+        losses, weights = train_plainly_in_batches(case)
+        alone = run_ranks.alone(case)
+        assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(alone.weights, weights) <= 1e-9, str(case)
+
+
+@pytest.mark.parametrize(("world", "servers", "strategy"), SPLITS, ids=lambda value: str(value))
+def test_ranks_train_as_one_process(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str) -> None:
+    cases = [Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
+             for graph, model, more in (("rough", "sage", {"dropout": 0.5}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}),
+                                        ("sparse", "gcn", {"dropout": 0.5}), ("sparse", "gcnii", {}), ("rough", "resgcn", {"dropout": 0.5}),
+                                        ("islands", "sage", {"batch": 4, "fanout": "full"}))]  # fmt: skip
+    assert_as_one_process(run_ranks, world, cases)

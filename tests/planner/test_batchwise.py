@@ -1,0 +1,161 @@
+"""Laws of the mini-batch families: closed form, schedule and samples tell one story, batch by batch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.formulas import split_bytes
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.job import Job
+from gnnplan.planner.schedule import Collective
+from gnnplan.planner.search import families
+from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.strategies import DataParallel, GSplit, Strategy, parse
+from gnnplan.simulator.player import critical_path, play, serial
+
+ROUND = 1e-9
+
+
+def community(vertices: int, edges: int, seed: int = 0) -> Graph:
+    graph = load(f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=5&seed={seed}")
+    assert isinstance(graph, Graph)
+    return graph
+
+
+GRAPHS = (community(400, 6000), community(120, 900, 1), community(60, 100, 2))
+
+
+def job_of(graph: Graph, servers: int = 2, gpus: int = 2, inter: float = 1e9, intra: float = 1e10, gemm: float = 1e11,
+           host: float = 2e7, **workload: Any) -> Job:  # fmt: skip
+    device = Device(memory=1e12, gemm=gemm, memory_bandwidth=1e11, launch=1e-6)
+    where = Cluster(servers=servers, gpus_per_server=gpus, device=device, intra_node=Link(bandwidth=intra, latency=1e-6),
+                    inter_node=Link(bandwidth=inter, latency=1e-5), host_rates={"draw": host, "lay": 2 * host})  # fmt: skip
+    asked = {"mode": "mini", "layers": 3, "hidden": 16, "batch": 16, "fanout": (4, 3, 2), **workload}
+    return Job(graph.stats, graph, Workload(**asked), where)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    layers = draw(st.integers(1, 3))
+    return job_of(
+        draw(st.sampled_from(GRAPHS)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), inter=10 ** draw(st.floats(6, 10)),
+        intra=10 ** draw(st.floats(7, 11)), gemm=10 ** draw(st.floats(9, 13)), host=10 ** draw(st.floats(5, 8)),
+        model=draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn"])), heads=1, layers=layers, seed=draw(st.integers(0, 3)),
+        fanout=draw(st.sampled_from(["full", (4, 3, 2)[:layers]])), batch=draw(st.integers(6, 20)),
+        dropout=draw(st.sampled_from([0.0, 0.5])),
+    )  # fmt: skip
+
+
+def variants(job: Job) -> Iterator[Strategy]:
+    forced: list[Strategy] = [
+        DataParallel(prefetch=2), DataParallel(checkpoint=True), GSplit(splitter="random"), GSplit(splitter="node", presample=1),
+        GSplit(splitter="edge", group="all"), GSplit(narrow=True, prefetch=1), GSplit(group="all", checkpoint=True),
+    ]  # fmt: skip
+    for strategy in dict.fromkeys([s for family in families(job) for s in family.candidates(job)] + forced):
+        try:
+            strategy.check(job)
+        except SpecError:
+            continue
+        yield strategy
+
+
+@given(jobs())
+@settings(max_examples=12)
+def test_the_closed_form_of_an_epoch_is_its_simulation(job: Job):
+    """Sampling in line: exactly. Ahead: the longer of sampler and rank, which neither simulation nor their sum contradict."""
+    for strategy in variants(job):
+        schedule, p = strategy.schedule(job, strategy.steps(job)), strategy.predict(job)
+        ends = [critical_path(schedule, job.cost), play(schedule, job.cost, contention=False).end_s, play(schedule, job.cost).end_s,
+                serial(schedule, job.cost)]  # fmt: skip
+        assert all(low <= high * (1 + ROUND) for low, high in pairwise(ends)), (strategy, ends)
+        closed = float(p.epoch_s)
+        if strategy.prefetch:
+            assert closed <= ends[2] * (1 + ROUND) <= 2 * closed * (1 + ROUND), (strategy, closed, ends)
+        else:
+            assert closed == pytest.approx(ends[1], rel=ROUND) == pytest.approx(ends[2], rel=ROUND), strategy
+        parts = float(p.compute_s) + float(p.comm_s) + float(p.bubble_s)
+        assert parts == pytest.approx(closed, rel=1e-9)
+
+
+@given(jobs())
+@settings(max_examples=12)
+def test_bytes_of_the_first_epoch_are_those_of_predict(job: Job):
+    for strategy in variants(job):
+        p, schedule = strategy.predict(job), strategy.schedule(job, strategy.steps(job))
+        assert {op: n for op, n in schedule.bytes_by_op().items() if n} == {op: n for op, n in p.bytes.items() if n}
+        assert sum(p.bytes_by_link.values()) == p.bytes_total
+
+
+@given(jobs())
+@settings(max_examples=8)
+def test_one_rank_sends_nothing(job: Job):
+    alone = replace(job, cluster=job.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}), _mini={}, _layouts={})
+    for strategy in variants(alone):
+        assert strategy.predict(alone).bytes == {}
+        assert not [t for t in strategy.schedule(alone, 2).tasks if isinstance(t.work, Collective)]
+    assert [family.family for family in families(alone) for _ in family.candidates(alone)] == ["data_parallel"]
+
+
+def test_gsplit_bytes_by_hand():
+    """Over the frontiers' remote rows as sampled, by the formula; ids are 8 bytes each, and 8 to each peer for how many."""
+    job = job_of(GRAPHS[0], 1, 3, fanout=(3, 3, 3))
+    strategy = GSplit(splitter="random")
+    batches = strategy.batches(job)
+    remote, ids = [0, 0, 0], 0
+    for step in range(strategy.steps(job)):
+        batch = batches.at(step)
+        for layer in (1, 2, 3):
+            rows = int(batch.facts(layer).sends.sum())
+            remote[layer - 1] += rows
+            ids += 8 * (rows + 3 * 2)
+    bytes_ = strategy.predict(job).bytes
+    assert bytes_["ids"] == ids
+    assert bytes_["halo"] == 4 * (remote[0] * 40 + 2 * remote[1] * 16 + 2 * remote[2] * 16)
+    weights = job.model.weights
+    assert bytes_["all_reduce"] == strategy.steps(job) * 2 * 2 * weights * 4
+    assert bytes_["halo"] + bytes_["ids"] == split_bytes(remote, (40, 16, 16), 4, ids // 8)
+
+
+def test_sampling_ahead_hides_what_is_shorter():
+    """Sampling and training about equal: ahead, an epoch is little longer than one of them; in line it is both."""
+    job = job_of(GRAPHS[0], 1, 2, host=1e6, gemm=3e9, batch=24)
+    line, ahead = (play(DataParallel(prefetch=p).schedule(job, 30), job.cost).end_s for p in (0, 2))
+    assert ahead < 0.75 * line
+
+
+def test_batches_beyond_those_known_are_like_earlier_ones():
+    job = job_of(GRAPHS[0], 1, 2)
+    batches = DataParallel().batches(job)
+    assert batches.at(batches.known) is batches.at(0)
+    assert [batches.at(0).own(rank).tolist() for rank in (0, 1)] != [batches.at(1).own(rank).tolist() for rank in (0, 1)]
+    seen = np.concatenate([batches.at(step).own(rank) for step in range(batches.steps) for rank in (0, 1)])
+    assert sorted(seen.tolist()) == np.flatnonzero(GRAPHS[0].train).tolist()
+
+
+@pytest.mark.parametrize(("text", "more", "rule"), [
+    ("gsplit(splitter='rand')", {}, "splitter is one of gsplit, node, edge, random, not 'rand'"),
+    ("gsplit(group='host')", {}, "group is 'server' .* or 'all', not 'host'"),
+    ("gsplit(presample=0)", {}, "presample is a number of epochs, 1 or more, not 0; use the paper's 10"),
+    ("gsplit(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
+    ("data_parallel(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
+    ("data_parallel", {"batch": 100_000}, r"at most the training vertices \(batch: 100,000, training vertices: \d+\); use --batch"),
+    ("data_parallel", {"batch": 3}, r"a batch has a seed for every rank \(batch: 3, ranks: 4\); use --batch 4 or more"),
+    ("data_parallel", {"mode": "full"}, "data_parallel trains on mini-batches, and the workload asks for mode full; use --mode mini"),
+])  # fmt: skip
+def test_what_cannot_be(text: str, more: dict[str, Any], rule: str):
+    with pytest.raises(SpecError, match=rule):
+        parse(text).check(job_of(GRAPHS[0], **more))
+
+
+def test_fanouts_are_a_number_per_layer():
+    with pytest.raises(ValueError, match=r"a number per layer, from the seeds outwards \(fanout: 2 numbers, layers: 3\); use 3 numbers"):
+        Workload(mode="mini", layers=3, fanout=(5, 5))
+    with pytest.raises(ValueError, match="batch norm needs all vertices at once"):
+        Workload(mode="mini", norm="batch")
