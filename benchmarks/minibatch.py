@@ -1,21 +1,34 @@
-"""What data parallelism computes twice, and what splitting functions cost, by counting sampled batches (no training):
+"""What data parallelism computes twice, and what splitting functions cost, by counting sampled batches; how fast both are:
 
     python benchmarks/minibatch.py redundancy [GRAPH ...]     edges computed and features loaded, as GSplit's Table 1
     python benchmarks/minibatch.py splitters [SHARE] [GRAPH ...]   cross edges and imbalance by layer, as GSplit's Fig. 5
     python benchmarks/minibatch.py sampler                    edges per second beside DGL's, one thread
+    python benchmarks/minibatch.py ddp [ROUNDS]               an epoch on two ranks beside DGL's data-parallel loop, in turn
 
-Graphs are names of .npz files in $GNNPLAN_DATASETS. Four ranks, fanouts 15,15,15; one epoch, or its first 20 batches.
+Graphs are names of .npz files in $GNNPLAN_DATASETS. Four ranks, fanouts 15,15,15; one epoch, or its first 20 batches. `ddp` trains
+the GraphSAGE of spine.py on its graph, 2048 seeds per step on two Gloo ranks with one thread each, 5, 10 and 15 neighbours from the
+seeds outwards; it prints ratios and asserts nothing.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
+from accuracy import gnnplan
+from spine import GRAPH, HIDDEN, LAYERS, LR
 
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.minibatch import MiniBatch
@@ -24,7 +37,8 @@ from gnnplan.planner.splitting import SPLITTERS, presample, split
 
 DATASETS = Path(os.environ.get("GNNPLAN_DATASETS", Path(__file__).resolve().parents[2] / "shared" / "datasets"))
 RANKS, FANOUTS, MOST = 4, (15, 15, 15), 20
-LAYERS = range(1, len(FANOUTS) + 1)
+BATCH, OUTWARDS = 2048, (5, 10, 15)  # of `ddp`
+EPOCHS, WARM = 8, 2  # trained by each side, and those left out
 
 
 def graph_of(name: str) -> Graph:
@@ -50,6 +64,7 @@ def redundancy(names: list[str]) -> None:
 def splitters(share: float, names: list[str]) -> None:
     """With a share of the vertices to train on (batches of 128), or with the graph's own (share 0, batches of 1024)."""
     batch = 128 if share else 1024
+    layers = range(1, len(FANOUTS) + 1)
     print(f"{RANKS} ranks, batch {batch}, fanout 15, training vertices: {f'{share:.0%} of all' if share else 'the published split'}\n")
     print("| graph | splitter | cross edges, layer 3 | 2 | 1 | in all | most edges over mean, layer 3 | 2 | 1 | in all |")
     print("|---|---|" + "--:|" * 8)
@@ -64,8 +79,8 @@ def splitters(share: float, names: list[str]) -> None:
         for splitter in SPLITTERS:
             owner = split(graph, RANKS, splitter, 0, frequency)
             made = [MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches]
-            edges = np.array([[one.facts(layer).edges for layer in LAYERS] for one in made], dtype=float)  # [batches, L, ranks]
-            cross = np.array([[one.crossing(layer) for layer in LAYERS] for one in made]).sum((0, 2)) / edges.sum((0, 2))
+            edges = np.array([[one.facts(layer).edges for layer in layers] for one in made], dtype=float)  # [batches, L, ranks]
+            cross = np.array([[one.crossing(layer) for layer in layers] for one in made]).sum((0, 2)) / edges.sum((0, 2))
             both = np.concatenate([edges, edges.sum(1, keepdims=True)], axis=1)
             worst = (both.max(2) / both.mean(2)).mean(0)
             every = float(cross @ edges.sum((0, 2)) / edges.sum())
@@ -97,11 +112,112 @@ def sampler() -> None:
         print(f"fanout {fanout:2d}: ours {rate['ours']:6.1f} M edges/s, DGL {rate['DGL']:6.1f}; {rate['ours'] / rate['DGL']:.2f}x")
 
 
+def dgl_child() -> None:
+    """One process of DGL's data-parallel loop as its documentation has it; the first prints its epochs [s]."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional as F
+    from torch.nn.parallel import DistributedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import dgl
+        from dgl.dataloading import DataLoader, NeighborSampler
+        from dgl.nn import SAGEConv
+
+    warnings.filterwarnings("ignore", module="dgl")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    data = load(GRAPH)
+    assert isinstance(data, Graph)
+    graph = dgl.graph(("csc", (torch.tensor(data.indptr), torch.tensor(data.indices).long(), [])), num_nodes=data.stats.vertices)
+    graph.ndata["x"], graph.ndata["y"] = torch.tensor(data.x), torch.tensor(data.y)
+    seeds = torch.tensor(data.train).nonzero().squeeze(1)
+    # DGL counts fanouts from the features on
+    loader = DataLoader(graph, seeds, NeighborSampler(list(OUTWARDS[::-1])), batch_size=BATCH // ranks, use_ddp=True, shuffle=True,
+                        drop_last=False, num_workers=0)  # fmt: skip
+    widths = [data.stats.features] + [HIDDEN] * (LAYERS - 1) + [data.stats.classes]
+    layers = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in itertools.pairwise(widths))
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, blocks: list[dgl.DGLGraph], h: torch.Tensor) -> torch.Tensor:
+            for layer, block in zip(self.layers[:-1], blocks[:-1], strict=True):
+                h = layer(block, h).relu()
+            return self.layers[-1](blocks[-1], h)
+
+    net = DistributedDataParallel(Net())
+    optimizer = torch.optim.Adam(net.parameters(), lr=LR)
+    seconds = []
+    for _ in range(EPOCHS):
+        dist.barrier()
+        begin = time.perf_counter()
+        for _, _, blocks in loader:  # in a new order every time
+            loss = F.cross_entropy(net(blocks, blocks[0].srcdata["x"]), blocks[-1].dstdata["y"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        seconds.append(slowest.item())
+    if dist.get_rank() == 0:
+        print(json.dumps(seconds), flush=True)
+    dist.destroy_process_group()
+
+
+def theirs(ranks: int) -> float:
+    """DGL's epoch [s]."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, "dgl-child"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DGLBACKEND": "pytorch", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    told = next(line for line in done.stdout.splitlines() if line.startswith("[") and line.endswith("]"))
+    return median(json.loads(told)[WARM:])
+
+
+def ours(strategy: str, ranks: int) -> float:
+    """The same training by `gnnplan run` [s]."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan, out = f"{folder}/plan.json", f"{folder}/run"
+        gnnplan("plan", "--graph", GRAPH, "--model", "sage", "--layers", str(LAYERS), "--hidden", str(HIDDEN), "--set", f"lr={LR}",
+                "--ranks", str(ranks), "--mode", "mini", "--batch", str(BATCH), "--fanout", ",".join(map(str, OUTWARDS)),
+                "--strategy", strategy, "-o", plan)  # fmt: skip
+        gnnplan("run", plan, "--epochs", str(EPOCHS), "--eval-every", "0", "--out", out)
+        epochs = [json.loads(line)["epoch_s"] for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    return median(epochs[WARM:])
+
+
+def ddp(rounds: int) -> None:
+    """Medians of rounds in turn; ratios are within rounds, because machines drift."""
+    sides: dict[str, Callable[[], float]] = {"DGL, DistributedDataParallel, 2 ranks": partial(theirs, 2)}
+    for strategy in ("data_parallel", "data_parallel(prefetch=2)", "gsplit"):
+        sides[f"{strategy}, 2 ranks"] = partial(ours, strategy, 2)
+    sides["data_parallel, 1 rank"] = partial(ours, "data_parallel", 1)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds):
+        for name, once in sides.items():
+            print(f"round {turn + 1}/{rounds}: {name}", file=sys.stderr)
+            seconds[name].append(once())
+    floor, peer = seconds["data_parallel, 1 rank"], next(iter(seconds.values()))
+    print(f"{LAYERS}-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, batches of {BATCH}; median epoch of {rounds} rounds in turn")
+    for name, series in seconds.items():
+        beside = [median(a / b for a, b in zip(series, other, strict=True)) for other in (peer, floor)]
+        print(f"{name:40s} {median(series):.3f} s  {beside[0]:.2f}x DGL's loop  {beside[1]:.2f}x one rank")
+
+
 if __name__ == "__main__":
     verb, rest = sys.argv[1], sys.argv[2:]
     if verb == "redundancy":
         redundancy(rest or ["flickr", "ogbn_arxiv", "amazon_photo"])
     elif verb == "splitters":
         splitters(float(rest[0]) if rest else 0.01, rest[1:] or ["flickr", "ogbn_arxiv"])
+    elif verb == "ddp":
+        ddp(int(rest[0]) if rest else 3)
+    elif verb == "dgl-child":
+        dgl_child()
     else:
         sampler()
