@@ -7,6 +7,7 @@ the answers to the cost model (planner/cost.py), so each number is defined by ho
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -27,16 +28,19 @@ from scipy.optimize import least_squares
 
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, keep_allocator, linear
+from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.layout import Layout
+from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.partition import partition
-from gnnplan.planner.specs import Cluster, Device, Link
+from gnnplan.planner.specs import Cluster, Device, Link, Workload
 
 GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=8&classes=16&seed=0"
 WIDTHS = (16, 64, 128, 256, 512)
 SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64, 64), (2_500, 512, 512))  # rows, H_in, H_out
+SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
 SIZES = tuple(2**k for k in range(10, 25, 2))  # messages of 1 KiB to 16 MiB [B]
 BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
 ROW = 64  # numbers in an exchanged row
@@ -162,6 +166,8 @@ class _Bench:
             found["touched"] = self.touched()
         with self._doing("the price of an operation"):
             found["launch"] = self.launch()
+        with self._doing("the sampler"):
+            found["draw"], found["lay"] = self.sampler()
         if self.ranks > 1:
             for op in ("exchange", "send", "all_reduce"):
                 with self._doing(f"{op} among {self.ranks} ranks"):
@@ -246,6 +252,26 @@ class _Bench:
             torch.autograd.grad(h, (x, weight), h.detach())
 
         return self._time(work, divide=depth * 2 * 4)
+
+    def sampler(self) -> tuple[list[float], list[float]]:
+        """Seconds per edge that drawing and laying out take, by the executor's own clock: GraphSAGE's batches in data parallel."""
+        graph = load(GRAPH)
+        assert isinstance(graph, Graph)
+        workload = Workload(mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * self.ranks)
+        sampler = Sampler(Batches(graph, workload, tuple(range(self.ranks)), None, first_varying=1), self.rank, ["mean"] * len(FANOUTS))
+        sampler[0]
+        dist.barrier()
+        seconds: dict[str, list[float]] = {"draw": [], "lay": []}
+        end = self._clock() + 2 * SECONDS
+        for step in itertools.count(1):
+            self._disturb()
+            made = sampler[step]
+            edges = sum(part.block.edges for part in made.share.parts)
+            for span in made.spans:
+                seconds[span.op].append(span.seconds / edges)
+            if step >= 3 and self._clock() > end:
+                break
+        return self._gather(_usual(seconds["draw"])), self._gather(_usual(seconds["lay"]))
 
     def _time_messages(self, work: Callable[[], Any], share: float = 1.0, alone: bool = False) -> list[float]:
         """Duration [s] of an operation in which ranks wait for each other, times `share`: of each sample the shortest over ranks,
@@ -365,7 +391,7 @@ def _cluster(ranks: int, memory: float, found: dict[str, Any]) -> Cluster:
     spread = f"shapes within {min(flops / seconds) / gemm - 1:+.0%} and {max(flops / seconds) / gemm - 1:+.0%}"
     provenance = {"device.memory": f"{source}, what is free", "device.gemm": f"{source}, {len(flops)} shapes together, {spread}",
                   **{f"device.{name}": f"{source}, lower quartile" for name in ("memory_bandwidth", "gather", "launch")},
-                  "cores": "counted"}  # fmt: skip
+                  "host_rates": f"{source}, lower quartile", "cores": "counted"}  # fmt: skip
     fitted = {}
     ring = 2 * (ranks - 1)
     for op, latencies, wire in (("exchange", ranks - 1, ranks - 1), ("send", 1, 1), ("all_reduce", ring, ring / ranks)):
@@ -384,7 +410,8 @@ def _cluster(ranks: int, memory: float, found: dict[str, Any]) -> Cluster:
     across = {key.replace("intra", "inter"): value for key, value in fitted.items()}
     provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}
     return Cluster(name="measured", servers=1, gpus_per_server=ranks, device=Device(**device), intra_node=link, inter_node=link,
-                   cores=_cores(), collectives={**fitted, **across}, provenance=provenance)  # fmt: skip
+                   host_rates={what: 1 / typical(found[what]) for what in ("draw", "lay")}, cores=_cores(),
+                   collectives={**fitted, **across}, provenance=provenance)  # fmt: skip
 
 
 def _cores() -> int:

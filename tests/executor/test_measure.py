@@ -36,13 +36,14 @@ def test_two_ranks(small: list[subprocess.Popen]) -> None:
     assert cluster.inter_node == cluster.intra_node  # several servers played on this machine talk over the same loopback
     device = cluster.device
     numbers = [device.gemm, device.memory, device.memory_bandwidth, device.launch, *device.gather.values()]
+    numbers += cluster.host_rates.values()
     numbers += [n for link in (cluster.intra_node, *cluster.collectives.values()) for n in (link.bandwidth, link.latency)]
     assert all(math.isfinite(n) and n > 0 for n in numbers) and 0 <= device.overlap_tax <= 1
-    assert set(device.gather) == set(module.WIDTHS)
+    assert set(device.gather) == set(module.WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
     places = ("intra_node", "inter_node")
     assert set(cluster.collectives) == {f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places}
     fields = {f"device.{name}" for name in type(device).model_fields} - {"device.name", "device.kind"}
-    fields |= {f"collectives.{name}" for name in cluster.collectives} | {"cores"}
+    fields |= {f"collectives.{name}" for name in cluster.collectives} | {"cores", "host_rates"}
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
