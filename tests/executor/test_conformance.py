@@ -71,6 +71,13 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (4, 2, "gsplit(splitter='node',prefetch=1)", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
     (4, 2, "gsplit(group='all',splitter='edge')", "gcn mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.5),
     (2, 1, "gsplit(splitter='random')", "resgcn mode=mini batch=9 fanout=3,2,2,1", "islands", 0.0),
+    (2, 1, "data_parallel(cache=480,prefetch=1)", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
+    (3, 1, "data_parallel(cache=480,shared_cache=True)", "sage mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
+    (4, 2, "data_parallel(cache=720,shared_cache=True,features='spread')", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
+    (4, 2, "data_parallel(cache=200,shared_cache=True,features='spread')", "gcn mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.5),
+    (3, 3, "data_parallel(features='spread',cache=100,hot='degree')", "gcnii mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
+    (4, 2, "gsplit(cache=240,features='spread')", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
+    (4, 2, "gsplit(cache=480,features='spread',group='all',hot='degree')", "sage mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
 ]
 
 

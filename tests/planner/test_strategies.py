@@ -20,6 +20,7 @@ from gnnplan.planner.schedule import Collective, Schedule, Send
 from gnnplan.planner.search import families, search
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.splitting import SPLITTERS
+from gnnplan.planner.store import HOT, PLACES
 from gnnplan.planner.strategies import (
     FAMILIES,
     NAMES,
@@ -474,9 +475,10 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
                            st.none() | st.lists(st.integers(0, 9)).map(tuple), st.booleans()),
         GraNNDis: st.builds(GraNNDis, numbers, st.booleans(), numbers, numbers, st.sampled_from(["global", "local"]), numbers,
                            st.booleans(), st.sampled_from(["server", "island"])),
-        DataParallel: st.builds(DataParallel, st.integers(0, 9), st.booleans()),
+        DataParallel: st.builds(DataParallel, st.integers(0, 9), st.booleans(), st.integers(0, 10**12), st.booleans(), st.sampled_from(HOT),
+                                st.sampled_from(PLACES)),
         GSplit: st.builds(GSplit, st.sampled_from(SPLITTERS), st.integers(1, 9), st.sampled_from(["server", "all"]), st.booleans(),
-                          st.integers(0, 9), st.booleans()),
+                          st.integers(0, 9), st.booleans(), st.integers(0, 10**12), st.sampled_from(HOT), st.sampled_from(PLACES)),
     }[family]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnplan.executor.data import Targets, features, lengths_of, sparse_features
+from gnnplan.executor.data import Targets, lengths_of
 from gnnplan.executor.kernels import Rows, SparseRows
 from gnnplan.executor.models import Net
 from gnnplan.executor.sampler import Arriving, Sampler
 from gnnplan.executor.share import Share
+from gnnplan.executor.store import FeatureStore
 from gnnplan.executor.strategies import graph_parallel
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
@@ -27,6 +28,7 @@ class Worker:
         self.net = Net(job.model, job.workload).to(rank.device)
         self.reduce_group = tuple(range(rank.world))
         batches = strategy.batches(job)
+        self.store = FeatureStore(rank, job, strategy.store(job))  # before a sampler forks, which would keep a copy of the features
         edges = [self.net.layer(layer).edges for layer in range(1, job.workload.layers + 1)]
         self.arriving = Arriving(rank, Sampler(batches, rank.rank, edges, rank.timeout_s), strategy.prefetch)
         self.whole: graph_parallel.Worker | None = None  # made when it is first asked for
@@ -47,11 +49,7 @@ class Worker:
         job, part = self.job, share.parts[0]
         assert job.graph is not None
         local, halo = part.source[: part.local], part.source[part.local :]
-        with self.rank.span(Label("load", step), "copy", int(job.features_bytes(local).sum())):
-            if job.model.nonzeros:
-                rows: Rows = sparse_features(job.graph, local, job.workload, self.rank.device)
-            else:
-                rows = features(job.graph, local, job.workload, self.rank.device)
+        rows = self.store.read(local, step)
         if not part.meets or job.model.first_varying == 0:
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.exchanges[1]
@@ -60,6 +58,11 @@ class Worker:
             if isinstance(rows, Tensor):
                 return torch.cat([rows, exchange.forward(packed)])
             return SparseRows.cat([rows, exchange.forward_sparse(packed, lengths_of(job.graph, halo))])
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows that this rank has had from its store, by class."""
+        return dict(self.store.rows)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:

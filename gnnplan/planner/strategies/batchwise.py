@@ -12,6 +12,12 @@
 `draw` makes a layer's edges, `ids` tells owners which of their vertices the frontier has reached (8 bytes each, and as much per
 peer for how many), `lay` makes blocks of them. All of it may be done ahead: with `prefetch` p a sampler of its own is up to p
 batches further, and a rank that has to wait for it says so (`wait`).
+
+With a feature store (planner/store.py) `load` is of the rows that are in the server's memory and no cache, and more follows it:
+
+    compute        |pick|                what its GPU caches
+    copy      |load|
+    comm                |ask|fetch|      rows that other ranks provide, asked for by id (8 bytes each, and per rank for how many)
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches, MiniBatch, per_epoch
 from gnnplan.planner.schedule import Compute, Schedule
+from gnnplan.planner.store import Store
 from gnnplan.planner.strategies import layerwise
 from gnnplan.planner.strategies.layerwise import Manner, Op
 from gnnplan.planner.strategies.strategy import Prediction
@@ -32,7 +39,7 @@ from gnnplan.planner.strategies.strategy import Prediction
 ID = 8  # [B]
 
 
-def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int) -> Iterator[Op]:
+def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Store | None = None) -> Iterator[Op]:
     """The operations of one step in order."""
     splits, layers = batch.meets(1), range(1, job.workload.layers + 1)
     edges = {layer: batch.facts(layer).edges for layer in layers}
@@ -45,10 +52,39 @@ def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int) -> Iterator[Op]
     yield Op("lay", host=("lay", in_all), ahead=True)
     if prefetch:
         yield Op("wait", work=Compute(), idle=True)  # takes no time where the sampler is fast enough
-    yield Op("load", loaded=loaded_bytes(job, batch))
+    if store is None:
+        yield Op("load", loaded=loaded_bytes(job, batch))
+    else:
+        yield from arrive(job, batch, store)
     if splits and job.model.first_varying == 1:
         yield Op("halo", "f", 1, sent=halo_bytes(job, batch))
     yield from layerwise.step(job, batch, how)
+
+
+def arrive(job: Job, batch: MiniBatch, store: Store) -> Iterator[Op]:
+    """The operations that bring each rank its own rows of h_0. All ranks ask where any may, so that they agree without a word."""
+    loads = store.loads(job, [batch.rows(rank, 0) for rank in range(batch.ranks)])
+    yield Op("load", loaded=loads.host)
+    if any(ids.size for ids in store.cached):
+        moved: Number = 2 * loads.hits  # read and written
+        yield Op("pick", work=Compute(touched=moved, launches=1))
+    if store.asks.any():
+        yield Op("ask", sent=ID * (loads.asked + store.asks))
+        yield Op("fetch", sent=loads.fetched)
+
+
+def fill(job: Job, store: Store | None) -> Iterator[Op]:
+    """Before the first step: cached rows that are at home on another server."""
+    if store and (sent := store.filled(job)).any():
+        yield Op("fill", sent=sent)
+
+
+def filling(job: Job, store: Store | None) -> dict[str, float]:
+    """Seconds before the first step: to choose what is where, and to fill the caches."""
+    if store is None:
+        return {}
+    moved = sum(float(job.cost.exchange(op.sent).alone) for op in fill(job, store) if op.sent is not None)
+    return {"feature store": store.seconds + moved + float(np.max(job.cost.load_s(store.held(job))))}
 
 
 def peers(batch: MiniBatch) -> np.ndarray:
@@ -75,10 +111,11 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)[:-1]])
 
 
-def predict(job: Job, batches: Batches, how: Manner, prefetch: int) -> Prediction:
+def predict(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store | None = None) -> Prediction:
     """Of an epoch: the mean of its batches that are known, times as many as it has."""
     known = batches.first()
-    p = layerwise.account(job, [op for batch in known for op in step(job, batch, how, prefetch)], prefetch=prefetch)
+    once = sum(int(op.sent.sum()) for op in fill(job, store) if op.sent is not None)
+    p = layerwise.account(job, [op for batch in known for op in step(job, batch, how, prefetch, store)], once=once, prefetch=prefetch)
     return p if len(known) == batches.steps else scaled(p, batches.steps / len(known))
 
 
@@ -93,16 +130,16 @@ def scaled(p: Prediction, times: float) -> Prediction:
                       p.setup_bytes, {op: longer(seconds) for op, seconds in p.by_op.items()})  # fmt: skip
 
 
-def schedule(job: Job, batches: Batches, how: Manner, steps: int, prefetch: int) -> Schedule:
+def schedule(job: Job, batches: Batches, how: Manner, steps: int, prefetch: int, store: Store | None = None) -> Schedule:
     made: dict[int, list[Op]] = {}  # by the identity of a batch: several steps may have the same
 
     def turn(t: int) -> list[Op]:
         batch = batches.at(t)
         if id(batch) not in made:
-            made[id(batch)] = list(step(job, batch, how, prefetch))
+            made[id(batch)] = list(step(job, batch, how, prefetch, store))
         return made[id(batch)]
 
-    return layerwise.score(job, turn, steps, prefetch=prefetch)
+    return layerwise.score(job, turn, steps, fill(job, store), prefetch=prefetch)
 
 
 def check(job: Job) -> None:

@@ -7,14 +7,15 @@ import numpy as np
 from gnnplan.planner.footprint import RUNTIME, block, kernels
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches, MiniBatch
+from gnnplan.planner.store import Store
 from gnnplan.planner.strategies import layerwise_memory
 from gnnplan.planner.strategies.batchwise import loaded_bytes
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory
 
 
-def memory(job: Job, batches: Batches, how: Manner, prefetch: int) -> Memory:
-    """Bytes per rank by use: a batch under way, and the blocks of those that wait for their turn."""
+def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store | None = None) -> Memory:
+    """Bytes per rank by use: a batch under way, the blocks of those that wait for their turn, and what the feature store caches."""
     model, b = job.model, job.model.itemsize
     zero = np.zeros(job.ranks)
     known = batches.first()
@@ -23,15 +24,23 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int) -> Memory:
     activations, buffers = (np.choose(fullest, [getattr(m, use) for m, _ in steps]) for use in ("activations", "buffers"))
     if job.cluster.device.kind == "cpu" and b == 4:
         buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
+    if store:
+        buffers = buffers + np.maximum(np.max([_arriving(job, batch, store) for batch in known], axis=0) - activations - buffers, 0.0)
     return {
         "parameters": zero + model.weights * b,
         "optimizer": zero + (3 if job.workload.optimizer == "adam" else 1) * model.weights * b,
         "features": np.max([_features(job, batch) for batch in known], axis=0),
-        "activations": activations, "halo": zero,
+        "cache": zero + (store.held(job) if store else 0), "activations": activations, "halo": zero,
         "graph": np.max([_blocks(job, batch) for batch in known], axis=0) * (1 + prefetch),
         "buffers": buffers,
         "runtime": zero + RUNTIME[job.cluster.device.kind],
     }  # fmt: skip
+
+
+def _arriving(job: Job, batch: MiniBatch, store: Store) -> np.ndarray:
+    """Rows by class beside what they are put together in, and those for others."""
+    loads = store.loads(job, [batch.rows(rank, 0) for rank in range(batch.ranks)])
+    return np.asarray(loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1), dtype=float)
 
 
 def _features(job: Job, batch: MiniBatch) -> np.ndarray:

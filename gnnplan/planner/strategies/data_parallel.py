@@ -7,19 +7,27 @@ A batch is global, each rank takes its share of the seeds. Neighbours are drawn 
 ranks together compute the gradient of one process on the whole batch. What two ranks both need is sampled, loaded and
 computed twice: GSplit's Table 1, and what splitting saves.
 
-Bytes per batch: 2 (M-1) W b. Loaded per batch: the rows of every rank's own frontier, F b each.
+Its features come from a store (planner/store.py): each server's memory has all of them (`features` everywhere) or those of its part
+(spread, as DistDGL); every GPU caches the hottest rows, all GPUs the same, or with `shared_cache` those of a server different ones
+which they read from each other (Quiver).
+
+    host |draw|lay|  copy |load|  compute |pick|  comm |ask|fetch|  compute |forward 1 .. L| ...      rows of the server, the cache, others
+
+Bytes per batch: 2 (M-1) W b, F b for each row that another rank provides and 8 to ask for it. Loaded per batch: the rows of every rank's
+own frontier that no cache has, F b each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.schedule import Schedule
+from gnnplan.planner.store import Store, check_store, feature_store
 from gnnplan.planner.strategies import batchwise, batchwise_memory
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
@@ -27,10 +35,16 @@ from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
 @dataclass(frozen=True)
 class DataParallel(Strategy):
-    """prefetch: batches that a sampler of its own may be ahead; 0: each rank samples when it is time. checkpoint: as in graph parallel."""
+    """prefetch: batches that a sampler of its own may be ahead; 0: each rank samples when it is time. checkpoint: as in graph parallel.
+    cache: bytes of rows that each GPU caches. shared_cache: a server's GPUs cache different ones, and read each other's. hot: which are
+    hottest, by 'frequency' (pre-sampled) or 'degree'. features: in every server's memory ('everywhere') or each row in one's ('spread')."""
 
     prefetch: int = 0
     checkpoint: bool = False
+    cache: int = 0
+    shared_cache: bool = False
+    hot: str = "frequency"
+    features: str = "everywhere"
 
     family: ClassVar[str] = "data_parallel"
     mode: ClassVar[str] = "mini"
@@ -52,12 +66,16 @@ class DataParallel(Strategy):
         batchwise.check(job)
         if self.prefetch < 0:
             raise SpecError(f"data_parallel: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2")
+        check_store(self.name, job, self.cache, self.hot, self.features, self.shared_cache)
 
     def steps(self, job: Job) -> int:
         return batchwise.steps(job)
 
     def batches(self, job: Job) -> Batches:
         return job.minibatches(tuple(range(job.ranks)))
+
+    def store(self, job: Job) -> Store | None:
+        return feature_store(job, self.batches(job), self.cache, self.hot, self.features, self.shared_cache)
 
     def drawn_steps(self, job: Job) -> int:
         return self.batches(job).known
@@ -67,16 +85,16 @@ class DataParallel(Strategy):
         return Manner(checkpoint=self.checkpoint)
 
     def thriftier(self) -> Strategy | None:
-        return None if self.checkpoint else DataParallel(self.prefetch, checkpoint=True)
+        return None if self.checkpoint else replace(self, checkpoint=True)
 
     def preparation(self, job: Job) -> dict[str, float]:
-        return {}
+        return batchwise.filling(job, self.store(job))
 
     def memory(self, job: Job) -> Memory:
-        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch)
+        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch, self.store(job))
 
     def predict(self, job: Job) -> Prediction:
-        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch)
+        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch, self.store(job))
 
     def schedule(self, job: Job, steps: int) -> Schedule:
-        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch)
+        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch, self.store(job))

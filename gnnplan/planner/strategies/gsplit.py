@@ -9,6 +9,9 @@ loads its features and computes its rows; the others are sent them.
     splitter   gsplit: METIS on pre-sampled weights   node: vertex weights only   edge: nothing sampled   random
     group      server: split inside, data parallel across servers (the paper's hybrid)   all: one batch over all ranks
 
+    features   everywhere: in every server's memory   spread: each row in one's; where one group is all ranks, in its owner's
+    cache      each GPU the hottest of the rows that it owns (planner/store.py); what it has is not loaded but picked
+
 Exact: the gradient of one process on the same batch. A rank's rows of h_l are those that it owns, whoever's seed they are for, so
 nothing is sampled, loaded or computed twice. The positions found while sampling (the shuffle index) serve the exchanges of
 the forward pass and those of the backward pass.
@@ -30,6 +33,7 @@ from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.splitting import EPOCHS, SPLITTERS
+from gnnplan.planner.store import Store, check_store, feature_store
 from gnnplan.planner.strategies import batchwise, batchwise_memory, layerwise
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
@@ -40,7 +44,7 @@ GROUPS = ("server", "all")
 @dataclass(frozen=True)
 class GSplit(Strategy):
     """splitter: who owns a vertex. presample: epochs of it, for those that ask for it. group: ranks that share a batch, those of a 'server'
-    or 'all'. narrow, checkpoint: as in graph parallel. prefetch: as in data parallel."""
+    or 'all'. narrow, checkpoint: as in graph parallel. prefetch, cache, hot, features: as in data parallel, of rows that a rank owns."""
 
     splitter: str = "gsplit"
     presample: int = EPOCHS
@@ -48,6 +52,9 @@ class GSplit(Strategy):
     narrow: bool = False
     prefetch: int = 0
     checkpoint: bool = False
+    cache: int = 0
+    hot: str = "frequency"
+    features: str = "everywhere"
 
     family: ClassVar[str] = "gsplit"
     mode: ClassVar[str] = "mini"
@@ -87,6 +94,7 @@ class GSplit(Strategy):
             raise SpecError(f"gsplit: presample is a number of epochs, 1 or more, not {self.presample}; use the paper's {EPOCHS}")
         if self.prefetch < 0:
             raise SpecError(f"gsplit: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2")
+        check_store(self.name, job, self.cache, self.hot, self.features)
         if job.graph is None:
             raise SpecError(f"gsplit splits a graph that it has seen, and of {job.stats.name} only statistics are known; plan with a graph")
 
@@ -105,6 +113,9 @@ class GSplit(Strategy):
     def batches(self, job: Job) -> Batches:
         return job.minibatches(self.groups(job), self.splitter, self.presample)
 
+    def store(self, job: Job) -> Store | None:
+        return feature_store(job, self.batches(job), self.cache, self.hot, self.features, epochs=self.presample)
+
     def drawn_steps(self, job: Job) -> int:
         return self.batches(job).known
 
@@ -116,16 +127,16 @@ class GSplit(Strategy):
         return None if self.checkpoint else replace(self, checkpoint=True)
 
     def preparation(self, job: Job) -> dict[str, float]:
-        return {"pre-sampling and splitting": job.seconds_of(self.batches(job))}
+        return {"pre-sampling and splitting": job.seconds_of(self.batches(job)), **batchwise.filling(job, self.store(job))}
 
     def memory(self, job: Job) -> Memory:
-        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch)
+        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch, self.store(job))
 
     def predict(self, job: Job) -> Prediction:
-        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch)
+        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch, self.store(job))
 
     def schedule(self, job: Job, steps: int) -> Schedule:
-        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch)
+        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch, self.store(job))
 
     def traffic(self, job: Job) -> list[Phase]:
         return [phase for batch in self.batches(job).first()[:4] for phase in layerwise.traffic(job, batch, self.manner)]

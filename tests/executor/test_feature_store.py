@@ -1,0 +1,130 @@
+"""A feature store changes where rows come from, and nothing else: no loss, no weight, no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import Case, Ranks
+from torch import Tensor
+
+from gnnplan.executor import store as executor_store
+from gnnplan.executor.data import features, sparse_features
+from gnnplan.executor.store import FeatureStore, map_features, write_features
+from gnnplan.executor.worker import Rank
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.store import CLASSES
+from gnnplan.planner.strategies import DataParallel
+
+pytestmark = pytest.mark.timeout(110)
+
+ROW = 12 * 8  # [B] of `rough` in float64
+
+
+def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **more: object) -> Case:
+    asked = {"model": model, "layers": 3, "hidden": 8, "heads": 2, "dropout": 0.5, "lr": 0.05, "seed": 3, "dtype": "float64"}
+    return Case(strategy, graph, {**asked, "mode": "mini", "batch": 6, "fanout": (3, 2, 2), **more}, servers, eval_every=2)
+
+
+@pytest.mark.parametrize(("world", "servers", "plain", "stores"), [
+    (2, 1, "data_parallel", [f"cache={ROW}", f"cache={20 * ROW},hot='degree'", "cache=100000", f"cache={9 * ROW},shared_cache=True",
+                             f"cache={20 * ROW},shared_cache=True,prefetch=1"]),
+    (4, 2, "data_parallel", ["features='spread'", f"features='spread',cache={9 * ROW}",
+                             f"features='spread',cache={9 * ROW},shared_cache=True"]),
+    (4, 2, "gsplit", [f"cache={5 * ROW}", f"features='spread',cache={5 * ROW},hot='degree'", "features='spread'"]),
+    (4, 2, "gsplit(group='all')", [f"group='all',features='spread',cache={5 * ROW}"]),
+], ids=lambda value: str(value) if isinstance(value, str | int) else "")  # fmt: skip
+def test_where_rows_come_from_changes_nothing(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, plain: str,
+                                              stores: list[str]) -> None:  # fmt: skip
+    for graph, model in (("rough", "sage"), ("sparse", "gcn")):
+        texts = [plain, *(f"{plain.partition('(')[0]}({knobs})" for knobs in stores)]
+        first, *others = run_ranks(world, [case(text, graphs[graph], servers, model) for text in texts])
+        for other in others:
+            assert other.losses == first.losses, str(other.case)
+            assert all(torch.equal(p, first.weights[name]) for name, p in other.weights.items()), str(other.case)
+            assert other.metrics[-1]["test_accuracy"] == first.metrics[-1]["test_accuracy"]
+
+
+@pytest.mark.parametrize("graph", ["rough", "sparse"])
+@pytest.mark.parametrize("cache", [ROW, 20 * ROW, 10**6])
+def test_rows_read_are_the_graphs(graphs: dict[str, str], graph: str, cache: int) -> None:
+    """In their order, by class as the planner counts them, and bytes in the span are those of the server's memory."""
+    job = case(f"data_parallel(cache={cache})", graphs[graph], layers=1, fanout=(3,)).job(1)
+    strategy, rank = DataParallel(cache=cache), Rank(0, 1, torch.device("cpu"), "gloo")
+    planned = strategy.store(job)
+    assert planned is not None and job.graph is not None
+    store, total = FeatureStore(rank, job, planned), np.zeros(4, dtype=int)
+    drawn = [batch.rows(0, 0) for batch in strategy.batches(job).first()]
+    for step, ids in enumerate([*drawn, np.zeros(0, np.int64), np.arange(60)[::-1]]):
+        rows, loads = store.read(ids, step), planned.loads(job, [ids])
+        whole = (features if graph == "rough" else sparse_features)(job.graph, ids, job.workload, rank.device)
+        if isinstance(rows, Tensor):
+            assert isinstance(whole, Tensor) and torch.equal(rows, whole)
+        else:
+            assert not isinstance(whole, Tensor) and torch.equal(rows.lengths, whole.lengths)
+            assert torch.equal(rows.pattern.columns, whole.pattern.columns) and torch.equal(rows.values, whole.values)
+        total += loads.rows[0]
+        assert next(span.nbytes for span in rank.spans if span.op == "load" and span.step == step) == loads.host[0]
+    assert store.rows == {name: n for name, n in zip(CLASSES, total.tolist(), strict=True)}
+    assert store.rows["hit"] and store.rows["peer"] == store.rows["remote"] == 0
+
+
+def test_a_server_has_no_other_servers_rows(graphs: dict[str, str]) -> None:
+    job = case("", graphs["rough"], servers=2).job(2)
+    planned = DataParallel(features="spread").store(job)
+    assert planned is not None and planned.home is not None
+    store = FeatureStore(Rank(0, 2, torch.device("cpu"), "gloo"), job, planned)
+    assert len(store._host(np.flatnonzero(planned.home == 0)))
+    with pytest.raises(AssertionError, match="server 0 has no features of vertices"):
+        store._host(np.flatnonzero(planned.home == 1)[:1])
+
+
+def test_a_file_of_features_takes_the_place_of_a_copy(graphs: dict[str, str], tmp_path: Path) -> None:
+    graph = load(graphs["rough"])
+    assert isinstance(graph, Graph)
+    copy, path = np.array(graph.x), tmp_path / "features" / "x.npy"
+    assert not map_features(path, graph)  # there is none yet
+    write_features(path, graph)
+    assert map_features(path, graph) and isinstance(graph.x, np.memmap)
+    assert not graph.x.flags.writeable and np.array_equal(graph.x, copy)
+    assert np.array_equal(graph.features(np.array([5, 3])), copy[[5, 3]])
+    written = path.stat().st_mtime_ns
+    write_features(path, graph)
+    assert path.stat().st_mtime_ns == written and [p.name for p in path.parent.iterdir()] == ["x.npy"]
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other shape", "not an array", "folder closed"])
+def test_a_bad_file_of_features_is_not_used(graphs: dict[str, str], tmp_path: Path, damage: str) -> None:
+    graph = load(graphs["rough"])
+    assert isinstance(graph, Graph)
+    copy, path = np.array(graph.x), tmp_path / "features" / "x.npy"
+    write_features(path, graph)
+    if damage == "folder closed":
+        path = tmp_path / "features" / "x.npy" / "deeper" / "x.npy"  # a file where a folder should be
+        write_features(path, graph)
+        assert not map_features(path, graph) and np.array_equal(graph.x, copy)
+        return
+    if damage == "shorter":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "other shape":
+        np.save(path, copy[:-1])
+    else:
+        path.write_text("features")
+    assert not map_features(path, graph)
+    write_features(path, graph)
+    assert map_features(path, graph) and np.array_equal(graph.x, copy)
+
+
+def test_ranks_of_a_server_share_large_features(run_ranks: Ranks) -> None:
+    """22 MB: one file for both, and training as ever."""
+    source = "synthetic:community?vertices=22000&edges=60000&features=256&classes=5&seed=0"
+    large = case("data_parallel", source, layers=1, hidden=4, batch=8000, fanout=(2,))
+    assert executor_store.LARGE < 22000 * 256 * 4
+    shared, alone = run_ranks(2, [large])[0], run_ranks.alone(large)
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-9)
+    graph = load(source)
+    assert isinstance(graph, Graph)
+    files = list(run_ranks.folder.glob(f"world2*/cache/features/{graph.stats.hash}.npy"))
+    assert len(files) == 1 and np.array_equal(np.load(files[0]), graph.x)
