@@ -58,10 +58,12 @@ def weighted_block(
         indptr = indptr + np.arange(dst.size + 1)
     if edges in ("one", "loop"):
         return Block(indptr, indices, src.size)
-    reader = np.repeat(np.arange(dst.size), np.diff(indptr))
+    each = np.diff(indptr)
+    dtype = np.float64 if workload.dtype == "float64" else np.float32
     if edges == "mean":
-        weight = 1.0 / np.maximum(taken if drawn else degree[dst], 1)[reader]
+        weight = np.repeat((1.0 / np.maximum(taken if drawn else degree[dst], 1)).astype(dtype), each)
     else:
+        reader = np.repeat(np.arange(dst.size, dtype=np.int32), each)
         if degrees is not None:
             out_degree = degrees[1]
         else:
@@ -70,7 +72,7 @@ def weighted_block(
         if drawn:
             itself = indices == reader  # a vertex has no other edge to itself
             weight *= np.where(itself, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
-    return Block(indptr, indices, src.size, weight.astype(np.float64 if workload.dtype == "float64" else np.float32))
+    return Block(indptr, indices, src.size, weight.astype(dtype, copy=False))
 
 
 class Targets:
