@@ -56,6 +56,7 @@ def weighted_block(
     if edges in ("gcn", "loop"):  # self edges come last in every row
         indices = np.insert(indices, indptr[1:], np.arange(dst.size, dtype=indices.dtype))
         indptr = indptr + np.arange(dst.size + 1)
+    indptr = indptr.astype(np.int32)  # with int64 scipy would sort indices of 8 bytes
     if edges in ("one", "loop"):
         return Block(indptr, indices, src.size)
     each = np.diff(indptr)
