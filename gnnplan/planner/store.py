@@ -23,7 +23,7 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import suggest
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.job import Job
-from gnnplan.planner.minibatch import Batches, shares
+from gnnplan.planner.minibatch import Batches, MiniBatch, shares
 from gnnplan.planner.partition import Stopwatch, cached, partition
 from gnnplan.planner.sampling import Ids, frontier, seeds_of
 from gnnplan.planner.specs import Workload
@@ -62,6 +62,7 @@ class Store:
     seconds: float = 0.0  # that it took to make
     _slots: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
     _holders: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
+    _loads: WeakKeyDictionary[MiniBatch, Loads] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def of(self, rank: int, ids: Ids) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
         """Class of these vertices' rows for a rank [R], and the rank that provides each [R]: itself for hits and rows of its server."""
@@ -108,6 +109,11 @@ class Store:
         same = np.equal.outer(self.servers, self.servers)
         others = np.zeros_like(same) if self.home is None else ~same
         return np.asarray(others | (same & ~np.eye(len(self.servers), dtype=bool) & self.shared))
+
+    def loads_of(self, job: Job, batch: MiniBatch) -> Loads:
+        if batch not in self._loads:
+            self._loads[batch] = self.loads(job, [batch.rows(rank, 0) for rank in range(batch.ranks)])
+        return self._loads[batch]
 
     def loads(self, job: Job, rows: list[Ids]) -> Loads:
         """Of the rows [R] that each rank reads."""

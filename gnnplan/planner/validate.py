@@ -15,7 +15,8 @@ from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies.strategy import Memory, Prediction
 from gnnplan.planner.trace import LANE_ORDER, Span, overlap, recorded_order, transfer_times
 
-TRANSFERS = ("halo", "moments", "all_reduce", "preload", "input_halo")  # all ranks meet: the transfer is the shortest span of the group
+# all ranks meet: the transfer is the shortest span of the group
+TRANSFERS = ("halo", "moments", "all_reduce", "preload", "input_halo", "ask", "fetch", "fill")
 
 
 def operation(label: str) -> str:

@@ -49,7 +49,7 @@ def made(strategy: Strategies, job: Job) -> Store:
 def rows_of_an_epoch(strategy: Strategies, job: Job) -> np.ndarray:
     """By rank and class [ranks, 4]."""
     store, batches = made(strategy, job), strategy.batches(job)
-    return np.sum([store.loads(job, [batch.rows(rank, 0) for rank in range(job.ranks)]).rows for batch in batches.first()], axis=0)
+    return np.sum([store.loads_of(job, batch).rows for batch in batches.first()], axis=0)
 
 
 @st.composite

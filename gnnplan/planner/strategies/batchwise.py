@@ -63,7 +63,7 @@ def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Store | 
 
 def arrive(job: Job, batch: MiniBatch, store: Store) -> Iterator[Op]:
     """The operations that bring each rank its own rows of h_0. All ranks ask where any may, so that they agree without a word."""
-    loads = store.loads(job, [batch.rows(rank, 0) for rank in range(batch.ranks)])
+    loads = store.loads_of(job, batch)
     yield Op("load", loaded=loads.host)
     if any(ids.size for ids in store.cached):
         moved: Number = 2 * loads.hits  # read and written

@@ -26,20 +26,25 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store 
         buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
     if store:
         buffers = buffers + np.maximum(np.max([_arriving(job, batch, store) for batch in known], axis=0) - activations - buffers, 0.0)
+    features = np.max([_features(job, batch) for batch in known], axis=0)
+    graph = np.max([_blocks(job, batch) for batch in known], axis=0) * (1 + prefetch)
+    if not prefetch:  # a sampler of its own has its own memory
+        graph = graph + (8 * (1 + job.stats.directed) + 4) * job.stats.vertices  # degrees, and where a vertex is among the sources
+        held = activations + buffers + features + graph
+        buffers = buffers + np.maximum(np.max([_sampling(job, batch) for batch in known], axis=0) - held, 0.0)
     return {
         "parameters": zero + model.weights * b,
         "optimizer": zero + (3 if job.workload.optimizer == "adam" else 1) * model.weights * b,
-        "features": np.max([_features(job, batch) for batch in known], axis=0),
+        "features": features,
         "cache": zero + (store.held(job) if store else 0), "activations": activations, "halo": zero,
-        "graph": np.max([_blocks(job, batch) for batch in known], axis=0) * (1 + prefetch),
-        "buffers": buffers,
+        "graph": graph, "buffers": buffers,
         "runtime": zero + RUNTIME[job.cluster.device.kind],
     }  # fmt: skip
 
 
 def _arriving(job: Job, batch: MiniBatch, store: Store) -> np.ndarray:
     """Rows by class beside what they are put together in, and those for others."""
-    loads = store.loads(job, [batch.rows(rank, 0) for rank in range(batch.ranks)])
+    loads = store.loads_of(job, batch)
     return np.asarray(loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1), dtype=float)
 
 
@@ -56,3 +61,18 @@ def _blocks(job: Job, batch: MiniBatch) -> np.ndarray:
         f = batch.facts(layer)
         total = total + block(job.workload.model, job.model, spec, f.rows, f.sources, f.edges) + 8 * f.sends.sum(1)
     return np.asarray(total + 16 * f.rows)
+
+
+def _sampling(job: Job, batch: MiniBatch) -> np.ndarray:
+    """The most that a sampler holds, when it lays out a layer: drawn edges of all (4 bytes each), those of this one as places in the
+    graph (8), as positions (4), sorted by source (12), copied for the block (12), and their weights; blocks of the layers before it."""
+    sage, weighted = job.workload.model == "sage", job.workload.model not in ("gat", "resgcn")
+    each = 28 + (20 if sage else 32) * weighted  # a weight with its copy, both orders, and the order itself; gcn's in 64 bits first
+    most = done = np.zeros(job.ranks)
+    facts = [batch.facts(layer) for layer in range(1, job.workload.layers + 1)]
+    drawn = 4 * np.sum([f.edges for f in facts], axis=0) + 2 * job.stats.vertices
+    for f, spec in zip(facts, job.model.layers, strict=True):
+        edges = f.edges + f.rows if spec.self_edges else f.edges
+        most = np.maximum(most, done + 8 * f.edges + (each + 4 * spec.self_edges) * edges)
+        done = done + block(job.workload.model, job.model, spec, f.rows, f.sources, f.edges)
+    return np.asarray(drawn + most)
