@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 from ranks import Case, Ranks
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from gnnplan.executor import store as executor_store
 from gnnplan.executor.data import features, sparse_features
@@ -18,9 +23,19 @@ from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.store import CLASSES
 from gnnplan.planner.strategies import DataParallel
 
+T = TypeVar("T")
 pytestmark = pytest.mark.timeout(110)
 
 ROW = 12 * 8  # [B] of `rough` in float64
+
+
+def counted(work: Callable[[], T]) -> tuple[T, int, int]:
+    """What it gives; bytes that are left of what it allocated, and the most that there were, as torch's own profiler has them."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return result, int(held[-1]), int(held.max())
 
 
 def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **more: object) -> Case:
@@ -128,3 +143,29 @@ def test_ranks_of_a_server_share_large_features(run_ranks: Ranks) -> None:
     assert isinstance(graph, Graph)
     files = list(run_ranks.folder.glob(f"world2*/cache/features/{graph.stats.hash}.npy"))
     assert len(files) == 1 and np.array_equal(np.load(files[0]), graph.x)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse: bool) -> None:
+    """As torch counts it: what the cache leaves, and the most that there is while rows are put together."""
+    graph = load("synthetic:community?vertices=6000&edges=9000&features=200&classes=5&seed=0")
+    assert isinstance(graph, Graph)
+    if sparse:
+        x = sp.random(6000, 200, 0.08, "csr", np.float32, np.random.default_rng(0))
+        graph = replace(graph, x=x, stats=replace(graph.stats, nonzeros=x.nnz, hash="sparse"))
+    job = case("", "synthetic:community?vertices=20&edges=20&features=4&classes=2").job(1)
+    job = replace(job, graph=graph, stats=graph.stats, workload=job.workload.model_copy(update={"dtype": "float32"}))
+    planned = DataParallel(cache=400_000, hot="degree").store(job)
+    assert planned is not None
+    store, left, _ = counted(lambda: FeatureStore(Rank(0, 1, torch.device("cpu"), "gloo"), job, planned))
+    if not isinstance(store.cached, Tensor):  # its arrays are numpy's, whom the profiler does not see
+        pattern = store.cached.pattern
+        assert pattern.indptr.nbytes + pattern.columns.nbytes + store.cached.values.nbytes == planned.held(job)[0] + 4
+        return
+    assert left == planned.held(job)[0]
+    ids = np.random.default_rng(1).permutation(6000)[:4000]
+    loads = planned.loads(job, [ids])
+    arriving = int((loads.host + loads.hits)[0])
+    rows, left, most = counted(lambda: store.read(ids, 0))
+    assert left == rows.nbytes == arriving  # all of them came from here
+    assert most == pytest.approx(rows.nbytes + arriving, rel=0.05)

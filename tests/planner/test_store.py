@@ -55,6 +55,8 @@ def rows_of_an_epoch(strategy: Strategies, job: Job) -> np.ndarray:
 @st.composite
 def stored(draw: st.DrawFn) -> tuple[Strategies, Job]:
     job = job_of(draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        job = job.seated(tuple(draw(st.permutations(range(job.ranks)))))
     cache, hot = draw(st.sampled_from([0, ROW, 50 * ROW + 7, 10**6])), draw(st.sampled_from(HOT))
     features, shared = draw(st.sampled_from(["everywhere", "spread"])), bool(cache) and draw(st.booleans())
     prefetch = draw(st.sampled_from([0, 2]))
