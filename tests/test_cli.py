@@ -89,6 +89,19 @@ def test_profile(gnnplan: Call):
     assert "60 vertices, 400 directed edges" in shown.out and re.search(rf"^4 +{parts['4']['halo_rows']} ", shown.out, re.M)
 
 
+def test_plan_of_statistics_for_mini_batches(gnnplan: Call, tmp_path: Path):
+    """Data parallel from estimated frontiers; who splits a batch needs a graph."""
+    stats, path = tmp_path / "stats.yaml", tmp_path / "plan.json"
+    stats.write_text("vertices: 100000\nedges: 2000000\nfeatures: 64\nclasses: 8\ntrain_fraction: 0.1\n")
+    answer = gnnplan("plan", "--graph", stats, "--mode", "mini", "--ranks", 2, "-o", path, "--json")
+    assert answer.code == 0, answer.err
+    assert answer.document["best"]["strategy"]["name"] == "data_parallel"
+    assert any("frontiers are estimated" in sentence for sentence in answer.document["explanation"])
+    assert {"gsplit"} <= {item["strategy"] for item in answer.document["rejected"]}
+    assert gnnplan("simulate", path).code == 0
+    assert gnnplan("run", path, "--out", tmp_path / "run").code == 2
+
+
 def test_plan(gnnplan: Call, tmp_path: Path):
     path = tmp_path / "plan.json"
     answer = gnnplan("plan", "--graph", GRAPH, "--ranks", 2, "-o", path, "--json")

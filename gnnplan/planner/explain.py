@@ -31,7 +31,8 @@ def explain(job: Job, found: Found, exact: bool, tell: Tell = silent) -> list[st
     t = float(best.predicted.epoch_s)
     out = [f"{best.strategy}: {show_time(t)} per epoch; bottleneck: {best.predicted.bottleneck}", *why_these_gpus(job, found)]
     if not job.stats.known:
-        out.append("The graph is known by statistics only: halo sizes are those of a random graph, and the plan cannot be run.")
+        what = "frontiers are estimated: those" if job.workload.mode == "mini" else "halo sizes are those"
+        out.append(f"The graph is known by statistics only: {what} of a random graph, and the plan cannot be run.")
     parts = best.strategy.preparation(best.job)
     if parts:
         out.append(f"Before the first epoch: {', '.join(f'{name} {show_time(seconds)}' for name, seconds in parts.items())}")

@@ -14,7 +14,7 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import Expansion, LayerFacts, Layout
-from gnnplan.planner.minibatch import Batches
+from gnnplan.planner.minibatch import Batches, EstimatedBatches
 from gnnplan.planner.partition import Stopwatch, partition
 from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
 from gnnplan.planner.splitting import owners
@@ -230,9 +230,12 @@ class Job:
     def minibatches(self, groups: tuple[int, ...], splitter: str = "", epochs: int = 0) -> Batches:
         """The workload's mini-batches, each shared by groups of ranks; in a group vertices are owned as the splitter says, which
         pre-samples for so many epochs."""
-        assert self.graph is not None
         key = (groups, splitter, epochs, self.workload)
+        if key not in self._mini and self.graph is None:
+            assert len(set(groups)) == len(groups), "who owns a vertex is seen on a graph"
+            self._mini[key] = EstimatedBatches(self.stats, self.workload, len(groups), self.model.first_varying)
         if key not in self._mini:
+            assert self.graph is not None
             with Stopwatch() as watch:
                 size = groups.count(groups[0])
                 member = owners(self.graph, size, splitter, self.workload, epochs) if size > 1 else None

@@ -94,6 +94,8 @@ def peers(batch: MiniBatch) -> np.ndarray:
 
 def loaded_bytes(job: Job, batch: MiniBatch) -> np.ndarray:
     """Of the features of each rank's own rows of h_0 [ranks]."""
+    if job.graph is None:
+        return np.asarray(batch.facts(1).sources * job.model.features * job.model.itemsize)
     rows = [batch.rows(rank, 0) for rank in range(batch.ranks)]
     return np.array([int(job.features_bytes(ids).sum()) for ids in rows])
 

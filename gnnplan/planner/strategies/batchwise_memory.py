@@ -20,8 +20,8 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store 
     zero = np.zeros(job.ranks)
     known = batches.first()
     steps = [layerwise_memory.moments(job, batch, how) for batch in known]
-    fullest = np.argmax([m.activations + m.buffers for m, _ in steps], axis=0)
-    activations, buffers = (np.choose(fullest, [getattr(m, use) for m, _ in steps]) for use in ("activations", "buffers"))
+    moments = np.array([(m.activations, m.buffers) for m, _ in steps])  # [batches, 2, ranks]
+    activations, buffers = moments[moments.sum(1).argmax(0), :, np.arange(job.ranks)].T
     if job.cluster.device.kind == "cpu" and b == 4:
         buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
     if store:
