@@ -98,13 +98,18 @@ class Arrival:
         return self.rank.unstaged(self.buffer)
 
 
+def reduced_bytes(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -> int:
+    """That this rank sends in a ring."""
+    task = planned(label, rank.rank, group, flat.numel() * flat.element_size())
+    assert isinstance(task.work, Collective)
+    return task.work.nbytes
+
+
 def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -> None:
     """Sum over the ranks of `group`, in place, as the schedule has it."""
     if len(group) == 1:
         return
-    task = planned(label, rank.rank, group, flat.numel() * flat.element_size())
-    assert isinstance(task.work, Collective)
-    with rank.span(label, task.lane, rank.count(label, task.work.nbytes)):
+    with rank.span(label, "reduce", rank.count(label, reduced_bytes(rank, label, flat, group))):
         wire = rank.staged(flat)
         dist.all_reduce(wire, group=rank.group(group))
         if wire is not flat:

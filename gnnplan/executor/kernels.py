@@ -435,20 +435,21 @@ def mix(z: Tensor) -> Tensor:
     return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
 
 
-def dropout_mask(seed: int, epoch: int, layer: int, vertices: Tensor, width: int, p: float) -> Tensor:
-    """Which numbers live: bool [R, width], a pure function of (seed, epoch, layer, vertex, column).
+def dropout_mask(seed: int, epoch: int, layer: int, vertices: Tensor, width: int, p: float, first: int = 0) -> Tensor:
+    """Which numbers live: bool [R, width], a pure function of (seed, epoch, layer, vertex, column); columns count from `first`.
 
     The same on every device and for any subset or order of the vertices (int64 [R], global ids). 16 bits per number, so p
     is met to 1 / 65536.
     """
     device, threshold = vertices.device, _threshold(p)
     keys = _keys(seed, epoch, layer, vertices)
-    steps = torch.arange(1, (width + 3) // 4 + 1, device=device) * GOLDEN  # a word gives four columns
+    word, lane = divmod(first, 4)  # a word gives four columns
+    steps = torch.arange(word + 1, (first + width + 3) // 4 + 1, device=device) * GOLDEN
     mask = torch.empty(len(vertices), width, dtype=torch.bool, device=device)
     rows = max(1, 2**16 // max(len(steps), 1)) if device.type == "cpu" else max(len(vertices), 1)  # 512 KiB of words: stay in cache
     for start in range(0, len(vertices), rows):
         words = mix(keys[start : start + rows, None] + steps)
-        torch.ge(words.view(torch.int16)[:, :width], threshold, out=mask[start : start + rows])
+        torch.ge(words.view(torch.int16)[:, lane : lane + width], threshold, out=mask[start : start + rows])
     return mask
 
 
@@ -465,9 +466,9 @@ def _threshold(p: float) -> int:
     return min(round(p * 2**16), 2**16 - 1) - 2**15
 
 
-def _sparse_mask(keys: Tensor, pattern: Pattern, p: float) -> Tensor:
+def _sparse_mask(keys: Tensor, pattern: Pattern, p: float, first: int) -> Tensor:
     """dropout_mask where the pattern has numbers: bool [Z], from the words of these alone."""
-    columns, threshold = pattern.columns, _threshold(p)
+    columns, threshold = pattern.columns + first, _threshold(p)
     keys, lane = pattern.per_number(keys), (columns & 3).long()
     mask = torch.empty(len(columns), dtype=torch.bool, device=columns.device)
     size = 2**16 if columns.device.type == "cpu" else max(len(columns), 1)
@@ -478,16 +479,17 @@ def _sparse_mask(keys: Tensor, pattern: Pattern, p: float) -> Tensor:
     return mask
 
 
-def dropout(x: Rows, seed: int, epoch: int, layer: int, vertices: Tensor, p: float) -> Rows:
-    """x [R, H] with a share p of its numbers zero and the others scaled by 1 / (1 - p); row r belongs to vertices[r]."""
+def dropout(x: Rows, seed: int, epoch: int, layer: int, vertices: Tensor, p: float, first: int = 0) -> Rows:
+    """x [R, H] with a share p of its numbers zero and the others scaled by 1 / (1 - p); row r belongs to vertices[r]. `first`: the
+    column that its first one is, where it has some of a row's columns."""
     if p == 0.0:
         return x
     if isinstance(x, SparseRows):
-        mask = _sparse_mask(_keys(seed, epoch, layer, vertices), x.pattern, p)
+        mask = _sparse_mask(_keys(seed, epoch, layer, vertices), x.pattern, p, first)
         return SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p)))
     if not x.numel():
         return x
-    return _Mask.apply(x, dropout_mask(seed, epoch, layer, vertices, x.shape[1], p), 1.0 / (1.0 - p))
+    return _Mask.apply(x, dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first), 1.0 / (1.0 - p))
 
 
 class _Mask(torch.autograd.Function):

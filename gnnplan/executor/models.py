@@ -49,6 +49,34 @@ class Layer(Protocol):
     ) -> Tensor: ...
 
 
+class ColumnLayer(Protocol):
+    """P3's calls: a layer whose sums distribute over the columns of its input, made for those that a rank has (H_in is how many).
+
+    partition   planner/strategies/p3.py: who has which columns
+    scatter     what each source row sends along its edges
+    gather      summed over a block's edges, as in Layer
+    transform   made a partial sum of the output
+    sync        executor/strategies/p3.py: partial sums of all columns added up, for `apply`; inside scatter on everybody, for those
+                whose edges need to know more than a sum (attention)
+    apply       what follows, on the whole sum (the paper's word, and not torch's Module.apply, which nothing here calls)
+    """
+
+    def scatter(self, block: Block, x: Tensor | SparseRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        """Rows x [S, H_in] -> [S, width]."""
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        """[S, width] -> [R, width]."""
+
+    def transform(self, gathered: Tensor, own: Tensor | SparseRows) -> Tensor:
+        """[R, width] and the destinations' rows [R, H_in] -> partial sums [R, H_out]."""
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:
+        """[R, H_out] -> h_1."""
+
+
+CALLS = ("scatter", "gather", "transform", "apply")
+
+
 def keep(x: Rows) -> Rows:
     """The Drop that drops nothing."""
     return x
@@ -158,6 +186,16 @@ class GCNLayer(_Split):
         out = gathered + self.bias
         return out.relu() if relu else out
 
+    def scatter(self, block: Block, x: Tensor, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.project(x) if self.projects_first else x
+
+    def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
+        return gathered if self.projects_first else linear(gathered, self.weight)
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:
+        out = summed + self.bias
+        return out.relu_() if relu else out
+
 
 class SAGELayer(_Split):
     """x W_self + mean(x_neighbours) W_neigh + b (Hamilton et al. 2017; DGL SAGEConv 'mean')."""
@@ -176,6 +214,18 @@ class SAGELayer(_Split):
         if not self.projects_first:
             return linear_sum([(rows, self.weight_self), (gathered, self.weight)], self.bias, relu)
         out = linear(rows, self.weight_self, self.bias) + gathered
+        return out.relu_() if relu else out
+
+    def scatter(self, block: Block, x: Tensor, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.project(x) if self.projects_first else x
+
+    def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
+        if not self.projects_first:
+            return linear_sum([(own, self.weight_self), (gathered, self.weight)], None, False)
+        return linear(own, self.weight_self) + gathered
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:
+        out = summed + self.bias
         return out.relu_() if relu else out
 
 
@@ -218,12 +268,28 @@ class GATLayer(_Split):
         return (z.view(-1, self.heads, self.width) * vectors).sum(2)
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
-        z, of_source = rows.split([self.heads * self.width, self.heads], 1)
-        of_reader = self._logits(z[: block.n_dst], self.attention[:, self.width :])
+        z, of_source, of_reader = rows.split([self.heads * self.width, self.heads, rows.shape[1] - self.heads * (self.width + 1)], 1)
+        if not of_reader.shape[1]:  # given where z is of some columns only
+            of_reader = self._logits(z[: block.n_dst], self.attention[:, self.width :])
+        of_reader = of_reader[: block.n_dst]
         return torch.cat([attend(block, head, of_source[:, i], of_reader[:, i]) for i, head in enumerate(z.split(self.width, 1))], 1)
 
     def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
-        out = gathered + self.bias
+        return self.apply(gathered, relu)
+
+    def scatter(self, block: Block, x: Tensor, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        """z of these columns beside logits of all: [S, H_out + 2 heads], the readers' for the first rows."""
+        z = linear(x, self.weight)
+        to_sources, to_readers = self.attention.chunk(2, 1)
+        logits = sync(torch.cat([self._logits(z, to_sources), self._logits(z[: block.n_dst], to_readers)]))
+        of_source, of_reader = logits.split([block.n_src, block.n_dst])
+        return torch.cat([z, of_source, nn.functional.pad(of_reader, (0, 0, 0, block.n_src - block.n_dst))], 1)
+
+    def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
+        return gathered
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:
+        out = summed + self.bias
         return out.relu_() if relu else out
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,15 +61,16 @@ class Sampler(Dataset[Sampled]):
         self.group = self.groups[me]
         self.peers = [rank for rank, group in enumerate(self.groups) if group == self.group]
         self.place = self.peers.index(me)
-        self.number = next(_opened)
+        self.number, self.wired = next(_opened), self.peers
         self._epoch, self._seeds = -1, list[Ids]()
 
     @cached_property
     def _wires(self) -> dist.ProcessGroupGloo:
-        """To the samplers of the group, of whichever processes: opened by the one that uses it."""
+        """To the samplers of those `wired`, of whichever processes: opened by the one that uses it."""
         limit = timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-        return dist.ProcessGroupGloo(dist.PrefixStore(f"sampler {self.number} {self.group}", store), self.place, len(self.peers), limit)
+        return dist.ProcessGroupGloo(dist.PrefixStore(f"sampler {self.number} {self.wired[0]}", store), self.wired.index(self.me),
+                                     len(self.wired), limit)  # fmt: skip
 
     @cached_property
     def _degrees(self) -> tuple[np.ndarray, np.ndarray]:
@@ -92,7 +94,7 @@ class Sampler(Dataset[Sampled]):
         made.share.own = rows
         here = np.zeros(graph.stats.vertices, dtype=bool)
         here[rows] = True
-        drawn = []  # per layer, last first: rows of h_l and of h_{l-1}, their edges, halo, gives, takes
+        drawn: list[tuple[Any, ...]] = []  # per layer, last first: rows of h_l and of h_{l-1}, their edges, halo, gives, takes
         began = now()
         for out, fanout in enumerate(w.fanouts):
             layer = w.layers - out
@@ -126,9 +128,12 @@ class Sampler(Dataset[Sampled]):
             rows = below
         if not splits:
             self._note(made, Label("draw", step), began)
-        with self._span(made, Label("lay", step)):
-            made.share.parts = [self._part(kind, *layer) for kind, layer in zip(self.edges, reversed(drawn), strict=True)]
+        self._lay(made, step, drawn[::-1])
         return made
+
+    def _lay(self, made: Sampled, step: int, drawn: Sequence[tuple[Any, ...]]) -> None:
+        with self._span(made, Label("lay", step)):
+            made.share.parts = [self._part(kind, *layer) for kind, layer in zip(self.edges, drawn, strict=True)]
 
     def _part(self, edges: str, rows: Ids, below: Ids, indptr: Ids, columns: np.ndarray, halo: Ids, gives: Sequence[Ids],
               takes: np.ndarray) -> Part:  # fmt: skip
@@ -137,15 +142,16 @@ class Sampler(Dataset[Sampled]):
         block = weighted_block(self.graph, edges, rows, source, indptr, where[columns], self.workload, self._degrees, drawn=True)
         return Part(source, below.size, [where[ids].astype(np.int64) for ids in gives], takes, len(self.peers) > 1, block)
 
-    def _swap(self, asked: Sequence[Ids]) -> list[Ids]:
-        """All-to-all of ids in the group: how many, then which."""
+    def _swap(self, asked: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """All-to-all among those wired: how many numbers, then which."""
         counts = torch.tensor([len(ids) for ids in asked])
         coming = torch.empty_like(counts)
         options = dist.AllToAllOptions()
         self._wires.alltoall_base(coming, counts, [], [], options).wait()
         took = coming.tolist()
-        out = torch.empty(sum(took), dtype=torch.int64)
-        self._wires.alltoall_base(out, torch.from_numpy(np.concatenate(asked)), took, counts.tolist(), options).wait()
+        leaving = torch.from_numpy(np.concatenate(asked))
+        out = torch.empty(sum(took), dtype=leaving.dtype)
+        self._wires.alltoall_base(out, leaving, took, counts.tolist(), options).wait()
         return [ids.numpy() for ids in out.split(took)]
 
     def _note(self, made: Sampled, label: Label, began: float, nbytes: int = 0) -> None:

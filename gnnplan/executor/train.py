@@ -14,18 +14,16 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
-from gnnplan.executor import comm
 from gnnplan.executor.data import scores
 from gnnplan.executor.kernels import has_onednn
+from gnnplan.executor.learner import Gradients, Learner
 from gnnplan.executor.memory import MemoryWatch, resident
 from gnnplan.executor.models import Net
-from gnnplan.executor.optimizer import SGD, Adam
-from gnnplan.executor.strategies import open_worker
+from gnnplan.executor.strategies import open_worker, p3
 from gnnplan.executor.worker import Rank, now
 from gnnplan.planner.errors import GnnplanError
 from gnnplan.planner.files import write_atomically
 from gnnplan.planner.job import Job
-from gnnplan.planner.schedule import Label
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.trace import write_traces
 
@@ -52,9 +50,8 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
     _use_libraries()
     watch = MemoryWatch(rank.device)
     worker: Worker = open_worker(rank, job, strategy)
-    flat = _flat_gradients(worker.net)
-    group = worker.reduce_group
-    optimizer = (SGD if job.workload.optimizer == "sgd" else Adam)(worker.net.parameters(), job.workload.lr)
+    learner = worker.learner if isinstance(worker, p3.Worker) else Learner(
+        rank, job.workload, [Gradients(worker.net.parameters(), worker.reduce_group)])  # fmt: skip
     metrics = open(out / "metrics.jsonl", "a", encoding="utf-8") if out and rank.rank == 0 else None  # noqa: SIM115
     setup = {op: sent for op, sent in rank.sent.items() if sent}
     rank.sent.clear()
@@ -66,11 +63,9 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
         loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
         for step in range(epoch * steps, (epoch + 1) * steps):
             started = now()
-            flat.zero_()
+            learner.zero()
             part, logits = worker.step(step)
-            comm.all_reduce(rank, Label("all_reduce", step), flat, group)
-            with rank.span(Label("update", step), "compute"):
-                optimizer.step()
+            learner.update(step)
             seconds += now() - started
             loss, counts = loss + part.cpu(), counts + worker.counts(logits)
             del part, logits
@@ -91,6 +86,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()  # outlives a lost rank; waiting for the disk as well would look like a lost peer to the others
             report(row)
+    learner.finish(epochs * steps)
     worker.drain()
     if metrics:
         metrics.close()
@@ -103,17 +99,6 @@ def _use_libraries() -> None:
     """What libraries load when they are first used (backward from a gradient imports sympy) is the process's, not the run's."""
     torch.autograd.backward(torch.zeros(1, requires_grad=True).exp(), torch.zeros(1))
     has_onednn()
-
-
-def _flat_gradients(net: Net) -> Tensor:
-    """One buffer behind all .grad, so that one all-reduce moves them."""
-    parameters = list(net.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-    offset = 0
-    for p in parameters:
-        p.grad = flat[offset : offset + p.numel()].view_as(p)
-        offset += p.numel()
-    return flat
 
 
 def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int) -> dict[str, Any]:

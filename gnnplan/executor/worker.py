@@ -51,6 +51,7 @@ class Rank:
     timeout_s: float = 30.0  # for which a collective waits for its ranks
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
+    _counted: set[Label] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -78,9 +79,17 @@ class Rank:
 
     def count(self, label: Label, nbytes: int) -> int:
         """Note bytes that this rank sends; on the step's own thread, since a lane may lag behind."""
-        if self.recording and nbytes:
+        if label in self._counted:
+            self._counted.remove(label)
+        elif self.recording and nbytes:
             self.sent[label.op] = self.sent.get(label.op, 0) + nbytes
         return nbytes
+
+    def count_ahead(self, label: Label, nbytes: int) -> None:
+        """Of what this rank will send in a later step than its label's: now."""
+        if nbytes:
+            self.count(label, nbytes)
+            self._counted.add(label)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The process group of some ranks; None: the one of all. All ranks must first ask for the same groups in the same order."""

@@ -164,6 +164,7 @@ class Job:
     _batches: dict[object, list[Layout]] = field(default_factory=dict, compare=False, repr=False)
     _mini: dict[object, Batches] = field(default_factory=dict, compare=False, repr=False)
     _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, compare=False, repr=False)
+    _lengths: dict[range, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
     _seconds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -174,11 +175,16 @@ class Job:
     def model(self) -> Model:
         return describe(self.workload, self.stats.features, self.stats.classes, self.stats.nonzeros / self.stats.vertices)
 
-    def features_bytes(self, rows: np.ndarray) -> np.ndarray:
-        """Of the features of these vertices in transit (int64 ids [R] -> int64 [R]) [B]."""
-        assert self.graph is not None
-        numbers = 2 * self.graph.lengths[rows] if self.model.nonzeros else np.full(rows.size, self.model.features)
-        return np.asarray(numbers * self.model.itemsize)
+    def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:
+        """Of the features (all, or these columns) of these vertices in transit (int64 ids [R] -> int64 [R]) [B]."""
+        graph, columns = self.graph, columns or range(self.model.features)
+        assert graph is not None
+        if not self.model.nonzeros:
+            return np.full(rows.size, len(columns) * self.model.itemsize)
+        if columns not in self._lengths:
+            whole = len(columns) == self.model.features
+            self._lengths[columns] = graph.lengths if whole else np.diff(graph.x[:, columns.start : columns.stop].indptr)  # type: ignore
+        return np.asarray(2 * self._lengths[columns][rows].astype(np.int64) * self.model.itemsize)
 
     @cached_property
     def cost(self) -> Cost:

@@ -6,6 +6,8 @@ distribution tests/planner/test_sampling.py holds against DGL.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -53,28 +55,36 @@ def drawn_operator(plain: Plain, found: Frontier, layer: int) -> Tensor:
     return plain.operator * (taken * ratio[:, None] + torch.eye(n, dtype=torch.float64))
 
 
-def train_plainly_in_batches(case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    plain, losses, step = Plain(case), [], 0
-    w, graph = plain.workload, plain.graph
+def batches_of(plain: Plain, epochs: int) -> Iterator[tuple[float, Callable[[], Tensor], bool]]:
+    """Batch after batch: its share of the training vertices, its mean loss at the weights of the moment, whether it ends an epoch."""
+    w, graph, step = plain.workload, plain.graph, itertools.count()
     labels = torch.from_numpy(np.array(graph.y))
-    for epoch in range(case.epochs):
-        total = 0.0
-        for number, seeds in enumerate(seeds_of(graph, w.batch, w.seed, epoch)):
-            found = frontier(graph, seeds, w.fanouts, w.seed, epoch, number)
+    for epoch in range(epochs):
+        for number, seeds in enumerate(drawn := seeds_of(graph, w.batch, w.seed, epoch)):
+            found, at = frontier(graph, seeds, w.fanouts, w.seed, epoch, number), next(step)
             operators = {layer: drawn_operator(plain, found, layer) for layer in range(1, w.layers + 1)}
 
-            def read(layer: int, h: Tensor, at: int = step, operators: dict[int, Tensor] = operators) -> tuple[Tensor, Tensor]:
-                return operators[layer], plain.prepare(layer, at, h)
+            def loss(seeds: np.ndarray = seeds, at: int = at, operators: dict[int, Tensor] = operators) -> Tensor:
+                def read(of: int, h: Tensor) -> tuple[Tensor, Tensor]:
+                    return operators[of], plain.prepare(of, at, h)
 
-            logits = plain.forward(step, read)[0][seeds]
-            if graph.stats.multilabel:
-                loss = F.binary_cross_entropy_with_logits(logits, labels[seeds].double())
-            else:
-                loss = F.cross_entropy(logits, labels[seeds])
-            total += loss.item() * seeds.size / graph.stats.train_vertices
-            plain.descend(loss)
-            step += 1
-        losses.append(total)
+                logits = plain.forward(at, read)[0][seeds]
+                if graph.stats.multilabel:
+                    return F.binary_cross_entropy_with_logits(logits, labels[seeds].double())
+                return F.cross_entropy(logits, labels[seeds])
+
+            yield seeds.size / graph.stats.train_vertices, loss, number + 1 == len(drawn)
+
+
+def train_plainly_in_batches(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    plain, losses, total = Plain(case), [], 0.0
+    for share, loss_of, last in batches_of(plain, case.epochs):
+        loss = loss_of()
+        total += loss.item() * share
+        plain.descend(loss)
+        if last:
+            losses.append(total)
+            total = 0.0
     return losses, plain.state
 
 

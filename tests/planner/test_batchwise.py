@@ -17,7 +17,7 @@ from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective
 from gnnplan.planner.search import families
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
-from gnnplan.planner.strategies import DataParallel, GSplit, Strategy, parse
+from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.simulator.player import critical_path, play, serial
 
 ROUND = 1e-9
@@ -56,9 +56,10 @@ def jobs(draw: st.DrawFn) -> Job:
 def variants(job: Job) -> Iterator[Strategy]:
     forced: list[Strategy] = [
         DataParallel(prefetch=2), DataParallel(checkpoint=True), GSplit(splitter="random"), GSplit(splitter="node", presample=1),
+        P3("server"), P3("rank"), P3("rank", pipelined=True), P3("server", pipelined=True), P3("rank", prefetch=1),
         GSplit(splitter="edge", group="all"), GSplit(narrow=True, prefetch=1), GSplit(group="all", checkpoint=True),
     ]  # fmt: skip
-    for strategy in dict.fromkeys([s for family in families(job) for s in family.candidates(job)] + forced):
+    for strategy in dict.fromkeys(s.settle(job) for s in [s for family in families(job) for s in family.candidates(job)] + forced):
         try:
             strategy.check(job)
         except SpecError:
@@ -71,12 +72,16 @@ def variants(job: Job) -> Iterator[Strategy]:
 def test_the_closed_form_of_an_epoch_is_its_simulation(job: Job):
     """Sampling in line: exactly. Ahead: the longer of sampler and rank, which neither simulation nor their sum contradict."""
     for strategy in variants(job):
-        schedule, p = strategy.schedule(job, strategy.steps(job)), strategy.predict(job)
+        pipelined = isinstance(strategy, P3) and strategy.pipelined
+        schedule, p = strategy.schedule(job, strategy.steps(job) * (1 + 4 * pipelined)), strategy.predict(job)
         ends = [critical_path(schedule, job.cost), play(schedule, job.cost, contention=False).end_s, play(schedule, job.cost).end_s,
                 serial(schedule, job.cost)]  # fmt: skip
         assert all(low <= high * (1 + ROUND) for low, high in pairwise(ends)), (strategy, ends)
         closed = float(p.epoch_s)
-        if strategy.prefetch:
+        if pipelined:  # later epochs draw other batches
+            played = play(schedule, job.cost).epoch_s(strategy.steps(job))
+            assert abs(closed / played - 1) <= strategy.claim, (strategy, closed, played)
+        elif strategy.prefetch:
             assert closed <= ends[2] * (1 + ROUND) <= 2 * closed * (1 + ROUND), (strategy, closed, ends)
         else:
             assert closed == pytest.approx(ends[1], rel=ROUND) == pytest.approx(ends[2], rel=ROUND), strategy

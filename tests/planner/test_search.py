@@ -109,7 +109,7 @@ def test_forced():
 
 def test_a_workload_of_mini_batches_weighs_the_families_that_train_on_them():
     ranked = search(job_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))).ranked
-    assert {c.strategy.family for c in ranked} == {"data_parallel", "gsplit"}
+    assert {c.strategy.family for c in ranked} == {"data_parallel", "gsplit", "p3"}
     with pytest.raises(SpecError, match="gnnpipe trains on the full graph, and the workload asks for mode mini; use --mode full"):
         search(job_of(mode="mini", batch=100), forced=parse("gnnpipe"))
     with pytest.raises(SpecError, match=r"gsplit trains on mini-batches, .* use --mode mini with --batch and --fanout"):

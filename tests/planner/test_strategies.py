@@ -24,6 +24,7 @@ from gnnplan.planner.store import HOT, PLACES
 from gnnplan.planner.strategies import (
     FAMILIES,
     NAMES,
+    P3,
     DataParallel,
     GNNPipe,
     GraNNDis,
@@ -477,6 +478,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
                            st.booleans(), st.sampled_from(["server", "island"])),
         DataParallel: st.builds(DataParallel, st.integers(0, 9), st.booleans(), st.integers(0, 10**12), st.booleans(), st.sampled_from(HOT),
                                 st.sampled_from(PLACES)),
+        P3: st.builds(P3, st.sampled_from([None, "server", "rank"]), st.booleans(), st.integers(0, 9)),
         GSplit: st.builds(GSplit, st.sampled_from(SPLITTERS), st.integers(1, 9), st.sampled_from(["server", "all"]), st.booleans(),
                           st.integers(0, 9), st.booleans(), st.integers(0, 10**12), st.sampled_from(HOT), st.sampled_from(PLACES)),
     }[family]

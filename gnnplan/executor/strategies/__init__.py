@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gnnplan.executor.strategies import gnnpipe, granndis, graph_parallel, minibatch
+from gnnplan.executor.strategies import gnnpipe, granndis, graph_parallel, minibatch, p3
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.strategies import DataParallel, GNNPipe, GraNNDis, GraphParallel, GSplit, Strategy
+from gnnplan.planner.strategies import P3, DataParallel, GNNPipe, GraNNDis, GraphParallel, GSplit, Strategy
 
 
 def open_worker(rank: Rank, job: Job, strategy: Strategy) -> graph_parallel.Worker | gnnpipe.Worker:
@@ -15,6 +15,8 @@ def open_worker(rank: Rank, job: Job, strategy: Strategy) -> graph_parallel.Work
         return gnnpipe.Worker(rank, job, strategy)
     if isinstance(strategy, GraNNDis):
         return granndis.open_worker(rank, job, strategy)
+    if isinstance(strategy, P3):
+        return p3.Worker(rank, job, strategy)
     if isinstance(strategy, (DataParallel, GSplit)):
         return minibatch.Worker(rank, job, strategy)
     assert isinstance(strategy, GraphParallel)

@@ -10,9 +10,10 @@ from gnnplan.planner.strategies.gnnpipe import GNNPipe
 from gnnplan.planner.strategies.granndis import GraNNDis
 from gnnplan.planner.strategies.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.gsplit import GSplit
+from gnnplan.planner.strategies.p3 import P3
 from gnnplan.planner.strategies.strategy import Prediction, Strategy, parse_call
 
-FAMILIES: tuple[type[Strategy], ...] = (GraphParallel, GNNPipe, GraNNDis, DataParallel, GSplit)
+FAMILIES: tuple[type[Strategy], ...] = (GraphParallel, GNNPipe, GraNNDis, DataParallel, GSplit, P3)
 NAMES: dict[str, tuple[type[Strategy], dict[str, object]]] = {
     "graph_parallel": (GraphParallel, {}),
     "pipegcn": (GraphParallel, {"staleness": 1}),
@@ -23,6 +24,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, object]]] = {
     "granndis": (GraNNDis, {}),
     "data_parallel": (DataParallel, {}),
     "gsplit": (GSplit, {}),
+    "p3": (P3, {}),
 }
 
 
@@ -64,5 +66,5 @@ def parse(text: str) -> Strategy:
     return named(*parse_call(text))
 
 
-__all__ = ["FAMILIES", "NAMES", "DataParallel", "GNNPipe", "GSplit", "GraNNDis", "GraphParallel", "Prediction", "Strategy", "named",
+__all__ = ["FAMILIES", "NAMES", "P3", "DataParallel", "GNNPipe", "GSplit", "GraNNDis", "GraphParallel", "Prediction", "Strategy", "named",
            "parse"]  # fmt: skip

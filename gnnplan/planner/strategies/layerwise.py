@@ -28,7 +28,8 @@ Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; none: one step over
 @dataclass(frozen=True)
 class Op:
     """One operation of all ranks: computation (arrays [ranks]), a load (bytes [ranks]), a sampler's (edges [ranks]), an exchange
-    (bytes [ranks, ranks]) or an all-reduce. `ahead`: it may be done before its step (sampling). `idle`: no work, a recorded wait."""
+    (bytes [ranks, ranks]) or an all-reduce: of `size` bytes by all ranks, or in each of `groups` of its one of
+    `sizes`. `ahead`: it may be done before its step (sampling). `idle`: no work, a recorded wait."""
 
     op: str
     way: str = ""
@@ -38,6 +39,8 @@ class Op:
     host: tuple[HostWork, np.ndarray] | None = None
     sent: np.ndarray | None = None
     size: int = 0
+    groups: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
     ahead: bool = False
     idle: bool = False
 
@@ -247,13 +250,14 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
         else:
             lockstep, apart = lockstep + slowest(apart), 0.0
             paced, since = paced + slowest(since), 0.0
-            transfer = cost.all_reduce(op.size, range(job.ranks))
+            transfer = _summing(job, op)
             seconds = transfer.alone
             reduced = reduced + seconds
             _load(ports, transfer)
-            wire = 2 * (job.ranks - 1) * op.size
-            sent[op.op] = sent.get(op.op, 0) + wire
-            _add(links, cost.ring_by_link(wire, range(job.ranks)))
+            for group, size in _rings(job, op):
+                wire = 2 * (len(group) - 1) * size
+                sent[op.op] = sent.get(op.op, 0) + wire
+                _add(links, cost.ring_by_link(wire, group))
         kind = op.label(0).kind
         by_op[kind] = by_op.get(kind, 0.0) + seconds
     busiest, paced = slowest(compute), paced + slowest(since)
@@ -275,6 +279,31 @@ def _add(links: dict[str, int], more: Mapping[Any, int]) -> None:
         links[where] = links.get(where, 0) + nbytes
 
 
+def busiest_port(job: Job, ops: Iterable[Op]) -> Number:
+    """Seconds that the port is busy with these operations that is so for longest."""
+    busy: dict[Port, Number] = {}
+    for op in ops:
+        if op.sent is not None:
+            _load(busy, job.cost.exchange(op.sent))
+        elif op.size or op.groups:
+            _load(busy, _summing(job, op))
+    return reduce(np.maximum, busy.values(), 0.0)
+
+
+def _rings(job: Job, op: Op) -> list[tuple[tuple[int, ...], int]]:
+    """Those that sum, and how many bytes."""
+    return list(zip(op.groups, op.sizes, strict=True)) if op.groups else [(tuple(range(job.ranks)), op.size)]
+
+
+def _summing(job: Job, op: Op) -> Transfer:
+    """All of an operation's rings at once: ports that they share are busy for all of them."""
+    transfers = [job.cost.all_reduce(size, group) for group, size in _rings(job, op)]
+    busy: dict[Port, Number] = {}
+    for transfer in transfers:
+        _load(busy, transfer)
+    return Transfer(reduce(np.maximum, [transfer.latency for transfer in transfers]), busy)
+
+
 def _load(ports: dict[Port, Number], transfer: Transfer) -> None:
     for port, seconds in transfer.busy.items():
         ports[port] = ports.get(port, 0.0) + seconds
@@ -293,7 +322,7 @@ def score(job: Job, turn: Callable[[int], Sequence[Op]], steps: int, once: Itera
     group = tuple(range(job.ranks))
     out = Schedule(job.ranks, steps)
     for op in once:
-        out.setup += [Task(op.label(-1), rank, "comm", _part(op, rank, group)) for rank in group]
+        out.setup += [Task(op.label(-1), rank, "comm", part(op, rank, group)) for rank in group]
     made: dict[object, tuple[Op, Work]] = {}  # layers that are alike share their work, and so do steps: the same objects
     for t in range(steps):
         ops = turn(t)
@@ -304,7 +333,7 @@ def score(job: Job, turn: Callable[[int], Sequence[Op]], steps: int, once: Itera
             for op in ops:
                 label, key = op.label(t), (_identity(op), rank)
                 if key not in made:
-                    made[key] = op, _part(op, rank, group)
+                    made[key] = op, part(op, rank, group)
                 work = made[key][1]
                 if op.idle:  # begins before what it waits for has ended
                     out.tasks.append(Task(label, rank, "compute", work))
@@ -327,10 +356,10 @@ def score(job: Job, turn: Callable[[int], Sequence[Op]], steps: int, once: Itera
 
 def _identity(op: Op) -> object:
     """Equal for operations with the same work."""
-    return op.op, op.size, id(op.work), id(op.loaded), id(op.host), id(op.sent)
+    return op.op, op.size, op.groups, op.sizes, id(op.work), id(op.loaded), id(op.host), id(op.sent)
 
 
-def _part(op: Op, rank: int, group: tuple[int, ...]) -> Work:
+def part(op: Op, rank: int, group: tuple[int, ...]) -> Work:
     """One rank's share of an operation."""
     if op.work is not None:
         return op.work.at(rank)
@@ -340,4 +369,7 @@ def _part(op: Op, rank: int, group: tuple[int, ...]) -> Work:
         return Host(op.host[0], int(op.host[1][rank]))
     if op.sent is not None:
         return Collective("exchange", group, tuple((peer, nbytes) for peer, nbytes in enumerate(op.sent[rank].tolist()) if nbytes))
+    for peers, size in zip(op.groups, op.sizes, strict=True):
+        if rank in peers:
+            return ring(rank, peers, size)
     return ring(rank, group, op.size)

@@ -1,0 +1,405 @@
+"""P3, push-pull: layer 1 goes to where the features are. Feature columns are cut over servers, the first weight with them.
+
+    a mini-batch of one rank, its columns on S servers
+    host     |draw|push|lay|                                      push: layer 1's block goes to the rank's peer on every server
+    copy                   |load|                                 each loads its columns of all peers' sources
+    compute                      |forward 1|                      F_M: partial sums on its columns, for all peers' blocks
+    comm                                   |pull|                 partials go to whose block it is
+    compute                                     |forward|loss|backward|               F_D, B_D: layers 2 .. L, data parallel
+    comm                                                              |pull b|        the sum's gradient goes to all peers
+    compute                                                                  |backward 1|         B_M: each its columns' weights
+    reduce                                                                              |all_reduce|
+    compute                                                                                        |update|
+
+    pipelined: three batches in flight, period k
+    compute  |F_M k|F_D k-1|B_D k-1|B_M k-2|update k-3|       pulls of a period have the next one's computation to hide behind,
+    reduce   |all_reduce k-3 . . . . . . . .|                 the all-reduce its own
+
+Peers are the ranks at the same place of every server, and a server's ranks have the same columns; with over='rank' all ranks are peers,
+each with columns of its own. Not pipelined: the gradient of one process on the same batch. Pipelined: batch t reads the weights after
+max(0, t - 3) updates, forward and backward (w_{t+1} = w_t - lr grad f(w_{t-3}), the paper's Eq. 3), so four sets of weights are kept;
+an epoch's last batch is taken through at once, so that its loss counts where it belongs.
+
+Attention's logits need all columns before any weight of an edge is known: heads (f1 + f2) numbers are summed over peers first.
+The layer in P3's words (executor/models.py): partition, scatter, gather, transform, sync, apply.
+
+Bytes per batch: 2 (S-1) f1 H_1 b for each rank's f1 rows of layer 1's output, what is pushed, and 2 (M-1) W' b, W' without the first
+layer's columns. Data parallel with features spread over servers fetches (S-1)/S f2 F b instead: formulas.p3_break_even.
+Paper: P3 (OSDI 2021) Sec. 3.1-3.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from gnnplan.planner.cost import Number
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.gnn import Model, describe
+from gnnplan.planner.job import Job
+from gnnplan.planner.minibatch import Batches, MiniBatch
+from gnnplan.planner.schedule import Compute, Label, Schedule, Task
+from gnnplan.planner.strategies import batchwise, batchwise_memory, layerwise
+from gnnplan.planner.strategies.layerwise import Manner, Op
+from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+
+OVER = ("server", "rank")
+MODELS = ("gcn", "sage", "gat")  # whose first layer is a sum over feature columns, but for attention's softmax
+DELAY = 3  # updates by which a pipelined batch's weights lag
+HEADER = 3  # numbers before a pushed block: sources, destinations, edges
+INT = 4  # [B] of a pushed number
+
+
+def columns(features: int, slices: int) -> list[range]:
+    """Which columns each has.
+
+    >>> columns(10, 3)
+    [range(0, 3), range(3, 6), range(6, 10)]
+    """
+    return [range(features * i // slices, features * (i + 1) // slices) for i in range(slices)]
+
+
+@dataclass(frozen=True)
+class P3(Strategy):
+    """over: what has columns of its own, each 'server' or each 'rank'; None: servers where there are several. pipelined: three batches in
+    flight, on weights three updates old. prefetch: as in data parallel."""
+
+    over: str | None = None
+    pipelined: bool = False
+    prefetch: int = 0
+
+    family: ClassVar[str] = "p3"
+    mode: ClassVar[str] = "mini"
+    claim: ClassVar[float] = 0.35  # pipelined: ranks wait for the slowest, and other epochs draw other batches; without: exact
+
+    @property
+    def exact(self) -> bool:
+        return not self.pipelined
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, P3) and self.pipelined == other.pipelined
+
+    @classmethod
+    def candidates(cls, job: Job) -> Iterator[Strategy]:
+        if job.ranks > 1 and job.workload.model in MODELS:
+            yield cls(pipelined=True)
+            yield cls()
+
+    @classmethod
+    def absent(cls, job: Job) -> str:
+        if job.ranks == 1:
+            return "one rank: there is nobody to cut the columns with"
+        return _no_partial_form(job.workload.model)
+
+    def settle(self, job: Job) -> P3:
+        return self if self.over else replace(self, over="server" if len(set(job.servers)) > 1 else "rank")
+
+    def check(self, job: Job) -> None:
+        self.must_have_its_mode(job)
+        batchwise.check(job)
+        if self.over not in OVER:
+            raise SpecError(f"p3: over is 'server' (its ranks share its columns) or 'rank' (each has its own), not {self.over!r}")
+        if self.prefetch < 0:
+            raise SpecError(f"p3: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2")
+        if job.workload.model not in MODELS:
+            raise SpecError(f"p3: {_no_partial_form(job.workload.model)}")
+        if job.graph is None:
+            raise SpecError(f"p3 samples a graph that it has seen, and of {job.stats.name} only statistics are known; plan with a graph")
+        sizes = {len(peers) for peers in self.rails(job)}
+        if len(sizes) > 1:
+            raise SpecError("p3: a rank has a peer on every server, so servers have equally many ranks; use over='rank', or as many GPUs "
+                            "of each server")  # fmt: skip
+        if max(sizes) == 1:
+            raise SpecError(f"p3 cuts columns over several (servers: {len(set(job.servers))}, ranks: {job.ranks}, over: {self.over}); use "
+                            f"{'data_parallel' if job.ranks == 1 else 'over=' + repr('rank')}")  # fmt: skip
+        if job.stats.features < max(sizes):
+            raise SpecError(f"p3 needs a feature column for each {self.over} (features: {job.stats.features}, {self.over}s: {max(sizes)}); "
+                            "use fewer")  # fmt: skip
+
+    # -- who has what ----------------------------------------------------------------------------------------------
+
+    def rails(self, job: Job) -> list[tuple[int, ...]]:
+        """Groups of peers, each with one rank of every slice, slices in order."""
+        if self.over == "rank":
+            return [tuple(range(job.ranks))]
+        place = [job.servers[:rank].count(server) for rank, server in enumerate(job.servers)]
+        return [tuple(rank for rank, p in enumerate(place) if p == each) for each in sorted(set(place))]
+
+    def rail(self, job: Job, rank: int) -> tuple[int, ...]:
+        return next(rail for rail in self.rails(job) if rank in rail)
+
+    def twins(self, job: Job, rank: int) -> tuple[int, ...]:
+        """Ranks with the same columns."""
+        place = self.rail(job, rank).index(rank)
+        return tuple(sorted(rail[place] for rail in self.rails(job)))
+
+    def columns(self, job: Job, rank: int) -> range:
+        rail = self.rail(job, rank)
+        return columns(job.stats.features, len(rail))[rail.index(rank)]
+
+    def sliced(self, job: Job, rank: int) -> Model:
+        """The model as a rank has it: its first layer reads its columns only."""
+        share = len(self.columns(job, rank))
+        return describe(job.workload, share, job.stats.classes, job.model.nonzeros * share / job.stats.features)
+
+    def batches(self, job: Job) -> Batches:
+        return job.minibatches(tuple(range(job.ranks)))
+
+    def steps(self, job: Job) -> int:
+        return batchwise.steps(job)
+
+    def drawn_steps(self, job: Job) -> int:
+        return self.batches(job).known
+
+    # -- one batch -------------------------------------------------------------------------------------------------
+
+    def phases(self, job: Job, batch: MiniBatch) -> dict[str, list[Op]]:
+        """A batch's operations: 'host', 'front' (to the pulled partials), 'body' (to their gradients), 'tail', 'end'."""
+        ranks, model, b = range(job.ranks), job.model, job.model.itemsize
+        layers = range(1, job.workload.layers + 1)
+        facts = {layer: batch.facts(layer) for layer in layers}
+        f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
+        width, first = model.layers[0].h_out, model.layers[0]
+        pushed, pulled = np.zeros((2, job.ranks, job.ranks), dtype=np.int64)
+        mine = np.zeros((3, job.ranks))  # rows, sources and edges of all blocks that a rank computes on
+        loaded = np.zeros(job.ranks, dtype=np.int64)
+        for rank in ranks:
+            rail = self.rail(job, rank)
+            for peer in rail:
+                mine[:, rank] += f1[peer], f2[peer], e1[peer]
+                loaded[rank] += int(job.features_bytes(batch.rows(peer, 0), self.columns(job, rank)).sum())
+                if peer != rank:
+                    pushed[rank, peer] = INT * (HEADER + f2[rank] + f1[rank] + e1[rank]) + batchwise.ID
+                    pulled[rank, peer] = f1[peer] * width * b
+        below = sum(facts[layer].edges for layer in layers if layer > 1)
+        front: list[Op] = [Op("load", loaded=loaded)]
+        forward, backward = self._first(job, mine)
+        tail = [Op("backward", layer=1, work=backward)]
+        if first.heads:
+            rows = Compute(touched=4.0 * mine[1] * first.projected * b, launches=8, itemsize=b)
+            sizes = tuple(int(first.heads * (mine[0, rail[0]] + mine[1, rail[0]]) * b) for rail in self.rails(job))
+            groups = tuple(self.rails(job))
+            front += [Op("scatter", "f", 1, work=rows), Op("logits", "f", 1, groups=groups, sizes=sizes)]
+            tail += [Op("logits", "b", 1, groups=groups, sizes=sizes), Op("scatter", "b", 1, work=rows)]
+        front += [Op("forward", layer=1, work=forward), Op("pull", "f", 1, sent=pulled)]
+        loss_f, loss_b = model.finish(facts[layers[-1]].rows)
+        passes: Number = (3.0 + len(self.rail(job, 0))) * f1 * width
+        apply = Compute(touched=passes * b, launches=4, itemsize=b)
+        rest = [(model.forward(layer, f.rows, f.sources, f.edges), model.backward(layer, f.rows, f.sources, f.edges))
+                for layer, f in facts.items() if layer > 1]  # fmt: skip
+        body = [Op("forward", work=sum((f for f, _ in rest), apply)), Op("loss", work=loss_f + loss_b),
+                Op("backward", work=sum((back for _, back in rest), apply)), Op("pull", "b", 1, sent=pulled.T)]  # fmt: skip
+        shared = model.weights - self._sliced_weights(job)
+        end = [Op("all_reduce", size=shared * b)]
+        if len(self.twins(job, 0)) > 1:
+            groups = tuple(dict.fromkeys(self.twins(job, rank) for rank in ranks))
+            per_column = self._sliced_weights(job) // job.stats.features
+            sizes = tuple(per_column * len(self.columns(job, group[0])) * b for group in groups)
+            end.append(Op("all_reduce", layer=1, groups=groups, sizes=sizes))
+        end.append(Op("update", work=model.update(shared + self._sliced_weights(job) // len(self.rail(job, 0)))))
+        host = [Op("draw", host=("draw", e1 + below), ahead=True), Op("push", sent=pushed, ahead=True),
+                Op("lay", host=("lay", below + mine[2]), ahead=True)]  # fmt: skip
+        if self.prefetch:
+            host.append(Op("wait", work=Compute(), idle=True))
+        return {"host": host, "front": front, "body": body, "tail": tail, "end": end}
+
+    def _first(self, job: Job, mine: np.ndarray) -> tuple[Compute, Compute]:
+        """Layer 1 on a rank's columns, of all its peers' blocks."""
+        model = self.sliced(job, self.rail(job, 0)[-1])  # the widest
+        return model.forward(1, *mine), model.backward(1, *mine)
+
+    def _sliced_weights(self, job: Job) -> int:
+        """Numbers of the first layer that are cut with the columns."""
+        first = job.model.layers[0]
+        return first.matrices * first.h_in * first.h_out
+
+    # -- the four answers ------------------------------------------------------------------------------------------
+
+    def predict(self, job: Job) -> Prediction:
+        batches = self.batches(job)
+        known = [self.phases(job, batch) for batch in batches.first()]
+        p = layerwise.account(job, [op for phases in known for ops in phases.values() for op in ops], prefetch=self.prefetch)
+        if self.pipelined:
+            p = self._overlapped(job, p, known)
+        return p if len(known) == batches.steps else batchwise.scaled(p, batches.steps / len(known))
+
+    def _overlapped(self, job: Job, p: Prediction, known: Sequence[dict[str, list[Op]]]) -> Prediction:
+        """The longer of what a rank does itself, period by period, and what passes a port. A pull starts when the one before is over,
+        and so does an all-reduce; ranks wait for the slowest."""
+        each = [{name: layerwise.account(job, ops) for name, ops in phases.items()} for phases in known]
+        steps, count = 2 * len(each), len(each)
+        now: Number = 0.0
+        pulls: Number = 0.0  # when the comm lane is free
+        sums: Number = 0.0  # and the reduce lane
+        here: dict[tuple[str, int], Number] = {}  # when what a batch's phase waits for is there
+        ends: list[Number] = []
+
+        def run(t: int, phase: str, then: str) -> None:
+            nonlocal now, pulls, sums
+            took = each[t % count][phase]
+            moved, summed = (sum(seconds for kind, seconds in took.by_op.items() if kind.startswith(op)) for op in ("pull", "logits"))
+            now = np.maximum(now, here.get((phase, t), 0.0)) + took.epoch_s - moved - summed
+            if job.model.layers[0].heads and phase != "body":
+                now = sums = np.maximum(now, sums) + summed
+            if phase != "tail":
+                pulls = np.maximum(now, pulls) + moved
+            here[then, t] = now if phase == "tail" else pulls
+
+        for t in range(steps):
+            if t >= DELAY:
+                sums = np.maximum(now, sums) + sum(s for kind, s in each[(t - DELAY) % count]["end"].by_op.items() if "all_reduce" in kind)
+                here["update", t] = sums
+            now = now + (0.0 if self.prefetch else each[t % count]["host"].epoch_s)
+            run(t, "front", "body")
+            if t % count:
+                run(t - 1, "body", "tail")
+            if t >= 2:
+                run(t - 2, "tail", "end")
+            if t % count == count - 1:
+                run(t, "body", "tail")
+            now = np.maximum(now, here.get(("update", t), 0.0)) + each[t % count]["end"].by_op["update"]
+            if t % count == count - 1:
+                ends.append(now)
+        epoch = ends[1] - ends[0]
+        if self.prefetch:
+            epoch = np.maximum(epoch, sum(phases["host"].epoch_s for phases in each))
+        port = layerwise.busiest_port(job, [op for phases in known for ops in phases.values() for op in ops])
+        epoch = np.maximum(np.maximum(epoch, port), p.compute_s)
+        return replace(p, epoch_s=epoch, comm_s=epoch - p.compute_s, bubble_s=0.0 * epoch)
+
+    def schedule(self, job: Job, steps: int) -> Schedule:
+        batches, made = self.batches(job), dict[int, dict[str, list[Op]]]()
+
+        def phases(t: int) -> dict[str, list[Op]]:
+            batch = batches.at(t)
+            if id(batch) not in made:
+                made[id(batch)] = self.phases(job, batch)
+            return made[id(batch)]
+
+        if not self.pipelined:
+            return layerwise.score(job, lambda t: [op for ops in phases(t).values() for op in ops], steps, prefetch=self.prefetch)
+        out = Schedule(job.ranks, steps)
+        for rank in range(job.ranks):
+            out.tasks += _Period(job, rank, self.prefetch).tasks(steps, self.steps(job), phases)
+        return out
+
+    def memory(self, job: Job) -> Memory:
+        """As data parallel, with columns of all peers' sources in the place of own rows; in the pipeline two more batches' blocks and
+        partials, and four sets of weights."""
+        batches, b = self.batches(job), job.model.itemsize
+        use = batchwise_memory.memory(job, batches, Manner(), self.prefetch)
+        width = job.model.layers[0].h_out
+        loaded, partials = np.zeros((2, job.ranks))
+        for batch in batches.first():
+            f1 = batch.facts(1).rows
+            for rank in range(job.ranks):
+                rail = self.rail(job, rank)
+                now = sum(float(job.features_bytes(batch.rows(peer, 0), self.columns(job, rank)).sum()) for peer in rail)
+                loaded[rank] = max(loaded[rank], now)
+                partials[rank] = max(partials[rank], 2.0 * b * width * sum(f1[peer] for peer in rail))
+        flights = 3 if self.pipelined else 1
+        own = self._sliced_weights(job) / len(self.rail(job, 0)) + job.model.weights - self._sliced_weights(job)
+        return {**use, "parameters": use["parameters"] * 0 + own * b * (1 + 2 * DELAY * self.pipelined),
+                "features": loaded * flights, "activations": use["activations"] + partials * flights,
+                "graph": use["graph"] * flights}  # fmt: skip
+
+    def preparation(self, job: Job) -> dict[str, float]:
+        return {}
+
+    def tied(self, job: Job) -> tuple[int, ...]:
+        return job.servers if self.over == "server" else ()
+
+
+class _Period:
+    """One rank's tasks of a pipelined run, period by period, as executor/strategies/p3.py does them."""
+
+    def __init__(self, job: Job, rank: int, prefetch: int) -> None:
+        self.rank, self.group, self.prefetch = rank, tuple(range(job.ranks)), prefetch
+        self.done: list[Task] = []
+        self.last: tuple[Label, ...] = ()  # the rank's own last operation
+        self.ends: list[Label] = []  # of each period
+        self.waits: dict[tuple[str, int], tuple[Label, ...]] = {}  # what a batch's phase waits for
+
+    def tasks(self, steps: int, epoch: int, phases: object) -> list[Task]:
+        assert callable(phases)
+        open_: list[int] = []  # batches whose body is to come
+        tails: list[int] = []  # and whose tail is
+        for t in range(steps + DELAY):
+            reducing = t - DELAY
+            if 0 <= reducing < steps:
+                self._reduce(reducing, phases(reducing)["end"])
+            new, bodies = t < steps, list(open_)
+            ready, tails = tails, []
+            open_.clear()
+            if new:
+                self._host(t, phases(t)["host"])
+                self._run(t, "front", phases(t)["front"])
+                open_.append(t)
+            for batch in bodies:
+                self._run(batch, "body", phases(batch)["body"])
+                tails.append(batch)
+            due = [batch for batch in ready if batch == t - 2]
+            tails = [batch for batch in ready if batch != t - 2] + tails
+            for batch in due:
+                self._run(batch, "tail", phases(batch)["tail"])
+            if new and ((t + 1) % epoch == 0 or t == steps - 1):
+                self._run(t, "body", phases(t)["body"])
+                open_.remove(t)
+                tails.append(t)
+            if 0 <= reducing < steps:
+                update = phases(reducing)["end"][-1]
+                self._add(update.label(reducing), "compute", layerwise.part(update, self.rank, self.group), self.waits["end", reducing])
+            if self.last:
+                self.ends.append(self.last[-1])
+        return self.done
+
+    def _add(self, label: Label, lane: str, work: object, after: tuple[Label, ...]) -> None:
+        self.done.append(Task(label, self.rank, lane, work, after))  # type: ignore[arg-type]
+        if lane in ("compute", "copy"):
+            self.last = (label,)
+
+    def _host(self, t: int, ops: Sequence[Op]) -> None:
+        """Sampling: in line after the period before, ahead after an earlier one."""
+        start = len(self.ends) - 1 - self.prefetch
+        after: tuple[Label, ...] = (self.ends[start],) if start >= 0 else ()
+        for op in ops:
+            label = op.label(t)
+            if op.idle:
+                self._add(label, "compute", op.work, ())
+                after += (label,)
+                continue
+            self.done.append(Task(label, self.rank, "host", layerwise.part(op, self.rank, self.group), after))
+            after = (label,)
+        self.waits["front", t] = after
+
+    def _run(self, t: int, phase: str, ops: Sequence[Op]) -> None:
+        waits, following = self.waits.get((phase, t), ()), {"front": "body", "body": "tail", "tail": "end"}[phase]
+        for op in ops:
+            label, work = op.label(t), layerwise.part(op, self.rank, self.group)
+            if op.work is not None:
+                self._add(label, "compute", work, waits)
+                waits = (label,)
+            elif op.loaded is not None:
+                self._add(label, "copy", work, waits + self.last)
+                waits = (label,)
+            else:
+                lane = "comm" if op.sent is not None else "reduce"
+                self.done.append(Task(label, self.rank, lane, work, waits))
+                waits = (label,)
+        self.waits[following, t] = waits
+
+    def _reduce(self, t: int, ops: Sequence[Op]) -> None:
+        waits = self.waits["end", t]
+        for op in ops[:-1]:
+            label = op.label(t)
+            self.done.append(Task(label, self.rank, "reduce", layerwise.part(op, self.rank, self.group), waits))
+            waits = (label,)
+        self.waits["end", t] = waits
+
+
+def _no_partial_form(model: str) -> str:
+    return (f"layer 1 must be a sum over feature columns, and that of {model} reads an encoder's output: it has no scatter, transform and "
+            f"apply of its own; use one of {', '.join(MODELS)}, or data_parallel or gsplit, which run any layer")  # fmt: skip

@@ -1,0 +1,80 @@
+"""P3: without the pipeline it trains as one process does on the same batches; with it, on weights exactly three updates old."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from plain import Plain, difference
+from ranks import Case, Ranks
+from test_minibatch_exactness import assert_as_one_process, batches_of, workload
+from torch import Tensor
+
+from gnnplan.executor.models import GCNLayer, GENLayer
+from gnnplan.executor.strategies import p3
+from gnnplan.executor.worker import Rank
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.strategies import parse
+
+pytestmark = pytest.mark.timeout(110)
+
+SETTINGS = [(2, 1, "p3"), (2, 2, "p3"), (3, 1, "p3(prefetch=2)"), (4, 2, "p3"), (4, 2, "p3(over='rank')")]
+
+
+@pytest.mark.parametrize(("world", "servers", "strategy"), SETTINGS, ids=lambda value: str(value))
+def test_without_the_pipeline_it_is_one_process(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str) -> None:
+    cases = [Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
+             for graph, model, more in (("rough", "sage", {"dropout": 0.5}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}),
+                                        ("sparse", "sage", {"dropout": 0.5}), ("sparse", "gat", {}), ("rough", "gat", {"heads": 4}),
+                                        ("islands", "gcn", {"batch": 4, "fanout": "full", "norm": "layer"}))]  # fmt: skip
+    assert_as_one_process(run_ranks, world, cases)
+
+
+def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """w_{t+1} = w_t - lr grad f_t(w_{t-3}), the first four batches on the initial weights; losses as each batch saw them."""
+    plain, losses, total = Plain(replace(case, servers=1)), [], 0.0
+    history = [[p.detach().clone() for p in plain.w.values()]]  # w_0, w_1, ..
+    for step, (share, loss_of, last) in enumerate(batches_of(plain, case.epochs)):
+        latest = [p.detach().clone() for p in plain.w.values()]
+        for p, old in zip(plain.w.values(), history[max(0, step - 3)], strict=True):
+            p.data.copy_(old)
+        loss = loss_of()
+        total += loss.item() * share
+        gradients = torch.autograd.grad(loss, list(plain.w.values()))
+        for p, now in zip(plain.w.values(), latest, strict=True):
+            p.data.copy_(now)
+        plain.optimizer.zero_grad()
+        for p, gradient in zip(plain.w.values(), gradients, strict=True):
+            p.grad = gradient
+        plain.optimizer.step()
+        history.append([p.detach().clone() for p in plain.w.values()])
+        if last:
+            losses.append(total)
+            total = 0.0
+    return losses, plain.state
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage", "gat"])
+@pytest.mark.parametrize(("world", "servers"), [(2, 1), (4, 2)])
+def test_the_pipeline_is_the_recursion(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int) -> None:
+    for optimizer, graph in (("sgd", "rough"), ("adam", "sparse")):
+        case = Case("p3(pipelined=True)", graphs[graph], workload(model, dropout=0.5, optimizer=optimizer, lr=0.02), servers, epochs=4,
+                    eval_every=1)  # fmt: skip
+        losses, weights = train_with_a_delay_of_three(case)
+        result = run_ranks(world, [case])[0]
+        assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(result.weights, weights) <= 1e-9, str(case)
+
+
+def test_a_layer_without_the_calls_is_named(monkeypatch: pytest.MonkeyPatch, graphs: dict[str, str]) -> None:
+    """A user's own layer; under other strategies it runs."""
+    for call in ("transform", "apply"):
+        monkeypatch.delattr(GCNLayer, call)
+    job = Case("p3", graphs["rough"], workload("gcn")).job(2)
+    with pytest.raises(SpecError, match=r"layer 1 \(GCNLayer\) has no transform, apply: .* use data_parallel or gsplit"):
+        p3.Worker(Rank(0, 2, torch.device("cpu"), "gloo"), job, parse("p3").settle(job))
+    assert not hasattr(GENLayer, "scatter")
+    with pytest.raises(SpecError, match="that of resgcn reads an encoder's output: it has no scatter, transform and apply"):
+        other = Case("p3", graphs["rough"], workload("resgcn")).job(2)
+        parse("p3").settle(other).check(other)
