@@ -391,6 +391,7 @@ def run(
 def show_run(out: Path, as_json: bool) -> None:
     """What a finished run left behind."""
     from gnnplan.planner.units import show_bytes, show_time
+    from gnnplan.planner.validate import show_rows
 
     result = summary(out)
     if as_json:
@@ -400,6 +401,8 @@ def show_run(out: Path, as_json: bool) -> None:
     print(f"{result['epochs']} epochs, loss {result['first_loss']:.4f} -> {result['loss']:.4f}  {scores}")
     print(f"epoch {show_time(result['epoch_s'])} (median); sent per epoch: {sent}; "
           f"peak memory {show_bytes(max(result['peak_rss_bytes']))} per rank")  # fmt: skip
+    if result["rows"]:
+        print(f"rows of features: {show_rows(result['rows'])}")
     print(f"in {out}; next: gnnplan validate {out}")
 
 
@@ -407,7 +410,7 @@ def summary(out: Path) -> dict[str, Any]:
     """What a run left behind, in one document."""
     from statistics import median
 
-    from gnnplan.planner.validate import read_run
+    from gnnplan.planner.validate import read_run, rows_by_class
 
     metrics, ranks = read_run(out)
     sent: dict[str, int] = {}
@@ -422,6 +425,7 @@ def summary(out: Path) -> dict[str, Any]:
         "bytes": {op: nbytes // len(metrics) for op, nbytes in sent.items()},
         "setup_bytes": sum(sum(rank["setup_bytes"].values()) for rank in ranks),
         "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks], "peak_bytes": [rank["peak_bytes"] for rank in ranks],
+        "rows": rows_by_class(ranks),
     }  # fmt: skip
 
 
@@ -435,7 +439,7 @@ def validate(
     from gnnplan.planner.search import weigh
     from gnnplan.planner.trace import read_traces
     from gnnplan.planner.units import show_bytes, show_time
-    from gnnplan.planner.validate import compare, read_run
+    from gnnplan.planner.validate import compare, read_run, show_rows
     from gnnplan.simulator.player import play
 
     metrics, ranks = read_run(directory)
@@ -474,6 +478,8 @@ def validate(
         whose = "rank" if memory["of"] == "data" else "process"
         print(f"memory of the fullest {whose}: predicted {show_bytes(memory['predicted_bytes'])}, "
               f"measured peak {show_bytes(memory['measured_bytes'])} ({memory['error']:+.0%})")  # fmt: skip
+        if result["rows"]:
+            print(f"rows of features: {show_rows(result['rows'])}")
         print(f"wrong: {result['wrong']}")
     if not (result["bytes"]["equal"] and result["order"]["equal"]):
         raise typer.Exit(1)

@@ -126,7 +126,7 @@ def _leave(rank: Rank, out: Path, worker: Worker, setup: dict[str, int], grown: 
         "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": len(grown), "bytes": dict(rank.sent),
         "setup_bytes": setup, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_bytes": peak,
         "rss_bytes": grown,
-        "staleness": getattr(worker, "errors", {}),
+        "staleness": getattr(worker, "errors", {}), "rows": getattr(worker, "rows", {}),
     }))  # fmt: skip
     state = {name: p.detach().cpu().contiguous() for name, p in worker.net.state_dict().items()}
     if len(worker.reduce_group) < rank.world:

@@ -82,10 +82,28 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         if not (isinstance(row, dict) and all(isinstance(row.get(k), float | int) for k in ("epoch", "loss", "epoch_s"))):
             raise SpecError(f"{directory}/metrics.jsonl: every line needs numbers epoch, loss and epoch_s, found {str(row)[:100]}; {make}")
     for rank in ranks:
-        if not (isinstance(rank, dict) and all(_counts(rank.get(k)) for k in ("bytes", "setup_bytes"))
+        if not (isinstance(rank, dict) and all(_counts(rank.get(k, {} if k == "rows" else None)) for k in ("bytes", "setup_bytes", "rows"))
                 and isinstance(rank.get("peak_rss_bytes"), int) and isinstance(rank.get("peak_bytes"), int | None)):
             raise SpecError(f"{directory}: a rank*.json needs bytes and setup_bytes by operation and peak_rss_bytes; {make}")
     return metrics, ranks
+
+
+def rows_by_class(ranks: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """What all ranks of a run have read from the feature store (planner/store.py); empty where a strategy has none."""
+    rows: dict[str, int] = {}
+    for rank in ranks:
+        for kind, count in rank.get("rows", {}).items():
+            rows[kind] = rows.get(kind, 0) + count
+    return rows
+
+
+def show_rows(rows: dict[str, int]) -> str:
+    """In words, classes without a row left out.
+
+    >>> show_rows({"hit": 30, "peer": 0, "host": 70})
+    'hit 30 %, host 70 %'
+    """
+    return ", ".join(f"{kind} {count / sum(rows.values()):.0%}".replace("%", " %") for kind, count in rows.items() if count)
 
 
 def _counts(value: Any) -> bool:
@@ -129,7 +147,7 @@ def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simul
         "bytes": {"predicted": expected, "counted": counted, "setup_predicted": prediction.setup_bytes, "setup_counted": once,
                   "equal": volume, "epochs": compared},
         "order": {"equal": disorder is None, "first_difference": disorder},
-        "memory": _memory(memory, ranks),
+        "memory": _memory(memory, ranks), "rows": rows_by_class(ranks),
         "wrong": _wrong(volume, disorder, step, rows),
     }  # fmt: skip
 

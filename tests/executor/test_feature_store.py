@@ -22,6 +22,7 @@ from gnnplan.executor.worker import Rank
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.store import CLASSES
 from gnnplan.planner.strategies import DataParallel
+from gnnplan.planner.validate import rows_by_class
 
 T = TypeVar("T")
 pytestmark = pytest.mark.timeout(110)
@@ -60,6 +61,19 @@ def test_where_rows_come_from_changes_nothing(run_ranks: Ranks, graphs: dict[str
             assert other.losses == first.losses, str(other.case)
             assert all(torch.equal(p, first.weights[name]) for name, p in other.weights.items()), str(other.case)
             assert other.metrics[-1]["test_accuracy"] == first.metrics[-1]["test_accuracy"]
+
+
+def test_ranks_leave_rows_by_class(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """Of all steps, as the planner counts them."""
+    result = run_ranks(4, [case(f"data_parallel(features='spread',cache={9 * ROW},shared_cache=True)", graphs["rough"], 2)])[0]
+    job = result.case.job(4)
+    strategy = result.case.settled(job)
+    batches, store = strategy.batches(job), strategy.store(job)
+    rows = sum(store.loads_of(job, batches.at(step)).rows for step in range(result.case.epochs * batches.steps))
+    left = [result.rank(rank)["rows"] for rank in range(4)]
+    assert left == [dict(zip(CLASSES, of.tolist(), strict=True)) for of in rows]
+    assert rows.sum(0).min() > 0
+    assert rows_by_class(result.rank(rank) for rank in range(4)) == dict(zip(CLASSES, rows.sum(0).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("graph", ["rough", "sparse"])
