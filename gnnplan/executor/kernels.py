@@ -362,9 +362,35 @@ def linear_sum(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = Non
     return out.relu() if relu else out
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
-    """a [R, K], b [H, K] -> a b^T + bias [R, H]; transposed views cost nothing."""
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none", summed: bool = False) -> Tensor:
+    """a [R, K], b [H, K] -> a b^T + bias [R, H]; transposed views cost nothing. `summed`: K are the rows that may vary, else R."""
+    if Shapes.vary and a.shape[summed] < Shapes.least:  # what `_pieces` leaves over
+        out = F.linear(a, b, bias)
+        return out.relu_() if after == "relu" else out
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, after, [], "")
+
+
+class Shapes:
+    """oneDNN makes code for every shape that it meets (half a millisecond and megabytes of it) and keeps it. Mini-batches have another
+    number of rows at every step: then products go by pieces of few sizes."""
+
+    vary = False
+    least = 128  # rows of a piece; fewer go to MKL, which makes no code
+
+
+def _pieces(rows: int, size: int) -> Iterator[slice]:
+    """Of `size` rows, then of `least` times a power of two, and what is left.
+
+    >>> [piece.stop - piece.start for piece in _pieces(2500, 1000)]
+    [1000, 1000, 256, 128, 116]
+    """
+    start = 0
+    while rows - start >= size:
+        yield slice(start, start := start + size)
+    while (left := rows - start) >= Shapes.least:
+        yield slice(start, start := start + (Shapes.least << (left // Shapes.least).bit_length() - 1))
+    if left:
+        yield slice(start, rows)
 
 
 @functools.cache
@@ -386,11 +412,19 @@ class _LinearSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor | None, relu: bool, *tensors: Tensor) -> Tensor:
         xs, weights = tensors[::2], tensors[1::2]
-        out = _product(xs[0], weights[0], bias, "relu" if relu and len(xs) == 1 else "none")
-        for x, weight in zip(xs[1:], weights[1:], strict=True):
-            out += _product(x, weight)
-        if relu and len(xs) > 1:
-            out.relu_()
+        parts = _blocks(xs[0].shape[0], weights[0].shape[0], max(x.shape[1] for x in xs)) if Shapes.vary else [slice(None)]
+        out = xs[0].new_empty(xs[0].shape[0], weights[0].shape[0]) if Shapes.vary else None
+        for part in parts:
+            piece = _product(xs[0][part], weights[0], bias, "relu" if relu and len(xs) == 1 else "none")
+            for x, weight in zip(xs[1:], weights[1:], strict=True):
+                piece += _product(x[part], weight)
+            if relu and len(xs) > 1:
+                piece.relu_()
+            if out is None:
+                out = piece
+            else:
+                out[part] = piece
+        assert out is not None
         ctx.save_for_backward(*tensors, out if relu else None)
         return out
 
@@ -411,7 +445,7 @@ class _LinearSum(torch.autograd.Function):
                 if need[i]:
                     found[i][part] = _product(piece, turned[i // 2])
                 if need[i + 1]:
-                    found[i + 1] += _product(piece.t(), tensors[i][part].t())
+                    found[i + 1] += _product(piece.t(), tensors[i][part].t(), summed=True)
             if need_bias:
                 bias += piece.sum(0)
         return bias, None, *found
@@ -420,6 +454,8 @@ class _LinearSum(torch.autograd.Function):
 def _blocks(rows: int, h_out: int, h_in: int) -> Iterator[slice]:
     """Rows of a product's gradients whose operands take 2 MB: weight gradients reach 175 GFLOP/s, 140 at once, 93 by MKL."""
     size = max(1000, 512_000 // (h_in + h_out))
+    if Shapes.vary:
+        return _pieces(rows, size)
     return (slice(start, start + size) for start in range(0, rows, size))
 
 

@@ -21,6 +21,7 @@ RUNTIME = {"cpu": 300e6, "cuda": 800e6}  # [B] libraries and context of a proces
 BLOCK = 512_000  # numbers of a product's operands that its backward pass looks at together (kernels._blocks)
 LONG = 8  # [B] of an index that torch wants in 64 bits
 KERNEL = 0.6e6  # [B] that oneDNN keeps of the code for a product, for every shape of it (measured; torch 2.13)
+LEAST = 128  # rows of a piece for which oneDNN makes code, where rows vary (executor/kernels.py)
 
 
 class Tape:
@@ -60,9 +61,18 @@ class Product:
         """Rows that its backward pass looks at together (kernels._blocks)."""
         return max(1000, BLOCK // (self.h_in + self.h_out))
 
-    def shapes(self, rows: int) -> Iterator[tuple[object, ...]]:
-        """Of all products of one rank, forward and backward."""
+    def shapes(self, rows: int, vary: bool = False) -> Iterator[tuple[object, ...]]:
+        """Of all products of one rank, forward and backward; where rows vary from step to step, by pieces of few sizes
+        (kernels._pieces)."""
         if not rows:
+            return
+        if vary:
+            left = (rows % self.block) // LEAST
+            for piece in [self.block] * (rows >= self.block) + [LEAST << bit for bit in range(left.bit_length()) if left >> bit & 1]:
+                yield from ((piece, self.h_in, self.h_out, after) for after in self.after)
+                yield self.h_out, piece, self.h_in, "weight"
+                if self.varies:
+                    yield piece, self.h_out, self.h_in, ""
             return
         yield from ((rows, self.h_in, self.h_out, after) for after in self.after)
         for block in {min(rows, self.block), rows % self.block or self.block} if rows > self.block else {rows}:
@@ -71,13 +81,13 @@ class Product:
                 yield block, self.h_out, self.h_in, ""
 
 
-def kernels(products: Iterable[Product], ranks: int) -> Number:
+def kernels(products: Iterable[Product], ranks: int, vary: bool = False) -> Number:
     """What oneDNN keeps of the code for them on every rank [B]; a product's rows are [ranks] or, one by one, [pieces, ranks]."""
     found: list[set[tuple[object, ...]]] = [set() for _ in range(ranks)]
     for product in products:
         for piece in np.reshape(np.ceil(product.rows), (-1, ranks)):
             for shapes, rows in zip(found, piece, strict=True):
-                shapes.update(product.shapes(int(rows)))
+                shapes.update(product.shapes(int(rows), vary))
     return KERNEL * np.array([len(shapes) for shapes in found], dtype=float)
 
 

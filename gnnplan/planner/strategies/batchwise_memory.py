@@ -23,7 +23,7 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store 
     moments = np.array([(m.activations, m.buffers) for m, _ in steps])  # [batches, 2, ranks]
     activations, buffers = moments[moments.sum(1).argmax(0), :, np.arange(job.ranks)].T
     if job.cluster.device.kind == "cpu" and b == 4:
-        buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
+        buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks, vary=True)
     if store:
         buffers = buffers + np.maximum(np.max([_arriving(job, batch, store) for batch in known], axis=0) - activations - buffers, 0.0)
     features = np.max([_features(job, batch) for batch in known], axis=0)
