@@ -12,6 +12,7 @@ import numpy as np
 
 from gnnplan.planner import formulas
 from gnnplan.planner.errors import Infeasible
+from gnnplan.planner.graph import Graph
 from gnnplan.planner.job import EstimatedLayout, Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.search import Found, search
@@ -19,9 +20,10 @@ from gnnplan.planner.sensitivity import sentences
 from gnnplan.planner.specs import ALL
 from gnnplan.planner.strategies import FAMILIES, GraNNDis, Strategy, parse
 from gnnplan.planner.strategies.granndis import FANOUT, MAX_HOP
-from gnnplan.planner.units import show_time
+from gnnplan.planner.units import show_bytes, show_time
 from gnnplan.progress import Tell, silent
 
+HIDDEN = (16, 32, 64, 128, 256, 512)  # as in P3's Fig. 15
 TRACES = Path(__file__).resolve().parent.parent / "traces"  # what we have measured: who, on what, when
 
 
@@ -51,6 +53,7 @@ def full_graph(job: Job, found: Found, exact: bool, tell: Tell) -> list[str]:
     out = [f"An epoch is {updates} updates of the weights, each on a batch of {job.workload.batch:,} seeds with neighbours drawn "
            f"{', '.join('all' if f == ALL else str(f) for f in job.workload.fanouts)} (from the seeds outwards)"]  # fmt: skip
     whole = replace(job, workload=job.workload.model_copy(update={"mode": "full"}), _layouts={}, _batches={}, _mini={})
+    out += p3_conditions(job)
     try:
         other = search(whole, exact, may_use_fewer=False).ranked[0]
     except Infeasible:
@@ -58,6 +61,22 @@ def full_graph(job: Job, found: Found, exact: bool, tell: Tell) -> list[str]:
     ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
     return [*out, f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per epoch, {ratio:.2g} times as "
             "long, for one update; in how many epochs either reaches the same accuracy depends on the graph: unknown"]
+
+
+def p3_conditions(job: Job) -> list[str]:
+    """Where P3's partial sums are smaller than the features that spreading them over servers would fetch, from the mean batch; as P3
+    Fig. 15. Shown, not deciding."""
+    slices = len(set(job.servers)) if len(set(job.servers)) > 1 else job.ranks
+    if slices == 1 or not isinstance(job.graph, Graph):
+        return []
+    batches = job.minibatches(tuple(range(job.ranks))).first()
+    rows, inputs = np.mean([(batch.facts(1).rows.sum(), batch.facts(1).sources.sum()) for batch in batches], axis=0).tolist()
+    width, b = job.model.features, job.model.itemsize
+    even = float(formulas.p3_break_even(slices, inputs, rows, width))
+    fetched = float(formulas.remote_feature_bytes(slices, inputs, width, b))
+    table = ", ".join(f"{hidden}: {show_bytes(float(formulas.p3_bytes(slices, rows, hidden, b)))}" for hidden in HIDDEN)
+    return [f"P3 stops paying at hidden {even:.0f} (features: {width}; {rows:,.0f} rows of layer 1, {inputs:,.0f} inputs per batch, "
+            f"columns on {slices}): by hidden, its partial sums take {table} per batch; features spread so would fetch {show_bytes(fetched)}"]
 
 
 def why_not(found: Found) -> list[str]:

@@ -159,6 +159,12 @@ def test_what_cannot_be(text: str, more: dict[str, Any], rule: str):
         parse(text).check(job_of(GRAPHS[0], **more))
 
 
+def test_a_graph_without_training_vertices_has_no_batches():
+    graph = replace(GRAPHS[2], train=np.zeros(60, dtype=bool), stats=replace(GRAPHS[2].stats, train_vertices=0))
+    with pytest.raises(SpecError, match="drawn from training vertices, and .* has none; use --mode full"):
+        DataParallel().check(job_of(graph))
+
+
 def test_fanouts_are_a_number_per_layer():
     with pytest.raises(ValueError, match=r"a number per layer, from the seeds outwards \(fanout: 2 numbers, layers: 3\); use 3 numbers"):
         Workload(mode="mini", layers=3, fanout=(5, 5))

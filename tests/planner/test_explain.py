@@ -12,7 +12,7 @@ from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.search import Found, search
 from gnnplan.planner.sensitivity import sentences
-from gnnplan.planner.specs import Cluster, Workload
+from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import parse
 
 DEVICE = {"memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
@@ -129,3 +129,20 @@ def test_preparation_counts_a_cached_partition_as_when_it_was_made() -> None:
     assert 0 < first.seconds < 12.5 <= again.seconds
     told = parse("granndis").preparation(job)
     assert told["features"] > 0
+
+
+def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
+    """The formula's break-even at the mean batch's rows, and both sides of it in the table over hidden widths."""
+    graph = load("synthetic:community?vertices=400&edges=6000&features=64&classes=5&seed=0")
+    assert isinstance(graph, Graph)
+    device = Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11)
+    where = Cluster(servers=2, gpus_per_server=1, device=device, intra_node=Link(bandwidth=1e10), inter_node=Link(bandwidth=1e9))
+    job = Job(graph.stats, graph, Workload(mode="mini", batch=20, fanout=(4, 3), layers=2, hidden=16), where)
+    lines = explain.explain(job, search(job), False)
+    told = next(line for line in lines if line.startswith("P3 stops paying"))
+    facts = [batch.facts(1) for batch in job.minibatches((0, 1)).first()]
+    rows, inputs = sum(f.rows.sum() for f in facts), sum(f.sources.sum() for f in facts)
+    even = inputs * 64 / (2 * 2 * rows)
+    assert told.startswith(f"P3 stops paying at hidden {even:.0f} (features: 64;") and "16: " in told and "512: " in told
+    assert any(line.startswith("An epoch is ") and "updates of the weights" in line for line in lines)
+    assert any("On the full graph" in line for line in lines)
