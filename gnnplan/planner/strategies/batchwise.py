@@ -148,7 +148,7 @@ def check(job: Job) -> None:
     """What every mini-batch strategy asks of a job. Raises SpecError."""
     w, train = job.workload, job.stats.train_vertices
     if not train:
-        raise SpecError(f"mini-batches are drawn from training vertices, and {job.stats.name} has none; use --mode full, or a graph with them")
+        raise SpecError(f"mini-batches are drawn from training vertices, and {job.stats.name} has none; use --mode full")
     if w.batch > train:
         raise SpecError(f"a batch is at most the training vertices (batch: {w.batch:,}, training vertices: {train:,}); use --batch {train}")
     if w.batch < job.ranks:
