@@ -66,12 +66,23 @@ SAMPLED = {
     **{f"{hops} hops, fanout {k}": (2, f"granndis(max_hop={hops},fanout={k})", SERVERS) for hops in (1, 2, 3) for k in (15, 25)},
     "1 hop, fanout 15, random parts": (2, "granndis(max_hop=1,fanout=15)", (*SERVERS, "--partitioner", "random")),
 }
+MINI = ("--mode", "mini", "--batch", "512", "--fanout", "10,10,10", "--layers", "3", "--hidden", "64", "--set", "dropout=0.5", "--set",
+        "lr=0.003")  # fmt: skip
+BATCHES = {
+    "one process": (1, "data_parallel", ()),
+    "data parallel": (2, "data_parallel", ()),
+    "gsplit": (2, "gsplit", ()),
+    "p3": (2, "p3", ()),
+    "p3, pipelined": (2, "p3(pipelined=True)", ()),
+}
 HYBRID = {"hybrid": (4, "gnnpipe(stages=2,chunks=8)", ())}  # computes what the pipeline with the same chunks computes, so few seeds do
-FEW = {"hybrid": 3}
+FEW = {"hybrid": 3, "data parallel": 1, "gsplit": 1, "p3": 1}  # these compute what one process computes
 STUDIES = {
     "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, {**PIPELINES, **HYBRID}),
     "gcnii_squirrel": Study("squirrel", GCNII, 1000, 10, {**ON_ONE, **HYBRID}),
     "sage_physics": Study("coauthor_physics", SAGE, 150, 5, STALE),
+    "mini_sage_physics": Study("coauthor_physics", (*MINI, "--model", "sage"), 30, 5, BATCHES),
+    "mini_gat_physics": Study("coauthor_physics", (*MINI, "--model", "gat"), 30, 5, BATCHES),
     "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),
 }
 

@@ -71,11 +71,12 @@ def p3_conditions(job: Job) -> list[str]:
         return []
     batches = job.minibatches(tuple(range(job.ranks))).first()
     rows, inputs = np.mean([(batch.facts(1).rows.sum(), batch.facts(1).sources.sum()) for batch in batches], axis=0).tolist()
-    width, b = job.model.features, job.model.itemsize
+    b = job.model.itemsize
+    width = max(1, round(job.model.features_moved(1.0) / b))  # numbers of a row in transit
     even = float(formulas.p3_break_even(slices, inputs, rows, width))
     fetched = float(formulas.remote_feature_bytes(slices, inputs, width, b))
     table = ", ".join(f"{hidden}: {show_bytes(float(formulas.p3_bytes(slices, rows, hidden, b)))}" for hidden in HIDDEN)
-    return [f"P3 stops paying at hidden {even:.0f} (features: {width}; {rows:,.0f} rows of layer 1, {inputs:,.0f} inputs per batch, "
+    return [f"P3 stops paying at hidden {even:.0f} (numbers per feature row: {width}; {rows:,.0f} rows of layer 1, {inputs:,.0f} inputs per batch, "
             f"columns on {slices}): by hidden, partial sums take {table} per batch; features spread so would fetch {show_bytes(fetched)}"]
 
 
