@@ -143,6 +143,6 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
     facts = [batch.facts(1) for batch in job.minibatches((0, 1)).first()]
     rows, inputs = sum(f.rows.sum() for f in facts), sum(f.sources.sum() for f in facts)
     even = inputs * 64 / (2 * 2 * rows)
-    assert told.startswith(f"P3 stops paying at hidden {even:.0f} (numbers per feature row: 64;") and "16: " in told and "512: " in told
+    assert told.startswith(f"P3 stops paying at hidden {even:.0f} (feature rows of 64 numbers;") and "16: " in told and "512: " in told
     assert any(line.startswith("An epoch is ") and "updates of the weights" in line for line in lines)
     assert any("On the full graph" in line for line in lines)
