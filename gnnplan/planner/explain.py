@@ -76,8 +76,9 @@ def p3_conditions(job: Job) -> list[str]:
     even = float(formulas.p3_break_even(slices, inputs, rows, width))
     fetched = float(formulas.remote_feature_bytes(slices, inputs, width, b))
     table = ", ".join(f"{hidden}: {show_bytes(float(formulas.p3_bytes(slices, rows, hidden, b)))}" for hidden in HIDDEN)
-    return [f"P3 stops paying at hidden {even:.0f} (feature rows of {width} numbers; {rows:,.0f} rows of layer 1, {inputs:,.0f} inputs a batch, "
-            f"columns on {slices}): by hidden, partial sums take {table} per batch; features spread so would fetch {show_bytes(fetched)}"]
+    return [f"P3 stops paying at hidden {even:.0f} (feature rows of {width} numbers; {rows:,.0f} rows of layer 1, "
+            f"{inputs:,.0f} inputs a batch, columns on {slices}): by hidden, partial sums take {table} per batch; features spread so would "
+            f"fetch {show_bytes(fetched)}"]
 
 
 def why_not(found: Found) -> list[str]:

@@ -1,0 +1,56 @@
+"""The sampler in a process of its own: what happens when it dies, and that being ahead changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from ranks import Case
+
+from gnnplan.executor.sampler import Arriving, Sampled, Sampler
+from gnnplan.executor.worker import Rank
+from gnnplan.planner.strategies import DataParallel
+
+pytestmark = pytest.mark.timeout(60)
+WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
+
+
+class Broken(Sampler):
+    def __getitem__(self, step: int) -> Sampled:
+        if step == 2:
+            raise ValueError("no such neighbour")
+        return super().__getitem__(step)
+
+
+class Killed(Sampler):
+    def __getitem__(self, step: int) -> Sampled:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(step)
+
+
+def arriving(kind: type[Sampler], graphs: dict[str, str], prefetch: int) -> Arriving:
+    job = Case("data_parallel", graphs["rough"], WORK).job(1)
+    return Arriving(Rank(0, 1, torch.device("cpu"), "gloo"), kind(DataParallel().batches(job), 0, ["mean", "mean"]), prefetch)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Broken, "(?s)Traceback.*no such neighbour"), (Killed, r"DataLoader worker \(pid.*(Killed|exited unexpectedly)")])
+def test_a_sampler_that_dies_ends_the_run_with_its_words(kind: type[Sampler], words: str, graphs: dict[str, str]) -> None:
+    shares = arriving(kind, graphs, 1)
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        for step in range(4):
+            shares.next(step)
+
+
+def test_being_ahead_changes_nothing(graphs: dict[str, str]) -> None:
+    line, ahead = (arriving(Sampler, graphs, prefetch) for prefetch in (0, 3))
+    for step in range(6):
+        here, there = line.next(step), ahead.next(step)
+        assert np.array_equal(here.own, there.own)
+        for mine, theirs in zip(here.parts, there.parts, strict=True):
+            assert np.array_equal(mine.source, theirs.source)
+            assert torch.equal(mine.block.indices, theirs.block.indices) and torch.equal(mine.block.indptr, theirs.block.indptr)
+    ahead.close()
