@@ -37,7 +37,10 @@ def arriving(kind: type[Sampler], graphs: dict[str, str], prefetch: int) -> Arri
     return Arriving(Rank(0, 1, torch.device("cpu"), "gloo"), kind(DataParallel().batches(job), 0, ["mean", "mean"]), prefetch)
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Broken, "(?s)Traceback.*no such neighbour"), (Killed, r"DataLoader worker \(pid.*(Killed|exited unexpectedly)")])
+@pytest.mark.parametrize(("kind", "words"), [
+    (Broken, "(?s)Traceback.*no such neighbour"),
+    (Killed, r"DataLoader worker \(pid.*(Killed|exited unexpectedly)"),
+])  # fmt: skip
 def test_a_sampler_that_dies_ends_the_run_with_its_words(kind: type[Sampler], words: str, graphs: dict[str, str]) -> None:
     shares = arriving(kind, graphs, 1)
     with pytest.raises((ValueError, RuntimeError), match=words):
