@@ -11,6 +11,7 @@ import ctypes
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -376,6 +377,16 @@ class Shapes:
 
     vary = False
     least = 128  # rows of a piece; fewer go to MKL, which makes no code
+
+    @classmethod
+    @contextmanager
+    def varying(cls, vary: bool) -> Iterator[None]:
+        """For as long as it lasts."""
+        before, cls.vary = cls.vary, vary
+        try:
+            yield
+        finally:
+            cls.vary = before
 
 
 def _pieces(rows: int, size: int) -> Iterator[slice]:

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from gnnplan.executor.data import scores
-from gnnplan.executor.kernels import has_onednn
+from gnnplan.executor.kernels import Shapes, has_onednn
 from gnnplan.executor.learner import Gradients, Learner
 from gnnplan.executor.memory import MemoryWatch, resident
 from gnnplan.executor.models import Net
@@ -47,6 +47,12 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
           report: Callable[[dict[str, Any]], None] = lambda row: None) -> Net:  # fmt: skip
     """All epochs, each of as many steps as the strategy has batches; rank 0 appends a line per epoch to metrics.jsonl as it is finished.
     Raises GnnplanError on a loss that is not finite."""
+    with Shapes.varying(strategy.mode == "mini"):
+        return _train(rank, job, strategy, out, epochs, eval_every, report)
+
+
+def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: int, eval_every: int,
+           report: Callable[[dict[str, Any]], None]) -> Net:  # fmt: skip
     _use_libraries()
     watch = MemoryWatch(rank.device)
     worker: Worker = open_worker(rank, job, strategy)

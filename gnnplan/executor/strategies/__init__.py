@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gnnplan.executor.kernels import Shapes
 from gnnplan.executor.strategies import gnnpipe, granndis, graph_parallel, minibatch, p3
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.job import Job
@@ -12,7 +11,6 @@ from gnnplan.planner.strategies import P3, DataParallel, GNNPipe, GraNNDis, Grap
 
 def open_worker(rank: Rank, job: Job, strategy: Strategy) -> graph_parallel.Worker | gnnpipe.Worker:
     """The rank's part of a strategy."""
-    Shapes.vary = strategy.mode == "mini"
     if isinstance(strategy, GNNPipe):
         return gnnpipe.Worker(rank, job, strategy)
     if isinstance(strategy, GraNNDis):
