@@ -201,8 +201,8 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_predicted_memory_of_batches(name: str, fresh_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fullest rank's to 5 %. In the first run of its processes with oneDNN's code for products, which comes in few sizes of pieces
-    although every batch has another number of rows; in the second without, for it is there. Not in the first: one that lets go
-    of its own copy of the features once the server's file is mapped, and one that the sampler's first draws fill."""
+    although every batch has another number of rows; in the second without, for it is there. In the first data parallel alone: others
+    split the graph then, let go of their own copy of the features once the server's file is mapped, or are the sampler's."""
     case = BATCHES[name]
     first, second = fresh_ranks(2, [case, case])
     job = case.job(2)
@@ -214,7 +214,7 @@ def test_predicted_memory_of_batches(name: str, fresh_ranks: Ranks, monkeypatch:
     def measured(result: Result) -> int:
         return max(result.rank(rank)["peak_bytes"] for rank in (0, 1))
 
-    if name not in ("shared cache", "the sampler's"):
+    if name == "data parallel":
         assert predicted() == pytest.approx(measured(first), rel=0.05)
     monkeypatch.setattr(batchwise_memory, "kernels", lambda *products, **how: 0.0)
     assert predicted() == pytest.approx(measured(second), rel=0.05)
