@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,9 +33,13 @@ def features(graph: Graph, rows: np.ndarray, workload: Workload, device: torch.d
 
 def sparse_features(graph: Graph, rows: np.ndarray, workload: Workload, device: torch.device) -> SparseRows:
     """Features [rows, F] of a graph whose features are sparse."""
-    x = graph.x[rows]
+    return sparse_rows(graph.x[rows], workload, device)
+
+
+def sparse_rows(x: Any, workload: Workload, device: torch.device) -> SparseRows:
+    """Those of a scipy CSR matrix."""
     columns, values = torch.from_numpy(np.array(x.indices)), torch.from_numpy(np.array(x.data)).to(dtype_of(workload))
-    return SparseRows.of(lengths_of(graph, rows), columns, values, graph.stats.features).to(device)
+    return SparseRows.of(torch.from_numpy(np.diff(x.indptr).astype(np.int64)), columns, values, x.shape[1]).to(device)
 
 
 def lengths_of(graph: Graph, rows: np.ndarray) -> Tensor:
@@ -115,6 +122,12 @@ class Targets:
                 right = ((answer.argmax(1) == y) & labelled).sum()
                 out[i, 0], out[i, 1] = right, labelled.sum() - right
         return out
+
+
+def counts_of(scored: Sequence[Targets], logits: Tensor) -> Tensor:
+    """What is counted on rows of several targets, one after the other."""
+    shares = logits.split([len(targets.y) for targets in scored])
+    return sum((targets.counts(share) for targets, share in zip(scored, shares, strict=True)), torch.zeros(3, 2))
 
 
 def scores(counts: Tensor) -> list[float | None]:

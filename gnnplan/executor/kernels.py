@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gnnplan.planner.footprint import LEAST
+
 # -- aggregation ---------------------------------------------------------------------------------------------------------
 
 
@@ -376,7 +378,7 @@ class Shapes:
     number of rows at every step: then products go by pieces of few sizes."""
 
     vary = False
-    least = 128  # rows of a piece; fewer go to MKL, which makes no code
+    least = LEAST  # rows of a piece; fewer go to MKL, which makes no code
 
     @classmethod
     @contextmanager

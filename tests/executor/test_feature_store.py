@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
 from ranks import Case, Ranks
+from test_memory import counted
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from gnnplan.executor import store as executor_store
 from gnnplan.executor.data import features, sparse_features
@@ -24,19 +22,9 @@ from gnnplan.planner.store import CLASSES
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.validate import rows_by_class
 
-T = TypeVar("T")
 pytestmark = pytest.mark.timeout(110)
 
 ROW = 12 * 8  # [B] of `rough` in float64
-
-
-def counted(work: Callable[[], T]) -> tuple[T, int, int]:
-    """What it gives; bytes that are left of what it allocated, and the most that there were, as torch's own profiler has them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    return result, int(held[-1]), int(held.max())
 
 
 def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **more: object) -> Case:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.data import Targets, weighted_block
+from gnnplan.executor.data import Targets, counts_of, weighted_block
 from gnnplan.executor.models import Net
 from gnnplan.executor.strategies.graph_parallel import Worker, constant_rows, whole_share
 from gnnplan.executor.strategies.graph_parallel import open_worker as open_whole
@@ -98,8 +98,7 @@ class CoBatches:
         return torch.cat(logits)
 
     def counts(self, logits: Tensor) -> Tensor:
-        shares = logits.split([len(targets.y) for targets in self.scored])
-        return sum((targets.counts(share) for targets, share in zip(self.scored, shares, strict=True)), torch.zeros(3, 2))
+        return counts_of(self.scored, logits)
 
     def drain(self) -> None:
         """Every step ends with its exchanges done."""

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gnnplan.executor import comm
 from gnnplan.executor.comm import Exchange
-from gnnplan.executor.data import Targets, dtype_of, weighted_block
-from gnnplan.executor.kernels import Rows, SparseRows, dropout
+from gnnplan.executor.data import Targets, counts_of, dtype_of, sparse_rows, weighted_block
+from gnnplan.executor.kernels import Rows, dropout
 from gnnplan.executor.learner import Gradients, Learner
 from gnnplan.executor.models import CALLS, Net
 from gnnplan.executor.sampler import Arriving, Sampled, Sampler
@@ -231,12 +231,10 @@ class Worker:
         return Flight(step, net, share, exchange, partial, own, pulled)
 
     def _columns(self, rows: np.ndarray) -> Rows:
-        picked, dtype = self.x[rows], dtype_of(self.job.workload)
+        picked, workload, device = self.x[rows], self.job.workload, self.rank.device
         if isinstance(picked, np.ndarray):
-            return torch.from_numpy(picked).to(self.rank.device, dtype)
-        columns, values = torch.from_numpy(np.array(picked.indices)), torch.from_numpy(np.array(picked.data)).to(dtype)
-        lengths = torch.from_numpy(np.diff(picked.indptr).astype(np.int64))
-        return SparseRows.of(lengths, columns, values, len(self.mine)).to(self.rank.device)
+            return torch.from_numpy(picked).to(device, dtype_of(workload))
+        return sparse_rows(picked, workload, device)
 
     def _move(self, label: Label, exchange: Exchange, rows: Tensor, way: str) -> Future[Tensor]:
         nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
@@ -328,8 +326,7 @@ class Worker:
         return self.whole.evaluate(step)
 
     def counts(self, logits: Tensor) -> Tensor:
-        shares = logits.split([len(targets.y) for targets in self.scored])
-        return sum((targets.counts(share) for targets, share in zip(self.scored, shares, strict=True)), torch.zeros(3, 2))
+        return counts_of(self.scored, logits)
 
     def drain(self) -> None:
         """Wait for what is on its way; batches under way stay so."""

@@ -325,13 +325,13 @@ def score(job: Job, turn: Callable[[int], Sequence[Op]], steps: int, once: Itera
         out.setup += [Task(op.label(-1), rank, "comm", part(op, rank, group)) for rank in group]
     made: dict[object, tuple[Op, Work]] = {}  # layers that are alike share their work, and so do steps: the same objects
     for t in range(steps):
-        ops = turn(t)
+        turned = [(op, _identity(op)) for op in turn(t)]
         for rank in group:
             before: Label | None = None  # the last computation of this rank
             waits: tuple[Label, ...] = ()
             sampled: Label | None = None
-            for op in ops:
-                label, key = op.label(t), (_identity(op), rank)
+            for op, identity in turned:
+                label, key = op.label(t), (identity, rank)
                 if key not in made:
                     made[key] = op, part(op, rank, group)
                 work = made[key][1]
