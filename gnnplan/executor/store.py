@@ -161,10 +161,11 @@ class FeatureStore:
 
 
 def _share_features(rank: Rank, job: Job) -> None:
-    """Let the graph's large dense features be those of the server's file, where a server has several ranks."""
+    """Let the graph's large dense features be those of the server's file, where a server has several ranks and they are not in one yet."""
     graph = job.graph
     assert graph is not None
-    if not isinstance(graph.x, np.ndarray) or graph.x.nbytes < LARGE or len(set(job.servers)) == rank.world:
+    x = graph.x
+    if not isinstance(x, np.ndarray) or isinstance(x, np.memmap) or x.nbytes < LARGE or len(set(job.servers)) == rank.world:
         return
     path = cache_dir() / "features" / f"{graph.stats.hash}.npy"
     if job.servers.index(job.servers[rank.rank]) == rank.rank:

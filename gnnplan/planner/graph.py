@@ -5,11 +5,12 @@ Shapes: N vertices, E directed edges, F features, C classes. An edge src->dst me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +22,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.files import read_yaml, suggest
+from gnnplan.planner.files import cache_dir, read_yaml, suggest, write_atomically
 from gnnplan.planner.units import show_bytes
 
 Array = NDArray[Any]
@@ -31,6 +32,7 @@ LARGEST_ARRAY = 64 << 30  # [B]
 MOST_VERTICES = 2**31 - 1  # ids are int32
 MOST_FEATURES = 1_000_000
 SPARSE = 0.1  # features with at most this share of numbers other than zero are kept sparse
+AT_ONCE = 1 << 24  # [B] of an array looked at together
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Graph:
     stats: GraphStats
     indptr: NDArray[np.int64]  # [N+1]
     indices: NDArray[np.int32]  # [E]
-    x: NDArray[np.float32] | sp.csr_matrix  # [N, F]
+    x: NDArray[np.float32] | sp.csr_matrix  # [N, F]; numpy.memmap where they stay in their file
     y: Array  # int64 [N], -1 = no label; or uint8/float32 [N, C] for multi-label; int64 [N] of -1 when there are none
     train: NDArray[np.bool_]  # [N]
     val: NDArray[np.bool_]
@@ -90,7 +92,8 @@ class Graph:
 
 
 def load(source: str, directed: bool = False) -> Graph | GraphStats:
-    """A graph from 'file.npz[?features=500&seed=0]', 'synthetic:community?vertices=20000&...' or statistics from 'file.yaml'.
+    """A graph from 'file.npz[?features=500&seed=0]', a folder with one .npy per array, whose features stay on disk,
+    'synthetic:community?vertices=20000&...', or statistics from 'file.yaml'.
 
     Makes it undirected unless `directed`, drops self-loops and duplicates, and notes what it changed.
     Raises SpecError naming the file, the array, the rule and the offending number.
@@ -108,10 +111,11 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         if query:
             raise SpecError(f"{source}: a statistics file takes no parameters; write them into {head}")
         return _statistics(head, directed)
-    if suffix == ".npz":
+    if suffix == ".npz" or Path(head).is_dir():
         options = _numbers(source, query, {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)})
-        return _from_npz(source, head, options, own_width="features=" in query, directed=directed)
-    raise SpecError(f"{source}: a graph is a .npz file, a .yaml file of statistics, or synthetic:community?vertices=...&edges=...")
+        return _from_arrays(source, head, options, own_width="features=" in query, directed=directed)
+    raise SpecError(f"{source}: a graph is a .npz file, a folder of .npy files, a .yaml file of statistics, or "
+                    "synthetic:community?vertices=...&edges=...")  # fmt: skip
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------------------------
@@ -156,26 +160,22 @@ def _must_fit(source: str, what: str, nbytes: float) -> None:
 
 def in_neighbours(src: Array, dst: Array, vertices: int, directed: bool) -> tuple[NDArray[np.int64], NDArray[np.int32], tuple[str, ...]]:
     """CSR (indptr [N+1], indices [E]) of an edge list, without self-loops and duplicates, made undirected unless `directed`; and notes."""
-    src, dst = src.astype(np.int64), dst.astype(np.int64)
-    keys = dst * vertices + src
     loops = src == dst
-    keys = keys[~loops]
-    stored = len(keys)
-    keys = _unique(keys)
-    notes = [f"dropped {int(loops.sum()):,} self-loops"] if loops.any() else []
-    if len(keys) < stored:
-        notes.append(f"dropped {stored - len(keys):,} duplicate edges")
+    notes = []
+    if dropped := np.count_nonzero(loops):
+        src, dst = src[~loops], dst[~loops]
+        notes.append(f"dropped {dropped:,} self-loops")
+    rows = sp.csr_matrix((np.ones(len(src), bool), (dst, src)), shape=(vertices, vertices))  # sorted; duplicates become one
+    if rows.nnz < len(src):
+        notes.append(f"dropped {len(src) - rows.nnz:,} duplicate edges")
     if directed:
         notes.append("kept directed")
     else:
-        before = len(keys)
-        keys = _unique(np.concatenate([keys, keys % vertices * vertices + keys // vertices]))
-        if len(keys) > before:
-            notes.append(f"made undirected: {before:,} -> {len(keys):,} directed edges")
-    rows, indices = np.divmod(keys, vertices)
-    indptr = np.zeros(vertices + 1, np.int64)
-    np.cumsum(np.bincount(rows, minlength=vertices), out=indptr[1:])
-    return indptr, indices.astype(np.int32), tuple(notes)
+        before = rows.nnz
+        rows = rows + rows.T
+        if rows.nnz > before:
+            notes.append(f"made undirected: {before:,} -> {rows.nnz:,} directed edges")
+    return rows.indptr.astype(np.int64), rows.indices.astype(np.int32), tuple(notes)  # copies: scipy's may have room to spare
 
 
 def _unique(keys: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -185,18 +185,65 @@ def _unique(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _finish(stats: GraphStats, indptr: NDArray[np.int64], indices: NDArray[np.int32], x: Any, y: Array, *masks: Array) -> Graph:
     """Hash the content, freeze the arrays, put the graph together."""
-    digest = blake2b(f"{stats.directed}".encode(), digest_size=16)
-    sparse = (x.indptr, x.indices, x.data) if sp.issparse(x) else (x,)
-    for array in (indptr, indices, *sparse, y, *masks):
-        digest.update(f"{array.dtype.str}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-        array.flags.writeable = False  # the hash must stay true
-    nonzeros = x.nnz if sp.issparse(x) else int(np.count_nonzero(x))
-    if nonzeros > SPARSE * stats.vertices * stats.features:
-        nonzeros = 0
-    elif not sp.issparse(x):
+    structure, others = (indptr, indices), (y, *masks)
+    if isinstance(x, np.memmap):
+        digest, nonzeros = _remembered(stats, x, structure, others)
+    else:
+        sparse = sp.issparse(x)
+        digest = _hash(stats.directed, (*structure, *((x.indptr, x.indices, x.data) if sparse else (x,)), *others))
+        nonzeros = x.nnz if sparse else int(np.count_nonzero(x))
+    few = 0 < nonzeros <= SPARSE * stats.vertices * stats.features
+    if few and isinstance(x, np.memmap):
+        few = False
+        note = f"x.npy is mapped, so it stays dense, though only {nonzeros:,} numbers are not zero; x_indptr, x_indices, x_data are sparse"
+        stats = dataclasses.replace(stats, notes=(*stats.notes, note))
+    elif few and not sp.issparse(x):
         x = sp.csr_matrix(x)
-    return Graph(dataclasses.replace(stats, hash=digest.hexdigest(), nonzeros=nonzeros), indptr, indices, x, y, *masks)
+    for array in (*structure, *((x.indptr, x.indices, x.data) if sp.issparse(x) else (x,)), *others):
+        array.flags.writeable = False  # the hash must stay true
+    return Graph(dataclasses.replace(stats, hash=digest, nonzeros=nonzeros if few else 0), indptr, indices, x, y, *masks)
+
+
+def _hash(directed: bool, arrays: Iterable[Array]) -> str:
+    digest = blake2b(f"{directed}".encode(), digest_size=16)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        for piece in _pieces(array):
+            digest.update(np.ascontiguousarray(piece).data)
+    return digest.hexdigest()
+
+
+def _pieces(array: Array) -> Iterator[Array]:
+    """Some rows at a time. Of a mapped file they are read: pages looked at once need not stay with the process."""
+    row = array[:1].nbytes
+    step = max(1, AT_ONCE // max(row, 1))
+    for start in range(0, len(array), step):
+        piece = array[start : start + step]
+        if isinstance(array, np.memmap):
+            assert array.filename
+            piece = np.fromfile(array.filename, array.dtype, piece.size, offset=array.offset + start * row).reshape(piece.shape)
+        yield piece
+
+
+def _remembered(stats: GraphStats, x: np.memmap, structure: tuple[Array, ...], others: tuple[Array, ...]) -> tuple[str, int]:
+    """Hash of a graph with mapped features, and how many of these are not zero. The file is read through once, for its name, size and
+    time; then it is known from disk by all who map it. Raises SpecError for NaN and infinities."""
+    assert x.filename
+    file = os.stat(x.filename)
+    about = f"{x.filename} {file.st_dev} {file.st_ino} {file.st_size} {file.st_mtime_ns} {_hash(stats.directed, (*structure, *others))}"
+    path = cache_dir() / "features" / f"{blake2b(about.encode(), digest_size=16).hexdigest()}.txt"
+    with contextlib.suppress(OSError, ValueError):  # absent or damaged: look again
+        digest, nonzeros = path.read_text().split()
+        if len(digest) == 32:
+            return digest, int(nonzeros)
+    first = count = 0
+    for piece in _pieces(x):
+        _must_be_finite(stats.source, "x", piece, first)
+        first, count = first + len(piece), count + int(np.count_nonzero(piece))
+    digest = _hash(stats.directed, (*structure, x, *others))
+    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
+        write_atomically(path, f"{digest} {count}\n", parents=True)
+    return digest, count
 
 
 def _split(labelled: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
@@ -211,50 +258,73 @@ def _split(labelled: Array, rng: np.random.Generator) -> tuple[Array, Array, Arr
     return masks[0], masks[1], masks[2]
 
 
-# --- .npz ------------------------------------------------------------------------------------------------------------------------------
+# --- .npz, or a folder of .npy ---------------------------------------------------------------------------------------------------------
 
 
 def _read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
-    """The known arrays of an npz and the names of others; reads headers first, never pickles."""
-    arrays, others = {}, []
+    """The known arrays of an npz or a folder and the names of others; reads headers first, never pickles. A folder's x is mapped."""
+    folder = Path(path).is_dir()
+    how = "each of its arrays with numpy.save" if folder else "it with numpy.savez_compressed"
     try:
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                name = info.filename.removesuffix(".npy")
-                if name not in ARRAYS:
-                    others.append(name)
-                    continue
-                with archive.open(info) as stream:
-                    _check_header(path, name, stream, info.file_size)
-                with archive.open(info) as stream:
-                    arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
+        return _from_folder(path) if folder and not path.endswith(".npz") else _from_zip(path)
     except SpecError:
         raise
     except FileNotFoundError as error:
         raise SpecError(f"{path}: no such file") from error
     except zipfile.BadZipFile as error:
-        raise SpecError(f"{path}: not an npz file ({error}); write it with numpy.savez_compressed") from error
+        raise SpecError(f"{path}: not an npz file ({error}); write {how}") from error
     except Exception as error:  # whatever a damaged file makes zlib, zipfile or numpy raise is the file's fault
-        raise SpecError(f"{path}: cannot be read ({type(error).__name__}: {error}); write it with numpy.savez_compressed") from error
+        raise SpecError(f"{path}: cannot be read ({type(error).__name__}: {error}); write {how}") from error
+
+
+def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
+    arrays, others = {}, []
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if name not in ARRAYS:
+                others.append(name)
+                continue
+            with archive.open(info) as stream:
+                _check_header(path, name, stream, info.file_size)
+            with archive.open(info) as stream:
+                arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     return arrays, others
 
 
-def _check_header(path: str, name: str, stream: Any, stored: int) -> None:
-    """Refuse objects and sizes that lie, before anything is allocated."""
+def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
+    arrays, others = {}, []
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix != ".npy" or file.stem not in ARRAYS:
+            others.append(file.name)
+            continue
+        mapped = file.stem == "x"
+        with file.open("rb") as stream:
+            _check_header(path, file.stem, stream, file.stat().st_size, mapped)
+        arrays[file.stem] = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
+    return arrays, others
+
+
+def _check_header(path: str, name: str, stream: Any, stored: int, mapped: bool = False) -> None:
+    """Refuse objects and sizes that lie, before anything is allocated; and what cannot be mapped as it is."""
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
         raise SpecError(f"{path}: {name}: npy format {version} is not read; save plain numbers with numpy.savez_compressed")
-    shape, _, dtype = read(stream)
+    shape, fortran, dtype = read(stream)
     if dtype.hasobject:
         raise SpecError(f"{path}: {name}: holds pickled Python objects, which are never loaded; save it as plain numbers (x.astype(...))")
     if any(size < 0 for size in shape):
         raise SpecError(f"{path}: {name}: negative size in shape {shape}")
+    if mapped and (fortran or dtype != np.float32 or len(shape) != 2):
+        raise SpecError(f"{path}: {name}: is mapped, not read, so it must be float32 [vertices, features] in C order, is {dtype} of shape "
+                        f"{shape}{' in Fortran order' * fortran}; save numpy.ascontiguousarray(x, numpy.float32)")
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
-    _must_fit(path, f"{name} of shape {shape}", nbytes)
-    if nbytes > stored:
+    if not mapped:
+        _must_fit(path, f"{name} of shape {shape}", nbytes)
+    if nbytes > (stored := stored - stream.tell()):
         raise SpecError(f"{path}: {name}: shape {shape} needs {nbytes:,} B but only {stored:,} B are stored; the file is damaged")
 
 
@@ -270,7 +340,7 @@ def _typed(path: str, arrays: Mapping[str, Array], name: str, kinds: str, ndim: 
     return array
 
 
-def _from_npz(source: str, path: str, options: Mapping[str, Any], own_width: bool, directed: bool) -> Graph:
+def _from_arrays(source: str, path: str, options: Mapping[str, Any], own_width: bool, directed: bool) -> Graph:
     arrays, others = _read_arrays(path)
     notes = [f"ignored arrays: {', '.join(sorted(others))}"] if others else []
     for name in ("src", "dst"):
@@ -295,6 +365,7 @@ def _from_npz(source: str, path: str, options: Mapping[str, Any], own_width: boo
               vertices * (20.0 + 8 * made_up) + 60.0 * len(src))
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
     notes += changes
+    del src, dst, arrays["src"], arrays["dst"]  # as large as the graph
 
     rng = np.random.default_rng(options["seed"])
     x: Any
@@ -351,10 +422,12 @@ def _own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Any:
     if "x" in arrays and "x_indptr" in arrays:
         raise SpecError(f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one")
     if "x" in arrays:
-        x = _float32(path, "x", _typed(path, arrays, "x", "fiub", (2,)))
+        x = _typed(path, arrays, "x", "fiub", (2,))
+        if not isinstance(x, np.memmap):  # a mapped one is looked at when it is hashed
+            x = np.ascontiguousarray(_float32(path, "x", x))
         if not 1 <= x.shape[1] <= MOST_FEATURES:
             raise SpecError(f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}")
-        return np.ascontiguousarray(x)
+        return x
     for name in ("x_indices", "x_shape"):
         if name not in arrays:
             raise SpecError(f"{path}: {name}: missing; sparse features need x_indptr, x_indices and x_shape")
@@ -379,12 +452,19 @@ def _own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Any:
 def _float32(path: str, name: str, array: Array) -> NDArray[np.float32]:
     with np.errstate(over="ignore", invalid="ignore"):
         array = array.astype(np.float32, copy=False)
+    _must_be_finite(path, name, array)
+    return array
+
+
+def _must_be_finite(path: str, name: str, array: Array, first: int = 0) -> None:
+    """Raises SpecError for NaN and infinities; `first`: the row that the array begins with."""
     finite = np.isfinite(array)
     if not finite.all():
-        at = np.argwhere(~finite)[0].tolist()
-        raise SpecError(f"{path}: {name}{at}: features must be finite in float32, found {array[tuple(at)]} "
+        at = np.argwhere(~finite)[0]
+        found = array[tuple(at)]
+        at[0] += first
+        raise SpecError(f"{path}: {name}{at.tolist()}: features must be finite in float32, found {found} "
                         f"({int((~finite).sum()):,} such numbers); clean them with numpy.nan_to_num")
-    return array
 
 
 def _stand_in(indptr: NDArray[np.int64], width: int, rng: np.random.Generator) -> NDArray[np.float32]:

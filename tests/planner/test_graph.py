@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from gnnplan.planner import graph as module
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.graph import Graph, GraphStats, in_neighbours, load
 
@@ -159,6 +160,103 @@ def test_arrays_are_frozen(save):
     graph = load(save())
     with pytest.raises(ValueError, match="read-only"):
         graph.x[0, 0] = 1
+
+
+# --- features in a file that is mapped ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def save_folder(tmp_path):
+    """As save, but a folder of .npy files; another call writes over it."""
+
+    def write(**changes):
+        folder = tmp_path / "small"
+        folder.mkdir(exist_ok=True)
+        for file in folder.iterdir():
+            file.unlink()
+        for name, array in (SMALL | changes).items():
+            if array is not None:
+                np.save(folder / f"{name}.npy", array)
+        return str(folder)
+
+    return write
+
+
+@pytest.mark.parametrize("directed", [False, True])
+def test_a_folder_is_the_same_graph_and_its_features_stay_in_their_file(save, save_folder, directed):
+    read, mapped = load(save(), directed), load(save_folder(), directed)
+    assert isinstance(mapped.x, np.memmap) and not mapped.x.flags.writeable
+    assert mapped.stats == dataclasses.replace(read.stats, source=mapped.stats.source)  # the same hash too
+    for name in ("indptr", "indices", "x", "y", "train", "val", "test"):
+        assert np.array_equal(getattr(mapped, name), getattr(read, name)), name
+    assert np.array_equal(mapped.features(np.array([4, 1])), SMALL["x"][[4, 1]])
+
+
+def test_a_folders_sparse_or_missing_features_are_as_those_of_an_npz(save, save_folder):
+    sparse = {"x": None, "x_indptr": [0, 1, 1, 2, 2, 2], "x_indices": [3, 9], "x_shape": [5, 40]}
+    for changes in (sparse, {"x": None}):
+        read, mapped = load(save(**changes)), load(save_folder(**changes))
+        assert mapped.stats == dataclasses.replace(read.stats, source=mapped.stats.source)
+        assert sp.issparse(mapped.x) == sp.issparse(read.x)
+
+
+def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(save_folder, own_cache, monkeypatch):
+    path = save_folder()
+    first = load(path)
+    looked, pieces = [], module._pieces
+
+    def watched(array):
+        looked.append(isinstance(array, np.memmap))
+        return pieces(array)
+
+    monkeypatch.setattr(module, "_pieces", watched)
+    assert load(path).stats == first.stats and not any(looked)
+    assert load(path, directed=True).stats.hash != first.stats.hash and any(looked)  # another graph on the same features
+    (known,) = (file for file in own_cache.glob("features/*.txt") if file.read_text().startswith(first.stats.hash))
+    for rubbish in ("", "rubbish", first.stats.hash[:-1] + " 5"):
+        known.write_text(rubbish)
+        assert load(path).stats == first.stats
+    x = SMALL["x"].copy()
+    x[4, 2] = 7
+    assert load(save_folder(x=x)).stats.hash != first.stats.hash
+
+
+def test_mapped_features_stay_dense_and_it_is_said(save_folder):
+    graph = load(save_folder(x=np.eye(5, 40, dtype=np.float32)))
+    assert isinstance(graph.x, np.memmap) and graph.stats.nonzeros == 0
+    assert "x.npy is mapped, so it stays dense, though only 5 numbers are not zero" in graph.stats.notes[-1]
+
+
+def test_a_graph_without_features_in_reach_of_memory_is_mapped_all_the_same(save_folder, monkeypatch):
+    monkeypatch.setattr(module, "LARGEST_ARRAY", 2_000)
+    assert load(save_folder(x=np.ones((5, 1_000), np.float32))).x.nbytes == 20_000
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"src": None}, "small: src: missing; an edge list"),
+    ({"x": np.eye(4, 3, dtype=np.float32)}, "x, y, .* are for 4, 5, 5, 5, 5"),
+    ({"x": np.eye(5, 3)}, "x: is mapped, not read, so it must be float32 .* is float64 of shape .5, 3.; save numpy.ascontiguousarray"),
+    ({"x": np.asfortranarray(SMALL["x"])}, "is float32 of shape .5, 3. in Fortran order"),
+    ({"x": np.ones(5, np.float32)}, "must be float32 .vertices, features. in C order, is float32 of shape .5,."),
+    ({"x": np.diag([1, 1, np.nan, 1, 1]).astype(np.float32)}, r"x\[2, 2\]: features must be finite in float32, found nan"),
+    ({"x_indptr": [0] * 6}, "x, x_indptr: features are given twice"),
+    ({"y": np.array([None] * 5)}, "pickled"),
+])  # fmt: skip
+def test_bad_folders_are_named(save_folder, changes, words):
+    with pytest.raises(SpecError, match=words) as error:
+        load(save_folder(**changes))
+    assert str(error.value).count("small") >= 1
+
+
+def test_a_damaged_or_empty_folder_is_named(save_folder, tmp_path):
+    path = Path(save_folder()) / "x.npy"
+    for damaged, words in ((path.read_bytes()[:-4], "needs 60 B but only 56 B are stored; the file is damaged"), (b"", "cannot be read")):
+        path.write_bytes(damaged)
+        with pytest.raises(SpecError, match=words):
+            load(str(path.parent))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SpecError, match=r"empty: src: missing; .* found nothing"):
+        load(str(tmp_path / "empty"))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------------------------

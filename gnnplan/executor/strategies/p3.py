@@ -135,8 +135,8 @@ class Worker:
         sampler = ColumnSampler(strategy.batches(job), me, edges, rank.timeout_s, rail=self.rail)
         self.arriving = Arriving(rank, sampler, strategy.prefetch)
         x = job.graph.x
-        self.x = x[:, self.mine.start : self.mine.stop]  # this server's columns, in its memory
-        if isinstance(x, np.ndarray):
+        self.x = x[:, self.mine.start : self.mine.stop]  # this server's columns, in its memory, or in the file that is mapped
+        if isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
             self.x = np.ascontiguousarray(self.x)
         self.learner: Learner = _Delayed(self) if strategy.pipelined else Learner(rank, job.workload, self.gradients(self.sliced))
         self.nets = [copy.deepcopy(self.sliced) for _ in range(DELAY + 1)] if strategy.pipelined else [self.sliced]

@@ -1,0 +1,87 @@
+"""Features that stay in their file: a folder of .npy trains to the same bit as the .npz, reading only the rows that it needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import Case, Ranks
+
+from gnnplan.executor.data import features
+from gnnplan.executor.memory import resident
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.specs import Workload
+
+pytestmark = pytest.mark.timeout(110)
+
+VERTICES, WIDTH = 4_000, 4_096  # 64 MiB of features
+
+
+@pytest.fixture(scope="module")
+def folder(graphs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """`rough` as a folder."""
+    path = tmp_path_factory.mktemp("mapped")
+    with np.load(graphs["rough"]) as arrays:
+        for name, array in arrays.items():
+            np.save(path / f"{name}.npy", array)
+    return str(path)
+
+
+@pytest.mark.parametrize("strategies", [
+    ("data_parallel", "data_parallel(cache=960,shared_cache=True)", "p3"), ("gsplit", "graph_parallel")], ids=str)  # fmt: skip
+def test_mapped_features_train_to_the_same_bit(run_ranks: Ranks, graphs: dict[str, str], folder: str, strategies: tuple[str, ...]) -> None:
+    cases = []
+    for strategy in strategies:
+        workload: dict[str, object] = {"model": "sage", "layers": 2, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3}
+        if strategy != "graph_parallel":
+            workload |= {"mode": "mini", "batch": 6, "fanout": (3, 2)}
+        cases += [Case(strategy, graph, workload, eval_every=2) for graph in (graphs["rough"], folder)]
+    results = run_ranks(2, cases)
+    for read, mapped in zip(results[::2], results[1::2], strict=True):
+        assert mapped.losses == read.losses, str(mapped.case)
+        assert all(torch.equal(p, read.weights[name]) for name, p in mapped.weights.items()), str(mapped.case)
+        assert mapped.metrics[-1]["test_accuracy"] == read.metrics[-1]["test_accuracy"]
+
+
+def test_only_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    """By what the process has resident: neither the first load, which looks at every number, nor the second keeps the features."""
+    random = np.random.default_rng(0)
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (VERTICES, WIDTH))
+    for row in x:
+        row[:] = random.standard_normal(WIDTH, dtype=np.float32)
+    for name, array in (("src", random.integers(0, VERTICES, 9_000)), ("dst", random.integers(0, VERTICES, 9_000)),
+                        ("y", random.integers(0, 4, VERTICES))):  # fmt: skip
+        np.save(tmp_path / f"{name}.npy", array)
+    nbytes = x.nbytes
+    del x
+    words = subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, text=True, stdout=subprocess.PIPE,
+                           env=os.environ | {"GNNPLAN_CACHE": str(tmp_path / "cache")}).stdout  # fmt: skip
+    first, second, rows = (int(word) for word in words.split())
+    assert max(first, second, rows) < nbytes / 2
+    assert rows >= 8 * WIDTH * 4
+
+
+def _tell(folder: str) -> None:
+    """Bytes that two loads and 8 rows, far apart, leave resident: a process of its own, whose other pages are known."""
+    small = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
+    assert isinstance(small, Graph)
+    features(small, np.arange(8), Workload(), torch.device("cpu"))
+    grown, graphs = [resident()], []
+    for _ in range(2):
+        graphs.append(load(folder))
+        grown.append(resident())
+    graph = graphs[-1]
+    assert isinstance(graph, Graph) and isinstance(graph.x, np.memmap) and not graph.x.flags.writeable
+    out = features(graph, np.arange(0, VERTICES, VERTICES // 8), Workload(), torch.device("cpu"))
+    grown.append(resident())
+    assert out.shape == (8, WIDTH)
+    print(*np.diff(grown))
+
+
+if __name__ == "__main__":
+    _tell(sys.argv[1])
