@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
 from collections.abc import Callable
 from hashlib import blake2b
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import cache_dir, suggest, write_atomically
 from gnnplan.planner.graph import Graph, GraphStats
+from gnnplan.planner.units import show_bytes
 
 Array = NDArray[Any]
 METHODS = ("metis", "metis-volume", "hash", "random")
 VERSION = 1  # of what is cached: raise it when the same key should give another partition
+EDGE_BYTES = 120  # [B] of METIS per directed edge: 64-bit numbers, a graph per level; 76 to 120 measured (benchmarks/scale.py)
 SMALL = 2_000  # vertices; below, all features fit the processor's cache and order does not matter
 
 
@@ -68,27 +71,27 @@ def partition_weighted(indptr: Array, indices: Array, weights: Array | None, par
     return cached(key, vertices, parts, lambda: repair(_metis(indptr, indices, weights, parts, seed), parts))
 
 
-def cut_weighted(key: str, indptr: Array, indices: Array, edges: Array | None, load: Array, parts: int, seed: int) -> NDArray[np.int32]:
-    """Part [n] of each vertex of a symmetric CSR: METIS cuts little weight of `edges` [E] (None: few edges) and makes the sums of `load`
-    [n] (>= 0) equal. `key` names the question on disk."""
-    vertices = len(indptr) - 1
+def cut_weighted(edges: sp.csr_matrix, load: Array, parts: int, seed: int, alike: bool = False) -> NDArray[np.int32]:
+    """Part [n] of each vertex: METIS cuts little weight of `edges` [n, n], both directions together (`alike`: few of them), and makes the
+    sums of `load` [n] (>= 0) equal."""
+    vertices = load.size
     _check(parts, vertices, "the graph")
+    if parts == vertices or not edges.nnz:
+        return (np.arange(vertices) * parts // vertices).astype(np.int32)
 
-    def whole(weights: Array, most: float) -> NDArray[np.int32]:
+    def whole(weights: Array, most: float) -> NDArray[np.int64]:
         """At least 1, shares kept to a thousandth of the largest where the sum leaves room."""
         scale = min(1000 / max(float(weights.max(initial=0)), 1e-300), most / max(float(weights.sum()), 1e-300))
-        return (1 + np.floor(scale * weights)).astype(np.int32)
+        return (scale * weights).astype(np.int64) + 1
 
-    def compute() -> NDArray[np.int32]:
-        if parts == vertices or not len(indices):
-            return (np.arange(vertices) * parts // vertices).astype(np.int32)
-        adjacency = pymetis.CSRAdjacency(indptr.astype(np.int32), indices.astype(np.int32))
-        weights = None if edges is None else whole(edges, 2**30)
-        part = pymetis.part_graph(parts, adjacency, vweights=whole(load, 2**30 - vertices), eweights=weights, recursive=False,
-                                  options=pymetis.Options(seed=seed + 1)).vertex_part  # fmt: skip
-        return repair(np.asarray(part, dtype=np.int32), parts)
-
-    return cached(key, vertices, parts, compute)
+    both = sp.csr_matrix(edges + edges.T)
+    _must_fit(both.nnz)
+    adjacency = pymetis.CSRAdjacency(both.indptr.astype(np.int64), both.indices.astype(np.int64))  # METIS's own width, as in _metis
+    weights = None if alike else whole(both.data, 2**30)
+    del both, edges  # as large as what METIS is given
+    part = pymetis.part_graph(parts, adjacency, vweights=whole(load, 2**30 - vertices), eweights=weights, recursive=False,
+                              options=pymetis.Options(seed=seed + 1)).vertex_part  # fmt: skip
+    return repair(np.asarray(part, dtype=np.int32), parts)
 
 
 def locality_order(graph: Graph, clusters: int = 64) -> NDArray[np.int32]:
@@ -138,17 +141,25 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
     vertices = len(indptr) - 1
     if parts == 1 or len(indices) == 0 or parts == vertices:  # METIS divides by the number of edges
         return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
-    if len(indices) >= 2**31:
-        raise SpecError(f"METIS takes fewer than 2**31 directed edges, the graph has {len(indices):,}; use the partitioner hash or random")
-    adjacency = pymetis.CSRAdjacency(indptr.astype(np.int32), indices.astype(np.int32))  # METIS's own width, so no slow conversion
+    _must_fit(len(indices))
+    adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))  # METIS's own width, so no slow conversion
     options = pymetis.Options(objtype=int(volume), seed=seed + 1)  # to C's random numbers, seeds 0 and 1 are the same
     whole = None
     weights = None if weights is None else np.asarray(weights, dtype=np.int64)
     if weights is not None and int(weights.sum()) >= 3 * parts * int(weights.max()) > 0:
         # METIS stumbles, and prints, over weights of 0 and where a part would hold a vertex or two, so there they do not count
         grain = max(1, min(1000, 2**30 // int(weights.sum())))
-        whole = (1 + grain * weights).astype(np.int32)
+        whole = 1 + grain * weights
     return np.asarray(pymetis.part_graph(parts, adjacency, vweights=whole, recursive=False, options=options).vertex_part, dtype=np.int32)
+
+
+def _must_fit(edges: int) -> None:
+    """Refuse before METIS runs into the end of memory, where the system kills the process without a word."""
+    need, room = EDGE_BYTES * edges, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > room:
+        raise SpecError(f"METIS takes up to about {EDGE_BYTES} bytes per directed edge (edges: {edges:,}, so {show_bytes(need)}; memory of "
+                        f"this machine: {show_bytes(room)}); use the partitioner hash or random (gsplit: splitter='random'), or a machine "
+                        "with more memory")  # fmt: skip
 
 
 class Stopwatch:

@@ -85,12 +85,7 @@ def split(graph: Graph, parts: int, splitter: str, seed: int, frequency: Frequen
     else:
         assert frequency is not None
         load = frequency.vertices.astype(float)
+    # an edge that was never drawn is still one, so that METIS keeps neighbours together where no batch has been
     drawn = frequency.edges if splitter == "gsplit" and frequency is not None else np.zeros(graph.indices.size, np.int32)
-    digest = blake2b(digest_size=16)
-    for array in (load, drawn):
-        digest.update(np.ascontiguousarray(array).data)
-    key = f"split {graph.stats.hash} {splitter} {parts} {seed} {digest.hexdigest()}"
-    n = graph.stats.vertices
-    one_way = sp.csr_matrix((drawn + 1.0, graph.indices, graph.indptr), shape=(n, n))  # at least 1: an edge never drawn is still one
-    both = sp.csr_matrix(one_way + one_way.T)
-    return cut_weighted(key, both.indptr, both.indices, both.data if splitter == "gsplit" else None, load, parts, seed)
+    return cut_weighted(sp.csr_matrix((drawn + np.int32(1), graph.indices, graph.indptr), shape=(load.size, load.size)), load, parts, seed,
+                        alike=splitter != "gsplit")  # fmt: skip

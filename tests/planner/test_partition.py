@@ -9,6 +9,7 @@ from gnnplan.planner import partition as module
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.graph import in_neighbours, load
 from gnnplan.planner.partition import METHODS, locality_order, partition, partition_weighted, repair, undirected
+from gnnplan.planner.splitting import split
 
 COMMUNITY = "synthetic:community?vertices=4000&edges=80000&features=2&classes=8"
 
@@ -75,6 +76,16 @@ def test_refusals(tmp_path, graph):
     (tmp_path / "s.yaml").write_text("vertices: 10\nedges: 20\nfeatures: 1\nclasses: 2\n")
     with pytest.raises(SpecError, match="statistics only"):
         partition(load(str(tmp_path / "s.yaml")), 2)
+
+
+def test_metis_is_not_asked_for_more_than_the_machine_holds(graph, monkeypatch):
+    monkeypatch.setattr(module, "EDGE_BYTES", 1 << 40)
+    rule = r"METIS takes up to about .* per directed edge \(edges: [\d,]+, so .*; memory of this machine: .*\); use the partitioner hash"
+    with pytest.raises(SpecError, match=rule):
+        partition(graph, 2)
+    with pytest.raises(SpecError, match=rule):
+        split(graph, 2, "edge", 0)
+    assert partition(graph, 2, "hash").max() == split(graph, 2, "random", 0).max() == 1
 
 
 @settings(max_examples=150, deadline=None)
