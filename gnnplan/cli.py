@@ -100,7 +100,7 @@ def plan(
     graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
     cluster: Annotated[str, typer.Option(help="A YAML file or a preset: local (this machine, as measured), gnnpipe_a5000, ...")] = "local",
     workload: Annotated[str | None, typer.Option(help="A YAML file with the fields that the options below override.")] = None,
-    model: Annotated[str | None, typer.Option(help="gcn, sage, gcnii, gat or resgcn.")] = None,
+    model: Annotated[str | None, typer.Option(help="gcn, sage, gcnii, gat, resgcn or sgc.")] = None,
     layers: Annotated[int | None, typer.Option(help="GNN layers.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout before every layer.")] = None,
@@ -173,7 +173,8 @@ def show_plan(job: Job, document: dict[str, Any]) -> None:
     from gnnplan.planner.units import show_bytes, show_time
 
     w, c = job.workload, job.cluster
-    print(f"{job.stats.name}: {job.stats.vertices:,} vertices, {job.stats.edges:,} edges; {w.model} {w.layers} layers x {w.hidden}, "
+    width = job.model.layers[0].h_out  # SGC's is that of the classes
+    print(f"{job.stats.name}: {job.stats.vertices:,} vertices, {job.stats.edges:,} edges; {w.model} {w.layers} layers x {width}, "
           f"dropout {w.dropout:g}; {c.name}: {c.servers} servers x {c.gpus_per_server} {c.device.name}")  # fmt: skip
     leaders = [document["best"], *document["alternatives"]][:8]
     rows = []

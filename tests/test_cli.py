@@ -486,7 +486,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {  # what -> (words
         r"w.yaml:1: layers: must be a valid integer"),
     "workload: absent": (ask("--workload", "absent.yaml"), "absent.yaml: cannot be read"),
     "--layers 0": (ask("--layers", 0), "--layers: must be greater than or equal to 1"),
-    "--model gin": (ask("--model", "gin"), "--model: must be 'gcn', 'sage', 'gcnii', 'gat' or 'resgcn'"),
+    "--model gin": (ask("--model", "gin"), "--model: must be 'gcn', 'sage', 'gcnii', 'gat', 'resgcn' or 'sgc'"),
     "--model gat --hidden 9": (ask("--model", "gat", "--hidden", 9), r"gat's heads \(hidden: 9, heads: 4\); use heads=3"),
     "--mode medium": (ask("--mode", "medium"), "--mode: must be 'full' or 'mini'"),
     "--dropout 1.5": (ask("--dropout", 1.5), "--dropout: must be less than 1"),

@@ -111,6 +111,7 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -
         return
     with rank.span(label, "reduce", rank.count(label, reduced_bytes(rank, label, flat, group))):
         wire = rank.staged(flat)
-        dist.all_reduce(wire, group=rank.group(group))
+        if flat.numel():  # a stage of layers that only aggregate has none, and they are on no device
+            dist.all_reduce(wire, group=rank.group(group))
         if wire is not flat:
             flat.copy_(wire)

@@ -19,7 +19,7 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: tuple[int, ...], layer: int | None = None) -> None:
         self.parameters, self.group, self.layer = list(parameters), group, layer
-        first = self.parameters[0]
+        first = self.parameters[0] if self.parameters else torch.empty(0)  # none: a stage of layers that only aggregate
         self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
         offset = 0
         for p in self.parameters:

@@ -144,11 +144,12 @@ class _Split(nn.Module):
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__()
-        self.projects_first, self.activates = shape.projects_first, shape.activates
+        self.projects_first, self.activates, self.drops = shape.projects_first, shape.activates, shape.drops
         self.norm = norm_of(shape.norm, shape.h_in)
 
     def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
-        return drop(activated(self.norm, x, moments) if self.activates else x)
+        rows = activated(self.norm, x, moments) if self.activates else x
+        return drop(rows) if self.drops else rows
 
     def project(self, rows: Tensor) -> Tensor:
         raise NotImplementedError
@@ -169,31 +170,37 @@ class _Split(nn.Module):
 
 
 class GCNLayer(_Split):
-    """A~ x W + b with A~ = (D+1)^-1/2 (A+I) (D+1)^-1/2 (Kipf and Welling 2017; DGL GraphConv norm='both' on A+I)."""
+    """A~ x W + b with A~ = (D+1)^-1/2 (A+I) (D+1)^-1/2 (Kipf and Welling 2017; DGL GraphConv norm='both' on A+I).
+
+    K of them are SGC (Wu et al. 2019; DGL SGConv on A+I): A~^K x W + b. The first alone has W, so that the others' rows are as wide
+    as there are classes, the last alone b, and nothing is between them. Its paper has no dropout; here features are dropped.
+    """
 
     edges = "gcn"
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__(shape)
-        self.weight, self.bias = nn.Parameter(torch.empty(shape.h_out, shape.h_in)), nn.Parameter(torch.zeros(shape.h_out))
+        self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in)) if shape.matrices else None
+        self.bias = nn.Parameter(torch.zeros(shape.h_out)) if shape.bias else None
 
     def project(self, rows: Tensor) -> Tensor:
+        assert self.weight is not None
         return linear(rows, self.weight)
 
     def update(self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool) -> Tensor:
-        if not self.projects_first:
+        if self.weight is not None and not self.projects_first:
             return linear(gathered, self.weight, self.bias, relu)
-        out = gathered + self.bias
+        out = gathered if self.bias is None else gathered + self.bias
         return out.relu() if relu else out
 
     def scatter(self, block: Block, x: Tensor, sync: Callable[[Tensor], Tensor]) -> Tensor:
         return self.project(x) if self.projects_first else x
 
     def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
-        return gathered if self.projects_first else linear(gathered, self.weight)
+        return gathered if self.projects_first else self.project(gathered)
 
     def apply(self, summed: Tensor, relu: bool) -> Tensor:
-        out = summed + self.bias
+        out = summed if self.bias is None else summed + self.bias
         return out.relu_() if relu else out
 
 
@@ -305,9 +312,6 @@ class GENLayer(_Split):
         self.softmax = aggregation == "softmax"
         self.weight, self.bias = nn.Parameter(torch.empty(shape.h_out, shape.h_in)), nn.Parameter(torch.zeros(shape.h_out))
 
-    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
-        return super().prepare(x, drop, moments) if self.activates else x
-
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         messages = (rows if self.activates else rows.relu()) + 1e-7
         return softmax_aggregate(block, messages) if self.softmax else aggregate(block, messages)
@@ -333,7 +337,7 @@ class Net(nn.Module):
             elif workload.model == "resgcn":
                 layer = GENLayer(shape, workload.aggregation)
             else:
-                layer = {"gcn": GCNLayer, "sage": SAGELayer, "gat": GATLayer}[workload.model](shape)
+                layer = {"gcn": GCNLayer, "sgc": GCNLayer, "sage": SAGELayer, "gat": GATLayer}[workload.model](shape)
             self.layers[str(number)] = layer
         self.encoder = nn.Linear(*shapes.encoder) if shapes.encoder and 1 in self.which else None
         self.decoder = nn.Linear(*shapes.decoder) if shapes.decoder and self.total in self.which else None

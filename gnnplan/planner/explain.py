@@ -76,8 +76,9 @@ def p3_conditions(job: Job) -> list[str]:
     even = float(formulas.p3_break_even(slices, inputs, rows, width))
     fetched = float(formulas.remote_feature_bytes(slices, inputs, width, b))
     table = ", ".join(f"{hidden}: {show_bytes(float(formulas.p3_bytes(slices, rows, hidden, b)))}" for hidden in HIDDEN)
-    return [f"P3 stops paying at hidden {even:.0f} (feature rows of {width} numbers; {rows:,.0f} rows of layer 1, "
-            f"{inputs:,.0f} inputs a batch, columns on {slices}): by hidden, partial sums take {table} per batch; features spread so would "
+    name = "hidden" if job.model.layers[0].h_out == job.workload.hidden else "classes"  # which makes layer 1's rows as wide as they are
+    return [f"P3 stops paying at {name} {even:.0f} (feature rows of {width} numbers; {rows:,.0f} rows of layer 1, "
+            f"{inputs:,.0f} inputs a batch, columns on {slices}): by {name}, partial sums take {table} per batch; features spread so would "
             f"fetch {show_bytes(fetched)}"]
 
 

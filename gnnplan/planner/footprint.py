@@ -20,6 +20,7 @@ from gnnplan.planner.gnn import Layer, Model
 RUNTIME = {"cpu": 300e6, "cuda": 800e6}  # [B] libraries and context of a process that has done nothing yet
 BLOCK = 512_000  # numbers of a product's operands that its backward pass looks at together (kernels._blocks)
 LONG = 8  # [B] of an index that torch wants in 64 bits
+BAG = 8  # [B] beside a row that is aggregated: two numbers of embedding_bag's own
 KERNEL = 0.6e6  # [B] that oneDNN keeps of the code for a product, for every shape of it (measured; torch 2.13)
 LEAST = 128  # rows of a piece for which oneDNN makes code, where rows vary (executor/kernels.py)
 
@@ -121,7 +122,7 @@ class Prepared:
     def on(model: Model, spec: Layer, n: Number, width: float) -> Prepared:
         """n rows of so many numbers: of sparse ones dropout looks at these alone."""
         rows = n * width * model.itemsize
-        drops = model.dropout > 0 and (spec.activates or not model.activates_last)  # ResGCN+ drops only what it has activated
+        drops = model.dropout > 0 and spec.drops
         normed = {"none": 0.0 * rows, "layer": 2 * n * model.itemsize, "batch": rows}[spec.norm] * spec.activates
         return Prepared(rows, spec.norm, normed, rows * spec.activates, n * width * drops, rows * drops)
 
@@ -163,7 +164,7 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
 
     def product(n: Number, through_relu: bool = False, matrices: int = 1) -> Number:
         """What the backward pass of a product holds of a block of its n rows, and of matrices that are turned and added up."""
-        block = np.minimum(n, Product(n, spec.h_in, spec.h_out).block) * (max(spec.h_in, spec.h_out) + spec.h_out * through_relu)
+        block = np.minimum(n, Product(n, spec.h_in, spec.h_out).block) * (max(spec.h_in * varies, spec.h_out) + spec.h_out * through_relu)
         if sparse:  # numbers in the order of columns, and the gradient turned
             return (n * model.nonzeros + spec.h_in * spec.h_out) * b
         return (block + (2 * matrices + 1) * spec.h_in * spec.h_out) * b
@@ -199,12 +200,17 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
         elif kind == "gcnii":
             t.take(gathered, r_in, r_out, r_out)  # mixed with initial rows, product, both
             t.free(gathered, r_out)
+        elif not spec.matrices:  # what is gathered is the output, but for a bias
+            t.take(gathered)
+            t.touch(BAG * rows * (not apart))
+            t.take(r_out * spec.bias)
+            t.free(gathered * spec.bias)
         elif first:
             t.touch(spec.h_in * spec.h_out * b * sparse)  # the weight turned
             t.take(0.0 if narrow else s_out, r_out)
             t.free(0.0 if narrow else s_out)
-            t.take(r_out, r_out if kind == "sage" or relu else 0.0)
-            t.free(r_out, r_out if kind == "sage" or relu else 0.0)
+            t.take(r_out * spec.bias, r_out if kind == "sage" or relu else 0.0)
+            t.free(r_out * spec.bias, r_out if kind == "sage" or relu else 0.0)
         else:
             t.take(gathered, r_out)
             t.touch(r_out if kind == "sage" else 0.0)
@@ -252,6 +258,8 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
             t.free(r_in)
             t.touch(r_in)  # initial rows'
             t.free(r_in)
+        elif not spec.matrices:  # the output's gradient is that of what was gathered
+            t.take(r_in * apart)
         elif first:
             t.take(above)
             if kind == "sage":
@@ -281,7 +289,8 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
         if not apart and varies and not narrow:
             if not (heads or first or kind == "resgcn"):
                 t.take(s_in)  # rows read, through the transposed edges
-                t.free(r_in, s_in if kind == "sage" else 0.0)
+                t.touch(BAG * sources)
+                t.free(r_in * (spec.matrices > 0), s_in if kind == "sage" else 0.0)
             made.backward(t)
         elif narrow:
             t.take(made.rows)
@@ -294,10 +303,10 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
     forward(t)
     kept, most, t.most = t.now, t.most, t.now
     backward(t)
-    ends = "bias relu" if relu else "bias"
+    ends = "bias relu" if relu else "bias" if spec.bias else ""
     last = {"sage": ("bias", "") if not first else ("bias",), "gcnii": ("",), "resgcn": ("bias",)}.get(kind, (ends,))
     before = [Product(local if narrow else sources, spec.h_in, spec.h_out, varies, ("",))] if first and not sparse else []
-    after = [Product(rows, spec.h_in, spec.h_out, varies, last)] if not first or (kind == "sage" and not sparse) else []
+    after = [Product(rows, spec.h_in, spec.h_out, varies, last)] if (spec.matrices and not first) or (kind == "sage" and not sparse) else []
     return Footprint(kept, most, t.most, (*before, *after))
 
 

@@ -20,7 +20,7 @@ from gnnplan.planner.specs import Workload
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: `weights` numbers in its parameters; `matrices` dense products of h_in x h_out."""
+    """One layer: `weights` numbers in its parameters; `matrices` dense products of h_in x h_out (0: it only aggregates)."""
 
     h_in: int
     h_out: int
@@ -32,6 +32,8 @@ class Layer:
     heads: int = 0  # of attention; each has a logit per source row, which goes with the projected row
     activates: bool = False  # norm and ReLU are the first thing it does to its inputs, not the last that the layer before did
     norm: str = "none"  # of its inputs, where it activates: 'layer' or 'batch'
+    drops: bool = True  # dropout of its inputs
+    bias: bool = True  # of GCN's layers, which SGC is made of
 
     @property
     def projected(self) -> int:
@@ -42,7 +44,7 @@ class Layer:
 @dataclass(frozen=True)
 class Model:
     """`first_varying`: index of the first layer input that changes from epoch to epoch (features do not).
-    `norm`: 'none', 'layer' or 'batch'."""
+    `norm`: 'none', 'layer' or 'batch'. `relu`: between layers."""
 
     layers: tuple[Layer, ...]
     encoder: tuple[int, int] | None
@@ -56,6 +58,7 @@ class Model:
     activates_last: bool = False  # norm and ReLU before the decoder
     nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
     redrawn: bool = False  # every step has other edges (mini-batches)
+    relu: bool = True
 
     @property
     def first_varying(self) -> int:
@@ -93,7 +96,7 @@ class Model:
 
     def relu_after(self, layer: int) -> bool:
         """Whether the layer (0: the encoder) ends in ReLU: not where the next one's inputs are activated by itself."""
-        return self.hands_on_initial or (0 < layer < len(self.layers) and not self.layers[layer].activates)
+        return self.hands_on_initial or (self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates)
 
     def moments(self, layer: int) -> int:
         """Numbers that all ranks sum before layer l (L + 1: the decoder): batch norm's two per column, else 0."""
@@ -156,7 +159,8 @@ class Model:
         if first:
             products = (0 if narrow else sources) + (spec.matrices - 1) * rows
         product = self.product(spec.h_in, spec.h_out, products, sparse)
-        touched = 3 * rows * spec.h_out * b + (0 if cached else 2 * sources * (spec.h_out if narrow or sparse else spec.h_in) * b)
+        touched = 0 if cached else 2 * sources * (spec.h_out if narrow or sparse else spec.h_in) * b
+        touched = touched + (3 if spec.weights else 0) * rows * spec.h_out * b
         launches = 6 + 2 * spec.matrices
         if not narrow:
             prepared, more = self.prepare(spec, sources, sparse)
@@ -183,7 +187,7 @@ class Model:
         """Bytes touched and framework operations of norm, activation and dropout on a layer's inputs. A word of dropout's hash serves
         four columns, of sparse rows a single number."""
         passes, launches = 0, 0
-        if self.dropout and (spec.activates or not self.activates_last):  # ResGCN+ drops only what it has activated
+        if self.dropout and spec.drops:
             passes, launches = 6, 8
         if spec.activates:
             passes, launches = passes + (2 if spec.norm == "none" else 6), launches + (1 if spec.norm == "none" else 4)
@@ -216,7 +220,7 @@ class Model:
         sparse = constant_input and self.nonzeros > 0
         product = self.product(*shape, rows, sparse)
         touched = 2 * rows * ((0 if sparse else shape[0]) + shape[1]) * self.itemsize
-        prepared, _ = self.prepare(before or Layer(*shape, 1, 0, False, False), rows, sparse)
+        prepared, _ = self.prepare(before or Layer(*shape, 1, 0, False, False, drops=not self.activates_last), rows, sparse)
         touched = touched + prepared
         again = Compute() if constant_input else product
         return (product + Compute(0.0, (), touched, 6, self.itemsize),
@@ -252,9 +256,16 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         return Model((layer,) * count, (features, hidden), (hidden, classes), *ends, True, nonzeros=nonzeros, redrawn=redrawn)
     if model == "resgcn":
         sums = 2 if workload.aggregation == "softmax" else 1
-        first = Layer(hidden, hidden, 1, hidden * hidden + hidden, False, False, sums)
+        first = Layer(hidden, hidden, 1, hidden * hidden + hidden, False, False, sums, drops=False)  # only what it has activated
         layers = [first, *[_activating(first, norm)] * (count - 1)]
         return Model(tuple(layers), (features, hidden), (hidden, classes), *ends, False, norm, True, nonzeros, redrawn)
+    cached = workload.dropout == 0 and not redrawn  # layer 1's aggregate is constant: multiply what is cached
+    if model == "sgc":
+        first = Layer(features, classes, 1, features * classes, True, nonzeros > 0 or (classes < features and not cached), bias=False)
+        following = Layer(classes, classes, 0, 0, True, False, drops=False, bias=False)
+        layers = [first, *[following] * (count - 1)]
+        layers[-1] = replace(layers[-1], weights=layers[-1].weights + classes, bias=True)
+        return Model(tuple(layers), None, None, *ends, False, nonzeros=nonzeros, redrawn=redrawn, relu=False)
     widths = [features, *[hidden] * (count - 1), classes]
     layers = []
     for h_in, h_out in pairwise(widths):
@@ -263,9 +274,7 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
             layer = Layer(h_in, h_out, 1, h_in * h_out + 3 * h_out, True, True, heads=heads)
         else:
             matrices = 2 if model == "sage" else 1
-            sparse = not layers and nonzeros > 0
-            cached = not layers and workload.dropout == 0 and not redrawn  # layer 1's aggregate is constant: multiply what is cached
-            projects_first = sparse or (h_out < h_in and not cached)
+            projects_first = h_out < h_in if layers else nonzeros > 0 or (h_out < h_in and not cached)
             layer = Layer(h_in, h_out, matrices, matrices * h_in * h_out + h_out, model == "gcn", projects_first)
         layers.append(_activating(layer, norm) if layers and norm != "none" else layer)
     return Model(tuple(layers), None, None, *ends, False, norm, nonzeros=nonzeros, redrawn=redrawn)
@@ -273,4 +282,4 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
 
 def _activating(layer: Layer, norm: str) -> Layer:
     """The layer where norm (a weight and a bias per column) and activation of its inputs are its own."""
-    return replace(layer, activates=True, norm=norm, weights=layer.weights + (2 * layer.h_in if norm != "none" else 0))
+    return replace(layer, activates=True, drops=True, norm=norm, weights=layer.weights + (2 * layer.h_in if norm != "none" else 0))

@@ -169,9 +169,9 @@ class Cluster(Spec):
 class Workload(Spec):
     """A GNN and how it is trained."""
 
-    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn"] = "sage"
+    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"] = "sage"
     layers: int = Field(3, ge=1, le=10_000)
-    hidden: int = Field(256, ge=1, le=1_000_000)
+    hidden: int = Field(256, ge=1, le=1_000_000)  # SGC has none: it is as wide as there are classes
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     mode: Literal["full", "mini"] = "full"
     batch: int = Field(1024, ge=1)
@@ -192,8 +192,9 @@ class Workload(Spec):
         if self.model == "gat" and self.layers > 1 and self.hidden % self.heads:
             fitting = max(n for n in range(1, self.heads + 1) if self.hidden % n == 0)
             raise ValueError(f"hidden must be a multiple of gat's heads (hidden: {self.hidden}, heads: {self.heads}); use heads={fitting}")
-        if self.model == "gcnii" and self.norm in ("layer", "batch"):
-            raise ValueError(f"gcnii is defined without a norm (norm: {self.norm}); use norm=none, or resgcn for a deep model with one")
+        if self.model in ("gcnii", "sgc") and self.norm in ("layer", "batch"):
+            other = "resgcn for a deep model" if self.model == "gcnii" else "gcn for a model"
+            raise ValueError(f"{self.model} is defined without a norm (norm: {self.norm}); use norm=none, or {other} with one")
         if self.mode == "mini" and isinstance(self.fanout, tuple) and len(self.fanout) != self.layers:
             raise ValueError(f"fanout has a number per layer, from the seeds outwards (fanout: {len(self.fanout)} numbers, layers: "
                              f"{self.layers}); use {self.layers} numbers, or fanout=full")  # fmt: skip

@@ -58,9 +58,9 @@ class Plain:
 
     def drop(self, h: Tensor, step: int | None, layer: int) -> Tensor:
         """Dropout before layer `layer` (0: encoder, layers + 1: decoder); none where step is None (evaluation), and in ResGCN+ none
-        before the first activation."""
+        before the first activation; SGC drops features alone."""
         p = self.workload.dropout
-        if step is None or not p or (self.model == "resgcn" and layer < 2):
+        if step is None or not p or (self.model == "resgcn" and layer < 2) or (self.model == "sgc" and layer > 1):
             return h
         return h * dropout_mask(self.workload.seed, step, layer, torch.arange(len(h)), h.shape[1], p) / (1 - p)
 
@@ -108,6 +108,9 @@ class Plain:
 
     def update(self, layer: int, gathered: Tensor, own: Tensor, h: Tensor, x0: Tensor | None) -> Tensor:
         """gathered and own are of prepared rows, h are the layer's inputs."""
+        if self.model == "sgc":
+            out = gathered @ self.w["layers.1.weight"].T if layer == 1 else gathered
+            return out + self.w[f"layers.{layer}.bias"] if layer == self.layers else out
         w = self.w[f"layers.{layer}.weight"]
         if self.model == "gcnii":
             beta = math.log(self.workload.theta / layer + 1)

@@ -55,6 +55,9 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),  # moments before layers and the decoder
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),
     (4, 2, "granndis(depth=1)", "resgcn norm=batch aggregation=sum", "multi", 0.0),
+    (3, 1, "pipegcn", "sgc", "rough", 0.5),
+    (4, 1, "gnnpipe(stages=2,chunks=3,layers_per_stage=(1,3))", "sgc", "rough", 0.0),
+    (4, 1, "gnnpipe(chunks=3)", "sgc", "rough", 0.5),  # two stages without weights
     (2, 1, "gnnpipe", "resgcn", "rough", 0.5),
     (2, 1, "graph_parallel(narrow=True)", "sage", "sparse", 0.5),
     (2, 1, "pipegcn", "gat", "sparse", 0.0),
@@ -77,6 +80,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "p3(pipelined=True)", "sage mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (4, 2, "p3(pipelined=True,prefetch=2)", "gcn mode=mini batch=9 fanout=3,2,2,1", "sparse", 0.0),
     (2, 1, "p3(pipelined=True)", "gat mode=mini batch=6 fanout=3,2,2,1", "multi", 0.0),
+    (2, 2, "p3(pipelined=True)", "sgc mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (2, 1, "p3(pipelined=True)", "gcn mode=mini batch=20 fanout=3,2,2,1", "rough", 0.5),
     (2, 1, "gsplit(splitter='random')", "resgcn mode=mini batch=9 fanout=3,2,2,1", "islands", 0.0),
     (2, 1, "data_parallel(cache=480,prefetch=1)", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
@@ -86,6 +90,8 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (3, 3, "data_parallel(features='spread',cache=100,hot='degree')", "gcnii mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
     (4, 2, "gsplit(cache=240,features='spread')", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (4, 2, "gsplit(cache=480,features='spread',group='all',hot='degree')", "sage mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
+    (3, 1, "data_parallel(structure='spread',structure_cache=300,prefetch=1)", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
+    (4, 2, "p3(pipelined=True,structure='spread')", "sage mode=mini batch=9 fanout=3,2,2,1", "rough", 0.0),
 ]
 
 

@@ -112,11 +112,12 @@ def test_float32_losses(run_ranks: Ranks, graphs: dict[str, str], world: int, se
 
 @settings
 def test_awkward_graphs(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str) -> None:
-    """Several labels, directed edges, an empty halo, parts without training vertices."""
+    """Several labels, directed edges, an empty halo, parts without training vertices; stages without weights."""
     cases = [
         Case(strategy, graphs[graph], workload(model, dtype="float64", dropout=0.5, optimizer=optimizer), servers, directed=directed)
         for graph, directed, model, optimizer in (("multi", False, "gcnii", "adam"), ("rough", True, "gcn", "sgd"),
-                                                  ("rough", True, "sage", "adam"), ("islands", False, "sage", "sgd"))
+                                                  ("rough", True, "sage", "adam"), ("islands", False, "sage", "sgd"),
+                                                  ("multi", True, "sgc", "adam"))
     ]  # fmt: skip
     assert_equal(run_ranks, world, cases, weights=1e-9, losses=1e-9)
 
@@ -124,7 +125,7 @@ def test_awkward_graphs(run_ranks: Ranks, graphs: dict[str, str], world: int, se
 # -- sparse features ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [*MODELS, "gat", "resgcn"])
+@pytest.mark.parametrize("model", [*MODELS, "gat", "resgcn", "sgc"])
 def test_sparse_features_in_one_process(run_ranks: Ranks, graphs: dict[str, str], model: str) -> None:
     """Training on dense matrices, dropout's masks included."""
     for dropout, hidden in ((0.0, 8), (0.5, 8), (0.5, 48)):  # wider than the features: multiplied first all the same
@@ -146,7 +147,7 @@ def test_sparse_features_on_ranks(run_ranks: Ranks, graphs: dict[str, str], worl
 # -- attention, residual blocks, norms ---------------------------------------------------------------------------------
 
 BLOCKS = (
-    {"model": "gat"}, {"model": "resgcn"}, {"model": "resgcn", "aggregation": "sum", "norm": "batch"},
+    {"model": "gat"}, {"model": "sgc"}, {"model": "resgcn"}, {"model": "resgcn", "aggregation": "sum", "norm": "batch"},
     {"model": "gcn", "norm": "layer"}, {"model": "sage", "norm": "batch"}, {"model": "gat", "heads": 2, "norm": "batch"},
 )  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_nccl_with_one_rank(gpu_rank: Rank, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn"])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])
 @pytest.mark.parametrize("graph", ["rough", "sparse"])
 def test_one_rank_on_the_gpu_equals_the_cpu(gpu_rank: Rank, run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path, graph: str,
                                             model: str, strategy: str) -> None:  # fmt: skip
@@ -70,7 +70,7 @@ def test_one_rank_on_the_gpu_equals_the_cpu(gpu_rank: Rank, run_ranks: Ranks, gr
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis(depth=1)"])
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn"])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])
 def test_two_ranks_on_one_gpu_equal_the_cpu(run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str) -> None:
     """NCCL refuses two ranks on a device, so rows go over Gloo, staged through the host; GraphSAGE's features are sparse."""
     servers = 2 if "granndis" in strategy else 1

@@ -75,7 +75,7 @@ ROWS, SOURCES, PER_ROW, FEATURES, HIDDEN, CLASSES = 10_000, 15_000, 12, 128, 64,
 MODELS: list[dict[str, Any]] = [
     {"model": "gcn"}, {"model": "gcn", "norm": "layer"}, {"model": "gcn", "norm": "batch"}, {"model": "sage"},
     {"model": "sage", "norm": "layer"}, {"model": "gcnii"}, {"model": "gat"}, {"model": "gat", "heads": 2}, {"model": "resgcn"},
-    {"model": "resgcn", "norm": "batch"}, {"model": "resgcn", "norm": "none"}, {"model": "resgcn", "aggregation": "sum"},
+    {"model": "resgcn", "norm": "batch"}, {"model": "resgcn", "norm": "none"}, {"model": "resgcn", "aggregation": "sum"}, {"model": "sgc"},
 ]  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_footprint_is_what_torch_allocates(model: dict[str, Any], p: float, laye
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("model", ["gcn", "sage"])
+@pytest.mark.parametrize("model", ["gcn", "sage", "sgc"])
 def test_footprint_of_sparse_rows(model: str, p: float) -> None:
     """A step has sorted them before: that stays with the features."""
     workload, each = Workload(model=model, layers=3, hidden=HIDDEN, dropout=p), 10
@@ -129,7 +129,8 @@ def test_footprint_of_sparse_rows(model: str, p: float) -> None:
     torch.autograd.backward(out, torch.rand_like(out))
     del out
     out, kept, _ = counted(forward)
-    _, _, backward = counted(lambda: torch.autograd.backward(out, torch.ones(()).expand_as(out)))
+    gradient = torch.ones_like(out)
+    _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
     told = footprint(model, shapes, 1, ROWS, SOURCES, ROWS * PER_ROW - ROWS * shapes.layers[0].self_edges)
     assert told.kept == pytest.approx(kept, rel=0.001)
     assert told.backward == pytest.approx(kept + backward, rel=0.05)
@@ -138,6 +139,7 @@ def test_footprint_of_sparse_rows(model: str, p: float) -> None:
 # -- runs ------------------------------------------------------------------------------------------------------------------
 
 DENSE = "synthetic:community?vertices=20000&edges=300000&features=64&classes=10"
+MANY = "synthetic:community?vertices=20000&edges=300000&features=256&classes=64"
 THIN = "synthetic:community?vertices=12000&edges=120000&features=48&classes=7"
 SAGE = {"model": "sage", "layers": 3, "hidden": 128}
 DEEP = {"model": "gcnii", "layers": 12, "hidden": 64, "dropout": 0.5}
@@ -147,6 +149,7 @@ RUNS = {
     "graph parallel": (2, Case("graph_parallel", DENSE, SAGE)),
     "narrow": (2, Case("graph_parallel(narrow=True)", DENSE, {"model": "gcn", "layers": 3, "hidden": 130, "norm": "layer"})),
     "attention": (2, Case("graph_parallel", THIN, {"model": "gat", "layers": 3, "hidden": 64, "heads": 2})),
+    "propagation": (2, Case("graph_parallel", MANY, {"model": "sgc", "layers": 4, "dropout": 0.5})),
     "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
     "pipegcn_gf": (2, Case("pipegcn_gf", DENSE, {**SAGE, "hidden": 126, "dropout": 0.5})),
     "recompute": (2, Case("granndis(depth=1)", DENSE, {**SAGE, "hidden": 122}, servers=2)),
@@ -192,6 +195,7 @@ BATCHES = {
     "split": Case("gsplit", WIDE, {**MINI, "model": "sage"}),
     "split, narrow": Case("gsplit(narrow=True)", WIDE, {**MINI, "model": "gcn", "hidden": 256}),
     "shared cache": Case("data_parallel(cache=4000000,shared_cache=True)", WIDE, {**MINI, "model": "sage"}),
+    "propagation": Case("data_parallel", WIDE.replace("classes=16", "classes=128"), {**MINI, "model": "sgc"}),
     "the sampler's": Case("data_parallel", SLIM, {**MINI, "model": "gcn", "hidden": 16}),
 }
 

@@ -23,7 +23,7 @@ from gnnplan.planner.sampling import Frontier, frontier, seeds_of
 
 pytestmark = pytest.mark.timeout(110)
 
-MODELS = ("gcn", "sage", "gat", "gcnii", "resgcn")
+MODELS = ("gcn", "sage", "gat", "gcnii", "resgcn", "sgc")
 SPLITS = [
     (2, 1, "data_parallel"), (3, 1, "data_parallel"), (4, 2, "data_parallel(checkpoint=True)"),
     (2, 1, "gsplit"), (3, 1, "gsplit(splitter='random')"), (4, 1, "gsplit(splitter='node',narrow=True)"), (2, 1, "gsplit(splitter='edge')"),
@@ -122,5 +122,6 @@ def test_ranks_train_as_one_process(run_ranks: Ranks, graphs: dict[str, str], wo
     cases = [Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
              for graph, model, more in (("rough", "sage", {"dropout": 0.5}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}),
                                         ("sparse", "gcn", {"dropout": 0.5}), ("sparse", "gcnii", {}), ("rough", "resgcn", {"dropout": 0.5}),
+                                        ("rough", "sgc", {"dropout": 0.5}),
                                         ("islands", "sage", {"batch": 4, "fanout": "full"}))]  # fmt: skip
     assert_as_one_process(run_ranks, world, cases)

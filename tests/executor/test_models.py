@@ -24,7 +24,7 @@ from gnnplan.planner.gnn import describe
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.specs import Workload
 
-MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn")
+MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn", "sgc")
 DTYPES = (torch.float64, torch.float32)
 TOLERANCE = {torch.float64: {"rtol": 1e-10, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
 
@@ -115,6 +115,32 @@ def test_sage_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, p
     plain = theirs_of(dgl, graph, self_edges=False)
     theirs = with_gradients(lambda x, *_: conv(plain, x), x, conv.fc_neigh.weight, conv.fc_self.weight, conv.fc_self.bias)
     assert_same(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["aggregates first", "multiplies first"])
+def test_sgc_is_dgls(dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype, layers: int, dropout: float) -> None:
+    """All of its layers are one SGConv on A + I. On undirected graphs: it normalises both ends by the in-degree."""
+    graph = load(graphs["rough"])
+    assert isinstance(graph, Graph)
+    workload = Workload(model="sgc", layers=layers, dropout=dropout, dtype="float64" if dtype == torch.float64 else "float32")
+    net = Net(describe(workload, 12, 5), workload)
+    assert net.layer(1).projects_first == (dropout > 0)
+    (weight, bias), block = net.parameters(), block_of(graph, "gcn", dtype)
+    bias.data = random(5, dtype=dtype, seed=2)
+
+    def run(x: Tensor, *_: Tensor) -> Tensor:
+        for number in range(1, layers + 1):
+            x = net.layer(number)(block, x, relu=net.relu_after(number))
+        return x
+
+    x = random(graph.stats.vertices, 12, dtype=dtype)
+    ours = with_gradients(run, x, weight, bias)
+    conv = dgl.nn.SGConv(12, 5, k=layers).to(dtype)
+    conv.fc.weight.data, conv.fc.bias.data = weight.data.clone(), bias.data.clone()
+    looped = theirs_of(dgl, graph, self_edges=True)
+    assert_same(ours, with_gradients(lambda x, *_: conv(looped, x), x, conv.fc.weight, conv.fc.bias), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

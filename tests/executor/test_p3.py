@@ -27,6 +27,7 @@ def test_without_the_pipeline_it_is_one_process(run_ranks: Ranks, graphs: dict[s
     cases = [Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
              for graph, model, more in (("rough", "sage", {"dropout": 0.5}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}),
                                         ("sparse", "sage", {"dropout": 0.5}), ("sparse", "gat", {}), ("rough", "gat", {"heads": 4}),
+                                        ("rough", "sgc", {"dropout": 0.5}), ("sparse", "sgc", {"layers": 1, "fanout": (3,)}),
                                         ("islands", "gcn", {"batch": 4, "fanout": "full", "norm": "layer"}))]  # fmt: skip
     assert_as_one_process(run_ranks, world, cases)
 
@@ -55,7 +56,7 @@ def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tens
     return losses, plain.state
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage", "gat"])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gat", "sgc"])
 @pytest.mark.parametrize(("world", "servers"), [(2, 1), (4, 2)])
 def test_the_pipeline_is_the_recursion(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int) -> None:
     for optimizer, graph in (("sgd", "rough"), ("adam", "sparse")):

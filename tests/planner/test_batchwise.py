@@ -47,7 +47,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return job_of(
         draw(st.sampled_from(GRAPHS)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), inter=10 ** draw(st.floats(6, 10)),
         intra=10 ** draw(st.floats(7, 11)), gemm=10 ** draw(st.floats(9, 13)), host=10 ** draw(st.floats(5, 8)),
-        model=draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn"])), heads=1, layers=layers, seed=draw(st.integers(0, 3)),
+        model=draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])), heads=1, layers=layers, seed=draw(st.integers(0, 3)),
         fanout=draw(st.sampled_from(["full", (4, 3, 2)[:layers]])), batch=draw(st.integers(6, 20)),
         dropout=draw(st.sampled_from([0.0, 0.5])),
     )  # fmt: skip

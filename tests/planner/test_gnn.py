@@ -44,6 +44,20 @@ def test_residual_blocks_and_norms():
     assert normal == bare + 2 * 2 * 16
 
 
+def test_sgc_is_one_matrix_and_one_bias():
+    """3 layers, 40 -> 5 -> 5 -> 5: W in the first, b in the last, and but for these each is an aggregation, 5 numbers wide."""
+    model = describe(Workload(model="sgc", hidden=16, dropout=0.5), 40, 5)
+    assert model.weights == 40 * 5 + 5 and [model.weights_of(range(layer, layer + 1)) for layer in (1, 2, 3)] == [40 * 5, 0, 5]
+    assert describe(Workload(model="sgc", layers=1), 40, 5).weights == 40 * 5 + 5
+    assert not any(model.relu_after(layer) for layer in (0, 1, 2, 3)) and not model.narrows and model.prepares_linearly
+    assert [model.forward(layer, 10, 20, 50).flops for layer in (1, 2, 3)] == [2 * 20 * 40 * 5, 0, 0]
+    assert [model.forward(layer, 10, 20, 50).gathers for layer in (1, 2, 3)] == [((50 + 10, 5),)] * 3
+    assert [model.backward(layer, 10, 20, 50).flops for layer in (1, 2, 3)] == [2 * 20 * 40 * 5, 0, 0]
+    cached = describe(Workload(model="sgc", hidden=16), 40, 5)
+    assert cached.aggregate_cached(1) and cached.forward(1, 10, 20, 50).flops == 2 * 10 * 40 * 5
+    assert [cached.forward(layer, 10, 20, 50) == model.forward(layer, 10, 20, 50) for layer in (1, 2, 3)] == [False, True, True]
+
+
 def test_a_softmax_costs_two_sums():
     one, two = (describe(Workload(model="resgcn", aggregation=name), 40, 5).forward(2, 10, 20, 30).gathers for name in ("sum", "softmax"))
     assert two == one * 2 == ((30, 256),) * 2
@@ -98,6 +112,7 @@ def test_batch_norm_stands_between_a_layer_and_a_narrow_exchange():
 @pytest.mark.parametrize(("flags", "words"), [
     ({"model": "gat", "hidden": 10}, r"hidden must be a multiple of gat's heads \(hidden: 10, heads: 4\); use heads=2"),
     ({"model": "gcnii", "norm": "batch"}, "gcnii is defined without a norm .*use norm=none"),
+    ({"model": "sgc", "norm": "layer"}, "sgc is defined without a norm .*use norm=none, or gcn"),
     ({"model": "resgcn", "aggregation": "max"}, "--aggregation: must be 'softmax' or 'sum'"),
     ({"norm": "group"}, "--norm: must be 'none', 'layer' or 'batch'"), ({"model": "gat", "heads": 0}, "--heads: must be greater"),
 ])  # fmt: skip

@@ -102,8 +102,8 @@ def jobs(draw: st.DrawFn) -> Job:
         launch=draw(log_uniform(1e-7, 1e-4)), overlap_tax=draw(st.sampled_from([0.0, 0.4])),
         gather=draw(st.sampled_from([{}, {4: 1e9, 64: 2e10}])),
     )  # fmt: skip
-    model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn"]))
-    norm = None if model == "gcnii" else draw(st.sampled_from([None, "layer", "batch"]))
+    model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"]))
+    norm = None if model in ("gcnii", "sgc") else draw(st.sampled_from([None, "layer", "batch"]))
     return job_of(draw(st.sampled_from(GRAPHS)), where, model=model, norm=norm, heads=1,
                   layers=draw(st.integers(1, 6)), hidden=draw(st.sampled_from([3, 16, 64])), dropout=draw(st.sampled_from([0.0, 0.5])),
                   optimizer=draw(st.sampled_from(["adam", "sgd"])), dtype=draw(st.sampled_from(["float32", "float64"])))  # fmt: skip

@@ -234,7 +234,8 @@ class Worker:
     def _lay_out_history(self, step: int) -> None:
         for layer in self.varying:
             if self.carried:  # what arrived too late in the step before, as a gradient of undropped rows
-                self.carried[layer] = self._drop(step - 1, layer, self.vertices)(self.slope[layer]).clone()  # its own transpose
+                prepare = self.net.layer(layer).prepare  # dropout or nothing, which are their own transposes
+                self.carried[layer] = prepare(self.slope[layer], self._drop(step - 1, layer, self.vertices)).clone()
             self.slope[layer].zero_()
             with torch.no_grad():
                 self.mixed[layer].copy_(self.net.layer(layer).prepare(self.past[layer], self._drop(step, layer, self.vertices)))

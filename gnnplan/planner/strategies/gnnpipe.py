@@ -186,7 +186,7 @@ class GNNPipe(Strategy):
         b = model.itemsize
         forward = backward = Compute(itemsize=b)
         if width:  # rows are packed, laid out beside the others', prepared; their gradients the same way back
-            dropped = 6 * taken if model.dropout else 0
+            dropped = 6 * taken if model.dropout and model.layers[piece[0] - 1].drops else 0
             forward = Compute(touched=(2.0 * given + 2 * rows + 4 * taken + dropped) * width * b, launches=4, itemsize=b)
             backward = Compute(touched=(3.0 * given + 2 * rows + 4 * taken + dropped) * width * b, launches=4, itemsize=b)
         if 0 in piece:
@@ -217,11 +217,11 @@ class GNNPipe(Strategy):
     def refresh_work(self, job: Job, stage: int, rows: float) -> Compute:
         """At the start of a step a rank's historical rows, its own and those it reads, are laid out for every layer of the stage."""
         model, stages = self.shape(job)
-        widths = sum(model.input_width(layer) for layer in stages[stage] if layer > model.first_varying)
-        factor = 4 + (6 if model.dropout else 0)
+        varying = [model.layers[layer - 1] for layer in stages[stage] if layer > model.first_varying]
+        passes = sum((4 + (6 if model.dropout and spec.drops else 0)) * spec.h_in for spec in varying)
         dropped = model.dropout and 1 in stages[stage] and not model.encoder and not model.nonzeros  # sparse rows: by each chunk
         inputs = 6 * model.features if dropped else 0
-        return Compute(touched=float(rows * (factor * widths + inputs) * model.itemsize), launches=4, itemsize=model.itemsize)
+        return Compute(touched=float(rows * (passes + inputs) * model.itemsize), launches=4, itemsize=model.itemsize)
 
     def weights(self, job: Job, stage: int) -> int:
         model, stages = self.shape(job)

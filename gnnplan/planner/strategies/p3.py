@@ -47,7 +47,7 @@ from gnnplan.planner.strategies.layerwise import Manner, Op
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
 OVER = ("server", "rank")
-MODELS = ("gcn", "sage", "gat")  # whose first layer is a sum over feature columns, but for attention's softmax
+MODELS = ("gcn", "sage", "gat", "sgc")  # whose first layer is a sum over feature columns, but for attention's softmax
 DELAY = 3  # updates by which a pipelined batch's weights lag
 HEADER = 3  # numbers before a pushed block: sources, destinations, edges
 INT = 4  # [B] of a pushed number
