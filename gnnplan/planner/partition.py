@@ -40,7 +40,7 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
     if method not in METHODS:
         raise SpecError(f"partitioner {method!r} is unknown{suggest(method, METHODS)}")
     vertices = graph.stats.vertices
-    _check(parts, vertices, graph.stats.source)
+    check_parts(parts, vertices, graph.stats.source)
     if parts == 1:
         return np.zeros(vertices, np.int32)
     if method == "hash":
@@ -63,35 +63,12 @@ def partition_weighted(indptr: Array, indices: Array, weights: Array | None, par
     Weights so uneven that a part would hold fewer than three of the largest are ignored.
     """
     vertices = len(indptr) - 1
-    _check(parts, vertices, "the subgraph")
+    check_parts(parts, vertices, "the subgraph")
     digest = blake2b(digest_size=16)
     for array in (indptr, indices, *(() if weights is None else (weights,))):
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
     key = f"weighted {digest.hexdigest()} {parts} {seed} {weights is None}"
     return cached(key, vertices, parts, lambda: repair(_metis(indptr, indices, weights, parts, seed), parts))
-
-
-def cut_weighted(edges: sp.csr_matrix, load: Array, parts: int, seed: int, alike: bool = False) -> NDArray[np.int32]:
-    """Part [n] of each vertex: METIS cuts little weight of `edges` [n, n], both directions together (`alike`: few of them), and makes the
-    sums of `load` [n] (>= 0) equal."""
-    vertices = load.size
-    _check(parts, vertices, "the graph")
-    if parts == vertices or not edges.nnz:
-        return (np.arange(vertices) * parts // vertices).astype(np.int32)
-
-    def whole(weights: Array, most: float) -> NDArray[np.int64]:
-        """At least 1, shares kept to a thousandth of the largest where the sum leaves room."""
-        scale = min(1000 / max(float(weights.max(initial=0)), 1e-300), most / max(float(weights.sum()), 1e-300))
-        return (scale * weights).astype(np.int64) + 1
-
-    both = sp.csr_matrix(edges + edges.T)
-    _must_fit(both.nnz)
-    adjacency = pymetis.CSRAdjacency(both.indptr.astype(np.int64), both.indices.astype(np.int64))  # METIS's own width, as in _metis
-    weights = None if alike else whole(both.data, 2**30)
-    del both, edges  # as large as what METIS is given
-    part = pymetis.part_graph(parts, adjacency, vweights=whole(load, 2**30 - vertices), eweights=weights, recursive=False,
-                              options=pymetis.Options(seed=seed + 1)).vertex_part  # fmt: skip
-    return repair(np.asarray(part, dtype=np.int32), parts)
 
 
 def locality_order(graph: Graph, clusters: int = 64) -> NDArray[np.int32]:
@@ -126,7 +103,7 @@ def repair(part: NDArray[np.int32], parts: int) -> NDArray[np.int32]:
     return part
 
 
-def _check(parts: int, vertices: int, what: str) -> None:
+def check_parts(parts: int, vertices: int, what: str) -> None:
     if not 1 <= parts <= vertices:
         raise SpecError(f"{what}: parts must lie in [1, {vertices:,}] (no more parts than vertices), got {parts:,}")
 
@@ -141,7 +118,7 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
     vertices = len(indptr) - 1
     if parts == 1 or len(indices) == 0 or parts == vertices:  # METIS divides by the number of edges
         return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
-    _must_fit(len(indices))
+    metis_must_fit(len(indices))
     adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))  # METIS's own width, so no slow conversion
     options = pymetis.Options(objtype=int(volume), seed=seed + 1)  # to C's random numbers, seeds 0 and 1 are the same
     whole = None
@@ -153,7 +130,7 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
     return np.asarray(pymetis.part_graph(parts, adjacency, vweights=whole, recursive=False, options=options).vertex_part, dtype=np.int32)
 
 
-def _must_fit(edges: int) -> None:
+def metis_must_fit(edges: int) -> None:
     """Refuse before METIS runs into the end of memory, where the system kills the process without a word."""
     need, room = EDGE_BYTES * edges, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > room:

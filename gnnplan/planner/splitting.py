@@ -15,15 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
+import pymetis
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import suggest
 from gnnplan.planner.graph import Graph
-from gnnplan.planner.partition import cached, cut_weighted
+from gnnplan.planner.partition import cached, check_parts, metis_must_fit, repair
 from gnnplan.planner.sampling import frontier, seeds_of
 from gnnplan.planner.specs import Workload
 
@@ -66,8 +68,8 @@ def owners(graph: Graph, parts: int, splitter: str, workload: Workload, epochs: 
     key = f"owners {graph.stats.hash} {train} {splitter} {parts} {w.seed} {w.batch} {w.fanouts} {epochs}"
 
     def compute() -> NDArray[np.int32]:
-        frequency = presample(graph, w.batch, w.fanouts, w.seed, epochs) if splitter in ("gsplit", "node") else None
-        return split(graph, parts, splitter, w.seed, frequency)
+        return split(graph, parts, splitter, w.seed,
+                     presample(graph, w.batch, w.fanouts, w.seed, epochs) if splitter in ("gsplit", "node") else None)  # fmt: skip
 
     return cached(key, graph.stats.vertices, parts, compute)
 
@@ -76,6 +78,7 @@ def split(graph: Graph, parts: int, splitter: str, seed: int, frequency: Frequen
     """Owner [N] of each vertex, in [0, parts). gsplit and node need what pre-sampling counted."""
     if splitter not in SPLITTERS:
         raise SpecError(f"splitter {splitter!r} is unknown{suggest(splitter, SPLITTERS)}")
+    check_parts(parts, graph.stats.vertices, graph.stats.source)
     if parts == 1:
         return np.zeros(graph.stats.vertices, np.int32)
     if splitter == "random":
@@ -86,6 +89,22 @@ def split(graph: Graph, parts: int, splitter: str, seed: int, frequency: Frequen
         assert frequency is not None
         load = frequency.vertices.astype(float)
     # an edge that was never drawn is still one, so that METIS keeps neighbours together where no batch has been
-    drawn = frequency.edges if splitter == "gsplit" and frequency is not None else np.zeros(graph.indices.size, np.int32)
-    return cut_weighted(sp.csr_matrix((drawn + np.int32(1), graph.indices, graph.indptr), shape=(load.size, load.size)), load, parts, seed,
-                        alike=splitter != "gsplit")  # fmt: skip
+    drawn = frequency.edges + np.int32(1) if splitter == "gsplit" and frequency is not None else np.ones(graph.indices.size, np.int32)
+    one_way = sp.csr_matrix((drawn, graph.indices, graph.indptr), shape=(load.size, load.size))
+    both = sp.csr_matrix(one_way + one_way.T)
+    metis_must_fit(both.nnz)
+    del frequency, drawn, one_way  # METIS needs the room
+    if parts == load.size or not both.nnz:
+        return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
+    adjacency = pymetis.CSRAdjacency(both.indptr.astype(np.int64), both.indices.astype(np.int64))  # its own width, so no slow conversion
+    weights = _whole(both.data, 2**30) if splitter == "gsplit" else None
+    del both
+    part = pymetis.part_graph(parts, adjacency, vweights=_whole(load, 2**30 - load.size), eweights=weights, recursive=False,
+                              options=pymetis.Options(seed=seed + 1)).vertex_part  # fmt: skip
+    return repair(np.asarray(part, dtype=np.int32), parts)
+
+
+def _whole(weights: NDArray[Any], most: float) -> NDArray[np.int64]:
+    """At least 1, shares kept to a thousandth of the largest where the sum leaves room."""
+    scale = min(1000 / max(float(weights.max(initial=0)), 1e-300), most / max(float(weights.sum()), 1e-300))
+    return (scale * weights).astype(np.int64) + 1

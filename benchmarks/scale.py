@@ -1,0 +1,143 @@
+"""How much time and memory planning takes on a graph of 5M vertices and 100M edges: `python benchmarks/scale.py [FOLDER] [STEP ...]`.
+
+Generates the graph (the generator's communities with power-law degrees, seed 0; 100 features, 1 % to train on) into FOLDER once, by
+default one that is removed at the end, 2.5 GB. Then each step in a process of its own, one after the other: how long one core is at
+it, from when the graph is loaded, and the most memory that its process had resident, the graph included. Steps find on disk what those
+before have left there, as a user's would: weighing gsplit does not split anew what the step `split` has split. Prints a table, asserts
+nothing. `plan`, the command itself, runs only where it is named: it weighs all of the full graph's strategies too, each with METIS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from gnnplan.cli import app, ask
+from gnnplan.planner.files import read_cluster
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.partition import partition
+from gnnplan.planner.search import search
+from gnnplan.planner.specs import Workload
+from gnnplan.planner.splitting import owners, presample
+from gnnplan.planner.store import hottest
+from gnnplan.planner.strategies import parse
+
+SOURCE = "synthetic:community?vertices=5000000&edges=100000000&features=100&classes=47&communities=1000&seed=0"
+TRAINED, GPUS, LIMIT = 0.01, 4, 12e9  # share of the vertices, GPUs of the server, [B]
+CLUSTER = "gsplit_p3_8xlarge"
+ASKED = {"mode": "mini", "model": "sage", "layers": 3, "hidden": 256, "batch": 1024, "fanout": (15, 10, 5)}
+WORKLOAD = Workload(**ASKED)
+
+
+def generate(folder: Path) -> None:
+    """The graph as a folder whose features are mapped; every edge once, as it becomes undirected when it is read."""
+    graph = load(SOURCE)
+    assert isinstance(graph, Graph)
+    n = graph.stats.vertices
+    dst = np.repeat(np.arange(n, dtype=np.int32), graph.degree)
+    once = graph.indices < dst
+    train = np.zeros(n, bool)
+    train[np.random.default_rng(0).permutation(n)[: round(TRAINED * n)]] = True
+    folder.mkdir(parents=True)
+    for name, array in (("src", graph.indices[once]), ("dst", dst[once]), ("y", graph.y), ("train_mask", train), ("x", graph.x)):
+        np.save(folder / f"{name}.npy", array)
+
+
+def of_graph(step: Callable[[Graph], object]) -> Callable[[Path], float]:
+    def timed(folder: Path) -> float:
+        graph = load(str(folder))
+        assert isinstance(graph, Graph)
+        started = time.process_time()
+        step(graph)
+        return time.process_time() - started
+
+    return timed
+
+
+def loading(folder: Path) -> float:
+    started = time.process_time()
+    load(str(folder))
+    return time.process_time() - started
+
+
+def weighing(strategy: str) -> Callable[[Path], float]:
+    """Settled, seated, its memory and time predicted."""
+    def timed(folder: Path) -> float:
+        job = ask(str(folder), read_cluster(CLUSTER), WORKLOAD, [], GPUS, "metis", False)
+        started = time.process_time()
+        found = search(job, forced=parse(strategy)).ranked[0]
+        print(f"{found.strategy}: {float(found.predicted.epoch_s):.3g} s per epoch", file=sys.stderr)
+        return time.process_time() - started
+
+    return timed
+
+
+def plan(folder: Path) -> float:
+    asked = [word for name, value in ASKED.items()
+             for word in (f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value))]  # fmt: skip
+    started = time.process_time()
+    app(["plan", "--graph", str(folder), "--cluster", CLUSTER, "--ranks", str(GPUS), *asked, "--strategy", "data_parallel"],
+        standalone_mode=False)  # fmt: skip
+    return time.process_time() - started
+
+
+STEPS: dict[str, tuple[str, Callable[[Path], float]]] = {
+    "first": ("load, the features looked at for the first time", loading),
+    "load": ("load", loading),
+    "presample": ("pre-sampling, 10 epochs", of_graph(lambda graph: presample(graph, WORKLOAD.batch, WORKLOAD.fanouts, WORKLOAD.seed))),
+    "hottest": ("hot rows by frequency, 10 epochs", of_graph(lambda graph: hottest(graph, WORKLOAD, "frequency", GPUS))),
+    "metis": (f"METIS, {GPUS} parts", of_graph(lambda graph: partition(graph, GPUS))),
+    "split": (f"pre-sampling and weighted METIS, {GPUS} GPUs", of_graph(lambda graph: owners(graph, GPUS, "gsplit", WORKLOAD))),
+    **{name: (f"weighing {name}", weighing(name)) for name in ("data_parallel", "gsplit", "p3")},
+}
+NAMED = {"plan": ("`gnnplan plan --mode mini --strategy data_parallel`", plan)}
+
+
+def run(step: str, folder: Path, cache: Path) -> None:
+    """A line of the table."""
+    done = subprocess.run([sys.executable, __file__, "--step", step, str(folder)], stdout=subprocess.PIPE, text=True,
+                          env=os.environ | {"GNNPLAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"})  # fmt: skip
+    words = (STEPS | NAMED)[step][0] if step in STEPS | NAMED else step
+    if done.returncode:
+        print(f"| {words} | failed ({done.returncode}) | |", flush=True)
+        return
+    seconds, peak = json.loads(done.stdout.splitlines()[-1])
+    print(f"| {words} | {seconds:,.0f} | {peak / 1e9:.1f}{'' if peak < LIMIT else ' (!)'} |", flush=True)
+
+
+def main(folder: Path, steps: list[str]) -> None:
+    print("| step | seconds of one core | peak GB |\n|---|--:|--:|", flush=True)
+    if not folder.exists():
+        run("generate", folder, folder.parent)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as cache:
+        for step in steps or STEPS:
+            run(step, folder, Path(cache))
+    print(f"\n(!): more than {LIMIT / 1e9:.0f} GB")
+
+
+def one(step: str, folder: Path) -> None:
+    if step == "generate":
+        generate(folder)
+        seconds = time.process_time()
+    else:
+        seconds = (STEPS | NAMED)[step][1](folder)
+    print(json.dumps((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--step"]:
+        one(sys.argv[2], Path(sys.argv[3]))
+    elif sys.argv[1:]:
+        main(Path(sys.argv[1]), sys.argv[2:])
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            main(Path(scratch) / "graph", [])
