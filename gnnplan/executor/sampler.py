@@ -5,6 +5,12 @@
                       my rows of h_{l-1}: those of h_l, then what is new, in order
     lay: a block per layer. Who asked for what is the shuffle index, for the exchanges of both passes
 
+Where the structure is spread (planner/structure.py) it has its share of the adjacency lists, and the draws of others from theirs:
+
+    for l = L .. 1    ask_edges l: tell those who have lists that I lack; hear who lacks mine
+                      draw l: neighbours of my rows whose lists I have, and of what I was asked for
+                      edges l: neighbours there and back
+
 It runs in the rank itself, or in a process of its own that is ahead by some batches (torch's DataLoader): then samplers talk to each
 other over Gloo, beside the ranks. Spans and bytes come along with the share.
 """
@@ -28,10 +34,12 @@ from torch.utils.data import DataLoader, Dataset
 from gnnplan.executor.data import weighted_block
 from gnnplan.executor.share import Part, Share
 from gnnplan.executor.worker import Rank, die_with_parent, now
+from gnnplan.planner.graph import Graph
 from gnnplan.planner.minibatch import Batches, shares
-from gnnplan.planner.sampling import Ids, draw, key_of, seeds_of
+from gnnplan.planner.sampling import Ids, draw, key_of, seeds_of, taken
 from gnnplan.planner.schedule import Label
 from gnnplan.planner.strategies.batchwise import ID
+from gnnplan.planner.structure import NEIGHBOUR, Structure, thinned
 from gnnplan.planner.trace import Span
 
 _opened = itertools.count()  # samplers of this process: all ranks open them in the same order
@@ -53,30 +61,34 @@ class Sampled:
 
 
 class Sampler(Dataset[Sampled]):
-    """Item t is rank `me`'s share of step t. `edges`: kinds of the layers' (models.Layer)."""
+    """Item t is rank `me`'s share of step t. `edges`: kinds of the layers' (models.Layer). `lists`: of what vertices it has some."""
 
-    def __init__(self, batches: Batches, me: int, edges: Sequence[str], timeout_s: float = 30.0) -> None:
+    def __init__(self, batches: Batches, me: int, edges: Sequence[str], timeout_s: float = 30.0, lists: Structure | None = None) -> None:
         self.graph, self.workload, self.member, self.edges, self.me = batches.graph, batches.workload, batches.member, edges, me
         self.steps, self.groups, self.timeout_s = batches.steps, batches.groups, timeout_s
         self.group = self.groups[me]
         self.peers = [rank for rank, group in enumerate(self.groups) if group == self.group]
         self.place = self.peers.index(me)
-        self.number, self.wired = next(_opened), self.peers
+        self.number, self._wires = next(_opened), dict[tuple[int, ...], dist.ProcessGroupGloo]()
         self._epoch, self._seeds = -1, list[Ids]()
+        self.lists = lists
+        if lists is not None:
+            self._degrees = degrees(batches.graph)
+            self.graph = thinned(batches.graph, lists.keeps(me))
 
-    @cached_property
-    def _wires(self) -> dist.ProcessGroupGloo:
-        """To the samplers of those `wired`, of whichever processes: opened by the one that uses it."""
-        limit = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-        return dist.ProcessGroupGloo(dist.PrefixStore(f"sampler {self.number} {self.wired[0]}", store), self.wired.index(self.me),
-                                     len(self.wired), limit)  # fmt: skip
+    def _wired(self, among: Sequence[int]) -> dist.ProcessGroupGloo:
+        """To these ranks' samplers, of whichever processes: opened by the one that uses it."""
+        ranks = tuple(among)
+        if ranks not in self._wires:
+            limit = timedelta(seconds=self.timeout_s)
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+            self._wires[ranks] = dist.ProcessGroupGloo(dist.PrefixStore(f"sampler {self.number} {ranks}", store), ranks.index(self.me),
+                                                       len(ranks), limit)  # fmt: skip
+        return self._wires[ranks]
 
     @cached_property
     def _degrees(self) -> tuple[np.ndarray, np.ndarray]:
-        """In and out [N]."""
-        ins = self.graph.degree
-        return ins, np.bincount(self.graph.indices, minlength=ins.size) if self.graph.stats.directed else ins
+        return degrees(self.graph)
 
     @cached_property
     def _where(self) -> np.ndarray:
@@ -94,12 +106,16 @@ class Sampler(Dataset[Sampled]):
         made.share.own = rows
         here = np.zeros(graph.stats.vertices, dtype=bool)
         here[rows] = True
+        together = self.lists is not None and self.lists.asks
         drawn: list[tuple[Any, ...]] = []  # per layer, last first: rows of h_l and of h_{l-1}, their edges, halo, gives, takes
         began = now()
         for out, fanout in enumerate(w.fanouts):
             layer = w.layers - out
-            indptr, places = draw(graph, rows, fanout, key_of(w.seed, epoch, number, layer))
-            columns = graph.indices[places]
+            key = key_of(w.seed, epoch, number, layer)
+            if together:
+                indptr, columns = self._draw_together(made, rows, fanout, key, Label("draw", step, layer=layer))
+            else:
+                indptr, columns = self._draw(rows, fanout, key)
             near = np.zeros(here.size, dtype=bool)
             near[columns] = True
             reached = np.flatnonzero(near & ~here)
@@ -111,7 +127,7 @@ class Sampler(Dataset[Sampled]):
                 mine = reached[owner == self.place]
                 self._note(made, Label("draw", step, layer=layer), began)
                 with self._span(made, Label("ids", step, layer=layer), ID * (sum(map(len, asked)) + len(self.peers) - 1)):
-                    wanted = self._swap(asked)
+                    wanted = self._swap(asked, self.peers)
                 began = now()
                 near[:] = False
                 for ids in (mine, *wanted):
@@ -126,10 +142,44 @@ class Sampler(Dataset[Sampled]):
             below = np.concatenate([rows, new])
             drawn.append((rows, below, indptr, columns, halo, gives, takes))
             rows = below
-        if not splits:
+        if not splits and not together:
             self._note(made, Label("draw", step), began)
         self._lay(made, step, drawn[::-1])
         return made
+
+    def _draw(self, rows: Ids, fanout: int, key: np.ndarray) -> tuple[Ids, np.ndarray]:
+        """(indptr [R+1], neighbours) of vertices whose lists are here."""
+        if self.lists is not None:
+            away = rows[~self.lists.keeps(self.me)[rows]]
+            assert not away.size, f"rank {self.me} has no adjacency lists of vertices {away[:8].tolist()}"
+        indptr, places = draw(self.graph, rows, fanout, key)
+        return indptr, self.graph.indices[places]
+
+    def _draw_together(self, made: Sampled, rows: Ids, fanout: int, key: np.ndarray, label: Label) -> tuple[Ids, np.ndarray]:
+        """Of any vertices: from lists that are elsewhere it is drawn there, and here what others ask for. All ranks come here."""
+        assert self.lists is not None
+        everyone, me = range(len(self.groups)), self.me
+        provider, each = self.lists.provider(me, rows), taken(self._degrees[0][rows], fanout)
+        order = np.argsort(provider, kind="stable")
+        asked = np.split(rows[order], np.cumsum(np.bincount(provider, minlength=len(everyone)))[:-1])
+        mine, asked[me] = asked[me], rows[:0]
+        with self._span(made, label._replace(op="ask_edges"), ID * (rows.size - mine.size + len(everyone) - 1)):
+            wanted = self._swap(asked, everyone)
+        began = now()
+        wanted[me] = mine
+        indptr, columns = self._draw(np.concatenate(wanted), fanout, key)
+        found = np.split(columns, indptr[np.cumsum([ids.size for ids in wanted])[:-1]])
+        self._note(made, label, began)
+        own, found[me] = found[me], columns[:0]
+        coming = np.bincount(provider, weights=each, minlength=len(everyone)).astype(np.int64)
+        coming[me] = 0
+        with self._span(made, label._replace(op="edges"), NEIGHBOUR * (columns.size - own.size)):
+            found = self._exchange(found, coming.tolist(), everyone)
+        found[me] = own
+        indptr, columns = np.concatenate([[0], np.cumsum(each)]), np.empty(each.sum(), columns.dtype)
+        each = each[order]  # as they have come
+        columns[np.repeat(indptr[order] - np.cumsum(each) + each, each) + np.arange(columns.size)] = np.concatenate(found)
+        return indptr, columns
 
     def _lay(self, made: Sampled, step: int, drawn: Sequence[tuple[Any, ...]]) -> None:
         with self._span(made, Label("lay", step)):
@@ -142,17 +192,19 @@ class Sampler(Dataset[Sampled]):
         block = weighted_block(self.graph, edges, rows, source, indptr, where[columns], self.workload, self._degrees, drawn=True)
         return Part(source, below.size, [where[ids].astype(np.int64) for ids in gives], takes, len(self.peers) > 1, block)
 
-    def _swap(self, asked: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """All-to-all among those wired: how many numbers, then which."""
+    def _swap(self, asked: Sequence[np.ndarray], among: Sequence[int]) -> list[np.ndarray]:
+        """All-to-all among some: how many numbers, then which."""
         counts = torch.tensor([len(ids) for ids in asked])
         coming = torch.empty_like(counts)
-        options = dist.AllToAllOptions()
-        self._wires.alltoall_base(coming, counts, [], [], options).wait()
-        took = coming.tolist()
-        leaving = torch.from_numpy(np.concatenate(asked))
-        out = torch.empty(sum(took), dtype=leaving.dtype)
-        self._wires.alltoall_base(out, leaving, took, counts.tolist(), options).wait()
-        return [ids.numpy() for ids in out.split(took)]
+        self._wired(among).alltoall_base(coming, counts, [], [], dist.AllToAllOptions()).wait()
+        return self._exchange(asked, coming.tolist(), among)
+
+    def _exchange(self, leaving: Sequence[np.ndarray], coming: list[int], among: Sequence[int]) -> list[np.ndarray]:
+        """All-to-all of so many numbers."""
+        wire = torch.from_numpy(np.concatenate(leaving))
+        out = torch.empty(sum(coming), dtype=wire.dtype)
+        self._wired(among).alltoall_base(out, wire, coming, [len(part) for part in leaving], dist.AllToAllOptions()).wait()
+        return [part.numpy() for part in out.split(coming)]
 
     def _note(self, made: Sampled, label: Label, began: float, nbytes: int = 0) -> None:
         made.spans.append(Span(str(label), label.op, self.me, "host", began, now(), nbytes, label.step))
@@ -164,6 +216,12 @@ class Sampler(Dataset[Sampled]):
         self._note(made, label, began, nbytes)
         if nbytes:
             made.sent[label.op] = made.sent.get(label.op, 0) + nbytes
+
+
+def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
+    """In and out [N]."""
+    ins = graph.degree
+    return ins, np.bincount(graph.indices, minlength=ins.size) if graph.stats.directed else ins
 
 
 class Arriving:

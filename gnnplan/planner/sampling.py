@@ -49,13 +49,18 @@ def seeds_of(graph: Graph, batch: int, seed: int, epoch: int) -> list[Ids]:
     return [order[start : start + batch] for start in range(0, order.size, batch)]
 
 
+def taken(degree: Ids, fanout: int) -> Ids:
+    """How many edges are drawn of so many."""
+    return degree if fanout == ALL else np.minimum(degree, fanout)
+
+
 def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> tuple[Ids, Ids]:
     """At most `fanout` edges (ALL: every one) into each vertex -> (indptr [V+1], their places in graph.indices [edges])."""
     start, degree = graph.indptr[vertices], graph.indptr[vertices + 1] - graph.indptr[vertices]
-    taken = degree if fanout == ALL else np.minimum(degree, fanout)
-    indptr = np.concatenate([[0], np.cumsum(taken)])
-    out = np.repeat(start - indptr[:-1], taken) + np.arange(indptr[-1])  # the first of each; right where all are taken
-    crowded = np.flatnonzero(degree > taken)
+    each = taken(degree, fanout)
+    indptr = np.concatenate([[0], np.cumsum(each)])
+    out = np.repeat(start - indptr[:-1], each) + np.arange(indptr[-1])  # the first of each; right where all are taken
+    crowded = np.flatnonzero(degree > each)
     for first in range(0, crowded.size, AT_ONCE):
         some = crowded[first : first + AT_ONCE]
         keys = mix((vertices[some].astype(np.uint64) + key) * GOLDEN)

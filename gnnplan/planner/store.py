@@ -199,8 +199,13 @@ def row_bytes(job: Job, ids: Ids) -> NDArray[np.int64]:
 
 def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS) -> Ids:
     """All vertices [N], the hottest first; of equals the first."""
-    heat = frequency(graph, workload, groups, epochs) if hot == "frequency" else np.bincount(graph.indices, minlength=graph.stats.vertices)
-    return np.argsort(-heat.astype(np.int64), kind="stable")
+    return np.argsort(-heat(graph, workload, hot, groups, epochs), kind="stable")
+
+
+def heat(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS) -> NDArray[np.int64]:
+    """How often a vertex is read [N], or how many vertices read from it."""
+    found = frequency(graph, workload, groups, epochs) if hot == "frequency" else np.bincount(graph.indices, minlength=graph.stats.vertices)
+    return found.astype(np.int64)
 
 
 def frequency(graph: Graph, workload: Workload, groups: int, epochs: int = EPOCHS) -> NDArray[np.int32]:

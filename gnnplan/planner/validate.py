@@ -16,7 +16,7 @@ from gnnplan.planner.strategies.strategy import Memory, Prediction
 from gnnplan.planner.trace import LANE_ORDER, Span, overlap, recorded_order, transfer_times
 
 # all ranks meet: the transfer is the shortest span of the group
-TRANSFERS = ("halo", "moments", "all_reduce", "preload", "input_halo", "ask", "fetch", "fill")
+TRANSFERS = ("halo", "moments", "all_reduce", "preload", "input_halo", "ask", "fetch", "fill", "ask_edges", "edges")
 
 
 def operation(label: str) -> str:

@@ -58,6 +58,8 @@ def variants(job: Job) -> Iterator[Strategy]:
         DataParallel(prefetch=2), DataParallel(checkpoint=True), GSplit(splitter="random"), GSplit(splitter="node", presample=1),
         P3("server"), P3("rank"), P3("rank", pipelined=True), P3("server", pipelined=True), P3("rank", prefetch=1),
         GSplit(splitter="edge", group="all"), GSplit(narrow=True, prefetch=1), GSplit(group="all", checkpoint=True),
+        DataParallel(structure="spread"), DataParallel(structure="spread", structure_cache=600, hot="degree", prefetch=1),
+        P3("rank", structure="spread"), P3("server", pipelined=True, structure="spread", structure_cache=600), GSplit(structure="spread"),
     ]  # fmt: skip
     for strategy in dict.fromkeys(s.settle(job) for s in [s for family in families(job) for s in family.candidates(job)] + forced):
         try:

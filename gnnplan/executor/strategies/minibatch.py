@@ -30,7 +30,7 @@ class Worker:
         batches = strategy.batches(job)
         self.store = FeatureStore(rank, job, strategy.store(job))  # before a sampler forks, which would keep a copy of the features
         edges = [self.net.layer(layer).edges for layer in range(1, job.workload.layers + 1)]
-        self.arriving = Arriving(rank, Sampler(batches, rank.rank, edges, rank.timeout_s), strategy.prefetch)
+        self.arriving = Arriving(rank, Sampler(batches, rank.rank, edges, rank.timeout_s, strategy.lists(job)), strategy.prefetch)
         self.whole: graph_parallel.Worker | None = None  # made when it is first asked for
         self.scored: Targets | None = None  # whose rows the last logits are
 

@@ -50,7 +50,7 @@ class ColumnSampler(Sampler):
 
     def __init__(self, *args: Any, rail: Sequence[int], **more: Any) -> None:
         super().__init__(*args, **more)
-        self.wired = list(rail)
+        self.rail = list(rail)
 
     def _lay(self, made: Sampled, step: int, drawn: Sequence[tuple[Any, ...]]) -> None:
         rows, below, indptr, columns, *_ = drawn[0]
@@ -59,9 +59,9 @@ class ColumnSampler(Sampler):
         block = [np.array([below.size, rows.size, columns.size]), below, np.diff(indptr), where[columns]]
         mine = np.concatenate(block).astype(np.int32)
         nothing = mine[:0]
-        with self._span(made, Label("push", step), (INT * mine.size + ID) * (len(self.wired) - 1)):
-            blocks = self._swap([nothing if peer == self.me else mine for peer in self.wired])
-        blocks[self.wired.index(self.me)] = mine
+        with self._span(made, Label("push", step), (INT * mine.size + ID) * (len(self.rail) - 1)):
+            blocks = self._swap([nothing if peer == self.me else mine for peer in self.rail], self.rail)
+        blocks[self.rail.index(self.me)] = mine
         with self._span(made, Label("lay", step)):
             rest = [self._part(kind, *layer) for kind, layer in zip(self.edges[1:], drawn[1:], strict=True)]
             made.share.parts = [self._merged(blocks), *rest]
@@ -132,7 +132,7 @@ class Worker:
         for rail in strategy.rails(job):
             rank.group(rail)
         edges = [self.net.layer(layer).edges for layer in range(1, job.workload.layers + 1)]
-        sampler = ColumnSampler(strategy.batches(job), me, edges, rank.timeout_s, rail=self.rail)
+        sampler = ColumnSampler(strategy.batches(job), me, edges, rank.timeout_s, strategy.lists(job), rail=self.rail)
         self.arriving = Arriving(rank, sampler, strategy.prefetch)
         x = job.graph.x
         self.x = x[:, self.mine.start : self.mine.stop]  # this server's columns, in its memory, or in the file that is mapped

@@ -18,6 +18,8 @@ With a feature store (planner/store.py) `load` is of the rows that are in the se
     compute        |pick|                what its GPU caches
     copy      |load|
     comm                |ask|fetch|      rows that other ranks provide, asked for by id (8 bytes each, and per rank for how many)
+
+With a structure that is spread (planner/structure.py) samplers who lack lists ask for neighbours, layer by layer.
 """
 
 from __future__ import annotations
@@ -35,17 +37,19 @@ from gnnplan.planner.store import Store
 from gnnplan.planner.strategies import layerwise
 from gnnplan.planner.strategies.layerwise import Manner, Op
 from gnnplan.planner.strategies.strategy import Prediction
+from gnnplan.planner.structure import NEIGHBOUR, Structure
 
 ID = 8  # [B]
 
 
-def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Store | None = None) -> Iterator[Op]:
+def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Store | None = None, lists: Structure | None = None
+         ) -> Iterator[Op]:  # fmt: skip
     """The operations of one step in order."""
     splits, layers = batch.meets(1), range(1, job.workload.layers + 1)
     edges = {layer: batch.facts(layer).edges for layer in layers}
     in_all = np.sum(list(edges.values()), axis=0)
     if not splits:
-        yield Op("draw", host=("draw", in_all), ahead=True)
+        yield from drawing(job, batch, in_all, lists)
     for layer in reversed(layers) if splits else ():
         yield Op("draw", layer=layer, host=("draw", edges[layer]), ahead=True)
         yield Op("ids", layer=layer, sent=ID * (batch.facts(layer).sends.T + peers(batch)), ahead=True)
@@ -59,6 +63,20 @@ def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Store | 
     if splits and job.model.first_varying == 1:
         yield Op("halo", "f", 1, sent=halo_bytes(job, batch))
     yield from layerwise.step(job, batch, how)
+
+
+def drawing(job: Job, batch: MiniBatch, edges: np.ndarray, lists: Structure | None) -> Iterator[Op]:
+    """Ranks that split no batch draw so many edges [ranks] of all layers, each its own; or, of lists that are spread, layer by layer those
+    of whoever asks."""
+    if lists is None:
+        yield Op("draw", host=("draw", edges), ahead=True)
+        return
+    others = ~np.eye(batch.ranks, dtype=bool)
+    for layer, fanout in zip(range(job.workload.layers, 0, -1), job.workload.fanouts, strict=True):
+        asked, drawn = lists.draws(batch.graph, [batch.rows(rank, layer) for rank in range(batch.ranks)], fanout)
+        yield Op("ask_edges", layer=layer, sent=ID * (asked + others), ahead=True)
+        yield Op("draw", layer=layer, host=("draw", drawn.sum(0)), ahead=True)
+        yield Op("edges", layer=layer, sent=NEIGHBOUR * drawn.T * others, ahead=True)
 
 
 def arrive(job: Job, batch: MiniBatch, store: Store) -> Iterator[Op]:
@@ -113,11 +131,13 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)[:-1]])
 
 
-def predict(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store | None = None) -> Prediction:
+def predict(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store | None = None, lists: Structure | None = None
+            ) -> Prediction:  # fmt: skip
     """Of an epoch: the mean of its batches that are known, times as many as it has."""
     known = batches.first()
     once = sum(int(op.sent.sum()) for op in fill(job, store) if op.sent is not None)
-    p = layerwise.account(job, [op for batch in known for op in step(job, batch, how, prefetch, store)], once=once, prefetch=prefetch)
+    p = layerwise.account(job, [op for batch in known for op in step(job, batch, how, prefetch, store, lists)], once=once,
+                          prefetch=prefetch)  # fmt: skip
     return p if len(known) == batches.steps else scaled(p, batches.steps / len(known))
 
 
@@ -132,13 +152,14 @@ def scaled(p: Prediction, times: float) -> Prediction:
                       p.setup_bytes, {op: longer(seconds) for op, seconds in p.by_op.items()})  # fmt: skip
 
 
-def schedule(job: Job, batches: Batches, how: Manner, steps: int, prefetch: int, store: Store | None = None) -> Schedule:
+def schedule(job: Job, batches: Batches, how: Manner, steps: int, prefetch: int, store: Store | None = None,
+             lists: Structure | None = None) -> Schedule:  # fmt: skip
     made: dict[int, list[Op]] = {}  # by the identity of a batch: several steps may have the same
 
     def turn(t: int) -> list[Op]:
         batch = batches.at(t)
         if id(batch) not in made:
-            made[id(batch)] = list(step(job, batch, how, prefetch, store))
+            made[id(batch)] = list(step(job, batch, how, prefetch, store, lists))
         return made[id(batch)]
 
     return layerwise.score(job, turn, steps, fill(job, store), prefetch=prefetch)

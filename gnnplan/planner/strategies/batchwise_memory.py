@@ -12,10 +12,13 @@ from gnnplan.planner.strategies import layerwise_memory
 from gnnplan.planner.strategies.batchwise import loaded_bytes
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory
+from gnnplan.planner.structure import Structure
 
 
-def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store | None = None) -> Memory:
-    """Bytes per rank by use: a batch under way, the blocks of those that wait for their turn, and what the feature store caches."""
+def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store | None = None, lists: Structure | None = None
+           ) -> Memory:  # fmt: skip
+    """Bytes per rank by use: a batch under way, the blocks of those that wait for their turn, and what the feature store caches. The
+    graph in a server's memory is not among them."""
     model, b = job.model, job.model.itemsize
     zero = np.zeros(job.ranks)
     known = batches.first()
@@ -32,6 +35,7 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store 
         graph = graph + (8 * (1 + job.stats.directed) + 4) * job.stats.vertices  # degrees, and where a vertex is among the sources
         held = activations + buffers + features + graph
         buffers = buffers + np.maximum(np.max([_sampling(job, batch) for batch in known], axis=0) - held, 0.0)
+    graph = graph + of_lists(job, lists, prefetch)
     return {
         "parameters": zero + model.weights * b,
         "optimizer": zero + (3 if job.workload.optimizer == "adam" else 1) * model.weights * b,
@@ -40,6 +44,14 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store 
         "graph": graph, "buffers": buffers,
         "runtime": zero + RUNTIME[job.cluster.device.kind],
     }  # fmt: skip
+
+
+def of_lists(job: Job, lists: Structure | None, prefetch: int) -> np.ndarray:
+    """What a rank copies of a structure that is spread, degrees included [ranks]; beside a GPU it is in the server's memory."""
+    if lists is None or job.graph is None or job.cluster.device.kind != "cpu":
+        return np.zeros(job.ranks)
+    counted = 0 if prefetch else 8 * (1 + job.stats.directed) * job.stats.vertices  # degrees, with the sampler's own
+    return lists.copied(job.graph) - counted
 
 
 def _arriving(job: Job, batch: MiniBatch, store: Store) -> np.ndarray:

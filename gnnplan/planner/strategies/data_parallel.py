@@ -13,7 +13,13 @@ which they read from each other (Quiver).
 
     host |draw|lay|  copy |load|  compute |pick|  comm |ask|fetch|  compute |forward 1 .. L| ...      rows of the server, the cache, others
 
-Bytes per batch: 2 (M-1) W b, F b for each row that another rank provides and 8 to ask for it. Loaded per batch: the rows of every rank's
+Its structure may be spread too (planner/structure.py): a vertex's adjacency list is at home on server v mod S, of one server on rank
+v mod M, whatever its features are; `structure_cache` bytes of the hottest of others' lists are with every server besides.
+
+    host |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|lay|       who lacks lists asks, by id, for what is drawn from them
+
+Bytes per batch: 2 (M-1) W b, F b for each row that another rank provides and 8 to ask for it; 8 for each list that a layer's frontier
+meets elsewhere, and 4 for each neighbour drawn from it. Loaded per batch: the rows of every rank's
 own frontier that no cache has, F b each.
 """
 
@@ -31,13 +37,16 @@ from gnnplan.planner.store import Store, check_store, feature_store
 from gnnplan.planner.strategies import batchwise, batchwise_memory
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+from gnnplan.planner.structure import Structure, check_structure, hashed
 
 
 @dataclass(frozen=True)
 class DataParallel(Strategy):
     """prefetch: batches that a sampler of its own may be ahead; 0: each rank samples when it is time. checkpoint: as in graph parallel.
     cache: bytes of rows that each GPU caches. shared_cache: a server's GPUs cache different ones, and read each other's. hot: which are
-    hottest, by 'frequency' (pre-sampled) or 'degree'. features: in every server's memory ('everywhere') or each row in one's ('spread')."""
+    hottest, by 'frequency' (pre-sampled) or 'degree'. features: in every server's memory ('everywhere') or each row in one's ('spread').
+    structure: with every sampler ('everywhere'), or each list at one server ('spread'). structure_cache: bytes of others' lists that a
+    server has."""
 
     prefetch: int = 0
     checkpoint: bool = False
@@ -45,6 +54,8 @@ class DataParallel(Strategy):
     shared_cache: bool = False
     hot: str = "frequency"
     features: str = "everywhere"
+    structure: str = "everywhere"
+    structure_cache: int = 0
 
     family: ClassVar[str] = "data_parallel"
     mode: ClassVar[str] = "mini"
@@ -67,6 +78,7 @@ class DataParallel(Strategy):
         if self.prefetch < 0:
             raise SpecError(f"data_parallel: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2")
         check_store(self.name, job, self.cache, self.hot, self.features, self.shared_cache)
+        check_structure(self.name, job, self.structure, self.structure_cache)
 
     def steps(self, job: Job) -> int:
         return batchwise.steps(job)
@@ -76,6 +88,10 @@ class DataParallel(Strategy):
 
     def store(self, job: Job) -> Store | None:
         return feature_store(job, self.batches(job), self.cache, self.hot, self.features, self.shared_cache)
+
+    def lists(self, job: Job) -> Structure | None:
+        by_rank = len(set(job.servers)) == 1
+        return hashed(job, self.batches(job), self.structure, by_rank, self.structure_cache, self.hot)
 
     def drawn_steps(self, job: Job) -> int:
         return self.batches(job).known
@@ -91,10 +107,10 @@ class DataParallel(Strategy):
         return batchwise.filling(job, self.store(job))
 
     def memory(self, job: Job) -> Memory:
-        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch, self.store(job))
+        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch, self.store(job), self.lists(job))
 
     def predict(self, job: Job) -> Prediction:
-        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch, self.store(job))
+        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch, self.store(job), self.lists(job))
 
     def schedule(self, job: Job, steps: int) -> Schedule:
-        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch, self.store(job))
+        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch, self.store(job), self.lists(job))

@@ -11,6 +11,8 @@ loads its features and computes its rows; the others are sent them.
 
     features   everywhere: in every server's memory   spread: each row in one's; where one group is all ranks, in its owner's
     cache      each GPU the hottest of the rows that it owns (planner/store.py); what it has is not loaded but picked
+    structure  everywhere: with every sampler   spread: each adjacency list with its vertex's owner, who alone samples it: nothing more
+               is sent (planner/structure.py)
 
 Exact: the gradient of one process on the same batch. A rank's rows of h_l are those that it owns, whoever's seed they are for, so
 nothing is sampled, loaded or computed twice. The positions found while sampling (the shuffle index) serve the exchanges of
@@ -37,6 +39,7 @@ from gnnplan.planner.store import Store, check_store, feature_store
 from gnnplan.planner.strategies import batchwise, batchwise_memory, layerwise
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+from gnnplan.planner.structure import Structure, check_structure, owned
 
 GROUPS = ("server", "all")
 
@@ -44,7 +47,8 @@ GROUPS = ("server", "all")
 @dataclass(frozen=True)
 class GSplit(Strategy):
     """splitter: who owns a vertex. presample: epochs of it, for those that ask for it. group: ranks that share a batch, those of a 'server'
-    or 'all'. narrow, checkpoint: as in graph parallel. prefetch, cache, hot, features: as in data parallel, of rows that a rank owns."""
+    or 'all'. narrow, checkpoint: as in graph parallel. prefetch, cache, hot, features: as in data parallel, of rows that a rank owns.
+    structure: with every sampler ('everywhere') or each list with its vertex's owner ('spread')."""
 
     splitter: str = "gsplit"
     presample: int = EPOCHS
@@ -55,6 +59,7 @@ class GSplit(Strategy):
     cache: int = 0
     hot: str = "frequency"
     features: str = "everywhere"
+    structure: str = "everywhere"
 
     family: ClassVar[str] = "gsplit"
     mode: ClassVar[str] = "mini"
@@ -95,6 +100,7 @@ class GSplit(Strategy):
         if self.prefetch < 0:
             raise SpecError(f"gsplit: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2")
         check_store(self.name, job, self.cache, self.hot, self.features)
+        check_structure(self.name, job, self.structure)
         if job.graph is None:
             raise SpecError(f"gsplit splits a graph that it has seen, and of {job.stats.name} only statistics are known; plan with a graph")
 
@@ -116,6 +122,9 @@ class GSplit(Strategy):
     def store(self, job: Job) -> Store | None:
         return feature_store(job, self.batches(job), self.cache, self.hot, self.features, epochs=self.presample)
 
+    def lists(self, job: Job) -> Structure | None:
+        return owned(self.batches(job), self.structure)
+
     def drawn_steps(self, job: Job) -> int:
         return self.batches(job).known
 
@@ -130,7 +139,7 @@ class GSplit(Strategy):
         return {"pre-sampling and splitting": job.seconds_of(self.batches(job)), **batchwise.filling(job, self.store(job))}
 
     def memory(self, job: Job) -> Memory:
-        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch, self.store(job))
+        return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch, self.store(job), self.lists(job))
 
     def predict(self, job: Job) -> Prediction:
         return batchwise.predict(job, self.batches(job), self.manner, self.prefetch, self.store(job))

@@ -20,6 +20,11 @@ each with columns of its own. Not pipelined: the gradient of one process on the 
 max(0, t - 3) updates, forward and backward (w_{t+1} = w_t - lr grad f(w_{t-3}), the paper's Eq. 3), so four sets of weights are kept;
 an epoch's last batch is taken through at once, so that its loss counts where it belongs.
 
+The structure is where it is whatever the columns are (planner/structure.py): with every sampler, or, spread, vertex v's adjacency list on
+server v mod S (over='rank': on rank v mod M), and `structure_cache` bytes of the hottest of others' lists with every server.
+
+    host     |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|push|lay|
+
 Attention's logits need all columns before any weight of an edge is known: heads (f1 + f2) numbers are summed over peers first.
 The layer in P3's words (executor/models.py): partition, scatter, gather, transform, sync, apply.
 
@@ -45,6 +50,7 @@ from gnnplan.planner.schedule import Compute, Label, Schedule, Task
 from gnnplan.planner.strategies import batchwise, batchwise_memory, layerwise
 from gnnplan.planner.strategies.layerwise import Manner, Op
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+from gnnplan.planner.structure import Structure, check_structure, hashed
 
 OVER = ("server", "rank")
 MODELS = ("gcn", "sage", "gat", "sgc")  # whose first layer is a sum over feature columns, but for attention's softmax
@@ -65,11 +71,13 @@ def columns(features: int, slices: int) -> list[range]:
 @dataclass(frozen=True)
 class P3(Strategy):
     """over: what has columns of its own, each 'server' or each 'rank'; None: servers where there are several. pipelined: three batches in
-    flight, on weights three updates old. prefetch: as in data parallel."""
+    flight, on weights three updates old. prefetch: as in data parallel. structure, structure_cache: too, of what has its own columns."""
 
     over: str | None = None
     pipelined: bool = False
     prefetch: int = 0
+    structure: str = "everywhere"
+    structure_cache: int = 0
 
     family: ClassVar[str] = "p3"
     mode: ClassVar[str] = "mini"
@@ -108,6 +116,7 @@ class P3(Strategy):
             raise SpecError(f"p3: {_no_partial_form(job.workload.model)}")
         if job.graph is None:
             raise SpecError(f"p3 samples a graph that it has seen, and of {job.stats.name} only statistics are known; plan with a graph")
+        check_structure(self.name, job, self.structure, self.structure_cache)
         sizes = {len(peers) for peers in self.rails(job)}
         if len(sizes) > 1:
             raise SpecError("p3: a rank has a peer on every server, so servers have equally many ranks; use over='rank', or as many GPUs "
@@ -147,6 +156,9 @@ class P3(Strategy):
 
     def batches(self, job: Job) -> Batches:
         return job.minibatches(tuple(range(job.ranks)))
+
+    def lists(self, job: Job) -> Structure | None:
+        return hashed(job, self.batches(job), self.structure, self.over == "rank", self.structure_cache)
 
     def steps(self, job: Job) -> int:
         return batchwise.steps(job)
@@ -200,7 +212,7 @@ class P3(Strategy):
             sizes = tuple(per_column * len(self.columns(job, group[0])) * b for group in groups)
             end.append(Op("all_reduce", layer=1, groups=groups, sizes=sizes))
         end.append(Op("update", work=model.update(shared + self._sliced_weights(job) // len(self.rail(job, 0)))))
-        host = [Op("draw", host=("draw", e1 + below), ahead=True), Op("push", sent=pushed, ahead=True),
+        host = [*batchwise.drawing(job, batch, e1 + below, self.lists(job)), Op("push", sent=pushed, ahead=True),
                 Op("lay", host=("lay", below + mine[2]), ahead=True)]  # fmt: skip
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
@@ -304,7 +316,7 @@ class P3(Strategy):
         own = self._sliced_weights(job) / len(self.rail(job, 0)) + job.model.weights - self._sliced_weights(job)
         return {**use, "parameters": use["parameters"] * 0 + own * b * (1 + 2 * DELAY * self.pipelined),
                 "features": loaded * flights, "activations": use["activations"] + partials * flights,
-                "graph": use["graph"] * flights}  # fmt: skip
+                "graph": use["graph"] * flights + batchwise_memory.of_lists(job, self.lists(job), self.prefetch)}  # fmt: skip
 
     def preparation(self, job: Job) -> dict[str, float]:
         return {}
