@@ -1,7 +1,7 @@
 """What tests of several packages share: real graphs where there are some, and a cache of their own."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,14 @@ def dataset() -> Callable[[str], str]:
         pytest.skip(f"real graph {name}.npz not found; set GNNPLAN_DATASETS to the folder that holds it")
 
     return find
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nor do fixtures that several tests share: what `gnnplan measure` has found of this machine is none of their business."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GNNPLAN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

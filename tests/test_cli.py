@@ -559,7 +559,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {  # what -> (words
     "graph: pickles": (on(x=np.array([{}] * 30, dtype=object)), "graph.npz: x: holds pickled Python objects, which are never loaded"),
     "graph: no edges": (on(src=None), "graph.npz: src: missing"),
     "graph: absent": (lambda d: ["plan", "--graph", "absent.npz"], "absent.npz: no such file"),
-    "graph: a folder": (lambda d: ["profile", d.folder], "a graph is a .npz file, a .yaml file of statistics, or synthetic:"),
+    "graph: a folder": (lambda d: ["profile", d.folder], "src: missing; an edge list src, dst .* is required, found nothing"),
     "graph: folder.npz": (lambda d: ["profile", d.folder_named("d.npz")], "d.npz: cannot be read .*directory"),
     "graph: not an npz": (lambda d: ["profile", d.text("g.npz", "junk")], "g.npz: not an npz file"),
     "graph: generator": (lambda d: ["profile", "synthetic:comunity"], "unknown generator 'comunity'; did you mean community"),
