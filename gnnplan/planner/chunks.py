@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import scipy.sparse as sp
 
+from gnnplan.planner.estimate import mixing_of
 from gnnplan.planner.formulas import expected_halo_rows
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import neighbours
@@ -104,9 +105,9 @@ def _cut(graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> np.ndarr
 
 @lru_cache(maxsize=32)
 def estimated_chunks(stats: GraphStats, chunks: int, members: int) -> ChunkFacts:
-    """Of a graph known by statistics only: equal sub-chunks of a random graph (formulas.expected_halo_rows)."""
+    """Of a graph known by statistics only: equal sub-chunks, cut as well as halos that were counted say (estimate.Mixing)."""
     n, e = stats.vertices, stats.edges
-    p = min(e / n**2, 0.5)
+    p = min(e / n**2 * mixing_of(stats).at(chunks * members), 0.5)
     chunk = n // chunks + (np.arange(chunks) < n % chunks)  # shares as equal as whole numbers can be (schedule.share)
     rows = chunk[:, None] // members + (np.arange(members) < chunk[:, None] % members)
     parts = min(chunks * members, n)

@@ -11,99 +11,14 @@ import numpy as np
 from gnnplan.planner.chunks import ChunkFacts, Chunks, estimated_chunks
 from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.estimate import EstimatedLayout, mixing_of
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
-from gnnplan.planner.layout import Expansion, LayerFacts, Layout
+from gnnplan.planner.layout import Expansion, Layout
 from gnnplan.planner.minibatch import Batches, EstimatedBatches
 from gnnplan.planner.partition import Stopwatch, partition
 from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
 from gnnplan.planner.splitting import owners
-
-
-@dataclass(frozen=True)
-class EstimatedLayout:
-    """Layout of a graph known by statistics only: equal parts of a random graph (formulas.expected_halo_rows)."""
-
-    vertices: int
-    edges: int
-    servers: tuple[int, ...]
-    layers: int
-    first_varying: int
-    depth: int
-    expansion: Expansion | None = None
-    targets: float | None = None  # of a batch, per server; otherwise all own rows
-
-    @property
-    def ranks(self) -> int:
-        return len(self.servers)
-
-    @cached_property
-    def inside(self) -> int:
-        if self.targets is not None or (self.expansion and len(set(self.servers)) > 1):
-            return self.layers
-        return self.first_varying + self.depth if self.depth else 0
-
-    def hops(self, h: int) -> int:
-        return max(0, self.inside - h)
-
-    def recomputed(self, layer: int) -> bool:
-        return layer - 1 < self.inside
-
-    def kind(self, layer: int) -> object:
-        return self.hops(layer), self.hops(layer - 1), self.recomputed(layer)
-
-    @cached_property
-    def _allowed(self) -> float:
-        """Rows that a server may have: all, or its own and those drawn around them."""
-        n = float(self.vertices)
-        own = n / len(set(self.servers))
-        if not self.expansion or own == n:
-            return n
-        rows = new = own
-        drawn = min(self.expansion.fanout, self.edges / n * (1 - own / n)) / (n - own)  # chance of an external vertex, per reader
-        for _ in range(self.expansion.max_hop):
-            new = (n - rows) * -np.expm1(new * np.log1p(-min(drawn, 0.5)))
-            rows += new
-        return float(rows)
-
-    def _region(self, hops: int) -> float:
-        """Rows of a server's part (of a batch its targets) and all within `hops` of them that it may have."""
-        n, p = float(self.vertices), self.edges / float(self.vertices) ** 2
-        rows = n / len(set(self.servers)) if self.targets is None else self.targets
-        for _ in range(hops):
-            rows += (self._allowed - rows) * -np.expm1(rows * np.log1p(-min(p, 0.5)))
-        return rows
-
-    def facts(self, layer: int) -> LayerFacts:
-        m, servers = self.ranks, len(set(self.servers))
-        same = np.equal.outer(self.servers, self.servers) & ~np.eye(m, dtype=bool)
-        if self.recomputed(layer):
-            group = m // servers
-            rows, local = self._region(self.hops(layer)) / group, self._region(self.hops(layer - 1)) / group
-            among, others = self._region(self.hops(layer - 1)), same
-        else:
-            rows = local = self.vertices / m
-            among, others = float(self.vertices), ~np.eye(m, dtype=bool)
-        p = self.edges / float(self.vertices) ** 2
-        halo = (among - local) * -np.expm1(rows * np.log1p(-min(p, 0.5)))
-        sends = _even(others, halo)
-        count = np.full(m, 1.0)
-        edges = rows / self.vertices * self.edges * self._allowed / self.vertices
-        return LayerFacts(rows * count, local + sends.sum(0), edges * count, sends)
-
-    def meets(self, layer: int) -> bool:
-        return bool(self.facts(layer).sends.any())
-
-    def preloaded(self) -> np.ndarray:
-        m, servers = self.ranks, len(set(self.servers))
-        across = ~np.equal.outer(self.servers, self.servers)
-        external = (self._region(self.hops(0)) - self.vertices / servers) / (m // servers)
-        return _even(across, external)
-
-
-def _even(peers: np.ndarray, rows: float) -> np.ndarray:
-    """Whole rows [ranks, ranks] that every rank gets from its `peers`, equally many from each."""
-    return peers * round(rows / max(int(peers[0].sum()), 1))
 
 
 def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
@@ -215,7 +130,7 @@ class Job:
         if key not in self._layouts:
             args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
             if self.graph is None:
-                self._layouts[key] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args)
+                self._layouts[key] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing_of(self.stats))
             else:
                 with Stopwatch() as watch:
                     self._layouts[key] = Layout(self.graph, self._owner(groups if depth or expansion else ()), *args)

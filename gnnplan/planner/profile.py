@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.estimate import EstimatedLayout, mixing_of
 from gnnplan.planner.files import cache_dir, write_atomically
 from gnnplan.planner.formulas import expected_halo_rows
 from gnnplan.planner.graph import Graph, GraphStats
@@ -121,23 +122,21 @@ def _measured(graph: Graph, parts: int, method: str, servers: int, hops: int, se
 
 
 def _expected(stats: GraphStats, parts: int, servers: int, hops: int) -> dict[str, Any]:
-    """Expectations for a random graph (an upper bound for graphs that METIS can cut), or the halo rows that the file states."""
+    """The halo rows that the file states, or what those of other part counts say of this one (estimate.Mixing); where none is stated,
+    expectations for a random graph, an upper bound for graphs that METIS can cut."""
     n = stats.vertices
-    probability = min(1.0, stats.edges / max(1, n * (n - 1)))
-    declared = parts in stats.halo_rows
+    declared, mixing = parts in stats.halo_rows, mixing_of(stats)
+    probability = min(1.0, stats.edges / max(1, n * (n - 1)) * mixing.at(parts))
     rows = stats.halo_rows[parts] if declared else round(float(expected_halo_rows(n, parts, probability)))
-    own = n / servers
-    within, steps = own, []
-    for _ in range(hops):
-        within += (n - within) * (1 - (1 - probability) ** within)
-        steps.append(within / own)
+    around = EstimatedLayout(n, stats.edges, tuple(range(servers)), hops, 0, hops, mixing=mixing)
+    steps = [around.region(hops - hop) / (n / servers) for hop in range(1, hops + 1)]
 
     def even(total: int) -> list[int]:
         return [total // parts + (i < total % parts) for i in range(parts)]
 
     return {
-        "method": "declared" if declared else "random graph", "servers": servers, "estimated": True,
-        "halo_rows": rows, "halo_rows_per_part": even(rows), "edge_cut": round(stats.edges * (1 - 1 / parts)),
+        "method": "declared" if declared else "estimated" if mixing.known else "random graph", "servers": servers, "estimated": True,
+        "halo_rows": rows, "halo_rows_per_part": even(rows), "edge_cut": round(stats.edges * mixing.at(parts) * (1 - 1 / parts)),
         "rows_per_part": even(n), "edges_per_part": even(stats.edges), "train_per_part": even(stats.train_vertices),
         "balance": 1.0, "growth": steps, "seconds": 0.0, "cached": False,
     }  # fmt: skip

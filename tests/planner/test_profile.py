@@ -113,13 +113,25 @@ def test_the_cache_says_so_and_survives_damage(own_cache, monkeypatch):
 
 def test_statistics_only_gives_expectations(tmp_path):
     path = tmp_path / "random.yaml"
-    path.write_text("vertices: 1000000\nedges: 20000000\nfeatures: 10\nclasses: 2\nhalo_rows: {4: 12345}\n")
-    found = profile(load(str(path)), [4, 8])
+    path.write_text("vertices: 1000000\nedges: 20000000\nfeatures: 10\nclasses: 2\n")
+    found = profile(load(str(path)), [8])
     eight = found["parts"]["8"]
     assert eight["estimated"] and eight["halo_rows"] / 7e6 == pytest.approx(0.92, abs=0.005)  # GNNPipe Section 3.1.1
     assert sum(eight["halo_rows_per_part"]) == eight["halo_rows"] and sum(eight["rows_per_part"]) == 1_000_000
-    assert found["parts"]["4"]["halo_rows"] == 12_345 and found["parts"]["4"]["method"] == "declared"
     assert found["graph"]["degree"] == {"mean": 20.0} and found["graph"]["statistics_only"]
+
+
+def test_a_halo_that_was_counted_says_what_others_are(tmp_path):
+    """Two halo sizes as the declared mixings make them; a third between them, and one beyond."""
+    n, degree = 1_000_000, 20
+    counted = {m: round(n * (m - 1) * -np.expm1(-phi * degree / m)) for m, phi in ((2, 0.01), (8, 0.04))}
+    path = tmp_path / "told.yaml"
+    path.write_text(f"vertices: {n}\nedges: {n * degree}\nfeatures: 10\nclasses: 2\nhalo_rows: {counted}\n".replace("'", ""))
+    found = profile(load(str(path)), [2, 4, 8, 32])["parts"]
+    assert [found[m]["method"] for m in ("2", "4", "8", "32")] == ["declared", "estimated", "declared", "estimated"]
+    for m, phi in ((4, 0.02), (32, 0.08)):  # log phi over log m is a line between them, and grows as the square root of m after
+        assert found[str(m)]["halo_rows"] == pytest.approx(n * (m - 1) * -np.expm1(-phi * degree / m), rel=0.001)
+        assert found[str(m)]["edge_cut"] == pytest.approx(n * degree * phi * (1 - 1 / m), rel=0.001)
 
 
 def test_expectations_are_met_by_random_graphs(tmp_path):

@@ -44,8 +44,9 @@ from typing import ClassVar
 import numpy as np
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.estimate import EstimatedLayout
 from gnnplan.planner.grouping import Phase
-from gnnplan.planner.job import EstimatedLayout, Job
+from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Expansion, Layout
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies import layerwise, layerwise_memory

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.cost import Number, Port, Transfer
+from gnnplan.planner.estimate import EstimatedLayout
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
-from gnnplan.planner.job import EstimatedLayout, Job
+from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.schedule import Collective, Compute, Host, Label, Load, Schedule, Task, Work, ring
 from gnnplan.planner.specs import HostWork

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from gnnplan.planner.cost import Number
+from gnnplan.planner.estimate import EstimatedLayout
 from gnnplan.planner.footprint import RUNTIME, Footprint, Moments, Prepared, Product, block, footprint, kernels, loss
-from gnnplan.planner.job import EstimatedLayout, Job
+from gnnplan.planner.job import Job
 from gnnplan.planner.layout import LayerFacts, Layout
 from gnnplan.planner.strategies.layerwise import Batches, Manner, alike_as, loaded_bytes, local_rows, setup
 from gnnplan.planner.strategies.strategy import Memory
