@@ -29,6 +29,7 @@ bench: .venv/.installed  ## timings: ratios measured side by side, never asserte
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulator.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/spine.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py ddp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py split
 
 clean:
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

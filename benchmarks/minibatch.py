@@ -4,10 +4,11 @@
     python benchmarks/minibatch.py splitters [SHARE] [GRAPH ...]   cross edges and imbalance by layer, as GSplit's Fig. 5
     python benchmarks/minibatch.py sampler                    edges per second beside DGL's, one thread
     python benchmarks/minibatch.py ddp [ROUNDS]               an epoch on two ranks beside DGL's data-parallel loop, in turn
+    python benchmarks/minibatch.py split [ROUNDS] [GRAPH ...] gsplit beside data_parallel, in turn, also on these graphs
 
 Graphs are names of .npz files in $GNNPLAN_DATASETS. Four ranks, fanouts 15,15,15; one epoch, or its first 20 batches. `ddp` trains
 the GraphSAGE of spine.py on its graph, 2048 seeds per step on two Gloo ranks with one thread each, 5, 10 and 15 neighbours from the
-seeds outwards; it prints ratios and asserts nothing.
+seeds outwards, as does `split`; both print ratios and assert nothing.
 """
 
 from __future__ import annotations
@@ -179,11 +180,11 @@ def theirs(ranks: int) -> float:
     return median(json.loads(told)[WARM:])
 
 
-def ours(strategy: str, ranks: int) -> float:
+def ours(strategy: str, ranks: int, graph: str = GRAPH) -> float:
     """The same training by `gnnplan run` [s]."""
     with tempfile.TemporaryDirectory() as folder:
         plan, out = f"{folder}/plan.json", f"{folder}/run"
-        gnnplan("plan", "--graph", GRAPH, "--model", "sage", "--layers", str(LAYERS), "--hidden", str(HIDDEN), "--set", f"lr={LR}",
+        gnnplan("plan", "--graph", graph, "--model", "sage", "--layers", str(LAYERS), "--hidden", str(HIDDEN), "--set", f"lr={LR}",
                 "--ranks", str(ranks), "--mode", "mini", "--batch", str(BATCH), "--fanout", ",".join(map(str, OUTWARDS)),
                 "--strategy", strategy, "-o", plan)  # fmt: skip
         gnnplan("run", plan, "--epochs", str(EPOCHS), "--eval-every", "0", "--out", out)
@@ -197,16 +198,31 @@ def ddp(rounds: int) -> None:
     for strategy in ("data_parallel", "data_parallel(prefetch=2)", "gsplit"):
         sides[f"{strategy}, 2 ranks"] = partial(ours, strategy, 2)
     sides["data_parallel, 1 rank"] = partial(ours, "data_parallel", 1)
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds):
-        for name, once in sides.items():
-            print(f"round {turn + 1}/{rounds}: {name}", file=sys.stderr)
-            seconds[name].append(once())
+    seconds = in_turn(sides, rounds)
     floor, peer = seconds["data_parallel, 1 rank"], next(iter(seconds.values()))
     print(f"{LAYERS}-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, batches of {BATCH}; median epoch of {rounds} rounds in turn")
     for name, series in seconds.items():
         beside = [median(a / b for a, b in zip(series, other, strict=True)) for other in (peer, floor)]
         print(f"{name:40s} {median(series):.3f} s  {beside[0]:.2f}x DGL's loop  {beside[1]:.2f}x one rank")
+
+
+def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each side says in every round."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds):
+        for name, once in sides.items():
+            print(f"round {turn + 1}/{rounds}: {name}", file=sys.stderr)
+            seconds[name].append(once())
+    return seconds
+
+
+def split_beside(rounds: int, names: list[str]) -> None:
+    """What a batch that is split costs of what one per rank costs, on two ranks: medians of ratios within rounds."""
+    for name, graph in {"synthetic, 50 edges a vertex": GRAPH, **{name: str(DATASETS / f"{name}.npz") for name in names}}.items():
+        seconds = in_turn({s: partial(ours, s, 2, graph) for s in ("data_parallel", "gsplit", "gsplit(narrow=True)")}, rounds)
+        for strategy, series in seconds.items():
+            ratio = median(a / b for a, b in zip(series, seconds["data_parallel"], strict=True))
+            print(f"{name:30s} {strategy:20s} {median(series):.3f} s  {ratio:.2f}x data_parallel", flush=True)
 
 
 if __name__ == "__main__":
@@ -217,6 +233,8 @@ if __name__ == "__main__":
         splitters(float(rest[0]) if rest else 0.01, rest[1:] or ["flickr", "ogbn_arxiv"])
     elif verb == "ddp":
         ddp(int(rest[0]) if rest else 3)
+    elif verb == "split":
+        split_beside(int(rest[0]) if rest else 3, rest[1:])
     elif verb == "dgl-child":
         dgl_child()
     else:

@@ -12,13 +12,14 @@ import numpy as np
 
 from gnnplan.planner import formulas
 from gnnplan.planner.errors import Infeasible
+from gnnplan.planner.estimate import EstimatedLayout
 from gnnplan.planner.graph import Graph
-from gnnplan.planner.job import EstimatedLayout, Job
+from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.search import Found, search
 from gnnplan.planner.sensitivity import sentences
 from gnnplan.planner.specs import ALL
-from gnnplan.planner.strategies import FAMILIES, GraNNDis, Strategy, parse
+from gnnplan.planner.strategies import FAMILIES, GraNNDis, GSplit, Strategy, parse
 from gnnplan.planner.strategies.granndis import FANOUT, MAX_HOP
 from gnnplan.planner.units import show_bytes, show_time
 from gnnplan.progress import Tell, silent
@@ -53,7 +54,7 @@ def full_graph(job: Job, found: Found, exact: bool, tell: Tell) -> list[str]:
     out = [f"An epoch is {updates} updates of the weights, each on a batch of {job.workload.batch:,} seeds with neighbours drawn "
            f"{', '.join('all' if f == ALL else str(f) for f in job.workload.fanouts)} (from the seeds outwards)"]  # fmt: skip
     whole = replace(job, workload=job.workload.model_copy(update={"mode": "full"}), _layouts={}, _batches={}, _mini={})
-    out += p3_conditions(job)
+    out += done_twice(job, found) + p3_conditions(job)
     try:
         other = search(whole, exact, may_use_fewer=False).ranked[0]
     except Infeasible:
@@ -61,6 +62,20 @@ def full_graph(job: Job, found: Found, exact: bool, tell: Tell) -> list[str]:
     ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
     return [*out, f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per epoch, {ratio:.2g} times as "
             "long, for one update; in how many epochs either reaches the same accuracy depends on the graph: unknown"]
+
+
+def done_twice(job: Job, found: Found) -> list[str]:
+    """What ranks that sample each for themselves read and compute more than those that split a batch; as GSplit Table 1."""
+    split = next((c.strategy for c in found.ranked if isinstance(c.strategy, GSplit) and c.job.ranks == job.ranks), None)
+    if split is None:
+        return []
+    pairs = zip(job.minibatches(tuple(range(job.ranks))).first(), split.batches(job).first(), strict=False)
+    counts = [[(sum(rows.size for rows in (batch.rows(rank, 0) for rank in range(job.ranks))),
+                sum(int(batch.facts(layer).edges.sum()) for layer in range(1, job.workload.layers + 1))) for batch in pair]
+              for pair in pairs]  # fmt: skip
+    (rows, edges), (shared_rows, shared_edges) = np.sum(counts, axis=0).tolist()
+    return [f"Sampling each for itself, ranks read {rows / max(shared_rows, 1):.2f} times the rows of features that they read splitting a "
+            f"batch ({split}), and compute {edges / max(shared_edges, 1):.2f} times the edges"]
 
 
 def p3_conditions(job: Job) -> list[str]:

@@ -146,3 +146,7 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
     assert told.startswith(f"P3 stops paying at hidden {even:.0f} (feature rows of 64 numbers;") and "16: " in told and "512: " in told
     assert any(line.startswith("An epoch is ") and "updates of the weights" in line for line in lines)
     assert any("On the full graph" in line for line in lines)
+    twice = next(line for line in lines if line.startswith("Sampling each for itself, ranks read "))
+    split = job.minibatches((0, 0), "gsplit", 10).first()
+    read = inputs / sum(batch.rows(rank, 0).size for batch in split for rank in (0, 1))
+    assert f"ranks read {read:.2f} times" in twice and read > 1
