@@ -688,7 +688,7 @@ def test_an_old_plan_stays_when_a_new_one_fails(plan_file: Path, gnnplan: Call, 
 def test_wrong_use_without_json(gnnplan: Call):
     answer = gnnplan("plan", "--grap", "x")
     assert answer.code == 2 and answer.out == "" and "Usage: gnnplan plan" in answer.err and "No such option: --grap" in answer.err
-    assert gnnplan("profile", "absent.npz") == Answer(2, "", "profiling absent.npz ...\nerror: absent.npz: no such file\n")
+    assert gnnplan("profile", "absent.npz") == Answer(2, "", "error: absent.npz: no such file\n")
     nothing = gnnplan()
     assert nothing.code == 2 and "Usage: gnnplan" in nothing.out + nothing.err
 

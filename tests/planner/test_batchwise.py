@@ -15,7 +15,7 @@ from gnnplan.planner.formulas import split_bytes
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective
-from gnnplan.planner.search import families
+from gnnplan.planner.search import families, search
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.simulator.player import critical_path, play, serial
@@ -107,7 +107,26 @@ def test_one_rank_sends_nothing(job: Job):
     for strategy in variants(alone):
         assert strategy.predict(alone).bytes == {}
         assert not [t for t in strategy.schedule(alone, 2).tasks if isinstance(t.work, Collective)]
-    assert [family.family for family in families(alone) for _ in family.candidates(alone)] == ["data_parallel"]
+    found = [strategy for family in families(alone) for strategy in family.candidates(alone)]
+    assert {strategy.name for strategy in found} == {"data_parallel"} and len(found) == 2  # with and without a cache
+
+
+def test_what_memory_is_left_is_proposed_as_a_cache():
+    """Nine tenths of it, all rows at the most; none on a CPU, whose cache is the memory that it would spare."""
+    job = job_of(GRAPHS[0], 1, 2)
+    rows = 400 * job.model.features * 4
+
+    def caches(job: Job) -> set[int]:
+        return {s.cache for family in (DataParallel, GSplit) for s in family.candidates(job) if isinstance(s, (DataParallel, GSplit))}
+
+    assert caches(job) == {0, rows}
+    needs = float(sum(DataParallel().memory(job).values(), np.zeros(1)).max())
+    tight = replace(job, cluster=job.cluster.model_copy(update={"device": job.cluster.device.model_copy(update={"memory": needs + 1000})}))
+    assert {s.cache for s in DataParallel.candidates(tight) if isinstance(s, DataParallel)} == {0, 900}
+    on_cpu = replace(job, cluster=job.cluster.model_copy(update={"device": job.cluster.device.model_copy(update={"kind": "cpu"})}))
+    assert caches(on_cpu) == {0}
+    slow = job.cluster.model_copy(update={"host": Link(bandwidth=1e6, latency=1e-6)})
+    assert search(replace(job, cluster=slow)).ranked[0].strategy.knobs()["cache"] == rows
 
 
 def test_gsplit_bytes_by_hand():

@@ -33,10 +33,10 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches, MiniBatch, per_epoch
 from gnnplan.planner.schedule import Compute, Schedule
-from gnnplan.planner.store import Store
+from gnnplan.planner.store import Store, row_bytes
 from gnnplan.planner.strategies import layerwise
 from gnnplan.planner.strategies.layerwise import Manner, Op
-from gnnplan.planner.strategies.strategy import Prediction
+from gnnplan.planner.strategies.strategy import Prediction, Strategy
 from gnnplan.planner.structure import NEIGHBOUR, Structure
 
 ID = 8  # [B]
@@ -103,6 +103,16 @@ def filling(job: Job, store: Store | None) -> dict[str, float]:
         return {}
     moved = sum(float(job.cost.exchange(op.sent).alone) for op in fill(job, store) if op.sent is not None)
     return {"feature store": store.seconds + moved + float(np.max(job.cost.load_s(store.held(job))))}
+
+
+def worth_caching(job: Job, plain: Strategy) -> int:
+    """Bytes per GPU of a cache to propose beside a strategy without one: nine tenths of the memory that it leaves, all rows at the most;
+    0 where ranks are on a CPU, whose cache would be the memory that it spares."""
+    if job.graph is None or job.cluster.device.kind == "cpu":
+        return 0
+    left = job.cluster.device.memory - float(sum(plain.memory(job).values(), np.zeros(1)).max())
+    everything = int(row_bytes(job, np.arange(job.stats.vertices)).sum())
+    return max(0, min(int(0.9 * left), everything))
 
 
 def peers(batch: MiniBatch) -> np.ndarray:

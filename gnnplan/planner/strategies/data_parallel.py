@@ -71,6 +71,10 @@ class DataParallel(Strategy):
     @classmethod
     def candidates(cls, job: Job) -> Iterator[Strategy]:
         yield cls()
+        if cache := batchwise.worth_caching(job, cls()):
+            yield cls(cache=cache)
+            if len(set(job.servers)) < job.ranks:
+                yield cls(cache=cache, shared_cache=True)
 
     def check(self, job: Job) -> None:
         self.must_have_its_mode(job)

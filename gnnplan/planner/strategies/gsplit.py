@@ -77,9 +77,12 @@ class GSplit(Strategy):
         if job.ranks > 1:
             several = len(set(job.servers)) > 1
             for group in GROUPS if several and len(set(job.servers)) < job.ranks else ("all",) if several else ("server",):
-                yield cls(group=group)
-                if job.model.narrows:
-                    yield cls(group=group, narrow=True)
+                for plain in (cls(group=group), cls(group=group, narrow=True)):
+                    if plain.narrow and not job.model.narrows:
+                        continue
+                    yield plain
+                    if cache := batchwise.worth_caching(job, plain):
+                        yield replace(plain, cache=cache)
 
     @classmethod
     def absent(cls, job: Job) -> str:
