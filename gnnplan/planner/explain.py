@@ -16,7 +16,7 @@ from gnnplan.planner.estimate import EstimatedLayout
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.search import Found, search
+from gnnplan.planner.search import Candidate, Found, search
 from gnnplan.planner.sensitivity import sentences
 from gnnplan.planner.specs import ALL
 from gnnplan.planner.strategies import FAMILIES, GraNNDis, GSplit, Strategy, parse
@@ -44,23 +44,28 @@ def explain(job: Job, found: Found, exact: bool, tell: Tell = silent) -> list[st
     out += within_noise(found)
     if job.stats.known:
         out += sentences(found, exact, tell)
-    return out + (full_graph(job, found, exact, tell) if job.workload.mode == "mini" else granndis_conditions(job))
+    if job.workload.mode == "full":
+        return out + granndis_conditions(job)
+    out += [batches_of(job, best.strategy), *done_twice(job, found), *p3_conditions(job)]
+    return out if found.forced else out + full_graph(job, best, exact, tell)
 
 
-def full_graph(job: Job, found: Found, exact: bool, tell: Tell) -> list[str]:
-    """The same GNN on the full graph, on one scale: time per epoch, and how many updates of the weights that makes."""
+def batches_of(job: Job, strategy: Strategy) -> str:
+    fanouts = ", ".join("all" if f == ALL else str(f) for f in job.workload.fanouts)
+    return (f"An epoch is {strategy.steps(job)} updates of the weights, each on a batch of {job.workload.batch:,} seeds with neighbours "
+            f"drawn {fanouts} (from the seeds outwards)")  # fmt: skip
+
+
+def full_graph(job: Job, best: Candidate, exact: bool, tell: Tell) -> list[str]:
+    """The same GNN on the full graph, on one scale: time per epoch."""
     tell("weighing the full graph beside mini-batches")
-    best, updates = found.ranked[0], found.ranked[0].strategy.steps(job)
-    out = [f"An epoch is {updates} updates of the weights, each on a batch of {job.workload.batch:,} seeds with neighbours drawn "
-           f"{', '.join('all' if f == ALL else str(f) for f in job.workload.fanouts)} (from the seeds outwards)"]  # fmt: skip
     whole = replace(job, workload=job.workload.model_copy(update={"mode": "full"}), _layouts={}, _batches={}, _mini={})
-    out += done_twice(job, found) + p3_conditions(job)
     try:
         other = search(whole, exact, may_use_fewer=False).ranked[0]
     except Infeasible:
-        return [*out, "The full graph does not fit: only mini-batches train this"]
+        return ["The full graph does not fit: only mini-batches train this"]
     ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
-    return [*out, f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per epoch, {ratio:.2g} times as "
+    return [f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per epoch, {ratio:.2g} times as "
             "long, for one update; in how many epochs either reaches the same accuracy depends on the graph: unknown"]
 
 

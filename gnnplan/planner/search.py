@@ -41,10 +41,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """Candidates from fastest to slowest; (strategy, reason) of those that cannot be."""
+    """Candidates from fastest to slowest; (strategy, reason) of those that cannot be. `forced`: nothing else was asked for."""
 
     ranked: list[Candidate]
     rejected: list[tuple[str, str]]
+    forced: bool = False
 
 
 def families(job: Job) -> list[type[Strategy]]:
@@ -96,7 +97,7 @@ def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_us
             name = forced.settle(job)
             raise SpecError(f"--exact excludes {name}: it changes the gradient; drop --exact or use graph_parallel or granndis")
         try:
-            return Found([weigh(seated(job, forced), forced)], [])
+            return Found([weigh(seated(job, forced), forced)], [], forced=True)
         except Infeasible as error:
             raise Infeasible(f"{error}; {smallest_change(job, lambda _: [forced])}") from None
     ranked: list[Candidate] = []
