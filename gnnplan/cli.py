@@ -23,7 +23,7 @@ app = typer.Typer(
 
 DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
 MOST_TASKS = 4_000_000  # that a simulation may have: a few GB and minutes
-GRAPH_HELP = "a .npz, a folder of .npy, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., or a .yaml of statistics only"
+GRAPH_HELP = "a .npz, a folder of .npy, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., or statistics (.yaml)"
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output and nothing else there.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a cluster or workload field: servers=16, intra_node.latency=5us.")]
 Method = Annotated[str, typer.Option("--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random.")]
