@@ -76,9 +76,9 @@ def _blocks(job: Job, batch: MiniBatch) -> np.ndarray:
 
 
 def _sampling(job: Job, batch: MiniBatch) -> np.ndarray:
-    """The most that a sampler holds, when it lays out a layer: drawn edges of all (4 bytes each), those of this one as places in the
-    graph (8), as positions (4), numbered and sorted by source (12), copied for the block (12), and their weights; ids, degrees and
-    offsets of its rows (72); blocks of the layers before it."""
+    """The most that a sampler holds, when it lays out a layer: drawn edges of all (4 bytes each), those of this one as positions (4),
+    numbered and sorted by source (12), copied for the block (12), and their weights; ids, degrees and offsets of its rows (72); blocks of
+    the layers before it."""
     sage, weighted = job.workload.model == "sage", job.workload.model not in ("gat", "resgcn")
     each = 28 + (20 if sage else 32) * weighted  # a weight with its copy, both orders, and the order itself; gcn's in 64 bits first
     most = done = np.zeros(job.ranks)
@@ -86,6 +86,6 @@ def _sampling(job: Job, batch: MiniBatch) -> np.ndarray:
     drawn = 4 * np.sum([f.edges for f in facts], axis=0) + 2 * job.stats.vertices
     for f, spec in zip(facts, job.model.layers, strict=True):
         edges = f.edges + f.rows if spec.self_edges else f.edges
-        most = np.maximum(most, done + 8 * f.edges + (each + 4 * spec.self_edges) * edges + 72 * f.sources)
+        most = np.maximum(most, done + (each + 4 * spec.self_edges) * edges + 72 * f.sources)
         done = done + block(job.workload.model, job.model, spec, f.rows, f.sources, f.edges)
     return np.asarray(drawn + most)
