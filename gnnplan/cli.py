@@ -23,7 +23,8 @@ app = typer.Typer(
 
 DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
 MOST_TASKS = 4_000_000  # that a simulation may have: a few GB and minutes
-GRAPH_HELP = "a .npz, a folder of .npy, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., or statistics (.yaml)"
+GRAPH_HELP = ("a .npz, a folder of .npy, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of statistics, "
+              "or the name of a well-known graph, of which only statistics are here (reddit)")  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output and nothing else there.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a cluster or workload field: servers=16, intra_node.latency=5us.")]
 Method = Annotated[str, typer.Option("--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random.")]
@@ -197,7 +198,7 @@ def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int
     """The question, checked."""
     from gnnplan.planner.errors import SpecError
     from gnnplan.planner.files import apply_overrides
-    from gnnplan.planner.graph import Graph, load
+    from gnnplan.planner.graph import Graph, datasets, load
     from gnnplan.planner.job import Job, with_ranks
     from gnnplan.planner.partition import METHODS
 
@@ -206,7 +207,7 @@ def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int
     cluster, workload = apply_overrides(cluster, workload, settings)
     cluster = with_ranks(cluster, ranks)
     head, mark, query = graph.partition("?")
-    if not head.startswith("synthetic:"):
+    if not head.startswith("synthetic:") and head not in datasets():
         graph = str(Path(head).resolve()) + mark + query  # a plan is run from other folders too
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
@@ -477,12 +478,45 @@ def summary(out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def show_published(path: Path, as_json: bool) -> None:
+    """Errors by metric, winners, and why rows are skipped."""
+    from collections import Counter
+
+    from gnnplan.planner.published import read, score
+    from gnnplan.progress import progress
+
+    rows = read(path)
+    with progress() as tell:
+        tell(f"predicting {len(rows):,} figures")
+        result = score(rows)
+    if as_json:
+        return emit(result)
+    summary = dict(result["summary"])
+    winner = summary.pop("winner")
+    table(f"{len(result['rows'])} of {len(rows)} figures predicted", ["metric", "rows", "mean error", "95 % have at most", "largest"], [
+        [metric, str(of["n"]), *(f"{of[what]:.1%}" for what in ("mape", "p95", "max"))] for metric, of in summary.items()])  # fmt: skip
+    print(f"the faster of two strategies is named rightly in {winner['right']} of {winner['n']} comparisons that differ by more than 5 %")
+    for (paper, why), count in Counter((row["paper"], row["why"]) for row in result["skipped"]).most_common():
+        print(f"- {count} of {paper} skipped: {why}")
+
+
 @app.command()
 def validate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a finished run.")],
+    directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="The folder of a finished run.")] = None,
+    published: Annotated[Path | None, typer.Option(help="In its place: a .csv of printed figures to predict.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Predicted, simulated and measured side by side, and which layer of knowledge is wrong. Exit 1 if bytes or order differ."""
+    """Predicted, simulated and measured side by side, and which layer of knowledge is wrong. Exit 1 if bytes or order differ.
+
+    With --published FILE.csv: the figures that others have printed, as far as the model speaks of them, beside its own.
+    """
+    from gnnplan.planner.errors import SpecError
+
+    if (directory is None) == (published is None):
+        raise SpecError("validate takes the folder of a run, or --published FILE.csv")
+    if published is not None:
+        return show_published(published, as_json)
+    assert directory is not None
     from gnnplan.planner.plan import chosen, question, read
     from gnnplan.planner.search import weigh
     from gnnplan.planner.trace import read_traces

@@ -34,8 +34,10 @@ def explain(job: Job, found: Found, exact: bool, tell: Tell = silent) -> list[st
     t = float(best.predicted.epoch_s)
     out = [f"{best.strategy}: {show_time(t)} per epoch; bottleneck: {best.predicted.bottleneck}", *why_these_gpus(job, found)]
     if not job.stats.known:
-        what = "frontiers are estimated: those" if job.workload.mode == "mini" else "halo sizes are those"
-        out.append(f"The graph is known by statistics only: {what} of a random graph, and the plan cannot be run.")
+        counted = ", ".join(map(str, sorted(job.stats.halo_rows)))
+        what = ("frontiers are estimated: those of a random graph" if job.workload.mode == "mini" else
+                f"halo sizes follow from those counted at {counted} parts" if counted else "halo sizes are those of a random graph")
+        out.append(f"The graph is known by statistics only: {what}, and the plan cannot be run.")
     parts = best.strategy.preparation(best.job)
     if parts:
         out.append(f"Before the first epoch: {', '.join(f'{name} {show_time(seconds)}' for name, seconds in parts.items())}")

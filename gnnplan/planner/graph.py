@@ -26,6 +26,7 @@ from gnnplan.planner.files import cache_dir, read_yaml, suggest, write_atomicall
 from gnnplan.planner.units import show_bytes
 
 Array = NDArray[Any]
+DATASETS = Path(__file__).resolve().parent.parent / "datasets"
 ARRAYS = ("src", "dst", "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", "train_mask", "val_mask", "test_mask", "meta")
 STAND_IN_FEATURES = 128
 LARGEST_ARRAY = 64 << 30  # [B]
@@ -33,6 +34,11 @@ MOST_VERTICES = 2**31 - 1  # ids are int32
 MOST_FEATURES = 1_000_000
 SPARSE = 0.1  # features with at most this share of numbers other than zero are kept sparse
 AT_ONCE = 1 << 24  # [B] of an array looked at together
+
+
+def datasets() -> list[str]:
+    """Names of well-known graphs whose statistics are here."""
+    return sorted(path.stem for path in DATASETS.glob("*.yaml"))
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class Graph:
 
 def load(source: str, directed: bool = False) -> Graph | GraphStats:
     """A graph from 'file.npz[?features=500&seed=0]', a folder with one .npy per array, whose features stay on disk,
-    'synthetic:community?vertices=20000&...', or statistics from 'file.yaml'.
+    'synthetic:community?vertices=20000&...', or statistics from 'file.yaml' or of a well-known graph ('reddit').
 
     Makes it undirected unless `directed`, drops self-loops and duplicates, and notes what it changed.
     Raises SpecError naming the file, the array, the rule and the offending number.
@@ -114,8 +120,10 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     if suffix == ".npz" or Path(head).is_dir():
         options = _numbers(source, query, {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)})
         return _from_arrays(source, head, options, own_width="features=" in query, directed=directed)
-    raise SpecError(f"{source}: a graph is a .npz file, a folder of .npy files, a .yaml file of statistics, or "
-                    "synthetic:community?vertices=...&edges=...")  # fmt: skip
+    if head in datasets() and not query:
+        return dataclasses.replace(_statistics(str(DATASETS / f"{head}.yaml"), directed), source=head)
+    raise SpecError(f"{source}: a graph is a .npz file, a folder of .npy files, a .yaml file of statistics, the name of such a one that is "
+                    f"here ({', '.join(datasets())}), or synthetic:community?vertices=...&edges=...")  # fmt: skip
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------------------------

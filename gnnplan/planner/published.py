@@ -1,0 +1,321 @@
+"""Printed figures of other people's systems, predicted: one row is one figure, in the columns of COLUMNS.
+
+    row -> Question: a graph (by the statistics of its name, datasets/), a GNN, a testbed (by its name, presets/) and a strategy
+        -> the figure, in SI or as a fraction, from the strategy's closed form and memory
+
+A row that the model does not speak of is skipped and says why: other people's baselines, accuracies, summaries over many runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from gnnplan.planner.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.files import PRESETS, read_cluster, suggest
+from gnnplan.planner.graph import Graph, GraphStats, datasets, load
+from gnnplan.planner.job import Job
+from gnnplan.planner.search import weigh
+from gnnplan.planner.specs import Cluster, Workload
+from gnnplan.planner.strategies import Strategy, named
+from gnnplan.planner.strategies.strategy import Prediction
+
+JOB = ("paper", "source", "testbed", "dataset", "model", "layers", "hidden", "num_nodes", "gpus_per_node")
+COLUMNS = (*JOB, "strategy", "strategy_params", "metric", "baseline", "value", "unit_as_printed", "note")
+# as printed -> the metrics' kinds that it can be of: values are SI already, so a unit of another kind is a mistake
+UNITS = {"s": "time", "ms": "time", "min": "time", "B": "bytes or count", "MB": "bytes", "GB": "bytes", "M": "count", "%": "share",
+         "x": "ratio", "GPUs": "count", "partitions": "count", "nodes": "count", "epochs": "count", "epochs/s": "rate", "OOM": "fact",
+         "runs": "fact", "": "any"}  # fmt: skip
+KINDS = {"_time_s": "time", "_bytes": "bytes", "epochs_per_s": "rate", "speedup_vs": "ratio", "_ratio_vs": "ratio", "_pct": "share",
+         "_reduction_vs": "ratio", "_ratio": "share", "_fraction_vs": "share", "fits_in_memory": "fact", "min_gpus": "count",
+         "min_partitions": "count"}  # fmt: skip
+SUMMARIES = ("_min", "_max", "_mean", "_geomean", "_std")
+MODELS = {"gcn": "gcn", "sage": "sage", "gcnii": "gcnii", "gat": "gat", "resgcn+": "resgcn", "sgcn": "sgc"}
+FULL = {"graph_parallel", "pipegcn", "pipegcn_g", "pipegcn_f", "pipegcn_gf", "gnnpipe_pipeline", "gnnpipe_hybrid", "granndis",
+        "granndis_preload", "granndis_eas"}  # fmt: skip
+MINI = {"dgl_data_parallel", "quiver", "p3_push_pull", "p3_push_pull_nopipe", "p3star", "gsplit", "gsplit_edge", "gsplit_node",
+        "gsplit_rand"}  # fmt: skip
+DIFFERENT = 0.05  # printed times closer than this have no winner
+
+Row = Mapping[str, str]
+
+
+class Skip(Exception):
+    """Why a row is not predicted."""
+
+
+@dataclass(frozen=True)
+class Question:
+    job: Job
+    strategy: Strategy
+
+    @property
+    def prediction(self) -> Prediction:
+        return _predicted(self)
+
+
+def read(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a file, with their line numbers as 'line'. Raises SpecError naming file, line and remedy."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            header = tuple(reader.fieldnames or ())
+            if missing := [name for name in COLUMNS if name not in header]:
+                raise SpecError(f"{path}:1: missing columns: {', '.join(missing)}; a file of published figures has {', '.join(COLUMNS)}")
+            if unknown := [name for name in header if name not in COLUMNS]:
+                raise SpecError(f"{path}:1: unknown columns: {', '.join(unknown)}{suggest(unknown[0], COLUMNS)}")
+            rows = [{**{name: row[name] or "" for name in COLUMNS}, "line": str(reader.line_num)} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SpecError(f"{path}: cannot be read ({error})") from error
+    for row in rows:
+        _inspect(path, row)
+    return rows
+
+
+def _inspect(path: str | Path, row: Row) -> None:
+    where = f"{path}:{row['line']}: "
+    try:
+        value = float(row["value"])
+    except ValueError:
+        raise SpecError(f"{where}value {row['value']!r} is not a number; write it in SI (seconds, bytes, counts), or as a "
+                        "fraction") from None  # fmt: skip
+    if not np.isfinite(value):
+        raise SpecError(f"{where}value {row['value']!r} is not finite")
+    unit, kind = row["unit_as_printed"], next((kind for end, kind in KINDS.items() if row["metric"].endswith(end)), "any")
+    if unit not in UNITS:
+        raise SpecError(f"{where}unit {unit!r} is unknown{suggest(unit, UNITS)}")
+    if "any" not in (kind, UNITS[unit]) and kind not in UNITS[unit]:
+        raise SpecError(f"{where}{row['metric']} cannot be printed in {unit!r}, a unit of {UNITS[unit]}; give one of {kind}")
+    if row["strategy_params"]:
+        try:
+            json.loads(row["strategy_params"])
+        except ValueError as error:
+            raise SpecError(f"{where}strategy_params is not JSON ({error})") from None
+
+
+# -- the question ----------------------------------------------------------------------------------------------------------------
+
+
+def question(row: Row, strategy: str = "") -> Question:
+    """What the row asks, perhaps of its baseline. Raises Skip."""
+    name = strategy or row["strategy"]
+    params = json.loads(row["strategy_params"] or "{}")
+    if name not in FULL | MINI:
+        raise Skip(f"{name} is none of our strategies")
+    for field in ("testbed", "dataset", "model", "layers", "num_nodes", "gpus_per_node"):
+        if not row[field]:
+            raise Skip(f"{field} is not stated")
+    if row["model"] not in MODELS:
+        raise Skip(f"model {row['model']} is none of ours")
+    if not row["hidden"] and row["model"] != "sgcn":
+        raise Skip("hidden is not stated")
+    if row["dataset"] not in datasets():
+        raise Skip(f"no statistics of {row['dataset']} here{suggest(row['dataset'], datasets())}")
+    cluster, stats = _testbed(row), _graph(row["dataset"])
+    mini = name in MINI
+    asked: dict[str, Any] = {"model": MODELS[row["model"]], "layers": int(row["layers"]), "mode": "mini" if mini else "full"}
+    if row["hidden"]:
+        asked["hidden"] = int(row["hidden"])
+    if mini:
+        if not (params.get("batch") and params.get("fanout")):
+            raise Skip("batch or fanout is not stated")
+        fanout = params["fanout"]
+        asked["batch"] = int(params["batch"]) * (cluster.ranks if row["paper"] == "p3" else 1)  # P3's is per GPU
+        asked["fanout"] = fanout if fanout == "full" else tuple(fanout) if isinstance(fanout, list) else (fanout,) * asked["layers"]
+    if params.get("heads"):
+        asked["heads"] = int(params["heads"])
+    try:
+        job = Job(stats, None, Workload.model_validate(asked), cluster, str(params.get("partitioner", "metis")))
+    except ValidationError as error:
+        raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
+    try:
+        chosen = _strategy(name, params, job).settle(job)
+        chosen.check(job)
+    except SpecError as error:
+        raise Skip(str(error)) from None
+    return Question(job, chosen)
+
+
+def _strategy(name: str, params: dict[str, Any], job: Job) -> Strategy:
+    if name == "graph_parallel":
+        return named(name, {})
+    if name.startswith("pipegcn"):
+        return named(name, {"gamma": params["gamma"]} if "gamma" in params else {})
+    if name.startswith("gnnpipe"):
+        stages = int(params.get("stages", job.ranks if name == "gnnpipe_pipeline" else max(1, job.ranks // 2)))
+        return named("gnnpipe", {"stages": stages, "chunks": int(params.get("chunks", 4 * job.ranks))})
+    if name.startswith("granndis"):
+        if name == "granndis_preload":
+            return named("granndis", {})
+        return named("granndis", {"max_hop": int(params.get("max_hop", 1)), "fanout": int(params.get("fanout", 15))})
+    if name == "dgl_data_parallel":
+        return named("data_parallel", {})
+    if name == "quiver":
+        return named("data_parallel", {"cache": int(job.cluster.device.memory) // 4, "shared_cache": True})
+    if name.startswith("p3"):
+        return named("p3", {"pipelined": name == "p3_push_pull"})
+    return named("gsplit", {"splitter": {"gsplit": "gsplit", "gsplit_rand": "random"}.get(name, name.removeprefix("gsplit_"))})
+
+
+def _testbed(row: Row) -> Cluster:
+    if row["testbed"] not in {path.stem for path in PRESETS.glob("*.yaml")}:
+        raise Skip(f"testbed {row['testbed']} is none of ours")
+    whole = read_cluster(row["testbed"])
+    servers, gpus = int(row["num_nodes"]), int(row["gpus_per_node"])
+    if servers > 1 and whole.inter_node is None:
+        raise Skip(f"{row['testbed']} is one server, and {servers} are asked")
+    fitting: dict[str, object] = {"servers": servers, "gpus_per_server": gpus}
+    for name in ("islands", "switches", "nics"):
+        fitting[name] = tuple(kept for lists in getattr(whole, name) if (kept := tuple(g for g in lists if g < gpus)))
+    return whole.model_copy(update=fitting)
+
+
+@lru_cache(maxsize=64)
+def _graph(name: str) -> GraphStats:
+    stats = load(name)
+    assert not isinstance(stats, Graph)
+    return stats
+
+
+_known: dict[object, Prediction] = {}
+
+
+def _predicted(asked: Question) -> Prediction:
+    """By what is asked, not by who asks: rows of one table ask for the same again and again."""
+    job = asked.job
+    key = job.stats.hash, job.workload, job.cluster.model_dump_json(), job.method, asked.strategy
+    if key not in _known:
+        _known[key] = asked.strategy.predict(job)
+    return _known[key]
+
+
+# -- the figure ------------------------------------------------------------------------------------------------------------------
+
+
+def predict(row: Row) -> float:
+    """The row's figure. Raises Skip."""
+    metric = row["metric"]
+    if metric.endswith(SUMMARIES):
+        raise Skip("it summarises many runs")
+    if metric in ("fits_in_memory", "min_gpus", "min_partitions"):
+        return _feasibility(row)
+    if metric in RATIOS:
+        what, figure = RATIOS[metric]
+        if not row["baseline"] or row["baseline"].startswith("any_of:"):
+            raise Skip("no one baseline is named")
+        return figure(FIGURES[what](question(row)), FIGURES[what](question(row, row["baseline"])))
+    if metric not in FIGURES:
+        raise Skip(f"{metric} is not predicted")
+    return FIGURES[metric](question(row))
+
+
+def _epoch(asked: Question) -> float:
+    return float(asked.prediction.epoch_s)
+
+
+def _comm(asked: Question) -> float:
+    return float(asked.prediction.comm_s)
+
+
+def _volume(asked: Question) -> float:
+    if asked.job.workload.mode == "mini":
+        return asked.prediction.bytes_total / asked.strategy.steps(asked.job)  # printed per mini-batch
+    return float(asked.prediction.bytes_total)
+
+
+FIGURES: dict[str, Callable[[Question], float]] = {
+    "epoch_time_s": _epoch,
+    "throughput_epochs_per_s": lambda asked: 1 / _epoch(asked),
+    "comm_time_s": _comm,
+    "compute_time_s": lambda asked: float(asked.prediction.compute_s),
+    "comm_ratio": lambda asked: _comm(asked) / _epoch(asked),
+    "comm_volume_bytes": _volume,
+}
+RATIOS: dict[str, tuple[str, Callable[[float, float], float]]] = {
+    "speedup_vs": ("epoch_time_s", lambda own, other: other / own),
+    "epoch_time_ratio_vs": ("epoch_time_s", lambda own, other: own / other),
+    "slowdown_fraction_vs": ("epoch_time_s", lambda own, other: own / other - 1),
+    "epoch_time_reduction_fraction_vs": ("epoch_time_s", lambda own, other: 1 - own / other),
+    "comm_time_ratio_vs": ("comm_time_s", lambda own, other: own / other),
+    "comm_time_reduction_vs": ("comm_time_s", lambda own, other: other / own),
+    "comm_time_reduction_fraction_vs": ("comm_time_s", lambda own, other: 1 - own / other),
+    "comm_volume_reduction_vs": ("comm_volume_bytes", lambda own, other: other / own),
+}
+
+
+def _feasibility(row: Row) -> float:
+    """fits_in_memory: 1 or 0. min_gpus, min_partitions: the least number of equal parts that fits, of one server's GPUs first."""
+    if row["metric"] == "fits_in_memory":
+        return float(_fits(question(row)))
+    whole = read_cluster(row["testbed"]) if row["testbed"] else None
+    if whole is None:
+        raise Skip("testbed is not stated")
+    for parts in range(1, max(whole.ranks, 64) + 1):
+        servers = -(-parts // whole.gpus_per_server)
+        if parts % servers == 0 and _fits(question({**row, "num_nodes": str(servers), "gpus_per_node": str(parts // servers)})):
+            return float(parts)
+    raise Skip("no number of GPUs of the testbed fits")
+
+
+def _fits(asked: Question) -> bool:
+    try:
+        weigh(asked.job, asked.strategy)
+    except Infeasible:
+        return False
+    return True
+
+
+# -- the score -------------------------------------------------------------------------------------------------------------------
+
+
+def score(rows: Iterable[Row], fitted: Callable[[Row], bool] = lambda row: False) -> dict[str, Any]:
+    """{"rows": each with "predicted", "error" (relative; of facts and shares the difference) and "fitted", "skipped": each with "why",
+    "summary": by metric {"n", "mape", "p95", "max"} over rows that nothing was fitted to, and {"winner": {"n", "right"}}}."""
+    done: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    for row in rows:
+        plain = {name: row[name] for name in COLUMNS}
+        try:
+            predicted = predict(row)
+        except (Skip, GnnplanError) as error:
+            skipped.append({**plain, "why": str(error)})
+            continue
+        value = float(row["value"])
+        relative = value != 0 and not row["metric"].startswith("fits_in") and not row["metric"].endswith(("_ratio", "_fraction_vs"))
+        done.append({**plain, "predicted": predicted, "error": predicted / value - 1 if relative else predicted - value,
+                     "fitted": fitted(row)})  # fmt: skip
+    summary: dict[str, Any] = {}
+    for metric in sorted({row["metric"] for row in done}):
+        errors = [abs(row["error"]) for row in done if row["metric"] == metric and not row["fitted"]]
+        if errors:
+            summary[metric] = {"n": len(errors), "mape": mean(errors), "p95": float(np.percentile(errors, 95)), "max": max(errors)}
+    return {"rows": done, "skipped": skipped, "summary": {**summary, "winner": _winners(done)}}
+
+
+def _winners(done: list[dict[str, Any]]) -> dict[str, int]:
+    """Of two strategies for one job whose printed times differ: whether the faster one is named."""
+    pairs: list[tuple[float, float]] = []  # printed and predicted: how many times as long the second takes
+    by_job: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in done:
+        if row["metric"] == "epoch_time_s":
+            by_job.setdefault(tuple(row[name] for name in JOB), []).append(row)
+        elif row["metric"] == "speedup_vs":
+            pairs.append((float(row["value"]), row["predicted"]))
+        elif row["metric"] == "slowdown_fraction_vs":
+            pairs.append((1 / (1 + float(row["value"])), 1 / (1 + row["predicted"])))
+    for rows in by_job.values():
+        for a, b in combinations(rows, 2):
+            if a["strategy"] != b["strategy"]:
+                pairs.append((float(b["value"]) / float(a["value"]), b["predicted"] / a["predicted"]))
+    told = [(printed, predicted) for printed, predicted in pairs if max(printed, 1 / printed) > 1 + DIFFERENT]
+    return {"n": len(told), "right": sum((printed > 1) == (predicted > 1) for printed, predicted in told)}
