@@ -82,6 +82,8 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "p3(pipelined=True)", "gat mode=mini batch=6 fanout=3,2,2,1", "multi", 0.0),
     (2, 2, "p3(pipelined=True)", "sgc mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (2, 1, "p3(pipelined=True)", "gcn mode=mini batch=20 fanout=3,2,2,1", "rough", 0.5),
+    (4, 2, "p3(over='rank',copies=2,pipelined=True)", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
+    (2, 1, "p3(copies=2)", "gat mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),  # nobody to push to
     (2, 1, "gsplit(splitter='random')", "resgcn mode=mini batch=9 fanout=3,2,2,1", "islands", 0.0),
     (2, 1, "data_parallel(cache=480,prefetch=1)", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
     (3, 1, "data_parallel(cache=480,shared_cache=True)", "sage mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),

@@ -19,7 +19,8 @@ from gnnplan.planner.strategies import parse
 
 pytestmark = pytest.mark.timeout(110)
 
-SETTINGS = [(2, 1, "p3"), (2, 2, "p3"), (3, 1, "p3(prefetch=2)"), (4, 2, "p3"), (4, 2, "p3(over='rank')")]
+SETTINGS = [(2, 1, "p3"), (2, 2, "p3"), (3, 1, "p3(prefetch=2)"), (4, 2, "p3"), (4, 2, "p3(over='rank')"),
+            (4, 2, "p3(over='rank',copies=2)"), (2, 2, "p3(copies=2)")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "servers", "strategy"), SETTINGS, ids=lambda value: str(value))
@@ -56,12 +57,12 @@ def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tens
     return losses, plain.state
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage", "gat", "sgc"])
-@pytest.mark.parametrize(("world", "servers"), [(2, 1), (4, 2)])
-def test_the_pipeline_is_the_recursion(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int) -> None:
+@pytest.mark.parametrize(("model", "world", "servers", "copies"), [
+    *[(model, *ranks, 1) for model in ("gcn", "sage", "gat", "sgc") for ranks in ((2, 1), (4, 2))], ("gat", 4, 4, 2), ("sage", 2, 1, 2)])
+def test_the_pipeline_is_the_recursion(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, copies: int) -> None:
     for optimizer, graph in (("sgd", "rough"), ("adam", "sparse")):
-        case = Case("p3(pipelined=True)", graphs[graph], workload(model, dropout=0.5, optimizer=optimizer, lr=0.02), servers, epochs=4,
-                    eval_every=1)  # fmt: skip
+        case = Case(f"p3(pipelined=True,copies={copies})", graphs[graph], workload(model, dropout=0.5, optimizer=optimizer, lr=0.02),
+                    servers, epochs=4, eval_every=1)  # fmt: skip
         losses, weights = train_with_a_delay_of_three(case)
         result = run_ranks(world, [case])[0]
         assert result.losses == pytest.approx(losses, rel=1e-9), str(case)

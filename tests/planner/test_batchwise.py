@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.formulas import split_bytes
+from gnnplan.planner.formulas import p3_bytes, split_bytes
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective
 from gnnplan.planner.search import families, search
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
+from gnnplan.planner.strategies.p3 import UNEVEN
 from gnnplan.simulator.player import critical_path, play, serial
 
 ROUND = 1e-9
@@ -59,6 +60,7 @@ def variants(job: Job) -> Iterator[Strategy]:
         P3("server"), P3("rank"), P3("rank", pipelined=True), P3("server", pipelined=True), P3("rank", prefetch=1),
         GSplit(splitter="edge", group="all"), GSplit(narrow=True, prefetch=1), GSplit(group="all", checkpoint=True),
         DataParallel(structure="spread"), DataParallel(structure="spread", structure_cache=600, hot="degree", prefetch=1),
+        P3("rank", copies=2), P3("rank", pipelined=True, copies=2), P3("server", pipelined=True, copies=2),
         P3("rank", structure="spread"), P3("server", pipelined=True, structure="spread", structure_cache=600), GSplit(structure="spread"),
     ]  # fmt: skip
     for strategy in dict.fromkeys(s.settle(job) for s in [s for family in families(job) for s in family.candidates(job)] + forced):
@@ -72,7 +74,8 @@ def variants(job: Job) -> Iterator[Strategy]:
 @given(jobs())
 @settings(max_examples=12)
 def test_the_closed_form_of_an_epoch_is_its_simulation(job: Job):
-    """Sampling in line: exactly. Ahead: the longer of sampler and rank, which neither simulation nor their sum contradict."""
+    """Sampling in line: exactly. Ahead: the longer of sampler and rank, which neither simulation nor their sum contradict. P3's several
+    groups, which sum apart and share ports: from above, to 3 %."""
     for strategy in variants(job):
         pipelined = isinstance(strategy, P3) and strategy.pipelined
         schedule, p = strategy.schedule(job, strategy.steps(job) * (1 + 4 * pipelined)), strategy.predict(job)
@@ -83,6 +86,8 @@ def test_the_closed_form_of_an_epoch_is_its_simulation(job: Job):
         if pipelined:  # later epochs draw other batches
             played = play(schedule, job.cost).epoch_s(strategy.steps(job))
             assert abs(closed / played - 1) <= strategy.claim, (strategy, closed, played)
+        elif isinstance(strategy, P3) and len(strategy.rails(job)) > 1:
+            assert ends[2] <= closed * (1 + ROUND) <= (1 + UNEVEN) * ends[2], (strategy, closed, ends)
         elif strategy.prefetch:
             assert closed <= ends[2] * (1 + ROUND) <= 2 * closed * (1 + ROUND), (strategy, closed, ends)
         else:
@@ -149,6 +154,26 @@ def test_gsplit_bytes_by_hand():
     assert bytes_["halo"] + bytes_["ids"] == split_bytes(remote, (40, 16, 16), 4, ids // 8)
 
 
+@pytest.mark.parametrize(("copies", "servers"), [(1, 4), (2, 4), (4, 4), (2, 2)])
+def test_copies_of_columns_by_hand(copies: int, servers: int):
+    """Partial sums by the formula; a block's ids, degrees and edges to S/c - 1 peers; the first weight's slices over who has them. Even
+    slices of ranks that all meet: the closed form is exact."""
+    job, gpus = job_of(GRAPHS[0], servers, 4 // servers), 4 // servers
+    strategy = P3("server", copies=copies).settle(job)
+    strategy.check(job)
+    assert [strategy.twins(job, 0), strategy.rail(job, 3)] == {
+        (1, 4): [(0,), (0, 1, 2, 3)], (2, 4): [(0, 2), (2, 3)], (4, 4): [(0, 1, 2, 3), (3,)], (2, 2): [(0, 1, 2, 3), (3,)]}[copies, servers]
+    batches, steps, peers = strategy.batches(job), strategy.steps(job), servers // copies - 1
+    facts = [batches.at(step).facts(1) for step in range(steps)]
+    f1, f2, e1 = (sum(int(getattr(f, what).sum()) for f in facts) for what in ("rows", "sources", "edges"))
+    first, holders = 2 * 40 * 16 * 4, copies * gpus  # GraphSAGE has two matrices
+    expected = {"pull": p3_bytes(servers, f1, 16, copies=copies), "push": peers * (4 * (f1 + f2 + e1) + steps * 4 * (3 * 4 + 8)),
+                "all_reduce": steps * 2 * (3 * (job.model.weights * 4 - first) + (holders - 1) * first)}  # fmt: skip
+    p = strategy.predict(job)
+    assert p.bytes == {op: nbytes for op, nbytes in expected.items() if nbytes}
+    assert float(p.epoch_s) == pytest.approx(play(strategy.schedule(job, steps), job.cost).end_s, rel=ROUND)
+
+
 def test_sampling_ahead_hides_what_is_shorter():
     """Sampling and training about equal: ahead, an epoch is little longer than one of them; in line it is both."""
     job = job_of(GRAPHS[0], 1, 2, host=1e6, gemm=3e9, batch=24)
@@ -167,6 +192,8 @@ def test_batches_beyond_those_known_are_like_earlier_ones():
 
 @pytest.mark.parametrize(("text", "more", "rule"), [
     ("gsplit(splitter='rand')", {}, "splitter is one of gsplit, node, edge, random, not 'rand'"),
+    ("p3(copies=3,over='server')", {}, r"each copy of the columns is over equally many servers \(copies: 3, servers: 2\); use one of 1, 2"),
+    ("p3(copies=0,over='rank')", {}, r"over equally many ranks \(copies: 0, ranks: 4\); use one of 1, 2, 4"),
     ("gsplit(group='host')", {}, "group is 'server' .* or 'all', not 'host'"),
     ("gsplit(presample=0)", {}, "presample is a number of epochs, 1 or more, not 0; use the paper's 10"),
     ("gsplit(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),

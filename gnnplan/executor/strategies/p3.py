@@ -58,10 +58,11 @@ class ColumnSampler(Sampler):
         where[below] = np.arange(below.size, dtype=np.int32)
         block = [np.array([below.size, rows.size, columns.size]), below, np.diff(indptr), where[columns]]
         mine = np.concatenate(block).astype(np.int32)
-        nothing = mine[:0]
-        with self._span(made, Label("push", step), (INT * mine.size + ID) * (len(self.rail) - 1)):
-            blocks = self._swap([nothing if peer == self.me else mine for peer in self.rail], self.rail)
-        blocks[self.rail.index(self.me)] = mine
+        blocks, nothing = [mine], mine[:0]
+        if len(self.rail) > 1:
+            with self._span(made, Label("push", step), (INT * mine.size + ID) * (len(self.rail) - 1)):
+                blocks = self._swap([nothing if peer == self.me else mine for peer in self.rail], self.rail)
+            blocks[self.rail.index(self.me)] = mine
         with self._span(made, Label("lay", step)):
             rest = [self._part(kind, *layer) for kind, layer in zip(self.edges[1:], drawn[1:], strict=True)]
             made.share.parts = [self._merged(blocks), *rest]
@@ -201,7 +202,7 @@ class Worker:
         layer: Any = net.layer(1)
         block, vertices = part.block.to(rank.device), torch.from_numpy(part.source).to(rank.device)
         with ExitStack() as spans:
-            attends = bool(job.model.layers[0].heads)
+            attends = bool(job.model.layers[0].heads) and len(self.rail) > 1
             spans.enter_context(rank.span(Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1), "compute"))
 
             def total(numbers: Tensor, way: str) -> Tensor:
@@ -216,7 +217,7 @@ class Worker:
                 return out
 
             rows = dropout(x, workload.seed, step, 1, vertices, workload.dropout, self.mine.start)
-            sent = layer.scatter(block, rows, lambda numbers: _Summed.apply(numbers, total))
+            sent = layer.scatter(block, rows, lambda numbers: _Summed.apply(numbers, total) if attends else numbers)
             partial = layer.transform(layer.gather(block, sent), rows[: block.n_dst])
         ends = np.cumsum(part.rows)
         mine = self.rail.index(rank.rank)
@@ -237,6 +238,10 @@ class Worker:
         return sparse_rows(picked, workload, device)
 
     def _move(self, label: Label, exchange: Exchange, rows: Tensor, way: str) -> Future[Tensor]:
+        if len(self.rail) == 1:  # nobody to meet
+            there: Future[Tensor] = Future()
+            there.set_result(rows)
+            return there
         nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
 
         def swap() -> Tensor:
@@ -251,7 +256,7 @@ class Worker:
         pulled, device = flight.pulled.result(), self.rank.device
         with self.rank.span(Label("forward", step), "compute"):
             summed = flight.partial.detach()[flight.own].clone()
-            for part in pulled.split(summed.shape[0]) if summed.shape[0] else ():
+            for part in pulled.view(len(self.rail) - 1, *summed.shape):
                 summed += part
             summed.requires_grad_()
             layer: Any = net.layer(1)

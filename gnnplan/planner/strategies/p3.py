@@ -16,9 +16,17 @@
     reduce   |all_reduce k-3 . . . . . . . .|                 the all-reduce its own
 
 Peers are the ranks at the same place of every server, and a server's ranks have the same columns; with over='rank' all ranks are peers,
-each with columns of its own. Not pipelined: the gradient of one process on the same batch. Pipelined: batch t reads the weights after
-max(0, t - 3) updates, forward and backward (w_{t+1} = w_t - lr grad f(w_{t-3}), the paper's Eq. 3), so four sets of weights are kept;
-an epoch's last batch is taken through at once, so that its loss counts where it belongs.
+each with columns of its own. With `copies` c, S/c servers (ranks) one after the other have all columns among them, F c/S each; a block
+goes to peers of its own group, and twins of all groups have the same columns:
+
+    S = 4, c = 2     server 0 |columns 0 .. F/2|   server 1 |columns F/2 .. F|      blocks and partials cross inside a pair,
+                     server 2 |columns 0 .. F/2|   server 3 |columns F/2 .. F|      the first weight's gradient between 0 and 2, 1 and 3
+
+c = S is data parallelism that has all features everywhere: layer 1 is computed where its block is, nothing is pushed or pulled.
+
+Not pipelined: the gradient of one process on the same batch. Pipelined: batch t reads the weights after max(0, t - 3) updates, forward
+and backward (w_{t+1} = w_t - lr grad f(w_{t-3}), the paper's Eq. 3), so four sets of weights are kept; an epoch's last batch is taken
+through at once, so that its loss counts where it belongs.
 
 The structure is where it is whatever the columns are (planner/structure.py): with every sampler, or, spread, vertex v's adjacency list on
 server v mod S (over='rank': on rank v mod M), and `structure_cache` bytes of the hottest of others' lists with every server.
@@ -28,9 +36,10 @@ server v mod S (over='rank': on rank v mod M), and `structure_cache` bytes of th
 Attention's logits need all columns before any weight of an edge is known: heads (f1 + f2) numbers are summed over peers first.
 The layer in P3's words (executor/models.py): partition, scatter, gather, transform, sync, apply.
 
-Bytes per batch: 2 (S-1) f1 H_1 b for each rank's f1 rows of layer 1's output, what is pushed, and 2 (M-1) W' b, W' without the first
-layer's columns. Data parallel with features spread over servers fetches (S-1)/S f2 F b instead: formulas.p3_break_even.
-Paper: P3 (OSDI 2021) Sec. 3.1-3.4.
+Bytes per batch: 2 (S/c - 1) f1 H_1 b for each rank's f1 rows of layer 1's output, what is pushed, 2 (M-1) W' b, W' without the first
+layer's columns; of these 2 (T-1) times each slice's, which T twins have. Data parallel with features spread over servers fetches
+(S-1)/S f2 F b instead: formulas.p3_break_even.
+Paper: P3 (OSDI 2021) Sec. 3.1-3.4; copies: Table 5.
 """
 
 from __future__ import annotations
@@ -49,11 +58,12 @@ from gnnplan.planner.minibatch import Batches, MiniBatch
 from gnnplan.planner.schedule import Compute, Label, Schedule, Task
 from gnnplan.planner.strategies import batchwise, batchwise_memory, layerwise
 from gnnplan.planner.strategies.layerwise import Manner, Op
-from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
+from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy, slowest
 from gnnplan.planner.structure import Structure, check_structure, hashed
 
 OVER = ("server", "rank")
 MODELS = ("gcn", "sage", "gat", "sgc")  # whose first layer is a sum over feature columns, but for attention's softmax
+UNEVEN = 0.03  # by which a closed form is above its simulation: groups that sum apart (logits, twins' slices) wait for nobody else
 DELAY = 3  # updates by which a pipelined batch's weights lag
 HEADER = 3  # numbers before a pushed block: sources, destinations, edges
 INT = 4  # [B] of a pushed number
@@ -71,17 +81,19 @@ def columns(features: int, slices: int) -> list[range]:
 @dataclass(frozen=True)
 class P3(Strategy):
     """over: what has columns of its own, each 'server' or each 'rank'; None: servers where there are several. pipelined: three batches in
-    flight, on weights three updates old. prefetch: as in data parallel. structure, structure_cache: too, of what has its own columns."""
+    flight, on weights three updates old. prefetch: as in data parallel. structure, structure_cache: too, of what has its own columns.
+    copies: how often all columns are there."""
 
     over: str | None = None
     pipelined: bool = False
     prefetch: int = 0
     structure: str = "everywhere"
     structure_cache: int = 0
+    copies: int = 1
 
     family: ClassVar[str] = "p3"
     mode: ClassVar[str] = "mini"
-    claim: ClassVar[float] = 0.35  # pipelined: ranks wait for the slowest, and other epochs draw other batches; without: exact
+    claim: ClassVar[float] = 0.35  # pipelined: ranks wait for the slowest, and other epochs draw other batches; without: see UNEVEN
 
     @property
     def exact(self) -> bool:
@@ -117,21 +129,33 @@ class P3(Strategy):
         if job.graph is None:
             raise SpecError(f"p3 samples a graph that it has seen, and of {job.stats.name} only statistics are known; plan with a graph")
         check_structure(self.name, job, self.structure, self.structure_cache)
-        sizes = {len(peers) for peers in self.rails(job)}
-        if len(sizes) > 1:
+        lines = self._lines(job)
+        seats = len(lines[0])
+        if any(len(line) != seats for line in lines):
             raise SpecError("p3: a rank has a peer on every server, so servers have equally many ranks; use over='rank', or as many GPUs "
                             "of each server")  # fmt: skip
-        if max(sizes) == 1:
+        if seats == 1:
             raise SpecError(f"p3 cuts columns over several (servers: {len(set(job.servers))}, ranks: {job.ranks}, over: {self.over}); use "
                             f"{'data_parallel' if job.ranks == 1 else 'over=' + repr('rank')}")  # fmt: skip
-        if job.stats.features < max(sizes):
-            raise SpecError(f"p3 needs a feature column for each {self.over} (features: {job.stats.features}, {self.over}s: {max(sizes)}); "
-                            "use fewer")  # fmt: skip
+        if self.copies < 1 or seats % self.copies:
+            fit = [c for c in range(1, seats + 1) if seats % c == 0]
+            raise SpecError(f"p3: each copy of the columns is over equally many {self.over}s (copies: {self.copies}, {self.over}s: {seats})"
+                            f"; use one of {', '.join(map(str, fit))}")  # fmt: skip
+        if job.stats.features < (slices := seats // self.copies):
+            raise SpecError(f"p3 needs a feature column for each slice (features: {job.stats.features}, slices: {slices}); "
+                            f"use fewer {self.over}s, or more copies")  # fmt: skip
 
     # -- who has what ----------------------------------------------------------------------------------------------
 
     def rails(self, job: Job) -> list[tuple[int, ...]]:
-        """Groups of peers, each with one rank of every slice, slices in order."""
+        """Groups of peers, each with one rank of every slice, slices in order. Neighbours: ranks fill servers in order, so that with
+        over='rank' and a copy per server partials stay inside it; between servers the network is flat."""
+        lines = self._lines(job)
+        slices = len(lines[0]) // self.copies
+        return [line[start : start + slices] for line in lines for start in range(0, len(line), slices)]
+
+    def _lines(self, job: Job) -> list[tuple[int, ...]]:
+        """The ranks at the same place of every server, or all."""
         if self.over == "rank":
             return [tuple(range(job.ranks))]
         place = [job.servers[:rank].count(server) for rank, server in enumerate(job.servers)]
@@ -190,20 +214,21 @@ class P3(Strategy):
         front: list[Op] = [Op("load", loaded=loaded)]
         forward, backward = self._first(job, mine)
         tail = [Op("backward", layer=1, work=backward)]
-        if first.heads:
+        meets = len(self.rail(job, 0)) > 1
+        if first.heads and meets:
             rows = Compute(touched=4.0 * mine[1] * first.projected * b, launches=8, itemsize=b)
             sizes = tuple(int(first.heads * (mine[0, rail[0]] + mine[1, rail[0]]) * b) for rail in self.rails(job))
             groups = tuple(self.rails(job))
             front += [Op("scatter", "f", 1, work=rows), Op("logits", "f", 1, groups=groups, sizes=sizes)]
             tail += [Op("logits", "b", 1, groups=groups, sizes=sizes), Op("scatter", "b", 1, work=rows)]
-        front += [Op("forward", layer=1, work=forward), Op("pull", "f", 1, sent=pulled)]
+        front += [Op("forward", layer=1, work=forward), *[Op("pull", "f", 1, sent=pulled)] * meets]
         loss_f, loss_b = model.finish(facts[layers[-1]].rows)
         passes: Number = (3.0 + len(self.rail(job, 0))) * f1 * width
         apply = Compute(touched=passes * b, launches=4, itemsize=b)
         rest = [(model.forward(layer, f.rows, f.sources, f.edges), model.backward(layer, f.rows, f.sources, f.edges))
                 for layer, f in facts.items() if layer > 1]  # fmt: skip
         body = [Op("forward", work=sum((f for f, _ in rest), apply)), Op("loss", work=loss_f + loss_b),
-                Op("backward", work=sum((back for _, back in rest), apply)), Op("pull", "b", 1, sent=pulled.T)]  # fmt: skip
+                Op("backward", work=sum((back for _, back in rest), apply)), *[Op("pull", "b", 1, sent=pulled.T)] * meets]  # fmt: skip
         shared = model.weights - self._sliced_weights(job)
         end = [Op("all_reduce", size=shared * b)]
         if len(self.twins(job, 0)) > 1:
@@ -212,7 +237,7 @@ class P3(Strategy):
             sizes = tuple(per_column * len(self.columns(job, group[0])) * b for group in groups)
             end.append(Op("all_reduce", layer=1, groups=groups, sizes=sizes))
         end.append(Op("update", work=model.update(shared + self._sliced_weights(job) // len(self.rail(job, 0)))))
-        host = [*batchwise.drawing(job, batch, e1 + below, self.lists(job)), Op("push", sent=pushed, ahead=True),
+        host = [*batchwise.drawing(job, batch, e1 + below, self.lists(job)), *[Op("push", sent=pushed, ahead=True)] * meets,
                 Op("lay", host=("lay", below + mine[2]), ahead=True)]  # fmt: skip
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
@@ -240,8 +265,9 @@ class P3(Strategy):
 
     def _overlapped(self, job: Job, p: Prediction, known: Sequence[dict[str, list[Op]]]) -> Prediction:
         """The longer of what a rank does itself, period by period, and what passes a port. A pull starts when the one before is over,
-        and so does an all-reduce; ranks wait for the slowest."""
+        and so does an all-reduce; ranks wait for the slowest in every phase, or, where nothing is pulled, in all-reduces alone."""
         each = [{name: layerwise.account(job, ops) for name, ops in phases.items()} for phases in known]
+        alone = len(self.rail(job, 0)) == 1 and self.lists(job) is None
         steps, count = 2 * len(each), len(each)
         now: Number = 0.0
         pulls: Number = 0.0  # when the comm lane is free
@@ -253,8 +279,9 @@ class P3(Strategy):
             nonlocal now, pulls, sums
             took = each[t % count][phase]
             moved, summed = (sum(seconds for kind, seconds in took.by_op.items() if kind.startswith(op)) for op in ("pull", "logits"))
-            now = np.maximum(now, here.get((phase, t), 0.0)) + took.epoch_s - moved - summed
-            if job.model.layers[0].heads and phase != "body":
+            spent = _own_seconds(job, known[t % count][phase]) if alone else took.epoch_s - moved - summed
+            now = np.maximum(now, here.get((phase, t), 0.0)) + spent
+            if any(kind.startswith("logits") for kind in took.by_op):
                 now = sums = np.maximum(now, sums) + summed
             if phase != "tail":
                 pulls = np.maximum(now, pulls) + moved
@@ -262,9 +289,11 @@ class P3(Strategy):
 
         for t in range(steps):
             if t >= DELAY:
-                sums = np.maximum(now, sums) + sum(s for kind, s in each[(t - DELAY) % count]["end"].by_op.items() if "all_reduce" in kind)
+                reduced = sum(s for kind, s in each[(t - DELAY) % count]["end"].by_op.items() if "all_reduce" in kind)
+                sums = np.maximum(slowest(now), sums) + reduced
                 here["update", t] = sums
-            now = now + (0.0 if self.prefetch else each[t % count]["host"].epoch_s)
+            if not self.prefetch:
+                now = now + (_own_seconds(job, known[t % count]["host"]) if alone else each[t % count]["host"].epoch_s)
             run(t, "front", "body")
             if t % count:
                 run(t - 1, "body", "tail")
@@ -274,7 +303,7 @@ class P3(Strategy):
                 run(t, "body", "tail")
             now = np.maximum(now, here.get(("update", t), 0.0)) + each[t % count]["end"].by_op["update"]
             if t % count == count - 1:
-                ends.append(now)
+                ends.append(slowest(now))
         epoch = ends[1] - ends[0]
         if self.prefetch:
             epoch = np.maximum(epoch, sum(phases["host"].epoch_s for phases in each))
@@ -323,6 +352,19 @@ class P3(Strategy):
 
     def tied(self, job: Job) -> tuple[int, ...]:
         return job.servers if self.over == "server" else ()
+
+
+def _own_seconds(job: Job, ops: Sequence[Op]) -> Number:
+    """Of what each rank does itself [ranks]."""
+    seconds: Number = np.zeros(job.ranks)
+    for op in ops:
+        if op.work is not None:
+            seconds = seconds + job.cost.compute_s(op.work)
+        elif op.loaded is not None:
+            seconds = seconds + job.cost.load_s(op.loaded)
+        elif op.host is not None:
+            seconds = seconds + job.cost.host_s(*op.host)
+    return seconds
 
 
 class _Period:
