@@ -22,7 +22,7 @@ from gnnplan.executor.worker import Rank
 from gnnplan.planner.footprint import footprint
 from gnnplan.planner.gnn import describe
 from gnnplan.planner.specs import Workload
-from gnnplan.planner.strategies import batchwise_memory
+from gnnplan.planner.strategies import batchwise_memory, p3_memory
 
 T = TypeVar("T")
 glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")
@@ -197,6 +197,8 @@ BATCHES = {
     "shared cache": Case("data_parallel(cache=4000000,shared_cache=True)", WIDE, {**MINI, "model": "sage"}),
     "propagation": Case("data_parallel", WIDE.replace("classes=16", "classes=128"), {**MINI, "model": "sgc"}),
     "the sampler's": Case("data_parallel", SLIM, {**MINI, "model": "gcn", "hidden": 16}),
+    "columns": Case("p3", WIDE, {**MINI, "model": "sage"}),
+    "columns, pipelined": Case("p3(pipelined=True)", WIDE.replace("classes=16", "classes=128"), {**MINI, "model": "sgc"}),
 }
 
 
@@ -220,7 +222,8 @@ def test_predicted_memory_of_batches(name: str, fresh_ranks: Ranks, monkeypatch:
 
     if name == "data parallel":
         assert predicted() == pytest.approx(measured(first), rel=0.05)
-    monkeypatch.setattr(batchwise_memory, "kernels", lambda *products, **how: 0.0)
+    for module in (batchwise_memory, p3_memory):
+        monkeypatch.setattr(module, "kernels", lambda *products, **how: 0.0)
     assert predicted() == pytest.approx(measured(second), rel=0.05)
 
 

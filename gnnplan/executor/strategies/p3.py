@@ -74,14 +74,14 @@ class ColumnSampler(Sampler):
         source, degrees, indices = np.empty(counts[:, 0].sum(), np.int64), [], []
         for i, (block, (sources, rows, edges)) in enumerate(zip(blocks, counts.tolist(), strict=True)):
             ids, degree, places = np.split(block[HEADER:], [sources, sources + rows])
-            position = np.concatenate([first[i] + np.arange(rows), beyond[i] + np.arange(sources - rows)])
+            position = np.concatenate([first[i] + np.arange(rows), beyond[i] + np.arange(sources - rows)]).astype(np.int32)
             source[position] = ids
             degrees.append(degree)
             indices.append(position[places])
             assert places.size == edges
         indptr = np.concatenate([[0], np.cumsum(np.concatenate(degrees))])
-        merged = weighted_block(self.graph, self.edges[0], source[: first[-1]], source, indptr, np.concatenate(indices).astype(np.int32),
-                                self.workload, self._degrees, drawn=True)  # fmt: skip
+        merged = weighted_block(self.graph, self.edges[0], source[: first[-1]], source, indptr, np.concatenate(indices), self.workload,
+                                self._degrees, drawn=True)  # fmt: skip
         return Pushed(source, source.size, [], np.zeros(0, np.int64), False, merged, counts[:, 1].tolist())
 
 
@@ -108,7 +108,7 @@ class Flight:
     exchange: Exchange
     partial: Tensor  # of all peers' blocks, with its graph
     own: slice  # this rank's block's rows of it
-    pulled: Future[Tensor]
+    pulled: Future[Tensor] | None
     pushed: Future[Tensor] | None = None  # the gradients of the peers' sums
     gradient: Tensor = field(default_factory=lambda: torch.empty(0))  # of its own
 
@@ -219,6 +219,7 @@ class Worker:
             rows = dropout(x, workload.seed, step, 1, vertices, workload.dropout, self.mine.start)
             sent = layer.scatter(block, rows, lambda numbers: _Summed.apply(numbers, total) if attends else numbers)
             partial = layer.transform(layer.gather(block, sent), rows[: block.n_dst])
+        del x, rows, sent  # what autograd needs of them it has
         ends = np.cumsum(part.rows)
         mine = self.rail.index(rank.rank)
         own = slice(int(ends[mine] - part.rows[mine]), int(ends[mine]))
@@ -227,8 +228,7 @@ class Worker:
             if peer != rank.rank:
                 give[peer], take[peer] = np.arange(end - count, end), part.rows[mine]
         exchange = Exchange(rank, give, take)
-        packed = exchange.pack(partial.detach())
-        pulled = self._move(Label("pull", step, "f", 1), exchange, packed, "f")
+        pulled = self._move(Label("pull", step, "f", 1), exchange, exchange.pack(partial.detach()), "f")
         return Flight(step, net, share, exchange, partial, own, pulled)
 
     def _columns(self, rows: np.ndarray) -> Rows:
@@ -243,21 +243,24 @@ class Worker:
             there.set_result(rows)
             return there
         nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
+        leaving = [rows]  # gone when they have left, whenever the lane's thread lets go of this function
 
         def swap() -> Tensor:
             with self.rank.span(label, "comm", nbytes):
-                return exchange.forward(rows) if way == "f" else exchange.backward(rows)
+                return exchange.forward(leaving.pop()) if way == "f" else exchange.backward(leaving.pop())
 
         return self.rank.submit("comm", swap)
 
     def _body(self, flight: Flight) -> tuple[Tensor, Tensor]:
         """Layers 2 .. L and back, on the sum of all columns' partials."""
         step, net, share, workload = flight.step, flight.net, flight.share, self.job.workload
+        assert flight.pulled is not None
         pulled, device = flight.pulled.result(), self.rank.device
         with self.rank.span(Label("forward", step), "compute"):
             summed = flight.partial.detach()[flight.own].clone()
             for part in pulled.view(len(self.rail) - 1, *summed.shape):
                 summed += part
+            flight.pulled = pulled = None
             summed.requires_grad_()
             layer: Any = net.layer(1)
             h = layer.apply(summed, net.relu_after(1))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gnnplan.planner.footprint import RUNTIME, block, kernels
+from gnnplan.planner.gnn import Layer
 from gnnplan.planner.job import Job
+from gnnplan.planner.layout import LayerFacts
 from gnnplan.planner.minibatch import Batches, MiniBatch
 from gnnplan.planner.store import Store
 from gnnplan.planner.strategies import layerwise_memory
@@ -76,16 +80,20 @@ def _blocks(job: Job, batch: MiniBatch) -> np.ndarray:
 
 
 def _sampling(job: Job, batch: MiniBatch) -> np.ndarray:
-    """The most that a sampler holds, when it lays out a layer: drawn edges of all (4 bytes each), those of this one as positions (4),
-    numbered and sorted by source (12), copied for the block (12), and their weights; ids, degrees and offsets of its rows (72); blocks of
-    the layers before it."""
+    """The most that a sampler holds, when it lays out a layer: drawn edges of all (4 bytes each) beside it."""
+    facts = [batch.facts(layer) for layer in range(1, job.workload.layers + 1)]
+    return np.asarray(4 * np.sum([f.edges for f in facts], axis=0) + 2 * job.stats.vertices
+                      + laying(job, list(zip(facts, job.model.layers, strict=True))))  # fmt: skip
+
+
+def laying(job: Job, layers: Sequence[tuple[LayerFacts, Layer]]) -> np.ndarray:
+    """The most while these are laid out, one after the other: edges of one as positions (4 bytes each), numbered and sorted by source (12),
+    copied for the block (12), and their weights; ids, degrees and offsets of its rows (72); blocks of the layers before it."""
     sage, weighted = job.workload.model == "sage", job.workload.model not in ("gat", "resgcn")
     each = 28 + (20 if sage else 32) * weighted  # a weight with its copy, both orders, and the order itself; gcn's in 64 bits first
     most = done = np.zeros(job.ranks)
-    facts = [batch.facts(layer) for layer in range(1, job.workload.layers + 1)]
-    drawn = 4 * np.sum([f.edges for f in facts], axis=0) + 2 * job.stats.vertices
-    for f, spec in zip(facts, job.model.layers, strict=True):
+    for f, spec in layers:
         edges = f.edges + f.rows if spec.self_edges else f.edges
         most = np.maximum(most, done + (each + 4 * spec.self_edges) * edges + 72 * f.sources)
         done = done + block(job.workload.model, job.model, spec, f.rows, f.sources, f.edges)
-    return np.asarray(drawn + most)
+    return np.asarray(most)

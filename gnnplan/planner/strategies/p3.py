@@ -56,8 +56,8 @@ from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches, MiniBatch
 from gnnplan.planner.schedule import Compute, Label, Schedule, Task
-from gnnplan.planner.strategies import batchwise, batchwise_memory, layerwise
-from gnnplan.planner.strategies.layerwise import Manner, Op
+from gnnplan.planner.strategies import batchwise, layerwise, p3_memory
+from gnnplan.planner.strategies.layerwise import Op
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy, slowest
 from gnnplan.planner.structure import Structure, check_structure, hashed
 
@@ -229,14 +229,14 @@ class P3(Strategy):
                 for layer, f in facts.items() if layer > 1]  # fmt: skip
         body = [Op("forward", work=sum((f for f, _ in rest), apply)), Op("loss", work=loss_f + loss_b),
                 Op("backward", work=sum((back for _, back in rest), apply)), *[Op("pull", "b", 1, sent=pulled.T)] * meets]  # fmt: skip
-        shared = model.weights - self._sliced_weights(job)
+        shared = model.weights - self.sliced_weights(job)
         end = [Op("all_reduce", size=shared * b)]
         if len(self.twins(job, 0)) > 1:
             groups = tuple(dict.fromkeys(self.twins(job, rank) for rank in ranks))
-            per_column = self._sliced_weights(job) // job.stats.features
+            per_column = self.sliced_weights(job) // job.stats.features
             sizes = tuple(per_column * len(self.columns(job, group[0])) * b for group in groups)
             end.append(Op("all_reduce", layer=1, groups=groups, sizes=sizes))
-        end.append(Op("update", work=model.update(shared + self._sliced_weights(job) // len(self.rail(job, 0)))))
+        end.append(Op("update", work=model.update(shared + self.sliced_weights(job) // len(self.rail(job, 0)))))
         host = [*batchwise.drawing(job, batch, e1 + below, self.lists(job)), *[Op("push", sent=pushed, ahead=True)] * meets,
                 Op("lay", host=("lay", below + mine[2]), ahead=True)]  # fmt: skip
         if self.prefetch:
@@ -248,7 +248,7 @@ class P3(Strategy):
         model = self.sliced(job, self.rail(job, 0)[-1])  # the widest
         return model.forward(1, *mine), model.backward(1, *mine)
 
-    def _sliced_weights(self, job: Job) -> int:
+    def sliced_weights(self, job: Job) -> int:
         """Numbers of the first layer that are cut with the columns."""
         first = job.model.layers[0]
         return first.matrices * first.h_in * first.h_out
@@ -328,24 +328,7 @@ class P3(Strategy):
         return out
 
     def memory(self, job: Job) -> Memory:
-        """As data parallel, with columns of all peers' sources in the place of own rows; in the pipeline two more batches' blocks and
-        partials, and four sets of weights."""
-        batches, b = self.batches(job), job.model.itemsize
-        use = batchwise_memory.memory(job, batches, Manner(), self.prefetch)
-        width = job.model.layers[0].h_out
-        loaded, partials = np.zeros((2, job.ranks))
-        for batch in batches.first():
-            f1 = batch.facts(1).rows
-            for rank in range(job.ranks):
-                rail = self.rail(job, rank)
-                now = sum(float(job.features_bytes(batch.rows(peer, 0), self.columns(job, rank)).sum()) for peer in rail)
-                loaded[rank] = max(loaded[rank], now)
-                partials[rank] = max(partials[rank], 2.0 * b * width * sum(f1[peer] for peer in rail))
-        flights = 3 if self.pipelined else 1
-        own = self._sliced_weights(job) / len(self.rail(job, 0)) + job.model.weights - self._sliced_weights(job)
-        return {**use, "parameters": use["parameters"] * 0 + own * b * (1 + 2 * DELAY * self.pipelined),
-                "features": loaded * flights, "activations": use["activations"] + partials * flights,
-                "graph": use["graph"] * flights + batchwise_memory.of_lists(job, self.lists(job), self.prefetch)}  # fmt: skip
+        return p3_memory.memory(self, job)
 
     def preparation(self, job: Job) -> dict[str, float]:
         return {}
