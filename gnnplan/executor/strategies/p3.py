@@ -217,9 +217,10 @@ class Worker:
                 return out
 
             rows = dropout(x, workload.seed, step, 1, vertices, workload.dropout, self.mine.start)
-            sent = layer.scatter(block, rows, lambda numbers: _Summed.apply(numbers, total) if attends else numbers)
-            partial = layer.transform(layer.gather(block, sent), rows[: block.n_dst])
-        del x, rows, sent  # what autograd needs of them it has
+            sync: Callable[[Tensor], Tensor] = (lambda numbers: _Summed.apply(numbers, total)) if attends else lambda numbers: numbers
+            gathered = layer.gather(block, layer.scatter(block, rows, sync))
+            partial = layer.transform(gathered, rows[: block.n_dst])
+        del x, rows, gathered  # what autograd needs of them it has
         ends = np.cumsum(part.rows)
         mine = self.rail.index(rank.rank)
         own = slice(int(ends[mine] - part.rows[mine]), int(ends[mine]))

@@ -129,7 +129,15 @@ class _Batch:
         self.theirs = self.all - self.own
         loaded = np.array([sum(job.features_bytes(batch.rows(peer, 0), p3.columns(job, rank)).sum() for peer in rails[rank])
                            for rank in ranks])  # fmt: skip
-        self.loaded = np.asarray(sliced.features_held(merged.sources, loaded / (2 * b) if model.nonzeros else None), dtype=float)
+        numbers = loaded / (2 * b) if model.nonzeros else None
+        self.loaded = np.asarray(sliced.features_held(merged.sources, numbers), dtype=float)
+        self.sorted: Number = 0.0  # sparse rows by column, when their gradient comes
+        self.sorting: Number = 0.0  # with places in 64 bits
+        if numbers is not None:
+            self.sorted, self.sorting = 8 * numbers + 4 * sliced.features, 12 * numbers
+            self.loaded = self.loaded - self.sorted
+            if kind == "sage":  # own rows, a cut of those read, have a product of their own
+                self.sorted = self.sorted + sliced.features_sorted(merged.rows)
         spec = sliced.layers[0]
         saved = spec.projects_first or kind == "sage"
         self.reads_on = bool(model.nonzeros) or (saved and not model.dropout)  # what was loaded stays for the tail, not a copy of it
@@ -191,9 +199,11 @@ class _Batch:
         return layer.facts.rows * model.layers[layer.number - 1].h_out * model.itemsize * followed
 
     def tail(self, m: _Held) -> None:
+        m.keep("features", self.sorted)
         m.at(self.all)
-        m.at(self.all, self.first.need.backward - self.first.need.kept)
+        m.at(self.all, self.first.need.backward - self.first.need.kept, self.sorting)
         m.free("activations", self.theirs, self.own, self.first.need.kept)
+        m.free("features", self.sorted)
         if self.reads_on:
             m.free("features", self.loaded)
         m.free("graph", self.blocks)
