@@ -45,6 +45,17 @@ def test_the_fewest_batches_that_fit(knobs: dict[str, int]):
         assert GraNNDis(batches=fewest, **knobs).settle(job) == settled == settled.settle(job)
 
 
+def test_many_batches():
+    """Memory of more than 31 batches once ended in numpy's ValueError, which a large graph on small GPUs met in `plan`."""
+    job = job_of()
+    few, many = (GraNNDis(batches=n).memory(job) for n in (20, 80))
+    assert many["activations"].max() < few["activations"].max()
+    told = replace(job, graph=None, stats=replace(job.stats, known=False), _layouts={}, _batches={})  # 80 times the same batch
+    one, many = (GraNNDis(batches=n).memory(told) for n in (1, 80))
+    assert many["activations"].max() < one["activations"].max() and many["graph"].max() > one["graph"].max()
+    assert GraNNDis(batches=80).predict(told).by_op["load"] > 0
+
+
 def test_search_offers_batches_where_the_whole_does_not_fit():
     question = job_of()
     room = needed(question, GraNNDis(batches=3))

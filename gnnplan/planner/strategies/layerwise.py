@@ -195,7 +195,8 @@ def traffic(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> list[Pha
 
 def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Batches = ()) -> Prediction:
     """Of an epoch: a step of the layout, or one of each of its batches."""
-    ops = [op for batch in batches or (layout,) for op in step(job, batch, how, bool(batches))]
+    turns = {id(batch): list(step(job, batch, how, bool(batches))) for batch in {id(b): b for b in batches or (layout,)}.values()}
+    ops = [op for batch in batches or (layout,) for op in turns[id(batch)]]  # estimated batches are all the same one
     return account(job, ops, bool(how.staleness), sum(int(op.sent.sum()) for op in setup(job, layout) if op.sent is not None))
 
 

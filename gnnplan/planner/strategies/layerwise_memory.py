@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from gnnplan.planner.cost import Number
@@ -18,9 +20,12 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
     there."""
     model, b, kind = job.model, job.model.itemsize, job.workload.model
     zero = np.zeros(job.ranks)
-    steps = [moments(job, each, how) for each in batches or (layout,)]
+    times = Counter(map(id, batches or (layout,)))  # estimated batches are all the same one
+    different = {id(each): each for each in batches or (layout,)}.values()
+    steps = [moments(job, each, how) for each in different]
     fullest = np.argmax([m.activations + m.buffers for m, _ in steps], axis=0)
-    activations, buffers = (np.choose(fullest, [getattr(m, use) for m, _ in steps]) for use in ("activations", "buffers"))
+    activations, buffers = (np.take_along_axis(np.array([getattr(m, use) + zero for m, _ in steps]), fullest[None], 0)[0]
+                            for use in ("activations", "buffers"))  # fmt: skip
     if job.cluster.device.kind == "cpu" and b == 4:
         buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
     features, arriving = _constant(job, layout)
@@ -31,19 +36,20 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
         "runtime": zero + RUNTIME[job.cluster.device.kind],
     }  # fmt: skip
     if batches:
-        loaded = np.max([_constant(job, each)[0] for each in batches], axis=0)
+        loaded = np.max([_constant(job, each)[0] for each in different], axis=0)
         use["features"] = loaded + (features if job.cluster.device.kind == "cpu" else 0.0)  # the server's memory is the device's
-    for each in batches or (layout,):
-        seen = set()
+    for each in different:
+        seen, count = set(), times[id(each)]
         for layer in range(1, job.workload.layers + 1):
             if (alike := each.kind(layer)) not in seen:
                 seen.add(alike)
                 f = each.facts(layer)
-                use["graph"] = use["graph"] + block(kind, model, model.layers[layer - 1], f.rows, f.sources, f.edges) + 8 * f.sends.sum(1)
+                structure = block(kind, model, model.layers[layer - 1], f.rows, f.sources, f.edges) + 8 * f.sends.sum(1)
+                use["graph"] = use["graph"] + count * structure
             if how.staleness and layer > model.first_varying:
                 sends = each.facts(layer).sends  # rows that come, their gradients that leave, and those that come
                 use["halo"] = use["halo"] + (2 * sends.sum(0) + sends.sum(1)) * model.exchanged_width(layer, how.narrow) * b
-        use["graph"] = use["graph"] + 16 * f.rows  # labels and masks
+        use["graph"] = use["graph"] + count * 16 * f.rows  # labels and masks
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
     use["buffers"] = use["buffers"] + np.maximum(arriving - training, 0.0)
     return use
