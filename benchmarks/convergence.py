@@ -77,6 +77,7 @@ BATCHES = {
 }
 HYBRID = {"hybrid": (4, "gnnpipe(stages=2,chunks=8)", ())}  # computes what the pipeline with the same chunks computes, so few seeds do
 FEW = {"hybrid": 3, "data parallel": 1, "gsplit": 1, "p3": 1}  # these compute what one process computes
+ENOUGH = 3  # seeds that a plan may quote
 STUDIES = {
     "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, {**PIPELINES, **HYBRID}),
     "gcnii_squirrel": Study("squirrel", GCNII, 1000, 10, {**ON_ONE, **HYBRID}),
@@ -203,7 +204,7 @@ def _reached(of: dict[str, Outcome]) -> str:
 
 
 def summarise() -> None:
-    """What every variant costs in accuracy and in epochs, one row each, for plans to quote."""
+    """What every variant costs in accuracy and in epochs, one row each, for plans to quote: where enough seeds have been run."""
     path = TRACES.parent.parent / "gnnplan" / "traces" / "convergence.csv"
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
@@ -216,10 +217,12 @@ def summarise() -> None:
             reference = next(iter(found.values()))
             for variant, of in list(found.items())[1:]:
                 pairs = [(of[seed], reference[seed]) for seed in of if seed in reference]
+                if len(pairs) < ENOUGH:
+                    continue
                 gaps = [ours.test - theirs.test for ours, theirs in pairs]
                 ratios = [ours.reached / theirs.reached for ours, theirs in pairs if ours.reached and theirs.reached]
                 ratio = f"{mean(ratios):.2f}" if len(ratios) == len(pairs) else ""  # empty: some seed never gets there
-                error = f"{2 * stdev(gaps) / sqrt(len(gaps)):.2f}" if len(gaps) > 1 else ""
+                error = f"{2 * stdev(gaps) / sqrt(len(gaps)):.2f}"
                 model = study.workload[study.workload.index("--model") + 1]
                 ranks, strategy, _ = study.variants[variant]
                 writer.writerow([name, study.graph, model, strategy, ranks, len(gaps), f"{mean(gaps):.2f}", error, ratio])
