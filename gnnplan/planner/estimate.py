@@ -16,7 +16,7 @@ hops are up to 25 % fewer rows than it says (tests/planner/test_estimate.py, thr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -66,6 +66,7 @@ class EstimatedLayout:
     expansion: Expansion | None = None
     mixing: Mixing = Mixing()
     targets: float | None = None  # of a batch, per server; otherwise all own rows
+    _facts: dict[object, LayerFacts] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -134,6 +135,12 @@ class EstimatedLayout:
         return self._degree * (own * (1 - (servers - 1) * crossing * (1 - allowed)) + external * (crossing + (1 - crossing) * allowed))
 
     def facts(self, layer: int) -> LayerFacts:
+        """Layers that are alike have the same object."""
+        if self.kind(layer) not in self._facts:
+            self._facts[self.kind(layer)] = self._counted(layer)
+        return self._facts[self.kind(layer)]
+
+    def _counted(self, layer: int) -> LayerFacts:
         m, servers = self.ranks, len(set(self.servers))
         if self.recomputed(layer):
             group = m // servers

@@ -1,6 +1,7 @@
 """Layouts of statistics beside layouts of the graphs that these are of."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,6 +57,14 @@ def test_a_random_graph_without_counted_halos() -> None:
     for layer in (1, 2, 3, 4):
         assert told.facts(layer).rows.sum() == pytest.approx(deep.facts(layer).rows.sum(), rel=0.02)
         assert told.facts(layer).edges.sum() == pytest.approx(deep.facts(layer).edges.sum(), rel=0.05)  # who is reached has more edges
+
+
+def test_facts_are_each_layouts_own() -> None:
+    """They are kept, and a batch of a layout is another layout."""
+    whole = EstimatedLayout(3000, 24_000, SERVERS, 4, 1, 2)
+    before = whole.facts(1).rows.sum()
+    assert whole.facts(1) is whole.facts(1)
+    assert replace(whole, targets=10.0).facts(1).rows.sum() < before == whole.facts(1).rows.sum()
 
 
 def test_mixing_between_and_beyond_what_was_counted() -> None:
