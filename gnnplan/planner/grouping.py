@@ -215,17 +215,21 @@ def _beside(cluster: Cluster, path: Sequence[int], phases: Sequence[Phase], firs
     n, at = len(path), Places.of(cluster, path)
     sent = sum((phase.times * phase.sent for phase in phases), np.zeros((n, n)))
     both = sent + sent.T
-    order = [first]
-    free = np.arange(n) != first
-    for i in range(1, n):
-        before = np.array(order, dtype=np.int64)
-        near = [before[numbers[:i] == numbers[i]] for numbers in (at.island, at.switch, at.server)]
-        talk = [both[:, ranks].sum(1) for ranks in (*near, before)]
-        mates = free & (tied == tied[order[-1]])
-        ranks = np.flatnonzero(mates if mates.any() else free)
-        rank = int(ranks[np.lexsort((ranks, *(-t[ranks] for t in reversed(talk))))[0]])
+    order: list[int] = []
+    free = np.ones(n, dtype=bool)
+    near = [{int(number): np.zeros(n) for number in numbers} for numbers in (at.island, at.switch, at.server)]
+    anywhere = np.zeros(n)  # traffic of every rank with those that have a GPU; and with those of an island, a switch, a server
+    for places in zip(at.island.tolist(), at.switch.tolist(), at.server.tolist(), strict=True):
+        talk = [with_them[place] for with_them, place in zip(near, places, strict=True)]
+        rank = first
+        if order:
+            mates = free & (tied == tied[order[-1]])
+            ranks = np.flatnonzero(mates if mates.any() else free)
+            rank = int(ranks[np.lexsort((ranks, *(-t[ranks] for t in (anywhere, *reversed(talk)))))[0]])
         order.append(rank)
         free[rank] = False
+        for sums in (anywhere, *talk):
+            sums += both[:, rank]
     seats = np.zeros(n, dtype=np.int64)
     seats[order] = path
     return tuple(seats.tolist())

@@ -221,6 +221,7 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
     links: dict[str, int] = {}
     computed: dict[int, Number] = {}  # by the identity of work that layers share
     moved: dict[int, tuple[Transfer, Mapping[Any, int]]] = {}
+    summed: dict[int, tuple[Transfer, list[tuple[int, Mapping[Any, int]]]]] = {}  # by the identity of operations, which batches may share
     for op in ops:
         elsewhere = op.ahead and prefetch > 0
         if op.work is not None:
@@ -252,14 +253,16 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
         else:
             lockstep, apart = lockstep + slowest(apart), 0.0
             paced, since = paced + slowest(since), 0.0
-            transfer = _summing(job, op)
+            if id(op) not in summed:
+                rings = [(group, 2 * (len(group) - 1) * size) for group, size in _rings(job, op)]
+                summed[id(op)] = _summing(job, op), [(wire, cost.ring_by_link(wire, group)) for group, wire in rings]
+            transfer, wires = summed[id(op)]
             seconds = transfer.alone
             reduced = reduced + seconds
             _load(ports, transfer)
-            for group, size in _rings(job, op):
-                wire = 2 * (len(group) - 1) * size
+            for wire, by_link in wires:
                 sent[op.op] = sent.get(op.op, 0) + wire
-                _add(links, cost.ring_by_link(wire, group))
+                _add(links, by_link)
         kind = op.label(0).kind
         by_op[kind] = by_op.get(kind, 0.0) + seconds
     busiest, paced = slowest(compute), paced + slowest(since)
