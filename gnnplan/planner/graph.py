@@ -112,6 +112,8 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         if directed:
             raise SpecError(f"{source}: generated graphs are undirected; drop the flag that keeps direction")
         return _community(source, _numbers(source, query, COMMUNITY))
+    if head in datasets() and not query:
+        return dataclasses.replace(_statistics(str(DATASETS / f"{head}.yaml"), directed), source=head)
     suffix = Path(head).suffix.lower()
     if suffix in (".yaml", ".yml"):
         if query:
@@ -120,10 +122,9 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     if suffix == ".npz" or Path(head).is_dir():
         options = _numbers(source, query, {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)})
         return _from_arrays(source, head, options, own_width="features=" in query, directed=directed)
-    if head in datasets() and not query:
-        return dataclasses.replace(_statistics(str(DATASETS / f"{head}.yaml"), directed), source=head)
     raise SpecError(f"{source}: a graph is a .npz file, a folder of .npy files, a .yaml file of statistics, the name of such a one that is "
-                    f"here ({', '.join(datasets())}), or synthetic:community?vertices=...&edges=...")  # fmt: skip
+                    f"here ({', '.join(datasets())}), or synthetic:community?vertices=...&edges=..."
+                    f"{suggest(Path(head).name, datasets())}")  # fmt: skip
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------------------------

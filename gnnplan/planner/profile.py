@@ -136,7 +136,7 @@ def _expected(stats: GraphStats, parts: int, servers: int, hops: int) -> dict[st
 
     return {
         "method": "declared" if declared else "estimated" if mixing.known else "random graph", "servers": servers, "estimated": True,
-        "halo_rows": rows, "halo_rows_per_part": even(rows), "edge_cut": round(stats.edges * mixing.at(parts) * (1 - 1 / parts)),
+        "halo_rows": rows, "halo_rows_per_part": even(rows), "edge_cut": None if mixing.known else round(stats.edges * (1 - 1 / parts)),
         "rows_per_part": even(n), "edges_per_part": even(stats.edges), "train_per_part": even(stats.train_vertices),
         "balance": 1.0, "growth": steps, "seconds": 0.0, "cached": False,
     }  # fmt: skip

@@ -80,6 +80,9 @@ def test_feasibility_is_the_memory_models() -> None:
     ({"metric": "speedup_vs_max"}, "it summarises many runs"),
     ({"metric": "speedup_vs", "baseline": "any_of:roc|cagnet"}, "no one baseline"),
     ({"strategy_params": '{"stages": 3}'}, "stages"),
+    ({"strategy_params": '{"stage": 8}'}, "stage .strategy_params. is nothing that we know"),
+    ({"strategy": "dgl_data_parallel", "strategy_params": '{"batch": "a", "fanout": 5}'}, "not a workload of ours"),
+    ({"gpus_per_node": 9}, "has 4 GPUs per server, and 9 are asked"),
     ({"strategy": "gsplit", "strategy_params": '{"batch": 64, "fanout": 5}'}, "only statistics are known"),
 ])  # fmt: skip
 def test_what_the_model_does_not_speak_of_is_skipped(changed: dict[str, Any], why: str) -> None:
@@ -115,10 +118,29 @@ def test_a_winner_counts_where_printed_times_differ(tmp_path: Path) -> None:
     ({"unit_as_printed": "fortnights"}, "unit 'fortnights' is unknown"),
     ({"unit_as_printed": "s"}, "comm_volume_bytes cannot be printed in 's', a unit of time; give one of bytes"),
     ({"strategy_params": "{"}, "strategy_params is not JSON"),
+    ({"strategy_params": "[1]"}, "strategy_params is not a JSON object"),
+    ({"layers": "3.0"}, r"layers '3.0' is not a whole number above 0; leave it empty"),
+    ({"num_nodes": "0"}, "num_nodes '0' is not a whole number above 0"),
+    ({"metric": "speedup_vs", "unit_as_printed": "x", "value": "0"}, "speedup_vs must be above 0, is 0"),
 ])  # fmt: skip
 def test_a_wrong_row_is_named(tmp_path: Path, changed: dict[str, str], rule: str) -> None:
     with pytest.raises(SpecError, match=rule):
         read(file_of(tmp_path, row(**changed)))
+
+
+def test_a_predicted_tie_names_no_winner(tmp_path: Path) -> None:
+    times = row(metric="epoch_time_s", unit_as_printed="s", strategy="graph_parallel", strategy_params="", value=1)
+    twin = {**times, "strategy": "pipegcn", "num_nodes": "1", "gpus_per_node": "1", "value": "2"}
+    alone = {**times, "num_nodes": "1", "gpus_per_node": "1"}  # one GPU: nothing to hide
+    assert predict(twin) == predict(alone)
+    for rows in ((alone, twin), (twin, alone)):
+        assert score(read(file_of(tmp_path, *rows)))["summary"]["winner"] == {"n": 1, "right": 0}
+
+
+def test_what_excel_writes(tmp_path: Path) -> None:
+    path = file_of(tmp_path, row())
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(read(path)) == 1
 
 
 def test_other_columns_are_refused(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_halo_that_was_counted_says_what_others_are(tmp_path):
     assert [found[m]["method"] for m in ("2", "4", "8", "32")] == ["declared", "estimated", "declared", "estimated"]
     for m, phi in ((4, 0.02), (32, 0.08)):  # log phi over log m is a line between them, and grows as the square root of m after
         assert found[str(m)]["halo_rows"] == pytest.approx(n * (m - 1) * -np.expm1(-phi * degree / m), rel=0.001)
-        assert found[str(m)]["edge_cut"] == pytest.approx(n * degree * phi * (1 - 1 / m), rel=0.001)
+        assert found[str(m)]["edge_cut"] is None  # a halo says nothing of how many edges lead there: hubs have most
 
 
 def test_expectations_are_met_by_random_graphs(tmp_path):
