@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.errors import SpecError
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.minibatch import MOST_BATCHES, MOST_EDGES, EstimatedBatches, MiniBatch, per_epoch, shares
@@ -24,7 +23,7 @@ from gnnplan.planner.sampling import Frontier, Ids, frontier, seeds_of
 from gnnplan.planner.specs import ALL, Workload
 from gnnplan.planner.splitting import owners
 from gnnplan.planner.store import HOT, hottest
-from gnnplan.planner.strategies.batchwise import ID
+from gnnplan.planner.strategies.batchwise import ID, check_batches
 from gnnplan.progress import Tell, silent
 
 CACHED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of all rows
@@ -35,14 +34,7 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int], t
     """JSON-ready: {"batch", "fanouts", "batches": of an epoch, "probed", "estimated", "rows" of h_0 .. h_L and "edges" of layers 1 .. L:
     {"mean": [..], "p95": [..]}, "ranks": {"4": {"overlap", "hits", "split"}}}. Raises SpecError where batches do not fit the graph."""
     stats = graph.stats if isinstance(graph, Graph) else graph
-    if not stats.train_vertices:
-        raise SpecError(f"mini-batches are drawn from training vertices, and {stats.name} has none; leave --batch out")
-    if workload.batch > stats.train_vertices:
-        raise SpecError(f"a batch is at most the training vertices (batch: {workload.batch:,}, training vertices: "
-                        f"{stats.train_vertices:,}); use --batch {stats.train_vertices}")  # fmt: skip
-    if max(ranks) > workload.batch:
-        raise SpecError(f"a batch has a seed for every rank (batch: {workload.batch:,}, ranks: {max(ranks):,}); use fewer ranks, or a "
-                        "larger batch")  # fmt: skip
+    check_batches(workload, stats, max(ranks), "leave --batch out")
     model = describe(workload, stats.features, stats.classes, stats.nonzeros / stats.vertices)
     by_ranks: dict[str, Any]
     if isinstance(graph, Graph):

@@ -30,9 +30,11 @@ import numpy as np
 
 from gnnplan.planner.cost import Number
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.graph import GraphStats
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches, MiniBatch, per_epoch
 from gnnplan.planner.schedule import Compute, Schedule
+from gnnplan.planner.specs import Workload
 from gnnplan.planner.store import Store, row_bytes
 from gnnplan.planner.strategies import layerwise
 from gnnplan.planner.strategies.layerwise import Manner, Op
@@ -177,13 +179,18 @@ def schedule(job: Job, batches: Batches, how: Manner, steps: int, prefetch: int,
 
 def check(job: Job) -> None:
     """What every mini-batch strategy asks of a job. Raises SpecError."""
-    w, train = job.workload, job.stats.train_vertices
+    check_batches(job.workload, job.stats, job.ranks, "use --mode full")
+
+
+def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> None:
+    """Whether the graph has such batches for so many ranks; `without`: what to do where it has none at all. Raises SpecError."""
+    train = stats.train_vertices
     if not train:
-        raise SpecError(f"mini-batches are drawn from training vertices, and {job.stats.name} has none; use --mode full")
+        raise SpecError(f"mini-batches are drawn from training vertices, and {stats.name} has none; {without}")
     if w.batch > train:
         raise SpecError(f"a batch is at most the training vertices (batch: {w.batch:,}, training vertices: {train:,}); use --batch {train}")
-    if w.batch < job.ranks:
-        raise SpecError(f"a batch has a seed for every rank (batch: {w.batch}, ranks: {job.ranks}); use --batch {job.ranks} or more, "
+    if w.batch < ranks:
+        raise SpecError(f"a batch has a seed for every rank (batch: {w.batch}, ranks: {ranks}); use --batch {ranks} or more, "
                         "or fewer ranks")  # fmt: skip
 
 
