@@ -20,6 +20,14 @@ from gnnplan.planner.partition import Stopwatch, partition
 from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
 from gnnplan.planner.splitting import owners
 
+LISTS = ("islands", "switches", "nics")  # of a server's GPUs
+
+
+def shape(cluster: Cluster, servers: int, each: int) -> dict[str, object]:
+    """The fields of a cluster that say how many servers it has and which GPUs: the first `each` of every one."""
+    lists = {name: tuple(kept for gpus in getattr(cluster, name) if (kept := tuple(g for g in gpus if g < each))) for name in LISTS}
+    return {"servers": servers, "gpus_per_server": each, **lists}
+
 
 def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
     """The cluster with `ranks` ranks, equally many on each of its servers. GPUs cannot be invented; ranks on a CPU can,
@@ -40,13 +48,11 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
             f"--ranks {ranks} asks for {each} GPUs per server, but cluster {cluster.name} has {cluster.gpus_per_server} "
             f"(servers: {cluster.servers}); use --ranks {cluster.ranks} or less, or --set gpus_per_server={each}"
         )
-    changed: dict[str, object] = {"servers": servers, "gpus_per_server": each}
-    for name in ("islands", "switches", "nics"):
-        lists = getattr(cluster, name)
-        if lists and each > cluster.gpus_per_server:
+    for name in LISTS:
+        if getattr(cluster, name) and each > cluster.gpus_per_server:
             raise SpecError(f"--ranks {ranks} asks for {each} ranks per server, but {name} of cluster {cluster.name} holds "
                             f"{cluster.gpus_per_server}; use --ranks {cluster.ranks} or less, or add them to {name}")  # fmt: skip
-        changed[name] = tuple(kept for gpus in lists if (kept := tuple(g for g in gpus if g < each)))
+    changed = shape(cluster, servers, each)
     if cluster.device.kind == "cpu" and cluster.cores:
         slower = max(1.0, each / cluster.cores) / max(1.0, cluster.gpus_per_server / cluster.cores)
         device = cluster.device

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from gnnplan.planner.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.files import PRESETS, read_cluster, suggest
 from gnnplan.planner.graph import Graph, GraphStats, datasets, load
-from gnnplan.planner.job import Job
+from gnnplan.planner.job import Job, shape
 from gnnplan.planner.search import weigh
 from gnnplan.planner.specs import Cluster, Workload
 from gnnplan.planner.strategies import Strategy, named
@@ -187,10 +187,7 @@ def _testbed(row: Row) -> Cluster:
         raise Skip(f"{row['testbed']} has {whole.gpus_per_server} GPUs per server, and {gpus} are asked")
     if servers > 1 and whole.inter_node is None:
         raise Skip(f"{row['testbed']} is one server, and {servers} are asked")
-    fitting: dict[str, object] = {"servers": servers, "gpus_per_server": gpus}
-    for name in ("islands", "switches", "nics"):
-        fitting[name] = tuple(kept for lists in getattr(whole, name) if (kept := tuple(g for g in lists if g < gpus)))
-    return whole.model_copy(update=fitting)
+    return whole.model_copy(update=shape(whole, servers, gpus))
 
 
 @lru_cache(maxsize=64)
