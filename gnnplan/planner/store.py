@@ -184,9 +184,14 @@ def _cached(job: Job, batches: Batches, cache: int, hot: str, shared: bool, epoc
             turn = (groups[:rank].count(group), 0)
         if turn not in made:
             mine = order[turn[0] :: turn[1]] if member is None else order[member[order] == turn[0]]
-            made[turn] = mine[: int(np.searchsorted(np.cumsum(row_bytes(job, mine)), cache, side="right"))].astype(np.int64)
+            made[turn] = that_fit(mine, row_bytes(job, mine), cache).astype(np.int64)
         held.append(made[turn])
     return held
+
+
+def that_fit(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
+    """The first of these vertices whose bytes together are within a budget."""
+    return ids[: int(np.searchsorted(np.cumsum(sizes), budget, side="right"))]
 
 
 def row_bytes(job: Job, ids: Ids) -> NDArray[np.int64]:

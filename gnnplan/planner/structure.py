@@ -30,7 +30,7 @@ from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.sampling import Ids, taken
 from gnnplan.planner.specs import Workload
-from gnnplan.planner.store import PLACES, heat
+from gnnplan.planner.store import PLACES, heat, that_fit
 
 NEIGHBOUR = 4  # [B] of a vertex in a list, and of a neighbour that was drawn
 ENTRY = 8  # [B] of where a list is
@@ -110,7 +110,7 @@ def hashed(job: Job, batches: Batches, structure: str, by_rank: bool, cache: int
         order = worth_keeping(graph, batches.workload, hot, job.ranks) if cache else home[:0]
         for place in range(count):
             others = order[home[order] != place]
-            kept[place, others[: int(np.searchsorted(np.cumsum(list_bytes(graph, others)), cache, side="right"))]] = True
+            kept[place, that_fit(others, list_bytes(graph, others), cache)] = True
         known[key] = Structure(places, home, kept, asks=True)
     return known[key]
 

@@ -27,8 +27,7 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store 
     zero = np.zeros(job.ranks)
     known = batches.first()
     steps = [layerwise_memory.moments(job, batch, how) for batch in known]
-    moments = np.array([(m.activations, m.buffers) for m, _ in steps])  # [batches, 2, ranks]
-    activations, buffers = moments[moments.sum(1).argmax(0), :, np.arange(job.ranks)].T
+    activations, buffers = layerwise_memory.fullest([m for m, _ in steps], job.ranks)
     if job.cluster.device.kind == "cpu" and b == 4:
         buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks, vary=True)
     if store:
@@ -36,7 +35,7 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store 
     features = np.max([_features(job, batch) for batch in known], axis=0)
     graph = np.max([_blocks(job, batch) for batch in known], axis=0) * (1 + prefetch)
     if not prefetch:  # a sampler of its own has its own memory
-        graph = graph + (8 * (1 + job.stats.directed) + 4) * job.stats.vertices  # degrees, and where a vertex is among the sources
+        graph = graph + of_sampler(job)
         held = activations + buffers + features + graph
         buffers = buffers + np.maximum(np.max([_sampling(job, batch) for batch in known], axis=0) - held, 0.0)
     graph = graph + of_lists(job, lists, prefetch)
@@ -48,6 +47,11 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store 
         "graph": graph, "buffers": buffers,
         "runtime": zero + RUNTIME[job.cluster.device.kind],
     }  # fmt: skip
+
+
+def of_sampler(job: Job) -> int:
+    """Degrees, and where a vertex is among the sources."""
+    return (8 * (1 + job.stats.directed) + 4) * job.stats.vertices
 
 
 def of_lists(job: Job, lists: Structure | None, prefetch: int) -> np.ndarray:

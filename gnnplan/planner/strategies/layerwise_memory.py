@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,9 +24,7 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
     times = Counter(map(id, batches or (layout,)))  # estimated batches are all the same one
     different = {id(each): each for each in batches or (layout,)}.values()
     steps = [moments(job, each, how) for each in different]
-    fullest = np.argmax([m.activations + m.buffers for m, _ in steps], axis=0)
-    activations, buffers = (np.take_along_axis(np.array([getattr(m, use) + zero for m, _ in steps]), fullest[None], 0)[0]
-                            for use in ("activations", "buffers"))  # fmt: skip
+    activations, buffers = fullest([m for m, _ in steps], job.ranks)
     if job.cluster.device.kind == "cpu" and b == 4:
         buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
     features, arriving = _constant(job, layout)
@@ -53,6 +52,13 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
     use["buffers"] = use["buffers"] + np.maximum(arriving - training, 0.0)
     return use
+
+
+def fullest(steps: Sequence[Moments], ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Activations and buffers of that step at which each rank holds most of both together [ranks]."""
+    both = np.array([(m.activations + np.zeros(ranks), m.buffers + np.zeros(ranks)) for m in steps])  # [steps, 2, ranks]
+    activations, buffers = both[both.sum(1).argmax(0), :, np.arange(ranks)].T
+    return activations, buffers
 
 
 def _constant(job: Job, layout: Layout | EstimatedLayout) -> tuple[np.ndarray, np.ndarray]:

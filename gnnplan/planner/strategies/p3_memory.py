@@ -51,7 +51,7 @@ def memory(p3: P3, job: Job) -> Memory:
     if job.cluster.device.kind == "cpu" and b == 4:
         buffers = buffers + kernels([product for each in known for product in each.products], job.ranks, vary=True)
     waits = np.max([each.blocks for each in known], axis=0) * p3.prefetch
-    sampler = 0 if p3.prefetch else (8 * (1 + job.stats.directed) + 4) * job.stats.vertices  # degrees, and where a vertex is
+    sampler = 0 if p3.prefetch else batchwise_memory.of_sampler(job)
     sliced = p3.sliced_weights(job)
     own = model.weights - sliced + np.array([sliced * len(p3.columns(job, rank)) / model.features for rank in range(job.ranks)])
     return {
