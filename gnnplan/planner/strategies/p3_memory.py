@@ -127,6 +127,7 @@ class _Batch:
         width = model.layers[0].h_out * b
         self.own, self.all = facts[0].rows * width, merged.rows * width
         self.theirs = self.all - self.own
+        self.leaving = self.theirs * p3.pipelined  # where a peer may take partial sums only when it trains on them, a period later
         loaded = np.array([sum(job.features_bytes(batch.rows(peer, 0), p3.columns(job, rank)).sum() for peer in rails[rank])
                            for rank in ranks])  # fmt: skip
         numbers = loaded / (2 * b) if model.nonzeros else None
@@ -166,10 +167,12 @@ class _Batch:
             m.free("features", self.loaded)
         m.at(self.theirs, self.pulled)  # partial sums in the order in which they leave, and those that come
         m.keep("activations", self.pulled)
+        m.keep("buffers", self.leaving)
 
     def body(self, m: _Held) -> None:
         model, b = self.job.model, self.job.model.itemsize
         spec = model.layers[0]
+        m.free("buffers", self.leaving)
         m.keep("activations", self.own)
         m.free("activations", self.pulled)
         applied = self.own * spec.bias
