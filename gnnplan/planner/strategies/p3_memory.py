@@ -83,6 +83,7 @@ class _Held:
     def __init__(self, ranks: int) -> None:
         self.now: dict[str, Number] = {use: np.zeros(ranks) for use in USES}
         self.most = dict(self.now)
+        self.leaving: Number = 0.0
 
     def keep(self, use: str, *sizes: Number) -> None:
         for size in sizes:
@@ -92,6 +93,12 @@ class _Held:
     def free(self, use: str, *sizes: Number) -> None:
         for size in sizes:
             self.now[use] = self.now[use] - size
+
+    def leave(self, size: Number) -> None:
+        """The last that was sent may not have left while others go on; what was sent before it has, for the lane takes turns."""
+        self.free("buffers", self.leaving)
+        self.leaving = size
+        self.keep("buffers", size)
 
     def at(self, *beside: Number) -> None:
         """A moment when this much is held beside what is kept."""
@@ -127,7 +134,7 @@ class _Batch:
         width = model.layers[0].h_out * b
         self.own, self.all = facts[0].rows * width, merged.rows * width
         self.theirs = self.all - self.own
-        self.leaving = self.theirs * p3.pipelined  # where a peer may take partial sums only when it trains on them, a period later
+        self.others = p3.pipelined  # go on while what this one sent still leaves
         loaded = np.array([sum(job.features_bytes(batch.rows(peer, 0), p3.columns(job, rank)).sum() for peer in rails[rank])
                            for rank in ranks])  # fmt: skip
         numbers = loaded / (2 * b) if model.nonzeros else None
@@ -167,12 +174,11 @@ class _Batch:
             m.free("features", self.loaded)
         m.at(self.theirs, self.pulled)  # partial sums in the order in which they leave, and those that come
         m.keep("activations", self.pulled)
-        m.keep("buffers", self.leaving)
+        m.leave(self.theirs * self.others)
 
     def body(self, m: _Held) -> None:
         model, b = self.job.model, self.job.model.itemsize
         spec = model.layers[0]
-        m.free("buffers", self.leaving)
         m.keep("activations", self.own)
         m.free("activations", self.pulled)
         applied = self.own * spec.bias
@@ -192,8 +198,10 @@ class _Batch:
             gradient = layer.facts.sources * model.layers[layer.number - 1].h_in * b
         m.at(gradient, self.own)  # through ReLU
         m.free("activations", applied, logits)
+        m.leave(0.0)
         m.at(self.own, self.pulled, self.theirs)  # the sum's gradient for every peer, and those that come
         m.keep("activations", self.theirs)  # and the own one, in the sum's place
+        m.leave(self.pulled * self.others)
 
     def passing(self, layer: _Layer) -> Number:
         """Its output, if the next layer only aggregates it."""
