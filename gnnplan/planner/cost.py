@@ -20,7 +20,9 @@ from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from scipy.special import ndtr, ndtri
 
+from gnnplan.planner.graph import SPREAD
 from gnnplan.planner.schedule import Collective, Compute, Send
 from gnnplan.planner.specs import Cluster, HostWork, Link, Placement
 
@@ -76,11 +78,12 @@ class Cost:
 
     cluster: Cluster
     seats: tuple[int, ...]
+    spread: float = SPREAD  # of the graph's degrees
 
     @classmethod
-    def of(cls, cluster: Cluster, seats: Sequence[int] = ()) -> Cost:
+    def of(cls, cluster: Cluster, seats: Sequence[int] = (), spread: float = SPREAD) -> Cost:
         """Without seats, ranks fill the servers in order: rank r sits on GPU r, server r // gpus_per_server."""
-        return cls(cluster, tuple(seats) or tuple(range(cluster.ranks)))
+        return cls(cluster, tuple(seats) or tuple(range(cluster.ranks)), spread)
 
     @cached_property
     def places(self) -> Places:
@@ -97,8 +100,9 @@ class Cost:
         """Roofline by kind of work, plus a fixed price per framework operation [s]."""
         device = self.cluster.device
         seconds = work.flops / device.gemm + work.touched / device.memory_bandwidth + work.launches * device.launch
-        for rows, width in work.gathers:
-            seconds = seconds + rows * width * work.itemsize / self.gather_rate(width)
+        for rows, width, distinct in work.gathers:
+            bytes_each, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
+            seconds = seconds + rows * bytes_each / self.gather_rate(width, distinct * bytes_each, rows / distinct)
         return seconds + work.beside * device.overlap_tax / self.link("exchange", "intra_node").bandwidth
 
     def load_s(self, nbytes: Number) -> Number:
@@ -110,11 +114,24 @@ class Cost:
         """A sampler's work for one rank [s]."""
         return edges / self.cluster.host_rates.get(what, HOST_RATE)
 
-    def gather_rate(self, width: int) -> float:
-        """Aggregation rate at a row width [B of gathered rows/s]: log-log between the measured widths, flat outside."""
-        points = self.cluster.device.gather
+    def gather_rate(self, width: int, among: Number = np.inf, times: Number = 1.0) -> Number:
+        """Aggregation rate at a row width [B of gathered rows/s]: log-log between the measured widths, flat outside.
+
+        Where nobody measured it, a roofline of memory and cache, which keeps the rows that are read most. Rows are read by degree, and
+        degrees are lognormal with this spread s: of `among` bytes, each read so many `times`, the share c that the cache holds is read in
+
+            share(c) = Phi(s + Phi^-1(c))        (the Lorenz curve of a lognormal; c = 1: everything)
+
+        of all readings; the rest, and every row the first time, comes from memory.
+        """
+        device = self.cluster.device
+        points = device.gather
+        if not points and device.cache:
+            held = np.clip(device.cache / among, 1e-12, 1.0)
+            missed = np.clip(np.maximum(1.0 - ndtr(self.spread + ndtri(held)), 1.0 / np.maximum(times, 1.0)), 0.0, 1.0)
+            return 1.0 / np.maximum(missed / device.memory_bandwidth, 1.0 / (device.cache_bandwidth or 3 * device.memory_bandwidth))
         if not points:
-            return self.cluster.device.memory_bandwidth / 2
+            return device.memory_bandwidth / 2
         widths = sorted(points)
         return float(np.exp(np.interp(np.log(max(width, 1)), np.log(widths), np.log([points[w] for w in widths]))))
 

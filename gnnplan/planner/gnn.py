@@ -148,9 +148,9 @@ class Model:
         """Whether `narrow` makes a difference."""
         return any(self.narrow_at(layer) for layer in range(1, len(self.layers) + 1))
 
-    def forward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False) -> Compute:
-        """Work of one layer on `rows` destinations with `sources` source rows and `edges` edges (without self edges).
-        With `narrow` its projection has been done before the exchange (`project`)."""
+    def forward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False, read: Number = None) -> Compute:
+        """Work of one layer on `rows` destinations with `sources` source rows and `edges` edges (without self edges), which may
+        `read` rows that others have prepared. With `narrow` its projection has been done before the exchange (`project`)."""
         spec, b = self.layers[layer - 1], self.itemsize
         cached, sparse = self.aggregate_cached(layer), self.reads_sparse(layer)
         first = spec.projects_first
@@ -169,18 +169,18 @@ class Model:
             touched = touched + 8 * sources * spec.h_in * b  # exponentials of the messages
         if spec.heads:
             touched, launches = touched + EDGE_PASSES * (edges + rows) * spec.heads * b, launches + 12 * spec.heads
-        return product + Compute(0.0, self._gathers(layer, rows, edges), touched, launches, b)
+        return product + Compute(0.0, self._gathers(layer, rows, edges, sources if read is None else read), touched, launches, b)
 
-    def _gathers(self, layer: int, rows: Number, edges: Number) -> tuple[tuple[Number, int], ...]:
+    def _gathers(self, layer: int, rows: Number, edges: Number, distinct: Number) -> tuple[tuple[Number, int, Number], ...]:
         """Of a layer's aggregation."""
         spec = self.layers[layer - 1]
         edges = edges + rows if spec.self_edges else edges
-        return () if self.aggregate_cached(layer) else ((edges, spec.h_out if spec.projects_first else spec.h_in),) * spec.sums
+        return () if self.aggregate_cached(layer) else ((edges, spec.h_out if spec.projects_first else spec.h_in, distinct),) * spec.sums
 
     def product(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
         """Rows times a matrix; sparse rows gather one of its rows per number."""
         if sparse:
-            return Compute(0.0, ((rows * self.nonzeros, h_out),), itemsize=self.itemsize)
+            return Compute(0.0, ((rows * self.nonzeros, h_out, h_in),), itemsize=self.itemsize)
         return Compute(2.0 * rows * h_in * h_out, itemsize=self.itemsize)
 
     def prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> tuple[Number, int]:
@@ -197,8 +197,9 @@ class Model:
         """Weight gradients, and the gradient of the inputs where they vary."""
         forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
         constant = layer <= self.first_varying
-        aggregated = self._gathers(layer, rows, edges)
-        gathers = () if constant and not spec.projects_first else forward.gathers
+        aggregated = self._gathers(layer, rows, edges, rows)  # by transposed edges, of destinations' gradients
+        before = forward.gathers[: len(forward.gathers) - len(aggregated)]  # sparse rows'
+        gathers = () if constant and not spec.projects_first else before + aggregated
         if spec.heads:  # weights depend on rows: a product along every edge for theirs, and the rows' own
             gathers = gathers + aggregated
         return Compute(forward.flops * (1 if constant else 2), gathers,

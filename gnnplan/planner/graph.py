@@ -32,6 +32,7 @@ STAND_IN_FEATURES = 128
 LARGEST_ARRAY = 64 << 30  # [B]
 MOST_VERTICES = 2**31 - 1  # ids are int32
 MOST_FEATURES = 1_000_000
+SPREAD = 1.15  # of a graph whose degrees nobody counted: mean of ten real ones, 0.57 to 1.60 (tests/planner/test_cost.py)
 SPARSE = 0.1  # features with at most this share of numbers other than zero are kept sparse
 AT_ONCE = 1 << 24  # [B] of an array looked at together
 
@@ -59,6 +60,7 @@ class GraphStats:
     directed: bool = False
     halo_rows: Mapping[int, int] = field(default_factory=dict, hash=False)  # statistics only: parts -> sum of halo rows
     nonzeros: int = 0  # numbers in sparse features; 0: they are dense
+    spread: float = SPREAD  # standard deviation of log degrees: how unequal vertices are
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +212,14 @@ def _finish(stats: GraphStats, indptr: NDArray[np.int64], indices: NDArray[np.in
         x = sp.csr_matrix(x)
     for array in (*structure, *((x.indptr, x.indices, x.data) if sp.issparse(x) else (x,)), *others):
         array.flags.writeable = False  # the hash must stay true
-    return Graph(dataclasses.replace(stats, hash=digest, nonzeros=nonzeros if few else 0), indptr, indices, x, y, *masks)
+    told = dataclasses.replace(stats, hash=digest, nonzeros=nonzeros if few else 0, spread=_spread(np.diff(indptr)))
+    return Graph(told, indptr, indices, x, y, *masks)
+
+
+def _spread(degrees: NDArray[np.int64]) -> float:
+    """Standard deviation of the logarithms of degrees that are not 0."""
+    some = degrees[degrees > 0]
+    return float(np.log(some).std()) if some.size else 0.0
 
 
 def _hash(directed: bool, arrays: Iterable[Array]) -> str:
@@ -639,11 +648,12 @@ def _add(pairs: NDArray[np.int64], a: Array, b: Array, n: int) -> NDArray[np.int
 # --- statistics only -------------------------------------------------------------------------------------------------------------------
 
 _REQUIRED = ("vertices", "edges", "features", "classes")
-_OPTIONAL = ("train_fraction", "name", "multilabel", "halo_rows")
+_OPTIONAL = ("train_fraction", "name", "multilabel", "halo_rows", "spread")
 
 
 def _statistics(path: str, directed: bool) -> GraphStats:
-    """A YAML of vertices, edges (directed, symmetrised), features, classes, train_fraction and, optional, name, multilabel, halo_rows."""
+    """A YAML of vertices, edges (directed, symmetrised), features, classes, train_fraction and, optional, name, multilabel, halo_rows,
+    spread."""
     document = read_yaml(path)
     data = document.data
     for key in data:
@@ -669,13 +679,16 @@ def _statistics(path: str, directed: bool) -> GraphStats:
         raise document.error(("name",), f"must be text, got {name!r}")
     if not isinstance(multilabel, bool):
         raise document.error(("multilabel",), f"must be true or false, got {multilabel!r}")
+    spread = data.get("spread", SPREAD)
+    if isinstance(spread, bool) or not isinstance(spread, (int, float)) or not 0 <= spread <= 5:
+        raise document.error(("spread",), f"is the standard deviation of log degrees, in [0, 5], got {spread!r}")
     hints = data.get("halo_rows", {})
     if not isinstance(hints, dict):
         raise document.error(("halo_rows",), "must map parts to rows, as {2: 1000, 4: 2500}")
     halo = {whole(("halo_rows", parts), parts, 1, vertices): whole(("halo_rows", parts), rows, 0, vertices * (parts - 1))
             for parts, rows in hints.items()}  # fmt: skip
-    facts = (name, vertices, edges, features, classes, float(fraction), multilabel, sorted(halo.items()), directed)
+    facts = (name, vertices, edges, features, classes, float(fraction), multilabel, sorted(halo.items()), directed, float(spread))
     return GraphStats(name=name, source=path, vertices=vertices, edges=edges, features=features, classes=classes,
                       train_vertices=max(1, round(fraction * vertices)), multilabel=multilabel,
                       hash=blake2b(repr(facts).encode(), digest_size=16).hexdigest(), notes=("statistics only",),
-                      known=False, directed=directed, halo_rows=halo)
+                      known=False, directed=directed, halo_rows=halo, spread=float(spread))

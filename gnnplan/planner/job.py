@@ -109,7 +109,7 @@ class Job:
 
     @cached_property
     def cost(self) -> Cost:
-        return Cost.of(self.cluster, self.seats)
+        return Cost.of(self.cluster, self.seats, self.stats.spread)
 
     @property
     def servers(self) -> tuple[int, ...]:

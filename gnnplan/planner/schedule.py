@@ -43,7 +43,7 @@ class Compute:
     """Work of one rank. Fields may be numpy arrays, then all that is made of them is an array too."""
 
     flops: float = 0.0  # dense matrix products [flop]
-    gathers: tuple[tuple[float, int], ...] = ()  # aggregation: (rows gathered, row width [numbers]) per call
+    gathers: tuple[tuple[float, int, float], ...] = ()  # aggregation: (rows gathered, row width [numbers], of so many distinct) per call
     touched: float = 0.0  # element-wise: bytes read and written [B]
     launches: float = 0.0  # framework operations
     itemsize: int = 4  # [B] per number
@@ -58,8 +58,8 @@ class Compute:
         def pick(value: Any) -> float:
             return float(value[i]) if getattr(value, "ndim", 0) else float(value)
 
-        return Compute(pick(self.flops), tuple((pick(rows), width) for rows, width in self.gathers), pick(self.touched), self.launches,
-                       self.itemsize, pick(self.beside))  # fmt: skip
+        gathers = tuple((pick(rows), width, pick(distinct)) for rows, width, distinct in self.gathers)
+        return Compute(pick(self.flops), gathers, pick(self.touched), self.launches, self.itemsize, pick(self.beside))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,8 @@ def _links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
 def _device(cluster: Cluster, factor: float) -> Cluster:
     device: Device = cluster.device
     faster = {"gemm": device.gemm * factor, "memory_bandwidth": device.memory_bandwidth * factor, "launch": device.launch / factor,
-              "gather": {width: rate * factor for width, rate in device.gather.items()}}  # fmt: skip
+              "gather": {width: rate * factor for width, rate in device.gather.items()},
+              "cache_bandwidth": device.cache_bandwidth and device.cache_bandwidth * factor}  # fmt: skip
     return cluster.model_copy(update={"device": device.model_copy(update=faster)})
 
 

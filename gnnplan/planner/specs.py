@@ -79,6 +79,8 @@ class Device(Spec):
     gemm: Rate  # dense matrix product, fp32 [flop/s], as reached
     memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s], as reached
     gather: dict[int, Bandwidth] = Field(default_factory=dict)  # row width -> aggregation [B gathered/s]; empty: memory_bandwidth / 2
+    cache: Annotated[float, _bounded(1e4, 1e10, "a cache [B]", "B")] | None = None  # [B] that all of it shares (L2)
+    cache_bandwidth: Bandwidth | None = None  # of rows that are there [B/s]; None: 3 x memory_bandwidth
     launch: Latency = 8e-6  # one framework operation, however small [s]
     overlap_tax: float = Field(0.0, ge=0.0, le=1.0)  # share of a transfer's seconds that computation beside it loses
 

@@ -195,10 +195,10 @@ class GNNPipe(Strategy):
             if not layer:
                 continue
             projected = sources if model.layers[layer - 1].projects_first else rows
-            forward = forward + model.forward(layer, rows, projected, edges)
+            forward = forward + model.forward(layer, rows, projected, edges, read=sources)
             backward = backward + model.backward(layer, rows, projected, edges)
             if self.checkpoint and layer > model.first_varying and layer < len(model.layers):
-                again, spec = model.forward(layer, rows, projected, edges), model.layers[layer - 1]
+                again, spec = model.forward(layer, rows, projected, edges, read=sources), model.layers[layer - 1]
                 backward = backward + (again if spec.heads or spec.sums > 1 else replace(again, gathers=()))
             if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):  # what is read is gathered, its gradients scattered
                 forward = forward + Compute(touched=2.0 * sources * model.input_width(layer) * b, launches=1, itemsize=b)
