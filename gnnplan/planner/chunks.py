@@ -104,10 +104,10 @@ def _cut(graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> np.ndarr
 
 
 @lru_cache(maxsize=32)
-def estimated_chunks(stats: GraphStats, chunks: int, members: int) -> ChunkFacts:
+def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) -> ChunkFacts:
     """Of a graph known by statistics only: equal sub-chunks, cut as well as halos that were counted say (estimate.Mixing)."""
     n, e = stats.vertices, stats.edges
-    p = min(e / n**2 * mixing_of(stats).at(chunks * members), 0.5)
+    p = min(e / n**2 * mixing_of(stats, method).at(chunks * members), 0.5)
     chunk = n // chunks + (np.arange(chunks) < n % chunks)  # shares as equal as whole numbers can be (schedule.share)
     rows = chunk[:, None] // members + (np.arange(members) < chunk[:, None] % members)
     parts = min(chunks * members, n)

@@ -6,7 +6,8 @@ A graph's edges lead anywhere with probability phi (its *mixing*), and stay in t
 
 phi grows with the number of parts, since smaller parts keep fewer edges. Between counted halos it is interpolated, log phi over log m;
 beyond them it grows as m^0.5: METIS's halos of five real graphs at 2, 8 and 32 parts have exponents 0.2 to 1.0 (mean 0.6) up to 8 and 0.2
-to 0.6 (mean 0.4) after. Where none has been counted phi is 1: a random graph, which nobody can cut (GNNPipe Sec. 3.1.1).
+to 0.6 (mean 0.4) after. Where none has been counted it is what graphs usually have (USUAL); cut at random phi is 1, as in a random graph,
+which nobody can cut (GNNPipe Sec. 3.1.1).
 
 Neighbourhoods grow in two pools, of the own part and of all others: a row reached elsewhere has its neighbours there. Vertices are taken
 for alike, so hubs, which are reached first, make real surroundings heavier in edges than this says; and parts' surroundings overlap, so two
@@ -26,6 +27,7 @@ from gnnplan.planner.graph import GraphStats
 from gnnplan.planner.layout import Expansion, LayerFacts
 
 GROWTH = 0.5  # of log phi over log m, where one halo or none is near
+USUAL = 8, 0.04  # parts, phi: geometric mean of eight graphs, 0.007 (papers100M, Reddit) to 0.5 (Squirrel)
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,10 @@ class EstimatedLayout:
         return sum(self._region(self.hops(h)))
 
 
-def mixing_of(stats: GraphStats) -> Mixing:
-    return Mixing.of(stats.vertices, stats.edges, stats.halo_rows)
+def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
+    if method in ("random", "hash"):
+        return Mixing()
+    return Mixing.of(stats.vertices, stats.edges, stats.halo_rows) if stats.halo_rows else Mixing((USUAL,))
 
 
 def _even(peers: np.ndarray, rows: float) -> np.ndarray:

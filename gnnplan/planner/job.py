@@ -136,7 +136,7 @@ class Job:
         if key not in self._layouts:
             args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
             if self.graph is None:
-                self._layouts[key] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing_of(self.stats))
+                self._layouts[key] = EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing_of(self.stats, self.method))
             else:
                 with Stopwatch() as watch:
                     self._layouts[key] = Layout(self.graph, self._owner(groups if depth or expansion else ()), *args)
@@ -197,4 +197,4 @@ class Job:
 
     def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
         """Counts of `cut`, estimated where the graph is not known."""
-        return estimated_chunks(self.stats, chunks, members) if self.graph is None else self.cut(chunks, members).facts
+        return estimated_chunks(self.stats, chunks, members, self.method) if self.graph is None else self.cut(chunks, members).facts

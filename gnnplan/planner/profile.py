@@ -50,7 +50,7 @@ def profile(graph: Graph | GraphStats, parts: Sequence[int], method: str = "meti
             raise SpecError(f"{stats.source}: {count} parts cannot fill {servers} servers; use parts >= servers")
         groups = servers or count
         entries[str(count)] = _measured(graph, count, method, groups, hops, seed) if isinstance(graph, Graph) else _expected(
-            graph, count, groups, hops)
+            graph, count, method, groups, hops)
     return {"graph": _facts(graph, stats), "parts": entries}
 
 
@@ -121,11 +121,12 @@ def _measured(graph: Graph, parts: int, method: str, servers: int, hops: int, se
     return {**entry, "cached": False}
 
 
-def _expected(stats: GraphStats, parts: int, servers: int, hops: int) -> dict[str, Any]:
-    """The halo rows that the file states, or what those of other part counts say of this one (estimate.Mixing); where none is stated,
-    expectations for a random graph, an upper bound for graphs that METIS can cut."""
+def _expected(stats: GraphStats, parts: int, method: str, servers: int, hops: int) -> dict[str, Any]:
+    """The halo rows that the file states, or what those of other part counts, of other graphs say of this one (estimate.Mixing); cut
+    at random, expectations for a random graph."""
     n = stats.vertices
-    declared, mixing = parts in stats.halo_rows, mixing_of(stats)
+    mixing = mixing_of(stats, method)
+    declared = parts in stats.halo_rows and bool(mixing.known)
     probability = min(1.0, stats.edges / max(1, n * (n - 1)) * mixing.at(parts))
     rows = stats.halo_rows[parts] if declared else round(float(expected_halo_rows(n, parts, probability)))
     around = EstimatedLayout(n, stats.edges, tuple(range(servers)), hops, 0, hops, mixing=mixing)

@@ -50,6 +50,7 @@ PARAMS = {"alpha", "batch", "cache", "chunks", "chunks_rule", "fanout", "gamma",
 DIFFERENT = 0.05  # printed times closer than this have no winner
 
 Row = Mapping[str, str]
+Testbeds = Callable[[Row], Cluster]  # all of a row's testbed
 
 
 class Skip(Exception):
@@ -111,10 +112,15 @@ def _inspect(path: str | Path, row: Row) -> None:
         raise SpecError(f"{where}strategy_params is not a JSON object")
 
 
+def testbed(row: Row) -> Cluster:
+    """As its preset says."""
+    return read_cluster(row["testbed"])
+
+
 # -- the question ----------------------------------------------------------------------------------------------------------------
 
 
-def question(row: Row, strategy: str = "") -> Question:
+def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:
     """What the row asks, perhaps of its baseline. Raises Skip."""
     name = strategy or row["strategy"]
     params = json.loads(row["strategy_params"] or "{}")
@@ -131,7 +137,7 @@ def question(row: Row, strategy: str = "") -> Question:
         raise Skip(f"no statistics of {row['dataset']} here{suggest(row['dataset'], datasets())}")
     if unknown := [param for param in params if param not in PARAMS]:
         raise Skip(f"{unknown[0]} (strategy_params) is nothing that we know")
-    cluster, stats = _testbed(row), _graph(row["dataset"])
+    cluster, stats = _testbed(row, testbeds), _graph(row["dataset"])
     mini = name in MINI
     asked: dict[str, Any] = {"model": MODELS[row["model"]], "layers": int(row["layers"]), "mode": "mini" if mini else "full"}
     if row["hidden"]:
@@ -178,10 +184,10 @@ def _strategy(name: str, params: dict[str, Any], job: Job) -> Strategy:
     return named("gsplit", {"splitter": {"gsplit": "gsplit", "gsplit_rand": "random"}.get(name, name.removeprefix("gsplit_"))})
 
 
-def _testbed(row: Row) -> Cluster:
+def _testbed(row: Row, testbeds: Testbeds) -> Cluster:
     if row["testbed"] not in {path.stem for path in PRESETS.glob("*.yaml")}:
         raise Skip(f"testbed {row['testbed']} is none of ours")
-    whole = read_cluster(row["testbed"])
+    whole = testbeds(row)
     servers, gpus = int(row["num_nodes"]), int(row["gpus_per_node"])
     if not gpus or gpus > whole.gpus_per_server:
         raise Skip(f"{row['testbed']} has {whole.gpus_per_server} GPUs per server, and {gpus} are asked")
@@ -212,21 +218,22 @@ def _predicted(asked: Question) -> Prediction:
 # -- the figure ------------------------------------------------------------------------------------------------------------------
 
 
-def predict(row: Row) -> float:
-    """The row's figure. Raises Skip."""
+def predict(row: Row, testbeds: Testbeds = testbed) -> float:
+    """The row's figure, on clusters as `testbeds` says them. Raises Skip."""
     metric = row["metric"]
     if metric.endswith(SUMMARIES):
         raise Skip("it summarises many runs")
     if metric in ("fits_in_memory", "min_gpus", "min_partitions"):
-        return _feasibility(row)
+        return _feasibility(row, testbeds)
     if metric in RATIOS:
         what, figure = RATIOS[metric]
         if not row["baseline"] or row["baseline"].startswith("any_of:"):
             raise Skip("no one baseline is named")
-        return figure(FIGURES[what](question(row)), FIGURES[what](question(row, row["baseline"])))
+        own, other = question(row, testbeds=testbeds), question(row, row["baseline"], testbeds)
+        return figure(FIGURES[what](own), FIGURES[what](other))
     if metric not in FIGURES:
         raise Skip(f"{metric} is not predicted")
-    return FIGURES[metric](question(row))
+    return FIGURES[metric](question(row, testbeds=testbeds))
 
 
 def _epoch(asked: Question) -> float:
@@ -265,16 +272,17 @@ RATIOS: dict[str, tuple[str, Callable[[float, float], float]]] = {
 }
 
 
-def _feasibility(row: Row) -> float:
+def _feasibility(row: Row, testbeds: Testbeds) -> float:
     """fits_in_memory: 1 or 0. min_gpus, min_partitions: the least number of equal parts that fits, of one server's GPUs first."""
     if row["metric"] == "fits_in_memory":
-        return float(_fits(question(row)))
-    whole = read_cluster(row["testbed"]) if row["testbed"] else None
+        return float(_fits(question(row, testbeds=testbeds)))
+    whole = testbeds(row) if row["testbed"] else None
     if whole is None:
         raise Skip("testbed is not stated")
     for parts in range(1, whole.ranks + 1):
         servers = -(-parts // whole.gpus_per_server)
-        if parts % servers == 0 and _fits(question({**row, "num_nodes": str(servers), "gpus_per_node": str(parts // servers)})):
+        split = {**row, "num_nodes": str(servers), "gpus_per_node": str(parts // servers)}
+        if parts % servers == 0 and _fits(question(split, testbeds=testbeds)):
             return float(parts)
     raise Skip("no number of GPUs of the testbed fits")
 

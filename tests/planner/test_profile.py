@@ -114,11 +114,13 @@ def test_the_cache_says_so_and_survives_damage(own_cache, monkeypatch):
 def test_statistics_only_gives_expectations(tmp_path):
     path = tmp_path / "random.yaml"
     path.write_text("vertices: 1000000\nedges: 20000000\nfeatures: 10\nclasses: 2\n")
-    found = profile(load(str(path)), [8])
+    found = profile(load(str(path)), [8], "random")
     eight = found["parts"]["8"]
     assert eight["estimated"] and eight["halo_rows"] / 7e6 == pytest.approx(0.92, abs=0.005)  # GNNPipe Section 3.1.1
     assert sum(eight["halo_rows_per_part"]) == eight["halo_rows"] and sum(eight["rows_per_part"]) == 1_000_000
     assert found["graph"]["degree"] == {"mean": 20.0} and found["graph"]["statistics_only"]
+    cut = profile(load(str(path)), [8])["parts"]["8"]["halo_rows"]
+    assert cut == pytest.approx(7e6 * -np.expm1(-0.04 * 20 / 8), rel=1e-3)  # as METIS usually finds
 
 
 def test_a_halo_that_was_counted_says_what_others_are(tmp_path):
@@ -137,7 +139,7 @@ def test_a_halo_that_was_counted_says_what_others_are(tmp_path):
 def test_expectations_are_met_by_random_graphs(tmp_path):
     """A graph without structure: any partition is as the formula says, growth by hops included."""
     (tmp_path / "r.yaml").write_text("vertices: 4000\nedges: 40000\nfeatures: 1\nclasses: 2\n")
-    expected = profile(load(str(tmp_path / "r.yaml")), [4])["parts"]["4"]
+    expected = profile(load(str(tmp_path / "r.yaml")), [4], "random")["parts"]["4"]
     graph = load("synthetic:community?vertices=4000&edges=40000&mixing=1&skew=100&features=1&classes=1")
     found = profile(graph, [4], "random")["parts"]["4"]
     assert found["halo_rows"] == pytest.approx(expected["halo_rows"], rel=0.02)

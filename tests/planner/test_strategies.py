@@ -599,7 +599,7 @@ def test_estimates_resemble_a_measured_random_graph(degree: int, servers: int, g
     graph = UNIFORM[degree]
     where = cluster(servers, gpus)
     measured = job_of(graph, where, "random", model=model, layers=4, hidden=32)
-    estimated = job_of(statistics(graph), where, model=model, layers=4, hidden=32)
+    estimated = job_of(statistics(graph), where, "random", model=model, layers=4, hidden=32)
     for strategy in variants(estimated):
         p, e = strategy.predict(measured), strategy.predict(estimated)
         within = 0.1 if strategy.family == "graph_parallel" or gpus == 1 else 1.0
