@@ -478,17 +478,18 @@ def summary(out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show_published(path: Path, as_json: bool) -> None:
+def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     """Errors by metric, winners, and why rows are skipped."""
     from collections import Counter
 
+    from gnnplan.planner.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.planner.published import read, score
     from gnnplan.progress import progress
 
     rows = read(path)
     with progress() as tell:
         tell(f"predicting {len(rows):,} figures")
-        result = score(rows)
+        result = leave_one_out(rows) if left_out else score(rows, gave_a_constant, calibrated)
     if as_json:
         return emit(result)
     summary = dict(result["summary"])
@@ -504,6 +505,7 @@ def show_published(path: Path, as_json: bool) -> None:
 def validate(
     directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="The folder of a finished run.")] = None,
     published: Annotated[Path | None, typer.Option(help="In its place: a .csv of printed figures to predict.")] = None,
+    leave_one_out: Annotated[bool, typer.Option(help="Of --published: find constants anew without each dataset in turn.")] = False,
     as_json: Json = False,
 ) -> None:
     """Predicted, simulated and measured side by side, and which layer of knowledge is wrong. Exit 1 if bytes or order differ.
@@ -514,8 +516,10 @@ def validate(
 
     if (directory is None) == (published is None):
         raise SpecError("validate takes the folder of a run, or --published FILE.csv")
+    if leave_one_out and published is None:
+        raise SpecError("--leave-one-out goes with --published FILE.csv")
     if published is not None:
-        return show_published(published, as_json)
+        return show_published(published, leave_one_out, as_json)
     assert directory is not None
     from gnnplan.planner.plan import chosen, question, read
     from gnnplan.planner.search import weigh
