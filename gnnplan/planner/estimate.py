@@ -70,6 +70,7 @@ class EstimatedLayout:
     mixing: Mixing = Mixing()
     targets: float | None = None  # of a batch, per server; otherwise all own rows
     _facts: dict[object, LayerFacts] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _regions: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -88,7 +89,7 @@ class EstimatedLayout:
         return layer - 1 < self.inside
 
     def kind(self, layer: int) -> object:
-        return self.hops(layer), self.hops(layer - 1), self.recomputed(layer)
+        return tuple(round(rows) for h in (layer, layer - 1) for rows in self._region(self.hops(h))), self.recomputed(layer)
 
     # -- a server's surroundings -------------------------------------------------------------------------------------------
 
@@ -121,6 +122,11 @@ class EstimatedLayout:
 
     def _region(self, hops: int) -> tuple[float, float]:
         """Rows of a server's part (of a batch its targets) and all within `hops` of them that it may have: its own, external ones."""
+        if hops not in self._regions:
+            self._regions[hops] = self._grown(hops)
+        return self._regions[hops]
+
+    def _grown(self, hops: int) -> tuple[float, float]:
         own = self._home if self.targets is None else self.targets
         external, new, far, mixed = 0.0, own, 0.0, self.mixing.at(len(set(self.servers)))
         for _ in range(hops):
