@@ -4,17 +4,19 @@ A transfer keeps *ports* busy. Which ones follows from where two GPUs sit:
 
     same island         the island's link, out of one GPU and into the other (NVLink)
     same server         the GPU's way out and in (PCIe), and the uplinks of their switches where these differ
-    different servers   the network cards out and in, and the uplink of a switch that does not have the card to itself
+    different servers   the network cards out and in, the uplink of a switch that does not have the card to itself, and the links of
+                        the fabric on the way (topology.py)
+    no peer access      all but islands: both GPUs' ways to their server's memory, and the bridge that they share
 
 Alone a transfer takes its latency plus its busiest port: no schedule can be faster than the sum of what has to pass a port,
 and on a non-blocking fabric max-min fair flows come within 0.5 % of that bound. The simulator shares ports between transfers that
-overlap. An all-reduce is a ring that visits servers one after the other, in them islands, in them switches; where servers have
-several cards there is a ring per card, each with its share (as NCCL does it).
+overlap. All-reduces visit servers one after the other, in them islands, in them switches (collectives.py); where servers have
+several cards each has its share (as NCCL does it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple
@@ -22,11 +24,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy.special import ndtr, ndtri
 
+from gnnplan.planner.collectives import Algorithm, AllReduce, Phase, all_reduce
 from gnnplan.planner.graph import SPREAD
 from gnnplan.planner.schedule import Collective, Compute, Send
-from gnnplan.planner.specs import Cluster, HostWork, Link, Placement
+from gnnplan.planner.specs import Cluster, Fabric, HostWork, Link, Placement
+from gnnplan.planner.topology import Places, Port, routes
 
-Port = tuple[str, int]  # ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', card), and the same with 'in'
+Flows = tuple[np.ndarray, np.ndarray, np.ndarray]  # from rank, to rank, share of the hop's bytes
 HOST_RATE = 5e7  # [edges/s] of a sampler that nobody has measured: one core of an AMD EPYC (2026) draws 50 M, lays out 63 M
 Number = Any  # float or numpy array: closed forms are evaluated over many candidates at once
 
@@ -44,32 +48,13 @@ class Transfer(NamedTuple):
         return self.latency + (reduce(np.maximum, values) if any(map(np.ndim, values)) else max(values, default=0.0))
 
 
-class Places(NamedTuple):
-    """Of every rank: what it shares with others, numbered over the whole cluster. int [ranks], but for `uplinked`."""
+class Way(NamedTuple):
+    """How messages keep ports of one kind busy."""
 
-    server: np.ndarray
-    island: np.ndarray
-    switch: np.ndarray
-    card: np.ndarray
-    uplinked: np.ndarray  # bool: its way to the card leaves the switch
-
-    @classmethod
-    def of(cls, cluster: Cluster, seats: Sequence[int]) -> Places:
-        each = cluster.gpus_per_server
-        server, gpu = np.divmod(np.asarray(seats, dtype=np.int64), each)
-
-        def numbered(lists: Sequence[Sequence[int]]) -> np.ndarray:
-            where = np.zeros(each, dtype=np.int64)
-            for number, gpus in enumerate(lists):
-                where[list(gpus)] = number
-            return np.asarray(server * len(lists) + where[gpu])
-
-        everyone = (tuple(range(each)),)
-        cards, switches = cluster.nics or everyone, cluster.switches or everyone
-        own = [any(set(card) <= set(switch) for switch in switches) for card in cards]
-        card = numbered(cards)
-        return cls(server, numbered(cluster.islands or tuple((g,) for g in range(each))), numbered(switches), card,
-                   ~np.asarray(own)[card % len(cards)])  # fmt: skip
+    kind: str
+    link: Link
+    hops: np.ndarray  # of these ports' links, that each message passes; 0: none [messages]
+    loads: Callable[[np.ndarray], dict[str, np.ndarray]]  # bytes of each message -> port -> bytes by its number
 
 
 @dataclass(frozen=True)
@@ -108,7 +93,7 @@ class Cost:
     def load_s(self, nbytes: Number) -> Number:
         """From the server's memory to the device, over the host link [s]."""
         link = self.cluster.host or self.cluster.intra_node
-        return link.latency + nbytes / link.bandwidth
+        return link.latency + link.stretched(nbytes) / link.bandwidth
 
     def host_s(self, what: HostWork, edges: Number) -> Number:
         """A sampler's work for one rank [s]."""
@@ -140,6 +125,9 @@ class Cost:
     def link(self, op: str, where: Placement | Literal["switch"]) -> Link:
         """As measured for this operation there, else the link itself."""
         plain: Link | None = getattr(self.cluster, where)
+        if where == "intra_node" and not self.cluster.peer_access:
+            host = self.cluster.host or self.cluster.intra_node
+            plain = host.model_copy(update={"latency": 2 * host.latency})  # up and down
         assert plain is not None  # specs: what has a place has a link
         return self.cluster.collectives.get(f"{op}.{where}", plain)
 
@@ -163,89 +151,124 @@ class Cost:
                 sent[rank, peer] = nbytes
         return self.exchange(sent)
 
-    def exchange(self, sent: np.ndarray, group: Sequence[int] | None = None) -> Transfer:
-        """Pairwise irregular all-to-all among `group` (all ranks), `sent[i, j]` bytes from its i-th to its j-th; each rank starts its
-        messages one after the other."""
+    def exchange(self, sent: np.ndarray, group: Sequence[int] | None = None, messages: int = 1) -> Transfer:
+        """Pairwise irregular all-to-all among `group` (all ranks), `sent[i, j]` bytes from its i-th to its j-th, in so many messages of
+        which the first of each is waited for; each rank starts its messages one after the other."""
         source, target = np.nonzero(sent)
         nbytes = sent[source, target]
         if group is not None:
             source, target = np.asarray(group)[source], np.asarray(group)[target]
-        return self._pairwise("exchange", source, target, nbytes)
-
-    def ring(self, group: Sequence[int]) -> list[tuple[int, int]]:
-        """The hops of an all-reduce: server by server, in them island by island and switch by switch."""
-        at, islands = self.places, bool(self.cluster.islands)
-        order = sorted(group, key=lambda r: (at.server[r], at.island[r] if islands else 0, at.switch[r], self.seats[r]))
-        return [(a, order[(i + 1) % len(order)]) for i, a in enumerate(order)]
+        return self._pairwise("exchange", source, target, nbytes, messages)
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
-        """Ring: 2 (n-1) hops of size / n bytes, so that 2 (n-1) / n size pass between every two neighbours."""
-        n, at = len(group), self.places
-        if n == 1:
+        """By the cluster's algorithm. NCCL takes what is faster, a ring or a tree: then ports carry the ring's bytes, whichever it is."""
+        if len(group) == 1:
             return Transfer(0.0, {})
-        wire = 2 * (n - 1) / n * size
-        busy: dict[Port, Number] = {}
-        latency: Number = 0.0
+        told, ring = self.cluster.all_reduce, self._reduced("ring", size, group)
+        if told or self.cluster.device.kind == "cpu":
+            return ring if told in (None, "ring") else self._reduced(told, size, group)
+        tree = self._reduced("tree", size, group).alone
+        return Transfer(np.minimum(ring.latency, np.maximum(tree - (ring.alone - ring.latency), 0.0)), ring.busy)
 
-        def load(port: str, number: int, nbytes: float, link: Link) -> None:
-            busy[port, number] = busy.get((port, number), 0.0) + nbytes / link.bandwidth
-
-        ring = self.ring(group)
-        for a, b in ring:
-            where = self.placement(a, b)
-            link = self.link("all_reduce", where)
-            hop = link.latency
-            if where != "inter_node":
-                port = "gpu" if where == "intra_node" else "island"
-                load(f"{port}_out", a, wire, link)
-                load(f"{port}_in", b, wire, link)
-                if where == "intra_node" and at.switch[a] != at.switch[b]:
-                    uplink = self.link("all_reduce", "switch")
-                    load("switch_out", int(at.switch[a]), wire, uplink)
-                    load("switch_in", int(at.switch[b]), wire, uplink)
-                    hop = hop + uplink.latency
-            latency = np.maximum(latency, hop)
-        if len({self.servers[r] for r in group}) > 1:
-            doors: dict[int, dict[int, int]] = {}  # server -> card -> the rank that uses it
-            for rank, _ in ring:
-                doors.setdefault(self.servers[rank], {}).setdefault(int(at.card[rank]), rank)
-            for door in doors.values():
-                for card, rank in door.items():
-                    for way in ("out", "in"):
-                        load(f"nic_{way}", card, wire / len(door), self.link("all_reduce", "inter_node"))
-                        if at.uplinked[rank]:
-                            load(f"switch_{way}", int(at.switch[rank]), wire / len(door), self.link("all_reduce", "switch"))
-        return Transfer(2 * (n - 1) * latency, busy)
-
-    def _pairwise(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray) -> Transfer:
+    def _reduced(self, algorithm: Algorithm, size: int, group: Sequence[int]) -> Transfer:
+        """One after the other its steps, and what passes each port in all of them."""
+        summed, flows = self._flows(algorithm, tuple(group))
         latency: Number = 0.0
         busy: dict[Port, Number] = {}
-        for port, link, starts, loads in self.loads(op, source, target, nbytes):
-            latency = latency + int(starts.max()) * link.latency
-            for way, load in loads.items():
-                busy.update({(f"{port}_{way}", int(i)): load[i] / link.bandwidth for i in np.flatnonzero(load)})
+        for phase, (source, target, share) in zip(summed.phases, flows, strict=True):
+            nbytes, longest = share * (phase.units * summed.unit * size), np.zeros(source.size)
+            for way in self._ways("all_reduce", source, target):
+                longest = longest + way.hops * way.link.latency
+                for port, load in way.loads(way.link.stretched(nbytes, phase.messages)).items():
+                    for i in np.flatnonzero(load).tolist():
+                        busy[port, i] = busy.get((port, i), 0.0) + load[i] / way.link.bandwidth
+            latency = latency + phase.steps * np.max(longest, axis=-1, initial=0.0, keepdims=np.ndim(longest) > 1)
         return Transfer(latency, busy)
 
-    def loads(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray,
+    @cached_property
+    def _known(self) -> dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]]:
+        return {}
+
+    def _flows(self, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[AllReduce, list[Flows]]:
+        """Hops server by server, in them island by island and switch by switch; and of each phase what passes which cards."""
+        if (algorithm, group) not in self._known:
+            at, ranks = self.places, np.array(group)
+            island = at.island if self.cluster.islands else np.zeros_like(at.island)
+            order = ranks[np.lexsort((np.asarray(self.seats)[ranks], at.switch[ranks], island[ranks], at.server[ranks]))]
+            by_server = np.split(order, np.flatnonzero(np.diff(at.server[order])) + 1)
+            summed = all_reduce(algorithm, [some.tolist() for some in by_server])
+            doors: dict[int, dict[int, int]] = {}  # server -> card -> the rank that uses it
+            for rank in order.tolist():
+                doors.setdefault(int(at.server[rank]), {}).setdefault(int(at.card[rank]), rank)
+            self._known[algorithm, group] = summed, [self._by_doors(phase, doors) for phase in summed.phases]
+        return self._known[algorithm, group]
+
+    def _by_doors(self, phase: Phase, doors: Mapping[int, Mapping[int, int]]) -> Flows:
+        """What leaves a server does so by all cards that its ranks have, equally (NCCL has a channel for each)."""
+        servers, source, target, alone = self.places.server, phase.source, phase.target, np.ones(phase.source.size)
+        within = (servers[source] == servers[target]) | phase.by_card
+        apart = [(a, b, 1 / (len(doors[s]) * len(doors[t])))
+                 for s, t in zip(servers[source[~within]].tolist(), servers[target[~within]].tolist(), strict=True)
+                 for a in doors[s].values() for b in doors[t].values()]  # fmt: skip
+        outs, ins, shares = np.array(apart).reshape(-1, 3).T
+        return (np.append(source[within], outs.astype(np.int64)), np.append(target[within], ins.astype(np.int64)),
+                np.append(alone[within], shares))  # fmt: skip
+
+    def _pairwise(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1) -> Transfer:
+        latency: Number = 0.0
+        busy: dict[Port, Number] = {}
+        for _, link, starts, loads in self.loads(op, source, target, nbytes, messages):
+            latency = latency + float(starts.max()) * link.latency
+            for port, load in loads.items():
+                busy.update({(port, i): load[i] / link.bandwidth for i in np.flatnonzero(load).tolist()})
+        return Transfer(latency, busy)
+
+    def loads(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
               ) -> Iterator[tuple[str, Link, np.ndarray, dict[str, np.ndarray]]]:  # fmt: skip
-        """By kind of port in use: its name, its link, the messages that each rank starts over it, bytes per port out and in."""
-        at, everyone = self.places, np.arange(len(self.seats))
+        """By kind of port in use: its name, its link, the messages that each rank starts over it (times the links that they pass),
+        bytes per port. Each pair's bytes go in so many messages."""
+        for way in self._ways(op, source, target):
+            yield way.kind, way.link, np.bincount(source, weights=way.hops), way.loads(way.link.stretched(nbytes, messages))
+
+    def _ways(self, op: str, source: np.ndarray, target: np.ndarray) -> Iterator[Way]:
+        """The kinds of port that messages from rank to rank [messages] pass."""
+        at, cluster, ranks = self.places, self.cluster, np.arange(len(self.seats))
         within = at.server[source] == at.server[target]
         near = at.island[source] == at.island[target]
-        climbing = within & ~near & (at.switch[source] != at.switch[target])
-        where: tuple[tuple[str, Placement | Literal["switch"], np.ndarray, np.ndarray, np.ndarray], ...] = (
-            ("island", "island", near, near, everyone),
-            ("gpu", "intra_node", within & ~near, within & ~near, everyone),
-            ("switch", "switch", climbing | ~within & at.uplinked[source], climbing | ~within & at.uplinked[target], at.switch),
-            ("nic", "inter_node", ~within, ~within, at.card),
-        )
-        for port, place, out, into, numbers in where:
+        inside, apart = within & ~near, ~within
+        climbing = inside & (at.switch[source] != at.switch[target])
+        moved, up, down = inside, climbing | apart & at.uplinked[source], climbing | apart & at.uplinked[target]
+        if not cluster.peer_access:  # through memory: up the sender's host link, down the receiver's or out by a card
+            moved = inside | apart
+            up = down = moved if cluster.switches else np.zeros_like(moved)
+
+        def way(kind: str, place: Placement | Literal["switch"], out: np.ndarray, into: np.ndarray, numbers: np.ndarray) -> Iterator[Way]:
             used = out | into
             if used.any():
-                yield port, self.link(op, place), np.bincount(source[used]), {
-                    "out": np.bincount(numbers[source[out]], weights=nbytes[out]),
-                    "in": np.bincount(numbers[target[into]], weights=nbytes[into]),
-                }  # fmt: skip
+                yield Way(kind, self.link(op, place), used, lambda nbytes: {
+                    f"{kind}_out": np.bincount(numbers[source[out]], weights=nbytes[out]),
+                    f"{kind}_in": np.bincount(numbers[target[into]], weights=nbytes[into]),
+                })  # fmt: skip
+
+        yield from way("island", "island", near, near, ranks)
+        yield from way("gpu", "intra_node", moved, moved, ranks)
+        yield from way("switch", "switch", up, down, at.switch)
+        if cluster.bridge and moved.any():  # a server's memory has each byte written and read, the receiver's server's too
+            ends = np.append(at.server[source[moved]], at.server[target[apart]])
+            yield Way("bridge", cluster.bridge, moved,
+                      lambda nbytes: {"bridge": np.bincount(ends, weights=2 * np.append(nbytes[moved], nbytes[apart]))})  # fmt: skip
+        yield from way("nic", "inter_node", apart, apart, at.card)
+        if cluster.fabric and apart.any():
+            ways, start, end = routes(cluster.fabric, cluster.servers), at.server[source], at.server[target]
+            hops = np.where(apart, ways.hops[ways.at[start % cluster.servers], ways.at[end % cluster.servers]], 0)
+            if hops.any():
+                yield Way("fabric", self._between(op, cluster.fabric), hops,
+                          lambda nbytes: {"fabric": ways.bytes_by_link(start[apart], end[apart], nbytes[apart])})  # fmt: skip
+
+    def _between(self, op: str, fabric: Fabric) -> Link:
+        """A leaf's uplinks together, or a cable of the ring: as wide as the cards below, but for its oversubscription."""
+        card, width = self.link(op, "inter_node"), fabric.below * max(1, len(self.cluster.nics)) / fabric.oversubscription
+        return card.model_copy(update={"bandwidth": card.bandwidth * width, "latency": fabric.latency, "efficiency": {}})
 
     def bytes_by_link(self, sent: np.ndarray) -> dict[Placement, int]:
         """Where the bytes of an exchange [ranks, ranks] pass."""
@@ -255,12 +278,15 @@ class Cost:
                                         "inter_node": int(sent[~within].sum())}  # fmt: skip
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
 
-    def ring_by_link(self, wire: int, group: Sequence[int]) -> dict[Placement, int]:
-        """Where the bytes of an all-reduce, `wire` over all hops, pass; whole bytes that add up."""
-        hops = [self.placement(a, b) for a, b in self.ring(group)]
-        shares: dict[Placement, int] = {}
-        order: tuple[Placement, ...] = ("inter_node", "island", "intra_node")
-        kinds = [where for where in order if where in hops]
-        for where in kinds[:-1]:
-            shares[where] = wire * hops.count(where) // len(hops)
-        return {**shares, kinds[-1]: wire - sum(shares.values())}
+    def reduced_by_link(self, wire: int, group: Sequence[int]) -> dict[Placement, int]:
+        """Where the bytes of an all-reduce, `wire` over all hops, pass; whole bytes that add up. A ring's where NCCL may choose."""
+        units: dict[Placement, int] = {"inter_node": 0, "island": 0, "intra_node": 0}
+        at = self.places
+        for phase in self._flows(self.cluster.all_reduce or "ring", tuple(group))[0].phases:
+            within = at.server[phase.source] == at.server[phase.target]
+            near = at.island[phase.source] == at.island[phase.target]
+            for where, mask in zip(units, (~within, near, within & ~near), strict=True):
+                units[where] += phase.units * int(mask.sum())
+        kinds, total = [where for where in units if units[where]], sum(units.values())
+        shares = {where: wire * units[where] // total for where in kinds[:-1]}
+        return {**shares, **({kinds[-1]: wire - sum(shares.values())} if kinds else {})}

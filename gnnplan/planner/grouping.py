@@ -20,11 +20,11 @@ from functools import cache, lru_cache
 from itertools import cycle, permutations
 from typing import NamedTuple
 
-import networkx as nx
 import numpy as np
 
-from gnnplan.planner.cost import Cost, Places
+from gnnplan.planner.cost import Cost
 from gnnplan.planner.specs import Cluster
+from gnnplan.planner.topology import Places, graph, routes
 
 PROVEN = 8  # GPUs up to which every seating is looked at
 EFFORT = 10_000_000  # messages to weigh beyond that: a second or so
@@ -41,24 +41,6 @@ class Phase(NamedTuple):
     times: float  # per step
 
 
-def topology(cluster: Cluster) -> nx.Graph:
-    """('cluster', 0) - ('server', s) - its switches and cards - ('gpu', g) - islands; numbers count over the cluster."""
-    out = nx.Graph()
-    at = Places.of(cluster, range(cluster.ranks))
-    for g in range(cluster.ranks):
-        gpu, server = ("gpu", g), ("server", int(at.server[g]))
-        above = ("switch", int(at.switch[g])) if cluster.switches else server
-        out.add_edges_from([(("cluster", 0), server), (above, gpu)])
-        if cluster.switches:
-            out.add_edge(server, above)
-        if cluster.nics:
-            card = ("card", int(at.card[g]))
-            out.add_edges_from([(gpu, card), (card, server if at.uplinked[g] else above)])
-        if cluster.islands:
-            out.add_edge(gpu, ("island", int(at.island[g])))
-    return out
-
-
 def walk(cluster: Cluster, gpus: Sequence[int]) -> list[int]:
     """These GPUs in an order that leaves an island, a switch and a server when it has seen all of it."""
     at = Places.of(cluster, gpus)
@@ -71,10 +53,12 @@ def walk(cluster: Cluster, gpus: Sequence[int]) -> list[int]:
 
 
 def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Fewer GPUs that are worth a thought: one server, half of every server, one; equally many on every server used."""
+    """Fewer GPUs that are worth a thought: one server, one leaf, half of every server, one; equally many on every server used."""
     each = cluster.gpus_per_server
     one = walk(cluster, range(each))
     out = [tuple(range(each))] if cluster.servers > 1 else []
+    if cluster.fabric and 1 < cluster.fabric.below < cluster.servers:
+        out.append(tuple(range(cluster.fabric.below * each)))
     if each % 2 == 0:
         half = sorted(one[: each // 2])
         out.append(tuple(server * each + gpu for server in range(cluster.servers) for gpu in half))
@@ -103,7 +87,10 @@ def weigher(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> S
     place = np.zeros(cluster.ranks, dtype=np.int64)
     place[list(gpus)] = np.arange(n)
     lists = {"switch": cluster.switches, "nic": cluster.nics}
-    ports = {"gpu": n, "island": n, **{port: cluster.servers * max(1, len(gpus)) for port, gpus in lists.items()}}
+    ports = {"gpu": n, "island": n, "bridge": cluster.servers, "fabric": 0,
+             **{port: cluster.servers * max(1, len(gpus)) for port, gpus in lists.items()}}  # fmt: skip
+    if cluster.fabric:
+        ports["fabric"] = routes(cluster.fabric, cluster.servers).links
     sources, targets = zip(*(np.nonzero(phase.sent) for phase in phases), strict=True)
     nbytes = [phase.sent[source, target] for phase, source, target in zip(phases, sources, targets, strict=True)]
     together = max(1, TOGETHER // max(n, *map(len, nbytes)))
@@ -117,7 +104,9 @@ def weigher(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> S
         at = place[seats] + np.arange(many)[:, None] * n
 
         def most(values: np.ndarray, size: int) -> np.ndarray:
-            return np.asarray(np.pad(values, (0, many * size - len(values))).reshape(many, size).max(1))
+            padded = np.zeros(many * size)
+            padded[: len(values)] = values
+            return np.asarray(padded.reshape(many, size).max(1))
 
         total = np.zeros(many)
         for phase, source, target, sent in zip(phases, sources, targets, nbytes, strict=True):
@@ -172,17 +161,25 @@ def _together(gpus: Sequence[int], seats: np.ndarray, tied: Sequence[int]) -> np
 
 def seatings(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
     """Every seating [seatings, ranks], but one of those between which symmetric GPUs only change places: they are alike in which
-    ranks share a server, an island, a switch and a card, and no more enters the cost of a phase."""
-    server, island, switch, card, uplinked = (tuple(numbers.tolist()) for numbers in Places.of(cluster, gpus))
-    return np.asarray(np.asarray(gpus)[_orders((server, island, switch, card), uplinked)])
+    ranks share a server, an island, a switch and a card, and how far their servers are apart, and no more enters the cost of a phase."""
+    at = Places.of(cluster, gpus)
+    far: tuple[tuple[int, ...], ...] = ()
+    if cluster.fabric:
+        ways = routes(cluster.fabric, cluster.servers)
+        point = ways.at[at.server]
+        far = tuple(map(tuple, ways.hops[point[:, None], point].tolist()))
+    server, island, switch, card, uplinked = (tuple(numbers.tolist()) for numbers in at)
+    return np.asarray(np.asarray(gpus)[_orders((server, island, switch, card), uplinked, far)])
 
 
 @lru_cache(maxsize=16)
-def _orders(places: tuple[tuple[int, ...], ...], uplinked: tuple[bool, ...]) -> np.ndarray:
+def _orders(places: tuple[tuple[int, ...], ...], uplinked: tuple[bool, ...], far: tuple[tuple[int, ...], ...]) -> np.ndarray:
     """The same as positions among the GPUs; a plan asks for each many times."""
     every = np.array(list(permutations(range(len(uplinked)))), dtype=np.int64)
     a, b = np.triu_indices(len(uplinked), 1)
     share = [(np.equal.outer(numbers, numbers))[every[:, a], every[:, b]] for numbers in map(np.asarray, places)]
+    apart = [np.asarray(far) == hops for hops in sorted(set(sum(far, ())))[1:]]
+    share += [same[every[:, a], every[:, b]] for same in apart]
     form = np.packbits(np.concatenate([*share, np.asarray(uplinked)[every]], axis=1), axis=1)
     _, first = np.unique(form, axis=0, return_index=True)
     return every[np.sort(first)]
@@ -190,8 +187,8 @@ def _orders(places: tuple[tuple[int, ...], ...], uplinked: tuple[bool, ...]) -> 
 
 def _kinds(cluster: Cluster, gpus: Sequence[int]) -> list[frozenset[tuple[str, int]]]:
     """Of each GPU its neighbours in the topology: GPUs with the same ones are symmetric. An island of one is none."""
-    graph = topology(cluster)
-    return [frozenset(near for near in graph[("gpu", gpu)] if near[0] != "island" or graph.degree(near) > 1) for gpu in gpus]
+    whole = graph(cluster)
+    return [frozenset(near for near in whole[("gpu", gpu)] if near[0] != "island" or whole.out_degree(near) > 1) for gpu in gpus]
 
 
 # -- beyond --------------------------------------------------------------------------------------------------------------

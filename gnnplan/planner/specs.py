@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from gnnplan.planner.collectives import Algorithm
 from gnnplan.planner.units import kind, quantity
 
 HostWork = Literal["draw", "lay"]  # of a sampler: neighbours drawn, blocks laid out
@@ -19,6 +22,7 @@ Placement = Literal["island", "intra_node", "inter_node"]
 ALL = -1  # a fanout: every neighbour
 FANOUT = 10  # where none is given
 MOST_RANKS = 4096  # a plan looks at every pair of them
+MOST_POINTS = 512  # of a fabric where servers are plugged in: ways between all pairs of them are kept
 
 
 def _bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
@@ -38,6 +42,9 @@ def _bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
 Bandwidth = Annotated[float, _bounded(1e3, 1e14, "a bandwidth [B/s]", "B/s")]
 Latency = Annotated[float, _bounded(0.0, 10.0, "a latency [s]", "s")]
 Bytes = Annotated[float, _bounded(1e6, 1e15, "a memory size [B]", "B")]
+Size = Annotated[float, _bounded(1.0, 1e13, "the size of a message [B]", "B")]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Number = Any  # float or numpy array
 Rate = Annotated[float, _bounded(1e6, 1e18, "a compute rate [flop/s]", "flop/s")]
 
 
@@ -48,14 +55,34 @@ class Spec(BaseModel):
 
 
 class Link(Spec):
-    """Alpha-beta: a message of n bytes takes latency + n / bandwidth."""
+    """Alpha-beta: a message of n bytes takes latency + n / (bandwidth * efficiency at n)."""
 
     bandwidth: Bandwidth
     latency: Latency = 10e-6
+    efficiency: dict[Size, Share] = Field(default_factory=dict)  # size of a message -> share of the bandwidth that it reaches; empty: all
+
+    def stretched(self, nbytes: Number, messages: int = 1) -> Number:
+        """So many bytes, in equal messages, take as long as how many at the whole bandwidth: log-log between the sizes told, flat
+        outside [B]."""
+        if not self.efficiency:
+            return nbytes
+        sizes = sorted(self.efficiency)
+        logs = np.log(np.maximum(nbytes / messages, 1.0))
+        return nbytes / np.exp(np.interp(logs, np.log(sizes), np.log([self.efficiency[size] for size in sizes])))
+
+    @model_validator(mode="after")
+    def _takes_longer_for_more(self) -> Link:
+        sizes = sorted(self.efficiency)
+        for less, more in pairwise(sizes):
+            if less / self.efficiency[less] > more / self.efficiency[more] * (1 + 1e-9):
+                told = ", ".join(f"{self.efficiency[size]:g} at {size:g} B" for size in (less, more))
+                raise ValueError(f"efficiency may grow no faster than the size ({told}): the larger message would take less time; mend "
+                                 "one of the two")  # fmt: skip
+        return self
 
     def slowed(self, factor: float) -> Link:
         """The same link when its driver gets 1/factor of a core."""
-        return Link(bandwidth=self.bandwidth / factor, latency=self.latency * factor)
+        return self.model_copy(update={"bandwidth": self.bandwidth / factor, "latency": self.latency * factor})
 
     def carried(self, old: Link, new: Link) -> Link:
         """An operation measured on the link `old`, on `new`: what it takes beyond its link (copies, software) stays.
@@ -98,6 +125,33 @@ def _lists(value: object) -> object:
 GPUs = Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeValidator(_lists)]
 
 
+class Fabric(Spec):
+    """What lies between the cards of servers, where it is not one switch that never blocks.
+
+        leaf_spine    the servers of a leaf switch share its uplinks to the spine
+        ring          a server has a cable to the next one and to the one before; what goes further passes those between
+
+    Both carry what the cards below carry (a leaf's servers', one server's), divided by `oversubscription`.
+    """
+
+    kind: Literal["leaf_spine", "ring"]
+    servers_per_leaf: int | None = Field(None, ge=1)
+    oversubscription: float = Field(1.0, gt=0.0, le=1000.0)
+    latency: Latency = 1e-6  # of each link passed: a further switch, or server of the ring [s]
+
+    @property
+    def below(self) -> int:
+        """Servers plugged in at the same point."""
+        return self.servers_per_leaf or 1
+
+    @model_validator(mode="after")
+    def _says_what_a_leaf_holds(self) -> Fabric:
+        if (self.kind == "leaf_spine") != (self.servers_per_leaf is not None):
+            raise ValueError("servers_per_leaf belongs to kind leaf_spine, which needs it: give both or neither (kind: "
+                             f"{self.kind}, servers_per_leaf: {self.servers_per_leaf})")  # fmt: skip
+        return self
+
+
 class Cluster(Spec):
     """Servers with equal GPUs. `collectives` holds what was measured, as 'all_reduce.intra_node'; links serve for the rest.
 
@@ -106,6 +160,13 @@ class Cluster(Spec):
         islands: [[0, 1], [2, 3]]         island: {bandwidth: 100GB/s}    GPUs of an island have this link between them (NVLink)
         switches: [[0, 1], [2, 3]]        switch: {bandwidth: 12GB/s}     what leaves a PCIe switch shares its uplink
         nics: [[0, 1], [2, 3]]            each list has a network card of inter_node's bandwidth of its own
+
+        peer_access: false                                                what GPUs send goes over `host` links through memory,
+        bridge: {bandwidth: 40GB/s}                                       which may be a bottleneck of its own: a byte in, a byte out
+
+    What is between servers:
+
+        fabric: {kind: leaf_spine, servers_per_leaf: 4, oversubscription: 3}     or {kind: ring}; absent: one switch that never blocks
     """
 
     name: str = "unnamed"
@@ -120,6 +181,10 @@ class Cluster(Spec):
     switches: GPUs = ()
     switch: Link | None = None
     nics: GPUs = ()
+    fabric: Fabric | None = None
+    peer_access: bool = True  # false: what GPUs send goes through their server's memory, but inside islands
+    bridge: Link | None = None  # without peer access: to and from a server's memory, all its GPUs and cards together
+    all_reduce: Algorithm | None = None  # None: the faster one of ring and tree with NCCL, a ring with Gloo
     host_rates: dict[HostWork, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # [edges/s] of a rank's sampler
     cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server
     collectives: dict[str, Link] = Field(default_factory=dict)
@@ -145,6 +210,9 @@ class Cluster(Spec):
             raise ValueError(f"servers x gpus_per_server is {self.ranks:,}; at most {MOST_RANKS:,} ranks can be planned")
         if self.servers > 1 and self.inter_node is None:
             raise ValueError(f"servers is {self.servers}, so inter_node (the link between servers) must be given")
+        if self.fabric and -(-self.servers // self.fabric.below) > MOST_POINTS:
+            raise ValueError(f"a fabric has at most {MOST_POINTS} leaves, or servers in its ring (servers: {self.servers}); use fewer "
+                             "servers, or leave fabric out")  # fmt: skip
         return self
 
     @model_validator(mode="after")
@@ -165,6 +233,9 @@ class Cluster(Spec):
             if bool(lists) != (getattr(self, link) is not None):
                 absent, given = (link, name) if lists else (name, link)
                 raise ValueError(f"{given} is given, so {absent} must be given too ({name}: lists of GPUs, {link}: bandwidth and latency)")
+        if self.bridge and self.peer_access:
+            raise ValueError("bridge is given, and only bytes that go through a server's memory pass it; give peer_access: false too, "
+                             "or leave bridge out")  # fmt: skip
         return self
 
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import simpy
 
-from gnnplan.planner.cost import Port, Transfer
+from gnnplan.planner.cost import Transfer
+from gnnplan.planner.topology import Port
 
 
 def max_min(shares: Sequence[Mapping[Port, float]]) -> list[float]:

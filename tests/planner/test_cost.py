@@ -14,7 +14,7 @@ from gnnplan.planner.schedule import Collective, Compute, Send
 from gnnplan.planner.specs import Cluster, Device, Link
 
 DEVICE = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e8, gather={10: 1e6, 1000: 1e8}, launch=0.5, overlap_tax=0.5)
-COST = Cost.of(Cluster(servers=2, gpus_per_server=2, device=DEVICE,
+COST = Cost.of(Cluster(servers=2, gpus_per_server=2, device=DEVICE, all_reduce="ring",
                        intra_node=Link(bandwidth=1e6, latency=1.0), inter_node=Link(bandwidth=1e5, latency=2.0),
                        collectives={"send.inter_node": Link(bandwidth=5e4, latency=3.0)}))  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_a_ring():
     assert COST.collective({0: Collective("all_reduce", (0, 1), ((-1, 500_000),), 1_000_000)}) == inside
 
 
-BOX = Cluster(servers=2, gpus_per_server=4, device=DEVICE, intra_node=Link(bandwidth=1e6, latency=1.0),
+BOX = Cluster(servers=2, gpus_per_server=4, device=DEVICE, all_reduce="ring", intra_node=Link(bandwidth=1e6, latency=1.0),
               inter_node=Link(bandwidth=1e5, latency=2.0), islands=[[0, 1], [2, 3]], island=Link(bandwidth=1e7, latency=0.5),
               switches=[[0, 1, 2], [3]], switch=Link(bandwidth=5e5, latency=0.25), nics=[[0, 1], [2, 3]])  # fmt: skip
 
@@ -104,14 +104,15 @@ def test_seats_move_ranks_not_ports():
 def test_a_ring_visits_places_one_after_the_other():
     """8 ranks, 8 MB: 14 MB between neighbours; islands inside, a hop between islands, two cards that share what leaves a server."""
     cost = Cost.of(BOX, (0, 7, 2, 5, 4, 3, 6, 1))
-    assert [cost.seats[a] for a, _ in cost.ring(range(8))] == list(range(8))
+    (hops,) = cost._flows("ring", tuple(range(8)))[0].phases
+    assert [cost.seats[a] for a in hops.source] == list(range(8)) and [cost.seats[b] for b in hops.target] == [*range(1, 8), 0]
     ring = cost.all_reduce(8_000_000, range(8))
     at = {gpu: rank for rank, gpu in enumerate(cost.seats)}
     assert ring.busy["island_out", at[0]] == pytest.approx(1.4) and ring.busy["gpu_out", at[1]] == pytest.approx(14.0)
     assert [ring.busy["nic_out", card] for card in range(4)] == pytest.approx([70.0] * 4)
     assert ring.busy["switch_out", 0] == pytest.approx(14.0)  # half of the ring, to the card that the switch does not have to itself
-    assert ring.latency == 14 * 2.0
-    shares = cost.ring_by_link(8 * 14_000_000, range(8))
+    assert ring.latency == 14 * 2.25  # as a message that leaves by that card: 2 s, and 0.25 s for its switch's uplink
+    shares = cost.reduced_by_link(8 * 14_000_000, range(8))
     assert shares == {"inter_node": 2 * 14_000_000, "island": 4 * 14_000_000, "intra_node": 2 * 14_000_000}
 
 

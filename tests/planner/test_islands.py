@@ -82,7 +82,7 @@ def test_closed_form_schedule_and_simulation(servers: int, islands: list[list[in
                 for peer, nbytes in task.work.sent:
                     links[job.cost.placement(task.rank, peer)] += nbytes
         for _ in range(steps):
-            links.update(job.cost.ring_by_link(p.bytes["all_reduce"] // steps, range(job.ranks)))
+            links.update(job.cost.reduced_by_link(p.bytes["all_reduce"] // steps, range(job.ranks)))
         assert p.bytes_by_link == {where: nbytes for where, nbytes in links.items() if nbytes}, strategy
         assert schedule.bytes_by_op(t for t in schedule.tasks if t.label.step < steps) == p.bytes
         assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes > 0
@@ -95,7 +95,7 @@ def test_only_gradients_leave_an_island(knobs: dict[str, Any]):
     round, halos do pass PCIe."""
     job = job_of(2, CROSSED)
     p = settled(job, **knobs).predict(job)
-    ring = job.cost.ring_by_link(p.bytes["all_reduce"], range(8))
+    ring = job.cost.reduced_by_link(p.bytes["all_reduce"], range(8))
     assert {where: n for where, n in p.bytes_by_link.items() if where != "island"} == {w: n for w, n in ring.items() if w != "island"}
     assert p.bytes_by_link["island"] == ring["island"] + p.bytes["halo"]
     of_servers = GraNNDis(**knobs).settle(job).predict(job)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gnnplan.planner.chunks import ChunkFacts
-from gnnplan.planner.cost import Cost, Number, Port, Transfer
+from gnnplan.planner.cost import Cost, Number, Transfer
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective, Send
 from gnnplan.planner.strategies.strategy import Prediction
+from gnnplan.planner.topology import Port
 
 if TYPE_CHECKING:
     from gnnplan.planner.strategies.gnnpipe import GNNPipe

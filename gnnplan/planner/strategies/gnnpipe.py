@@ -258,7 +258,7 @@ class GNNPipe(Strategy):
                 crossing = 2 * b * sum(self.exchanged(job, piece) for piece in self.pieces(job, stage))
                 for i, j in np.argwhere(read):
                     add("halo", {cost.placement(group[i], group[j]): int(read[i, j]) * crossing})
-                add("all_reduce", cost.ring_by_link(2 * (len(group) - 1) * self.weights(job, stage) * b, group))
+                add("all_reduce", cost.reduced_by_link(2 * (len(group) - 1) * self.weights(job, stage) * b, group))
         return by_op, by_link
 
     def schedule(self, job: Job, steps: int) -> Schedule:

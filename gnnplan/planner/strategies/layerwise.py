@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.cost import Number, Port, Transfer
+from gnnplan.planner.cost import Number, Transfer
 from gnnplan.planner.estimate import EstimatedLayout
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
@@ -22,6 +22,7 @@ from gnnplan.planner.layout import Layout
 from gnnplan.planner.schedule import Collective, Compute, Host, Label, Load, Schedule, Task, Work, ring
 from gnnplan.planner.specs import HostWork
 from gnnplan.planner.strategies.strategy import Prediction, slowest
+from gnnplan.planner.topology import Port
 
 Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; none: one step over the whole layout
 
@@ -255,7 +256,7 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
             paced, since = paced + slowest(since), 0.0
             if id(op) not in summed:
                 rings = [(group, 2 * (len(group) - 1) * size) for group, size in _rings(job, op)]
-                summed[id(op)] = _summing(job, op), [(wire, cost.ring_by_link(wire, group)) for group, wire in rings]
+                summed[id(op)] = _summing(job, op), [(wire, cost.reduced_by_link(wire, group)) for group, wire in rings]
             transfer, wires = summed[id(op)]
             seconds = transfer.alone
             reduced = reduced + seconds

@@ -1,0 +1,259 @@
+"""What is between GPUs: ports against routes in the whole graph, fabrics worked by hand, and answers that change with them."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnplan.planner.cost import Cost
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import apply_overrides
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.grouping import Phase, fewer, seat, seatings, weigher
+from gnnplan.planner.job import Job
+from gnnplan.planner.schedule import Send
+from gnnplan.planner.search import search
+from gnnplan.planner.specs import Cluster, Device, Fabric, Link, Workload
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.topology import attached, fabric_graph, graph, route, routes
+from gnnplan.simulator.player import play
+
+DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
+RING, LEAVES = Fabric(kind="ring", latency=0.5), Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=4, latency=0.5)
+
+
+def cluster(servers: int, gpus: int = 1, **more: Any) -> Cluster:
+    links = {"intra_node": Link(bandwidth=1e9, latency=1.0), "inter_node": Link(bandwidth=1e8, latency=2.0)}
+    return Cluster(servers=servers, gpus_per_server=gpus, **{"device": DEVICE, "all_reduce": "ring", **links, **more})
+
+
+@st.composite
+def clusters(draw: st.DrawFn, ranks: int = 12) -> Cluster:
+    """Any lists of GPUs, any fabric, with and without peer access."""
+    servers = draw(st.integers(1, 7))
+    gpus = draw(st.integers(1, max(1, ranks // servers)))
+    link = st.builds(Link, bandwidth=st.sampled_from([1e7, 1e8, 7e8, 1e9, 1e10]), latency=st.sampled_from([0.0, 1e-6, 1e-3]))
+
+    def parts() -> list[list[int]]:
+        of = draw(st.lists(st.integers(0, 2), min_size=gpus, max_size=gpus))
+        return [[g for g in range(gpus) if of[g] == i] for i in sorted(set(of))]
+
+    more: dict[str, Any] = {"intra_node": draw(link), "inter_node": draw(link)}
+    for lists, of in (("islands", "island"), ("switches", "switch"), ("nics", None)):
+        if draw(st.booleans()):
+            more[lists] = parts()
+            if of:
+                more[of] = draw(link)
+    if draw(st.booleans()):
+        more |= {"peer_access": False, "host": draw(link), "bridge": draw(st.none() | link)}
+    kind = draw(st.sampled_from([None, "ring", "leaf_spine"]))
+    if kind:
+        per_leaf = draw(st.integers(1, 3)) if kind == "leaf_spine" else None
+        more["fabric"] = Fabric(kind=kind, servers_per_leaf=per_leaf, oversubscription=draw(st.sampled_from([0.5, 1.0, 3.0])))
+    return cluster(servers, gpus, **more)
+
+
+def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
+    links = {"gpu": "intra_node", "island": "island", "switch": "switch", "nic": "inter_node"}
+
+    def bandwidth(kind: str) -> float:
+        if kind == "fabric":
+            return cost._between("send", cost.cluster.fabric).bandwidth
+        return cost.cluster.bridge.bandwidth if kind == "bridge" else cost.link("send", links[kind]).bandwidth
+
+    return {port: seconds * bandwidth(port[0].split("_")[0]) for port, seconds in transfer.busy.items()}
+
+
+# -- ports are routes ------------------------------------------------------------------------------------------------------
+
+
+@given(clusters())
+@settings(deadline=None, max_examples=60)
+def test_a_message_fills_the_ports_on_its_way(where: Cluster):
+    """networkx walks from GPU to GPU; of several shortest ways one, so half way round a ring it says half of what is so."""
+    where = where.model_copy(update={"peer_access": True, "bridge": None})
+    cost, whole = Cost.of(where), graph(where)
+    for a in range(where.ranks):
+        for b in range(where.ranks):
+            if a != b:
+                passed, path = bytes_by_port(cost, cost.send(a, Send(b, 1000))), route(where, whole, a, b)
+                fabric = {port for port in passed if port[0] == "fabric"}
+                assert set(path) - {p for p in path if p[0] == "fabric"} == set(passed) - fabric
+                assert all(nbytes == pytest.approx(1000 if p not in fabric or p in path else 500, rel=1e-9) or nbytes == pytest.approx(500)
+                           for p, nbytes in passed.items())  # fmt: skip
+                assert sum(passed[p] for p in fabric) == pytest.approx(1000 * sum(p[0] == "fabric" for p in path))
+
+
+@given(clusters(), st.integers(0, 10**6))
+@settings(deadline=None, max_examples=60)
+def test_bytes_over_links_are_conserved(where: Cluster, seed: int):
+    """As many bytes come into a server's place in the fabric as its cards send plus what passes on, at every node; and in all as many
+    bytes are on links as messages have, times the links on their way."""
+    random = np.random.default_rng(seed)
+    n = where.ranks
+    sent = random.integers(0, 1000, (n, n)) * (random.random((n, n)) < 0.6)
+    np.fill_diagonal(sent, 0)
+    cost = Cost.of(where)
+    passed = bytes_by_port(cost, cost.exchange(sent))
+    by_link = cost.bytes_by_link(sent)
+    for way in ("out", "in"):
+        assert sum(b for p, b in passed.items() if p[0] == f"nic_{way}") == pytest.approx(by_link.get("inter_node", 0))
+        assert sum(b for p, b in passed.items() if p[0] == f"island_{way}") == pytest.approx(by_link.get("island", 0))
+        staged = 0 if where.peer_access else by_link.get("inter_node", 0)
+        assert sum(b for p, b in passed.items() if p[0] == f"gpu_{way}") == pytest.approx(by_link.get("intra_node", 0) + staged)
+    if where.bridge:
+        assert sum(b for p, b in passed.items() if p[0] == "bridge") == pytest.approx(
+            2 * by_link.get("intra_node", 0) + 4 * by_link.get("inter_node", 0))
+    if where.fabric and where.servers > 1:
+        between = fabric_graph(where.fabric, where.servers)
+        flow = {edge: passed.get(("fabric", i), 0.0) for i, edge in enumerate(between.edges)}
+        servers = cost.places.server
+        for node in between:
+            here = np.array([attached(where, int(s)) == node for s in servers])
+            leaving, arriving = sent[here][:, ~here].sum(), sent[~here][:, here].sum()
+            out, into = (sum(b for edge, b in flow.items() if edge[end] == node) for end in (0, 1))
+            assert out - into == pytest.approx(leaving - arriving, abs=1e-6)
+        distance = dict(nx.all_pairs_shortest_path_length(between))
+        assert sum(flow.values()) == pytest.approx(sum(
+            sent[a, b] * distance[attached(where, int(servers[a]))][attached(where, int(servers[b]))] for a in range(n) for b in range(n)))
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_of_servers():
+    """Five servers: from 0 to 2 over 1, from 0 to 3 over 4; of four, half way round goes both ways. A cable is as fast as a card."""
+    cost = Cost.of(cluster(5, fabric=RING))
+    ports = {edge: i for i, edge in enumerate(fabric_graph(RING, 5).edges)}
+
+    def passed(where: Cost, a: int, b: int) -> dict[tuple[int, int], float]:
+        names = {i: (x[1], y[1]) for i, (x, y) in enumerate(fabric_graph(RING, where.cluster.servers).edges)}
+        return {names[p[1]]: s for p, s in where.send(a, Send(b, 10**8)).busy.items() if p[0] == "fabric"}
+
+    assert len(ports) == 10
+    assert passed(cost, 0, 1) == {(0, 1): 1.0} and passed(cost, 0, 2) == {(0, 1): 1.0, (1, 2): 1.0}
+    assert passed(cost, 0, 3) == {(0, 4): 1.0, (4, 3): 1.0} and passed(Cost.of(cluster(2, fabric=RING)), 0, 1) == {(0, 1): 1.0}
+    assert passed(Cost.of(cluster(4, fabric=RING)), 1, 3) == dict.fromkeys([(1, 2), (2, 3), (1, 0), (0, 3)], 0.5)
+    assert cost.send(0, Send(2, 10**8)).alone == 2.0 + 2 * 0.5 + 1.0
+    everyone = cost.exchange(1e8 * ~np.eye(5, dtype=bool))
+    assert everyone.latency == 4 * 2.0 + (1 + 2 + 2 + 1) * 0.5
+    assert [everyone.busy["fabric", i] for i in range(10)] == pytest.approx([3.0] * 10) and everyone.alone == pytest.approx(11.0 + 4.0)
+    ring = cost.all_reduce(10**8, range(5))
+    assert ring.latency == 8 * 2.5
+    assert [s for p, s in sorted(ring.busy.items()) if p[0] == "fabric"] == pytest.approx([1.6] * 5)  # one way round
+
+
+def test_leaves_share_their_uplinks():
+    """Two servers of two cards per leaf, four times oversubscribed: an uplink is as fast as one card, all exchange with all."""
+    cost = Cost.of(cluster(4, 2, nics=[[0], [1]], fabric=LEAVES))
+    assert not [p for p in cost.send(0, Send(2, 1)).busy if p[0] == "fabric"]  # below one leaf
+    assert {p[0]: s for p, s in cost.send(0, Send(4, 10**8)).busy.items()} == {"nic_out": 1.0, "fabric": 1.0, "nic_in": 1.0}
+    everyone = cost.exchange(1e8 * ~np.eye(8, dtype=bool))
+    assert everyone.busy["nic_out", 0] == pytest.approx(6.0)
+    assert [s for p, s in everyone.busy.items() if p[0] == "fabric"] == pytest.approx([16.0] * 4)  # 4 GPUs x 4 of the other leaf
+    assert everyone.latency == 1 * 1.0 + 6 * 2.0 + 4 * 2 * 0.5
+
+
+@given(clusters(), st.integers(0, 10**6))
+@settings(deadline=None, max_examples=40)
+def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where: Cluster, seed: int):
+    """One big switch, and the same servers on leaves with as many uplinks as cards: equal but for the latency."""
+    random = np.random.default_rng(seed)
+    sent = random.integers(0, 1000, (where.ranks,) * 2) * ~np.eye(where.ranks, dtype=bool)
+    full = Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=1, latency=0)
+    plain, leaves = (Cost.of(where.model_copy(update={"fabric": fabric})).exchange(sent) for fabric in (None, full))
+    assert leaves.alone == pytest.approx(plain.alone)
+
+
+@pytest.mark.parametrize("fabric", [RING, LEAVES])
+def test_copies_of_a_cluster_fill_their_own_links(fabric: Fabric):
+    """As the search for seats asks for them: servers 5 to 9 are the first cluster's again."""
+    ways = routes(fabric, 5)
+    source, target = np.array([0, 5 + 3, 0]), np.array([2, 5 + 1, 4])
+    alone = [ways.bytes_by_link(source[[i]] % 5, target[[i]] % 5, np.array([7.0])) for i in range(3)]
+    together = ways.bytes_by_link(source, target, np.full(3, 7.0)).reshape(2, -1)
+    assert together[0] == pytest.approx(alone[0] + alone[2]) and together[1] == pytest.approx(alone[1])
+
+
+# -- seats and answers -----------------------------------------------------------------------------------------------------
+
+
+@given(clusters(ranks=6).filter(lambda c: c.servers > 2 and c.ranks <= 6), st.integers(0, 10**6))
+@settings(deadline=None, max_examples=30)
+def test_no_seating_on_any_fabric_is_faster(where: Cluster, seed: int):
+    """All permutations, one at a time, by the cost itself; and those weighed together are those weighed alone."""
+    random = np.random.default_rng(seed)
+    n = where.ranks
+    sent = random.integers(1, 10**6, (n, n)) * (random.random((n, n)) < 0.5) * ~np.eye(n, dtype=bool)
+    if not sent.any():
+        return
+    every = [*permutations(range(n))][:: 1 if n < 6 else 3]
+    alone = [float(Cost.of(where, seats).exchange(sent).alone) for seats in every]
+    assert weigher(where, range(n), [Phase(sent, 1.0)])(np.array(every)) == pytest.approx(alone)
+    chosen = seat(where, range(n), [Phase(sent, 1.0)])
+    assert float(Cost.of(where, chosen).exchange(sent).alone) <= min(alone) * (1 + 1e-6)
+
+
+def test_neighbours_in_a_ring_are_seated_side_by_side():
+    """Six parts, each reads that opposite in the order given: seats bring them together, and on one switch nothing is gained."""
+    sent = np.zeros((6, 6))
+    for a in range(3):
+        sent[a, a + 3] = sent[a + 3, a] = 1e8
+    for fabric, gains in ((Fabric(kind="ring", oversubscription=2), True), (None, False)):
+        where = cluster(6, fabric=fabric)
+        seats = seat(where, range(6), [Phase(sent, 1.0)])
+        assert (seats != tuple(range(6))) == gains
+        assert {(seats[a] - seats[a + 3]) % 6 in (1, 5) for a in range(3)} == {gains}
+    assert len(seatings(cluster(6), range(6))) == 1 and len(seatings(cluster(6, fabric=RING), range(6))) == 60  # 6! / 12 symmetries
+    assert len(seatings(cluster(6, fabric=LEAVES), range(6))) == 15  # in how many ways six make three pairs
+
+
+def test_one_leaf_is_offered():
+    assert fewer(cluster(4, 2, fabric=LEAVES)) == [(0, 1), (0, 1, 2, 3), (0, 2, 4, 6), (0,)]
+
+
+SOURCE = "synthetic:community?vertices=2000&edges=60000&features=40&classes=5&communities=8&mixing=0.6&seed=0"
+
+
+def job_of(fabric: Fabric | None, **more: Any) -> Job:
+    data = load(SOURCE)
+    assert isinstance(data, Graph)
+    links = {"intra_node": Link(bandwidth=1e10, latency=1e-6), "inter_node": Link(bandwidth=6e9, latency=1e-6)}
+    where = cluster(16, 1, **{**links, "fabric": fabric, **more})
+    return Job(data.stats, data, Workload(model="gcn", layers=8, hidden=256), where)
+
+
+def test_a_ring_of_servers_gets_another_plan_than_a_fat_tree():
+    """Sixteen servers, cables as fast as cards. Halos go from everyone to everyone, and round a ring they pass four cables on average;
+    an all-reduce passes one at a time. So exchanging halos wins on the fat tree, and recomputing them on the ring."""
+    tree, ring = job_of(Fabric(kind="leaf_spine", servers_per_leaf=2)), job_of(Fabric(kind="ring"))
+    best = [search(job, may_use_fewer=False).ranked[0].strategy.family for job in (tree, ring)]
+    assert best == ["graph_parallel", "granndis"]
+    strategy = parse("graph_parallel")
+    for job in (tree, ring):
+        assert play(strategy.schedule(job, 3), job.cost).step_s == pytest.approx(float(strategy.predict(job).epoch_s), rel=strategy.claim)
+    assert float(strategy.predict(ring).comm_s) > 1.5 * float(strategy.predict(tree).comm_s)
+
+
+@pytest.mark.parametrize(("settings", "rule"), [
+    (["fabric.kind=leaf_spine"], r"servers_per_leaf belongs to kind leaf_spine, which needs it"),
+    (["fabric.kind=ring", "fabric.servers_per_leaf=2"], r"kind: ring, servers_per_leaf: 2"),
+    (["fabric.kind=torus"], r"must be 'leaf_spine' or 'ring'"), (["fabric.kind=ring", "fabric.oversubscription=0"], "greater than 0"),
+    (["fabric.kind=ring", "servers=600"], "at most 512 leaves, or servers in its ring"),
+    (["bridge.bandwidth=10GB/s"], "give peer_access: false too"),
+])  # fmt: skip
+def test_impossible_fabrics(settings: list[str], rule: str):
+    with pytest.raises(SpecError, match=rule):
+        apply_overrides(cluster(8), Workload(), settings)
+
+
+def test_a_fabric_may_be_set():
+    told = ["fabric.kind=leaf_spine", "fabric.servers_per_leaf=4", "fabric.oversubscription=3"]
+    changed, _ = apply_overrides(cluster(8), Workload(), told)
+    assert changed.fabric == Fabric(kind="leaf_spine", servers_per_leaf=4, oversubscription=3)
