@@ -152,8 +152,8 @@ class Cost:
         return self.exchange(sent)
 
     def exchange(self, sent: np.ndarray, group: Sequence[int] | None = None, messages: int = 1) -> Transfer:
-        """Pairwise irregular all-to-all among `group` (all ranks), `sent[i, j]` bytes from its i-th to its j-th, in so many messages of
-        which the first of each is waited for; each rank starts its messages one after the other."""
+        """Pairwise irregular all-to-all among `group` (all ranks), `sent[i, j]` bytes from its i-th to its j-th; each rank starts its
+        messages one after the other. Or so many such exchanges alike in one, whose ports are all that is asked."""
         source, target = np.nonzero(sent)
         nbytes = sent[source, target]
         if group is not None:

@@ -1,10 +1,11 @@
 """Work becomes seconds: each kind by hand, on numbers that can be checked in the head."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtr, ndtri
 
@@ -159,3 +160,74 @@ def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset: Calla
         top = degrees[: len(degrees) // 10].sum() / degrees.sum()
         errors.append(abs(top - ndtr(graph.stats.spread + ndtri(0.1))))
     assert max(errors) < 0.2 and np.mean(errors) < 0.07, errors
+
+
+# -- through a server's memory ---------------------------------------------------------------------------------------------
+
+STAGED = Cluster(servers=2, gpus_per_server=4, device=DEVICE, all_reduce="ring", intra_node=Link(bandwidth=1e9, latency=9.0),
+                 inter_node=Link(bandwidth=1e5, latency=2.0), host=Link(bandwidth=1e6, latency=0.5), peer_access=False,
+                 bridge=Link(bandwidth=2e6, latency=0.0), islands=[[0, 1], [2], [3]], island=Link(bandwidth=1e7, latency=0.25))  # fmt: skip
+
+
+def test_without_peer_access_bytes_go_up_and_down_through_memory():
+    """1 MB: up one host link and down another, in and out of memory; between servers up, out, in and down. NVLink needs neither."""
+    cost = Cost.of(STAGED)
+    inside, across = cost.send(0, Send(2, 1_000_000)), cost.send(0, Send(6, 1_000_000))
+    assert inside.busy == {("gpu_out", 0): 1.0, ("gpu_in", 2): 1.0, ("bridge", 0): 1.0} and inside.alone == 2 * 0.5 + 1.0
+    assert across.busy == {("gpu_out", 0): 1.0, ("gpu_in", 6): 1.0, ("bridge", 0): 1.0, ("bridge", 1): 1.0,
+                           ("nic_out", 0): 10.0, ("nic_in", 1): 10.0}  # fmt: skip
+    assert across.alone == 2 * 0.5 + 2.0 + 10.0
+    assert cost.send(0, Send(1, 1_000_000)).busy == {("island_out", 0): 0.1, ("island_in", 1): 0.1}
+    measured = Cost.of(STAGED.model_copy(update={"collectives": {"send.intra_node": Link(bandwidth=5e5, latency=0.0)}}))
+    assert measured.send(0, Send(2, 1_000_000)).alone == 2.0  # as measured, which is through memory
+
+
+def test_all_gpus_of_a_server_share_its_bridge():
+    """Two pairs at once: twice through memory's 2 MB/s each, 2 s where each alone takes 1. A ring of four passes it four times."""
+    cost = Cost.of(STAGED.model_copy(update={"islands": (), "island": None}))
+    sent = np.zeros((8, 8))
+    sent[0, 1] = sent[2, 3] = 1_000_000
+    assert cost.exchange(sent).alone - cost.exchange(sent).latency == 2.0
+    assert cost.all_reduce(1_000_000, range(4)).busy["bridge", 0] == pytest.approx(4 * 1.5 * 2 / 2)
+
+
+def test_switches_of_a_server_without_peer_access_are_left():
+    """Even between GPUs of one switch: memory is above it."""
+    where = STAGED.model_copy(update={"switches": ((0, 1), (2, 3)), "switch": Link(bandwidth=5e5, latency=0.0), "bridge": None})
+    assert Cost.of(where).send(2, Send(3, 1_000_000)).busy == {
+        ("gpu_out", 2): 1.0, ("gpu_in", 3): 1.0, ("switch_out", 1): 2.0, ("switch_in", 1): 2.0}  # fmt: skip
+
+
+# -- efficiency by size of a message ---------------------------------------------------------------------------------------
+
+
+def test_small_messages_reach_a_share_of_the_bandwidth():
+    """1 % at 100 B, all at 1 MB; half way between on log scales a tenth."""
+    link = Link(bandwidth=1e6, latency=0.0, efficiency={"100B": 0.01, "1MB": 1.0})
+    assert [link.stretched(n) for n in (10, 100, 10_000, 1_000_000, 10**8)] == pytest.approx([1000, 10_000, 100_000, 1_000_000, 10**8])
+    assert link.stretched(20_000, 2) == pytest.approx(200_000)
+    cost = Cost.of(COST.cluster.model_copy(update={"intra_node": link}))
+    assert cost.send(0, Send(1, 10_000)).alone == pytest.approx(0.1)
+    sent = np.zeros((4, 4))
+    sent[0, 1], sent[1, 0] = 10_000, 1_000_000
+    assert cost.exchange(sent).busy == pytest.approx({("gpu_out", 0): 0.1, ("gpu_in", 1): 0.1, ("gpu_out", 1): 1.0, ("gpu_in", 0): 1.0})
+    assert cost.all_reduce(20_000, (0, 1)).alone == pytest.approx(0.2)  # two messages of 10,000 B from each
+
+
+@given(st.dictionaries(st.floats(1, 1e9), st.floats(1e-6, 1.0), min_size=1, max_size=5), st.floats(0, 1e10), st.floats(0, 1e10))
+@settings(deadline=None)
+def test_more_bytes_are_never_faster(efficiency: dict[float, float], a: float, b: float):
+    try:
+        link = Link(bandwidth=1e9, efficiency=efficiency)
+    except ValueError as error:
+        assert "may grow no faster than the size" in str(error)
+        sizes = sorted(efficiency)
+        assert any(x / efficiency[x] > y / efficiency[y] for x, y in pairwise(sizes))
+        return
+    less, more = sorted((a, b))
+    assert less <= link.stretched(less) * (1 + 1e-9) and link.stretched(less) <= link.stretched(more) * (1 + 1e-9)
+
+
+def test_without_efficiency_a_link_is_alpha_beta_to_the_bit():
+    sizes = np.random.default_rng(0).integers(1, 10**9, 1000)
+    assert Link(bandwidth=1e9).stretched(sizes) is sizes and Link(bandwidth=2.0e3, latency=1e-6, efficiency={8: 0.5}).slowed(2).efficiency

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gnnplan.planner.chunks import ChunkFacts
-from gnnplan.planner.cost import Cost, Number, Transfer
+from gnnplan.planner.cost import Number, Transfer
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Collective, Send
 from gnnplan.planner.strategies.strategy import Prediction
@@ -86,22 +86,20 @@ def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
     """Every stage forward ('f') and backward ('b'), were it never to wait. Pieces that are alike share their work, and groups that sit
     alike the seconds of their exchanges; but each group fills ports of its own."""
     assert pipe.stages is not None
-    model, facts, g, cost = job.model.aggregating_first, pipe.facts(job), pipe.members(job), job.cost
+    model, facts, cost = job.model.aggregating_first, pipe.facts(job), job.cost
     computed: dict[object, tuple[Number, Number]] = {}
     sends = {"f": facts.sends, "b": facts.sends.transpose(0, 2, 1)}
-    moved: dict[object, dict[str, tuple[Number, Number]]] = {}
+    moved: dict[object, Number] = {}
     out: dict[str, list[_Way]] = {"f": [], "b": []}
     for stage in range(pipe.stages):
         group, pieces = pipe.group(job, stage), pipe.pieces(job, stage)
         at = [np.unique(place[list(group)], return_inverse=True)[1] for place in cost.places]
         alike = tuple(np.concatenate(at).tolist())
-        if g > 1 and alike not in moved:
-            moved[alike] = {way: _exchanges(cost, rows, group) for way, rows in sends.items()}
         for number, way in enumerate("fb"):
             chunks: Number = 0.0
             members: Number = 0.0
             exchanged: Number = 0.0
-            width = 0
+            width = times = 0
             for piece in pieces:
                 specs = tuple(model.layers[layer - 1] for layer in piece if layer)
                 key = (piece[0] in (0, 1), len(model.layers) in piece, len(piece), specs)
@@ -112,19 +110,13 @@ def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
                 each = np.reshape(each, (*np.shape(each)[:-1], *facts.rows.shape))
                 chunks, members = chunks + each.max(-1), members + each.sum(-2)
                 if crossing := pipe.exchanged(job, piece) * model.itemsize:
-                    latency, second = moved[alike][way]
-                    seconds = latency + crossing * second
-                    chunks, exchanged, width = chunks + seconds, exchanged + _sum(seconds), width + crossing
-            through = cost.exchange(sends[way].sum(0), group).busy if width else {}  # all chunks, a byte per row
-            out[way].append(_Way(chunks, members, exchanged, {port: seconds * width for port, seconds in through.items()}))
+                    if (alike, way, crossing) not in moved:
+                        moved[alike, way, crossing] = _columns([cost.exchange(rows * crossing, group).alone for rows in sends[way]])
+                    seconds = moved[alike, way, crossing]
+                    chunks, exchanged, width, times = chunks + seconds, exchanged + _sum(seconds), width + crossing, times + 1
+            through = cost.exchange(sends[way].sum(0) * width, group, times * len(sends[way])) if width else Transfer(0.0, {})
+            out[way].append(_Way(chunks, members, exchanged, through.busy))
     return out
-
-
-def _exchanges(cost: Cost, sends: np.ndarray, group: range) -> tuple[Number, Number]:
-    """Per chunk [.., K] the latency of its exchange and the seconds for one byte per row."""
-    each = [cost.exchange(rows, group) for rows in sends]
-    latency, alone = ([t.latency for t in each], [t.alone - t.latency for t in each])
-    return _columns(latency), _columns(alone)
 
 
 def _columns(values: list[Number]) -> Number:
