@@ -48,13 +48,23 @@ class Transfer(NamedTuple):
         return self.latency + (reduce(np.maximum, values) if any(map(np.ndim, values)) else max(values, default=0.0))
 
 
+Passes = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # port, messages that pass it, its numbers there, the share of their bytes
+
+
 class Way(NamedTuple):
     """How messages keep ports of one kind busy."""
 
     kind: str
     link: Link
     hops: np.ndarray  # of these ports' links, that each message passes; 0: none [messages]
-    loads: Callable[[np.ndarray], dict[str, np.ndarray]]  # bytes of each message -> port -> bytes by its number
+    passes: Callable[[], list[Passes]]
+    summed: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None  # faster than by passes: bytes -> port -> bytes by number
+
+    def loads(self, nbytes: np.ndarray) -> dict[str, np.ndarray]:
+        """Bytes of each message -> port -> bytes by its number."""
+        if self.summed:
+            return self.summed(nbytes)
+        return {port: np.bincount(numbers, nbytes[messages] * shares) for port, messages, numbers, shares in self.passes()}
 
 
 @dataclass(frozen=True)
@@ -230,6 +240,17 @@ class Cost:
         for way in self._ways(op, source, target):
             yield way.kind, way.link, np.bincount(source, weights=way.hops), way.loads(way.link.stretched(nbytes, messages))
 
+    def passes(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray) -> tuple[list[Passes], dict[Port, float]]:
+        """Which ports each message passes, with how much of it; and the bandwidth of those ports [B/s]."""
+        passes: list[Passes] = []
+        bandwidth: dict[Port, float] = {}
+        for way in self._ways(op, source, target):
+            longer = way.link.stretched(nbytes) / nbytes
+            for port, messages, numbers, shares in way.passes():
+                passes.append((port, messages, numbers, longer[messages] * shares))
+                bandwidth.update(dict.fromkeys([(port, i) for i in np.unique(numbers).tolist()], float(way.link.bandwidth)))
+        return passes, bandwidth
+
     def _ways(self, op: str, source: np.ndarray, target: np.ndarray) -> Iterator[Way]:
         """The kinds of port that messages from rank to rank [messages] pass."""
         at, cluster, ranks = self.places, self.cluster, np.arange(len(self.seats))
@@ -245,24 +266,23 @@ class Cost:
         def way(kind: str, place: Placement | Literal["switch"], out: np.ndarray, into: np.ndarray, numbers: np.ndarray) -> Iterator[Way]:
             used = out | into
             if used.any():
-                yield Way(kind, self.link(op, place), used, lambda nbytes: {
-                    f"{kind}_out": np.bincount(numbers[source[out]], weights=nbytes[out]),
-                    f"{kind}_in": np.bincount(numbers[target[into]], weights=nbytes[into]),
-                })  # fmt: skip
+                ends = ((f"{kind}_out", source, np.flatnonzero(out)), (f"{kind}_in", target, np.flatnonzero(into)))
+                yield Way(kind, self.link(op, place), used,
+                          lambda: [(port, those, numbers[end[those]], np.ones(1)) for port, end, those in ends])  # fmt: skip
 
         yield from way("island", "island", near, near, ranks)
         yield from way("gpu", "intra_node", moved, moved, ranks)
         yield from way("switch", "switch", up, down, at.switch)
         if cluster.bridge and moved.any():  # a server's memory has each byte written and read, the receiver's server's too
             ends = np.append(at.server[source[moved]], at.server[target[apart]])
-            yield Way("bridge", cluster.bridge, moved,
-                      lambda nbytes: {"bridge": np.bincount(ends, weights=2 * np.append(nbytes[moved], nbytes[apart]))})  # fmt: skip
+            those = np.append(np.flatnonzero(moved), np.flatnonzero(apart))
+            yield Way("bridge", cluster.bridge, moved, lambda: [("bridge", those, ends, np.full(1, 2.0))])
         yield from way("nic", "inter_node", apart, apart, at.card)
         if cluster.fabric and apart.any():
             ways, start, end = routes(cluster.fabric, cluster.servers), at.server[source], at.server[target]
             hops = np.where(apart, ways.hops[ways.at[start % cluster.servers], ways.at[end % cluster.servers]], 0)
             if hops.any():
-                yield Way("fabric", self._between(op, cluster.fabric), hops,
+                yield Way("fabric", self._between(op, cluster.fabric), hops, lambda: [("fabric", *ways.passes(start, end))],
                           lambda nbytes: {"fabric": ways.bytes_by_link(start[apart], end[apart], nbytes[apart])})  # fmt: skip
 
     def _between(self, op: str, fabric: Fabric) -> Link:

@@ -131,12 +131,13 @@ class Routes:
                 if b < self.points:
                     self.hops[a, b] = far[node]
                 shares += [(a * self._nodes + b, a * self._nodes + numbers[near], links[near, node], 1 / len(nearer)) for near in nearer]
-        self._shares = shares
+        columns = [np.array(column) for column in zip(*sorted(shares), strict=True)] or [np.zeros(0, dtype=np.int64)] * 4
+        self._steps = columns[0], columns[1], columns[2], columns[3]
 
     @cached_property
     def _solver(self) -> tuple[object, csr_array]:
         """What passes a node is what is for it and what passes the nodes behind it: (I - T) x = b, x -> bytes by link."""
-        behind, nearer, link, share = (np.array(column) for column in zip(*self._shares, strict=True))
+        behind, nearer, link, share = self._steps
         size = self.points * self._nodes
         handed_on = csr_array((share, (nearer, behind)), shape=(size, size))
         passing = csr_array((share, (link, behind)), shape=(self.links, size))
@@ -152,6 +153,21 @@ class Routes:
         asked = np.bincount(copy * size + ends, weights=nbytes, minlength=copies * size).reshape(copies, size)
         solver, passing = self._solver
         return np.asarray((passing @ solver.solve(asked.T)).T.ravel())  # type: ignore[attr-defined]
+
+    def passes(self, source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of messages between servers, step by step back from their ends: which passes which link with which share of it."""
+        behind, nearer, link, share = self._steps
+        message, part = np.arange(source.size), np.ones(source.size)
+        here = self.at[source] * self._nodes + self.at[target]
+        out = []
+        while message.size:
+            low, high = np.searchsorted(behind, here, "left"), np.searchsorted(behind, here, "right")
+            ways = high - low
+            step = np.repeat(low - np.cumsum(ways) + ways, ways) + np.arange(ways.sum())
+            message, part, here = np.repeat(message, ways), np.repeat(part, ways) * share[step], nearer[step]
+            out.append((message, link[step], part))
+        messages, links, parts = (np.concatenate(column) for column in zip(*out, strict=True))
+        return messages, links, parts
 
 
 @lru_cache(maxsize=32)
