@@ -1,12 +1,15 @@
-"""Tasks per second of the simulator, contention on: `python benchmarks/simulator.py`."""
+"""Tasks per second of the simulator, contention on, and 64 ranks' all-to-all as 4,032 single flows: `python benchmarks/simulator.py`."""
 
 from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from gnnplan.planner.cost import Cost
 from gnnplan.planner.schedule import Collective, Compute, Label, Recv, Schedule, Send, Task, all_reduce
-from gnnplan.planner.specs import Cluster, Device, Link
+from gnnplan.planner.specs import Cluster, Device, Fabric, Link
+from gnnplan.simulator.flows import Flows
 from gnnplan.simulator.player import play
 
 DEVICE = Device(memory=24e9, gemm=1e13, memory_bandwidth=5e11, gather={16: 1e11, 256: 3e11})
@@ -48,6 +51,20 @@ def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
     return schedule
 
 
+def flows(cluster: Cluster) -> str:
+    """Irregular: log-normal sizes, sigma 1. Seconds of a core."""
+    ranks = cluster.ranks
+    exchange = Flows.of(Cost.of(cluster), np.random.default_rng(0).lognormal(0, 1, (ranks, ranks)) * 1e6 * ~np.eye(ranks, dtype=bool))
+    start = time.process_time()
+    exchange.rates()
+    words = [f"{exchange.nbytes.size} flows: rates of all in {(time.process_time() - start) * 1e3:.1f} ms"]
+    for every, how in ((0.005, "with rates anew every half per cent of it"), (0.0, "with rates anew at every end")):
+        start = time.process_time()
+        last = float(exchange.finish(every * exchange.bound).max()) / exchange.bound
+        words.append(f"to the last one's end {how} in {time.process_time() - start:.2f} s ({last:.4f} of the port bound)")
+    return "; ".join(words)
+
+
 def main(repeats: int = 3) -> None:
     cost = Cost.of(TWO_SERVERS)
     for build in (pipeline, halo):
@@ -60,6 +77,9 @@ def main(repeats: int = 3) -> None:
         tasks = len(schedule.tasks)
         print(f"{build.__name__:>9}: {tasks:6d} tasks, best {tasks / min(seconds):7.0f} tasks/s, "
               f"median {tasks / sorted(seconds)[repeats // 2]:7.0f}; {played.step_s * 1e3:.3f} ms per step")  # fmt: skip
+    for fabric in (None, Fabric(kind="leaf_spine", servers_per_leaf=8, oversubscription=4)):
+        changed = TWO_SERVERS.model_copy(update={"servers": 64, "gpus_per_server": 1, "fabric": fabric})
+        print(f"{fabric.kind if fabric else 'one switch'}: {flows(changed)}")
 
 
 if __name__ == "__main__":

@@ -257,3 +257,6 @@ def test_a_fabric_may_be_set():
     told = ["fabric.kind=leaf_spine", "fabric.servers_per_leaf=4", "fabric.oversubscription=3"]
     changed, _ = apply_overrides(cluster(8), Workload(), told)
     assert changed.fabric == Fabric(kind="leaf_spine", servers_per_leaf=4, oversubscription=3)
+    curved = changed.model_copy(update={"inter_node": Link(bandwidth=1e9, efficiency={"64KiB": 0.3, "4MiB": 0.9})})
+    assert Cluster.model_validate_json(curved.model_dump_json()) == curved  # as a plan keeps it
+    assert curved.inter_node and curved.inter_node.efficiency == {65536: 0.3, 4194304: 0.9}
