@@ -61,6 +61,8 @@ class GraphStats:
     halo_rows: Mapping[int, int] = field(default_factory=dict, hash=False)  # statistics only: parts -> sum of halo rows
     nonzeros: int = 0  # numbers in sparse features; 0: they are dense
     spread: float = SPREAD  # standard deviation of log degrees: how unequal vertices are
+    batch_spread: tuple[float, float] | None = None  # statistics only: of what is drawn and of what is reached (expected.py)
+    train_popular: bool = False  # training vertices have many neighbours
 
 
 @dataclass(frozen=True, eq=False)
@@ -648,12 +650,12 @@ def _add(pairs: NDArray[np.int64], a: Array, b: Array, n: int) -> NDArray[np.int
 # --- statistics only -------------------------------------------------------------------------------------------------------------------
 
 _REQUIRED = ("vertices", "edges", "features", "classes")
-_OPTIONAL = ("train_fraction", "name", "multilabel", "halo_rows", "spread")
+_OPTIONAL = ("train_fraction", "name", "multilabel", "halo_rows", "spread", "batch_spread", "train_popular", "directed")
 
 
 def _statistics(path: str, directed: bool) -> GraphStats:
     """A YAML of vertices, edges (directed, symmetrised), features, classes, train_fraction and, optional, name, multilabel, halo_rows,
-    spread."""
+    spread, batch_spread, train_popular, directed."""
     document = read_yaml(path)
     data = document.data
     for key in data:
@@ -682,13 +684,24 @@ def _statistics(path: str, directed: bool) -> GraphStats:
     spread = data.get("spread", SPREAD)
     if isinstance(spread, bool) or not isinstance(spread, (int, float)) or not 0 <= spread <= 5:
         raise document.error(("spread",), f"is the standard deviation of log degrees, in [0, 5], got {spread!r}")
+    told = data.get("batch_spread")
+    wrong = told is not None and not (isinstance(told, list) and len(told) == 2)
+    if wrong or any(isinstance(s, bool) or not isinstance(s, (int, float)) or not 0 <= s <= 5 for s in told or ()):
+        raise document.error(("batch_spread",), f"are two spreads in [0, 5], of what is drawn and of what is reached, got {told!r}")
+    drawn_reached = (float(told[0]), float(told[1])) if told else None
+    for flag in ("train_popular", "directed"):
+        if not isinstance(data.get(flag, False), bool):
+            raise document.error((flag,), f"must be true or false, got {data[flag]!r}")
+    popular, directed = data.get("train_popular", False), directed or data.get("directed", False)
     hints = data.get("halo_rows", {})
     if not isinstance(hints, dict):
         raise document.error(("halo_rows",), "must map parts to rows, as {2: 1000, 4: 2500}")
     halo = {whole(("halo_rows", parts), parts, 1, vertices): whole(("halo_rows", parts), rows, 0, vertices * (parts - 1))
             for parts, rows in hints.items()}  # fmt: skip
-    facts = (name, vertices, edges, features, classes, float(fraction), multilabel, sorted(halo.items()), directed, float(spread))
+    facts = (name, vertices, edges, features, classes, float(fraction), multilabel, sorted(halo.items()), directed, float(spread),
+             drawn_reached, popular)
     return GraphStats(name=name, source=path, vertices=vertices, edges=edges, features=features, classes=classes,
                       train_vertices=max(1, round(fraction * vertices)), multilabel=multilabel,
                       hash=blake2b(repr(facts).encode(), digest_size=16).hexdigest(), notes=("statistics only",),
-                      known=False, directed=directed, halo_rows=halo, spread=float(spread))
+                      known=False, directed=directed, halo_rows=halo, spread=float(spread),
+                      batch_spread=drawn_reached, train_popular=popular)

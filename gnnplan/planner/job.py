@@ -12,10 +12,11 @@ from gnnplan.planner.chunks import ChunkFacts, Chunks, estimated_chunks
 from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.estimate import EstimatedLayout, mixing_of
+from gnnplan.planner.expected import EstimatedBatches
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.layout import Expansion, Layout
-from gnnplan.planner.minibatch import Batches, EstimatedBatches
+from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.partition import Stopwatch, partition
 from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
 from gnnplan.planner.splitting import owners
@@ -99,9 +100,8 @@ class Job:
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:
         """Of the features (all, or these columns) of these vertices in transit (int64 ids [R] -> int64 [R]) [B]."""
         graph, columns = self.graph, columns or range(self.model.features)
-        assert graph is not None
-        if not self.model.nonzeros:
-            return np.full(rows.size, len(columns) * self.model.itemsize)
+        if not self.model.nonzeros or graph is None:
+            return np.full(rows.size, round(self.model.features_moved(1.0) * len(columns) / self.model.features))
         if columns not in self._lengths:
             whole = len(columns) == self.model.features
             self._lengths[columns] = graph.lengths if whole else np.diff(graph.x[:, columns.start : columns.stop].indptr)  # type: ignore
@@ -159,8 +159,7 @@ class Job:
         pre-samples for so many epochs."""
         key = (groups, splitter, epochs, self.workload)
         if key not in self._mini and self.graph is None:
-            assert len(set(groups)) == len(groups), "who owns a vertex is seen on a graph"
-            self._mini[key] = EstimatedBatches(self.stats, self.workload, len(groups), self.model.first_varying)
+            self._mini[key] = EstimatedBatches(self.stats, self.workload, groups, self.model.first_varying, splitter)
         if key not in self._mini:
             assert self.graph is not None
             with Stopwatch() as watch:

@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import pdtr
 
-from gnnplan.planner.graph import Graph, GraphStats
-from gnnplan.planner.layout import LayerFacts, Layout
+from gnnplan.planner.graph import Graph
+from gnnplan.planner.layout import Layout
 from gnnplan.planner.sampling import Frontier, Ids, frontier, seeds_of
-from gnnplan.planner.specs import ALL, Workload
+from gnnplan.planner.specs import Workload
 
 MOST_EDGES = 20_000_000  # drawn to look at batches one by one
 MOST_BATCHES = 64
@@ -108,74 +107,3 @@ class Batches:
     def first(self) -> list[MiniBatch]:
         """Those of the first epoch that are known."""
         return [self.at(step) for step in range(min(self.steps, self.known))]
-
-
-class EstimatedBatch(MiniBatch):
-    """A batch of data parallel on a graph known by statistics only: counts, and no ids. `nodes[h]` rows and `edges[l-1]` edges of each
-    rank [ranks], as expected_frontier has them."""
-
-    def __init__(self, nodes: np.ndarray, edges: np.ndarray, first_varying: int) -> None:
-        self.nodes, self.edges, self.first_varying = nodes, edges, first_varying
-        self.layers = self.inside = len(edges)
-        self.depth, self.ranks = self.layers - first_varying, nodes.shape[1]
-        self.servers = tuple(range(self.ranks))
-
-    def rows(self, rank: int, h: int) -> np.ndarray:
-        """As many as there are: whose they are is not known."""
-        return np.arange(self.nodes[h, rank])
-
-    def kind(self, layer: int) -> object:
-        return layer
-
-    def facts(self, layer: int) -> LayerFacts:
-        nothing = np.zeros((self.ranks, self.ranks), dtype=np.int64)
-        return LayerFacts(self.nodes[layer], self.nodes[layer - 1], self.edges[layer - 1], nothing)
-
-
-def expected_frontier(stats: GraphStats, seeds: np.ndarray, fanouts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [L + 1, ranks] and edges [L, ranks] that so many random seeds [ranks] need on a uniform random graph of this size.
-
-    Its degrees follow Poisson's law with mean d = E / N. A drawn edge that nobody knew leads anywhere; one that was drawn before, or
-    leads back to the row that reached its reader, leads to a row that is there already. When a share q of the unknown edges has been
-    drawn, a share exp(-d q) of the vertices has not been reached, and those have degrees of mean d (1 - q): a vertex with many neighbours
-    is reached first. Within 5 % of uniform random graphs; where two or three neighbours each are most of what there is, a little too
-    large. Skewed and clustered graphs have smaller frontiers, since many of their edges lead to the same vertices.
-    """
-    n, mean = float(stats.vertices), stats.edges / stats.vertices
-
-    def taken(fanout: int, mean: np.ndarray | float) -> np.ndarray:
-        """E[min(degree, fanout)] = sum over j < fanout of P(degree > j)."""
-        if fanout == ALL:
-            return np.asarray(mean)
-        return np.asarray(sum(1.0 - pdtr(j, mean) for j in range(fanout)))
-
-    unreached, left, known = n - seeds.astype(float), np.full(seeds.size, mean), np.zeros(seeds.size)
-    nodes, edges = [seeds.astype(float)], []
-    for fanout in fanouts:
-        drawn = n * taken(fanout, mean) - unreached * taken(fanout, left)
-        unknown, everywhere = n * mean - unreached * left - known, np.maximum(stats.edges - known, 1.0)  # edges of the rows, of all
-        new = drawn * unknown / np.maximum(unknown + known, 1.0)
-        known = known + 2 * new - new * new / everywhere  # both ways, once where both were drawn
-        share = new / everywhere
-        unreached, left = unreached * np.exp(-left * share), left * (1.0 - share)
-        edges.append(drawn)
-        nodes.append(n - unreached)
-    return np.rint(nodes[::-1]).astype(np.int64), np.rint(edges[::-1]).astype(np.int64)
-
-
-class EstimatedBatches(Batches):
-    """Batches of data parallel on a graph known by statistics only: those of an epoch are alike but for the last."""
-
-    def __init__(self, stats: GraphStats, workload: Workload, ranks: int, first_varying: int) -> None:
-        self.stats, self.workload, self.groups, self.first_varying = stats, workload, tuple(range(ranks)), first_varying
-        self.steps = per_epoch(workload, stats.train_vertices)
-        self.known = min(self.steps, MOST_BATCHES)
-        self._made = {}
-
-    def at(self, step: int) -> MiniBatch:
-        step %= self.steps
-        size = min(self.workload.batch, self.stats.train_vertices - step * self.workload.batch)
-        if size not in self._made:
-            seeds = np.array([share.size for share in shares(np.arange(size), len(self.groups))])
-            self._made[size] = EstimatedBatch(*expected_frontier(self.stats, seeds, self.workload.fanouts), self.first_varying)
-        return self._made[size]

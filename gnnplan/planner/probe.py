@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gnnplan.planner.expected import EstimatedBatches
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
-from gnnplan.planner.minibatch import MOST_BATCHES, MOST_EDGES, EstimatedBatches, MiniBatch, per_epoch, shares
+from gnnplan.planner.minibatch import MOST_BATCHES, MOST_EDGES, MiniBatch, per_epoch, shares
 from gnnplan.planner.sampling import Frontier, Ids, frontier, seeds_of
 from gnnplan.planner.specs import ALL, Workload
 from gnnplan.planner.splitting import owners
@@ -83,7 +84,7 @@ def _counts(parts: Sequence[Frontier]) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 def _expected(stats: GraphStats, w: Workload, ranks: int, model: Model) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    batch = EstimatedBatches(stats, w, ranks, model.first_varying).at(0)
+    batch = EstimatedBatches(stats, w, tuple(range(ranks)), model.first_varying).at(0)
     facts = [batch.facts(layer) for layer in range(1, w.layers + 1)]
     return (np.array([facts[0].sources.sum(), *(fact.rows.sum() for fact in facts)]), np.array([fact.edges.sum() for fact in facts]))
 

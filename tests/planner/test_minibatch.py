@@ -1,22 +1,15 @@
 """A mini-batch over ranks: together they have the frontier, each edge once per group, and every halo row comes from whoever has it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.graph import Graph, GraphStats, load
-from gnnplan.planner.job import Job
+from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.layout import Layout
-from gnnplan.planner.minibatch import MiniBatch, expected_frontier
+from gnnplan.planner.minibatch import MiniBatch
 from gnnplan.planner.sampling import frontier
-from gnnplan.planner.schedule import Load
-from gnnplan.planner.specs import ALL, Cluster, Device, Link, Workload
-from gnnplan.planner.strategies import DataParallel
-from gnnplan.simulator.player import play
+from gnnplan.planner.specs import ALL
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 assert isinstance(GRAPH, Graph)
@@ -91,67 +84,3 @@ def test_without_sampling_a_batch_is_the_whole_neighbourhood() -> None:
         assert set(made.rows(0, h).tolist()) == set(whole.rows(0, h).tolist())
     for layer in (1, 2):
         assert made.facts(layer).edges.tolist() == whole.facts(layer).edges.tolist()
-
-
-# -- statistics only -----------------------------------------------------------------------------------------------------------
-
-
-def uniform(vertices: int, degree: int) -> Graph:
-    """A graph whose edges join any two vertices equally likely, both ways."""
-    a, b = np.random.default_rng(0).integers(0, vertices, (2, vertices * degree // 2))
-    one = sp.csr_matrix((a != b, (a, b)), shape=(vertices, vertices))
-    edges = sp.csr_matrix(one + one.T)
-    edges.eliminate_zeros()
-    edges.sort_indices()
-    stats = replace(GRAPH.stats, vertices=vertices, edges=edges.nnz)
-    return replace(GRAPH, stats=stats, indptr=edges.indptr.astype(np.int64), indices=edges.indices.astype(np.int32))
-
-
-@pytest.mark.parametrize(("degree", "fanouts"), [
-    *((degree, fanouts) for degree in (3, 8, 30) for fanouts in ((5, 10, 15), (ALL, ALL, ALL))), (8, (10, 5, 2)), (30, (10, 5, 2)),
-])  # fmt: skip
-def test_the_expected_frontier_is_that_of_a_uniform_graph(degree: int, fanouts: tuple[int, ...]) -> None:
-    """Every layer's rows and edges to 5 %, at the mean of some batches."""
-    graph, count = uniform(20_000, degree), 12
-    drawn = [frontier(graph, np.random.default_rng(i).permutation(20_000)[:200], fanouts, 0, 0, i) for i in range(count)]
-    nodes, edges = expected_frontier(graph.stats, np.array([200, 1]), fanouts)
-    assert nodes[:, 0] == pytest.approx(np.mean([[rows.size for rows in one.nodes] for one in drawn], axis=0), rel=0.05)
-    assert edges[:, 0] == pytest.approx(np.mean([[places.size for _, places in one.edges] for one in drawn], axis=0), rel=0.05)
-
-
-def test_a_graph_that_is_skewed_has_smaller_frontiers() -> None:
-    """Half of the edges lead to a hundred vertices."""
-    rng = np.random.default_rng(0)
-    a, b = rng.integers(0, 20_000, (2, 60_000))
-    b[:30_000] %= 100
-    one = sp.csr_matrix((np.ones(a.size), (a, b)), shape=(20_000, 20_000))
-    edges = sp.csr_matrix(one + one.T)
-    stats = replace(GRAPH.stats, vertices=20_000, edges=edges.nnz)
-    graph = replace(GRAPH, stats=stats, indptr=edges.indptr.astype(np.int64), indices=edges.indices.astype(np.int32))
-    found = frontier(graph, rng.permutation(20_000)[:200], (5, 5), 0, 0, 0)
-    assert found.nodes[0].size < 0.9 * expected_frontier(stats, np.array([200]), (5, 5))[0][0, 0]
-
-
-def stats_job(train: int, batch: int, ranks: int = 3) -> Job:
-    stats = GraphStats("told", "told", 50_000, 400_000, 32, 5, train, False, "", known=False)
-    where = Cluster(gpus_per_server=ranks, device=Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11),
-                    intra_node=Link(bandwidth=1e9, latency=1e-6))  # fmt: skip
-    return Job(stats, None, Workload(mode="mini", layers=2, hidden=16, batch=batch, fanout=(4, 3)), where)
-
-
-def test_batches_of_statistics() -> None:
-    """An epoch has every training vertex once, its batches are shared out as real ones are, and it is predicted as it is simulated."""
-    job, strategy = stats_job(train=10_000, batch=768), DataParallel()
-    batches = strategy.batches(job)
-    sizes = [[batches.at(step).own(rank).size for rank in range(3)] for step in range(batches.steps)]
-    assert np.sum(sizes) == 10_000 and sizes[0] == [256, 256, 256] and sizes[-1] == [6, 5, 5] and sizes[0] == sizes[1]
-    loaded = sum(t.work.nbytes for t in strategy.schedule(job, 1).tasks if isinstance(t.work, Load))
-    assert loaded == sum(batches.at(0).rows(rank, 0).size for rank in range(3)) * 32 * 4
-    end = play(strategy.schedule(job, batches.steps), job.cost).end_s
-    assert float(strategy.predict(job).epoch_s) == pytest.approx(end, rel=1e-9)
-
-
-def test_memory_of_more_batches_than_numpy_chooses_from() -> None:
-    """np.choose takes less than 64."""
-    few, many = (DataParallel().memory(stats_job(train, 100)) for train in (1_000, 10_000))
-    assert few.keys() == many.keys() and all(np.array_equal(few[use], many[use]) for use in few)

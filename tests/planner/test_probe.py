@@ -84,7 +84,7 @@ def test_statistics_only_gives_expectations() -> None:
     """Near what a graph without structure shows; who owns or caches what is not known."""
     graph = load("synthetic:community?vertices=4000&edges=40000&mixing=1&skew=100&features=1&classes=1")
     assert isinstance(graph, Graph)
-    stats = replace(graph.stats, hash="")
+    stats = replace(graph.stats, hash="", batch_spread=(0.0, 0.0))
     assert isinstance(stats, GraphStats)
     workload = MINI.model_copy(update={"batch": 100, "fanout": (5, 5)})
     real, found = probe(graph, workload, [4]), probe(stats, workload, [4])
