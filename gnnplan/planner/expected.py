@@ -180,7 +180,7 @@ class EstimatedBatches(Batches):
         self.steps = per_epoch(workload, stats.train_vertices)
         self.known = min(self.steps, MOST_BATCHES)
         size = groups.count(groups[0])
-        self.mixed = 1.0 if splitter == "random" else mixing_of(stats).at(size)
+        self.mixed = mixing_of(stats, splitter).at(size)
         self.crossing = self.mixed * (size - 1) / size
         self._made = {}
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from gnnplan.planner import published_batches as mini_batches
 from gnnplan.planner.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.files import PRESETS, read_cluster, suggest
 from gnnplan.planner.graph import Graph, GraphStats, datasets, load
@@ -45,8 +46,9 @@ FULL = {"graph_parallel", "pipegcn", "pipegcn_g", "pipegcn_f", "pipegcn_gf", "gn
         "granndis_preload", "granndis_eas"}  # fmt: skip
 MINI = {"dgl_data_parallel", "quiver", "p3_push_pull", "p3_push_pull_nopipe", "p3star", "gsplit", "gsplit_edge", "gsplit_node",
         "gsplit_rand"}  # fmt: skip
-PARAMS = {"alpha", "batch", "cache", "chunks", "chunks_rule", "fanout", "gamma", "gpus", "group", "heads", "inflight_minibatches",
-          "max_hop", "partitioner", "partitions", "stages", "updates_per_epoch", "ways"}  # fmt: skip
+PARAMS = {"alpha", "batch", "cache", "chunks", "chunks_rule", "epochs", "fanout", "feature_copies", "feature_dim", "gamma", "gpus",
+          "graph_copies", "group", "heads", "hop", "inflight_minibatches", "max_hop", "micro_batches", "partitioner", "partitions",
+          "stages", "updates_per_epoch", "ways"}  # fmt: skip
 DIFFERENT = 0.05  # printed times closer than this have no winner
 
 Row = Mapping[str, str]
@@ -61,6 +63,7 @@ class Skip(Exception):
 class Question:
     job: Job
     strategy: Strategy
+    row: Row
 
     @property
     def prediction(self) -> Prediction:
@@ -126,6 +129,7 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     params = json.loads(row["strategy_params"] or "{}")
     if name not in FULL | MINI:
         raise Skip(f"{name} is none of our strategies")
+    asked_for, row = row, _anywhere(row, params)
     for field in ("testbed", "dataset", "model", "layers", "num_nodes", "gpus_per_node"):
         if not row[field]:
             raise Skip(f"{field} is not stated")
@@ -133,11 +137,15 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
         raise Skip(f"model {row['model']} is none of ours")
     if not row["hidden"] and row["model"] != "sgcn":
         raise Skip("hidden is not stated")
+    if not row["hidden"] and name.startswith("p3") and row["metric"] != "dag_time_s":
+        raise Skip("hidden is not stated, and so wide are the partial sums that P3 sends")
     if row["dataset"] not in datasets():
         raise Skip(f"no statistics of {row['dataset']} here{suggest(row['dataset'], datasets())}")
     if unknown := [param for param in params if param not in PARAMS]:
         raise Skip(f"{unknown[0]} (strategy_params) is nothing that we know")
     cluster, stats = _testbed(row, testbeds), _graph(row["dataset"])
+    if "feature_dim" in params:
+        stats = replace(stats, features=int(params["feature_dim"]), hash=f"{stats.hash} {params['feature_dim']}")
     mini = name in MINI
     asked: dict[str, Any] = {"model": MODELS[row["model"]], "layers": int(row["layers"]), "mode": "mini" if mini else "full"}
     if row["hidden"]:
@@ -146,7 +154,9 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
         if not (params.get("batch") and params.get("fanout")):
             raise Skip("batch or fanout is not stated")
         fanout = params["fanout"]
-        asked["batch"] = params["batch"]
+        if name == "dgl_data_parallel" and params.get("partitioner") == "metis":
+            raise Skip("seeds of data_parallel are not of its own part, so METIS changes nothing here")
+        asked["batch"] = params["batch"] * (cluster.ranks if mini_batches.by_trainer(row) else 1)
         asked["fanout"] = fanout if fanout == "full" else tuple(fanout) if isinstance(fanout, list) else (fanout,) * asked["layers"]
     if params.get("heads"):
         asked["heads"] = params["heads"]
@@ -155,11 +165,24 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     except ValidationError as error:
         raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
     try:
-        chosen = _strategy(name, params, job).settle(job)
+        chosen = (mini_batches.strategy(name, params, job) if mini else _strategy(name, params, job)).settle(job)
         chosen.check(job)
     except (SpecError, ValueError, TypeError) as error:  # or a number that is none
         raise Skip(str(error)) from None
-    return Question(job, chosen)
+    if mini:
+        job = Job(stats, None, job.workload, mini_batches.on_device(name, job, cluster), job.method)
+    return Question(job, chosen, asked_for)
+
+
+def _anywhere(row: Row, params: dict[str, Any]) -> Row:
+    """What batches hold is alike on all machines; P3's example of one has a trainer per server."""
+    usual = {}
+    if row["metric"] in (*mini_batches.SAMPLED, "edges_computed_ratio_vs", "features_loaded_ratio_vs"):
+        usual = {"testbed": "pcie_box", "model": "sage", "hidden": "256", "num_nodes": "1",
+                 "gpus_per_node": str(params.get("micro_batches", 1))}
+    elif not row["gpus_per_node"] and row["metric"] == "comm_volume_bytes":
+        usual = {"gpus_per_node": "1"}
+    return {**row, **{name: value for name, value in usual.items() if not row[name]}}
 
 
 def _strategy(name: str, params: dict[str, Any], job: Job) -> Strategy:
@@ -175,13 +198,7 @@ def _strategy(name: str, params: dict[str, Any], job: Job) -> Strategy:
             return named("granndis", {})
         return named("granndis", {"max_hop": int(params.get("max_hop", 1)), "fanout": int(params.get("fanout", 15)),
                                   "batches": int(params.get("updates_per_epoch", 1))})  # fmt: skip
-    if name == "dgl_data_parallel":  # on several servers DistDGL's, whose features and structure are hash-partitioned
-        return named("data_parallel", {"features": "spread", "structure": "spread"} if job.cluster.servers > 1 else {})
-    if name == "quiver":
-        return named("data_parallel", {"cache": int(job.cluster.device.memory) // 4, "shared_cache": True})
-    if name.startswith("p3"):
-        return named("p3", {"pipelined": name == "p3_push_pull"})
-    return named("gsplit", {"splitter": {"gsplit": "gsplit", "gsplit_rand": "random"}.get(name, name.removeprefix("gsplit_"))})
+    raise Skip(f"{name} is none of our strategies")
 
 
 def _testbed(row: Row, testbeds: Testbeds) -> Cluster:
@@ -229,15 +246,26 @@ def predict(row: Row, testbeds: Testbeds = testbed) -> float:
         what, figure = RATIOS[metric]
         if not row["baseline"] or row["baseline"].startswith("any_of:"):
             raise Skip("no one baseline is named")
-        own, other = question(row, testbeds=testbeds), question(row, row["baseline"], testbeds)
+        own, other = question(row, testbeds=testbeds), question(_of_baseline(row), row["baseline"], testbeds)
         return figure(FIGURES[what](own), FIGURES[what](other))
     if metric not in FIGURES:
         raise Skip(f"{metric} is not predicted")
     return FIGURES[metric](question(row, testbeds=testbeds))
 
 
+def _of_baseline(row: Row) -> Row:
+    """The row as its baseline has it: where that is the same system, without copies. Raises Skip."""
+    if row["baseline"] != row["strategy"]:
+        return row
+    params = json.loads(row["strategy_params"] or "{}")
+    same = {name: value for name, value in params.items() if name not in ("feature_copies", "graph_copies")}
+    if same == params:
+        raise Skip("in what the baseline differs is not stated")
+    return {**row, "strategy_params": json.dumps(same)}
+
+
 def _epoch(asked: Question) -> float:
-    return float(asked.prediction.epoch_s)
+    return float(asked.prediction.epoch_s) + mini_batches.staged(asked)
 
 
 def _comm(asked: Question) -> float:
@@ -248,17 +276,27 @@ def _comm(asked: Question) -> float:
 
 def _volume(asked: Question) -> float:
     if asked.job.workload.mode == "mini":
-        return asked.prediction.bytes_total / asked.strategy.steps(asked.job)  # printed per mini-batch
+        return mini_batches.volume(asked)
     return float(asked.prediction.bytes_total)
+
+
+def _part(what: str, asked: Question) -> float:
+    if asked.row["paper"] not in ("p3", "gsplit"):
+        raise Skip("what its paper counts as that is not known here")
+    return mini_batches.part(what, asked)
 
 
 FIGURES: dict[str, Callable[[Question], float]] = {
     "epoch_time_s": _epoch,
     "throughput_epochs_per_s": lambda asked: 1 / _epoch(asked),
     "comm_time_s": _comm,
-    "compute_time_s": lambda asked: float(asked.prediction.compute_s),
+    "compute_time_s": lambda asked: (_part("compute_time_s", asked) if asked.job.workload.mode == "mini"
+                                     else float(asked.prediction.compute_s)),
     "comm_ratio": lambda asked: _comm(asked) / _epoch(asked),
     "comm_volume_bytes": _volume,
+    "train_time_s": lambda asked: _epoch(asked) * int(json.loads(asked.row["strategy_params"])["epochs"]),
+    **{what: partial(_part, what) for what in ("dag_time_s", "copy_time_s", "sample_time_s", "load_time_s", "forward_backward_time_s")},
+    **{what: partial(mini_batches.sampled, what) for what in mini_batches.SAMPLED},
 }
 RATIOS: dict[str, tuple[str, Callable[[float, float], float]]] = {
     "speedup_vs": ("epoch_time_s", lambda own, other: other / own),
@@ -268,6 +306,8 @@ RATIOS: dict[str, tuple[str, Callable[[float, float], float]]] = {
     "comm_time_ratio_vs": ("comm_time_s", lambda own, other: own / other),
     "comm_time_reduction_vs": ("comm_time_s", lambda own, other: other / own),
     "comm_time_reduction_fraction_vs": ("comm_time_s", lambda own, other: 1 - own / other),
+    "edges_computed_ratio_vs": ("edges_computed", lambda own, other: own / other),
+    "features_loaded_ratio_vs": ("features_loaded", lambda own, other: own / other),
     "comm_volume_reduction_vs": ("comm_volume_bytes", lambda own, other: other / own),
 }
 

@@ -186,6 +186,7 @@ class Cluster(Spec):
     bridge: Link | None = None  # without peer access: to and from a server's memory, all its GPUs and cards together
     all_reduce: Algorithm | None = None  # None: the faster one of ring and tree with NCCL, a ring with Gloo
     host_rates: dict[HostWork, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # [edges/s] of a rank's sampler
+    sampler: Literal["host", "device"] = "host"  # who draws neighbours; lists that a device has no room for it reads over the host link
     cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server
     collectives: dict[str, Link] = Field(default_factory=dict)
     provenance: dict[str, str] = Field(default_factory=dict)  # field -> 'measured 2026-11-20 on ...' | 'datasheet' | 'assumed'

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.expected import EstimatedBatch, EstimatedBatches, Expected, Population
 from gnnplan.planner.files import suggest
-from gnnplan.planner.graph import Graph
+from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches, MiniBatch, shares
 from gnnplan.planner.partition import Stopwatch, cached, partition
@@ -104,6 +105,10 @@ class Store:
         return self._holders[server]
 
     @property
+    def caches(self) -> bool:
+        return any(ids.size for ids in self.cached)
+
+    @property
     def asks(self) -> NDArray[np.bool_]:
         """Whether a rank may ever ask another for rows [ranks, ranks]."""
         same = np.equal.outer(self.servers, self.servers)
@@ -145,8 +150,89 @@ class Store:
         return np.array([int(row_bytes(job, ids).sum()) for ids in self.cached])
 
 
+@dataclass(frozen=True, eq=False)
+class EstimatedStore:
+    """The same of a graph known by statistics: each GPU has so many rows `each`, of the classes that are read most (expected.py); what is
+    elsewhere is spread evenly. `spread`: over servers, by a hash."""
+
+    servers: tuple[int, ...]
+    groups: tuple[int, ...]
+    each: int
+    spread: bool
+    shared: bool
+    stats: GraphStats
+    seconds: float = 0.0
+    _loads: WeakKeyDictionary[MiniBatch, Loads] = field(default_factory=WeakKeyDictionary, repr=False)
+
+    @property
+    def caches(self) -> bool:
+        return self.each > 0
+
+    @property
+    def asks(self) -> NDArray[np.bool_]:
+        same = np.equal.outer(self.servers, self.servers)
+        return np.asarray((self.spread & ~same) | (same & ~np.eye(len(self.servers), dtype=bool) & self.shared))
+
+    def together(self, rank: int) -> int:
+        """GPUs that cache different rows, this one among them: a server's, or those of its group, which read none but their own."""
+        return self.servers.count(self.servers[rank]) if self.shared else self.groups.count(self.groups[rank])
+
+    def held_share(self, need: Expected, rows: int) -> float:
+        """The share of what a batch reads that is among so many rows, the most read of all."""
+        of = Population.of(self.stats)
+        order = np.argsort(-need.read / np.maximum(of.vertices, 1e-300), kind="stable")
+        below = np.concatenate([[0.0], np.cumsum(of.vertices[order])])
+        reads = np.concatenate([[0.0], np.cumsum(need.read[order])])
+        return float(np.interp(rows, below, reads) / max(reads[-1], 1e-300))
+
+    def loads_of(self, job: Job, batch: MiniBatch) -> Loads:
+        if batch not in self._loads:
+            assert isinstance(batch, EstimatedBatch)
+            self._loads[batch] = self.loads(job, batch)
+        return self._loads[batch]
+
+    def loads(self, job: Job, batch: EstimatedBatch) -> Loads:
+        m, each = len(self.servers), int(job.features_bytes(np.zeros(1, np.int64))[0])
+        rows = batch.row_counts(0)
+        classes, asked = np.zeros((m, len(CLASSES)), np.int64), np.zeros((m, m), np.int64)
+        for rank in range(m):
+            sharing = self.together(rank)
+            here = round(int(rows[rank]) * self.held_share(batch.needs[self.groups[rank]], self.each * sharing))
+            classes[rank, HIT] = here // sharing if self.shared else here
+            asked[rank] += _evenly(here - int(classes[rank, HIT]), np.equal(self.servers, self.servers[rank]), rank)
+            classes[rank, PEER] = asked[rank].sum()
+            others = np.not_equal(self.servers, self.servers[rank])
+            away = int(rows[rank]) - classes[rank, [HIT, PEER]].sum()
+            away = round(away * others.mean()) if self.spread else 0
+            asked[rank] += _evenly(away, others, rank)
+            classes[rank, REMOTE] = away
+            classes[rank, HOST] = int(rows[rank]) - classes[rank].sum()
+        return Loads(each * classes[:, HOST], each * classes[:, HIT], asked, each * asked.T, classes)
+
+    def filled(self, job: Job) -> NDArray[np.int64]:
+        """Of a spread row's cached copies most are at home on other servers."""
+        m, each = len(self.servers), int(job.features_bytes(np.zeros(1, np.int64))[0])
+        sent = np.zeros((m, m), np.int64)
+        for rank in range(m) if self.spread else ():
+            others = np.not_equal(self.servers, self.servers[rank])
+            sent[:, rank] = each * _evenly(round(self.each * others.mean()), others, rank)
+        return sent
+
+    def held(self, job: Job) -> NDArray[np.int64]:
+        return np.full(len(self.servers), self.each * job.model.features * job.model.itemsize)
+
+
+def _evenly(count: int, among: NDArray[np.bool_], me: int) -> NDArray[np.int64]:
+    """So many over these ranks but me [ranks]."""
+    peers = np.flatnonzero(among & (np.arange(among.size) != me))
+    out = np.zeros(among.size, np.int64)
+    if peers.size:
+        out[peers] = count // peers.size + (np.arange(peers.size) < count % peers.size)
+    return out
+
+
 def feature_store(job: Job, batches: Batches, cache: int, hot: str, features: str, shared: bool = False, epochs: int = EPOCHS
-                  ) -> Store | None:  # fmt: skip
+                  ) -> Store | EstimatedStore | None:  # fmt: skip
     """The store of a job's mini-batches, each GPU caching so many bytes; pre-sampled for so many epochs. None where every rank reads
     every row from its server's memory. Made once."""
     spread = features == "spread" and len(set(job.servers)) > 1
@@ -154,6 +240,10 @@ def feature_store(job: Job, batches: Batches, cache: int, hot: str, features: st
         return None
     key = job.servers, job.method, cache, hot, spread, shared, epochs
     known = _known.setdefault(batches, {})
+    if key not in known and isinstance(batches, EstimatedBatches):
+        alone = len(set(batches.groups)) == 1 < job.ranks  # a row is at home with its owner
+        rows = min(cache // (job.model.features * job.model.itemsize), job.stats.vertices)
+        known[key] = EstimatedStore(job.servers, batches.groups, rows, spread and not alone, shared, job.stats)
     if key not in known:
         graph, member, groups = batches.graph, batches.member, batches.groups
         with Stopwatch() as watch:
@@ -167,7 +257,7 @@ def feature_store(job: Job, batches: Batches, cache: int, hot: str, features: st
     return known[key]
 
 
-_known: WeakKeyDictionary[Batches, dict[object, Store]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Batches, dict[object, Store | EstimatedStore]] = WeakKeyDictionary()
 
 
 def _cached(job: Job, batches: Batches, cache: int, hot: str, shared: bool, epochs: int) -> list[Ids]:
@@ -244,6 +334,3 @@ def check_store(name: str, job: Job, cache: int, hot: str, features: str, shared
     if shared and not cache:
         raise SpecError(f"{name}: GPUs that share their caches have some (shared_cache: True, cache: 0); use cache=1000000000 (1 GB each), "
                         "or shared_cache=False")  # fmt: skip
-    if (cache or features == "spread") and job.graph is None:
-        raise SpecError(f"{name}: which rows are hot, or at home where, is seen on a graph, and of {job.stats.name} only statistics are "
-                        "known; plan with a graph, or with cache=0 and features='everywhere'")  # fmt: skip

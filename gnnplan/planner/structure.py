@@ -24,10 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.expected import EstimatedBatches
 from gnnplan.planner.files import suggest
-from gnnplan.planner.graph import Graph
+from gnnplan.planner.graph import Graph, GraphStats
 from gnnplan.planner.job import Job
-from gnnplan.planner.minibatch import Batches
+from gnnplan.planner.minibatch import Batches, MiniBatch
 from gnnplan.planner.sampling import Ids, taken
 from gnnplan.planner.specs import Workload
 from gnnplan.planner.store import PLACES, heat, that_fit
@@ -72,10 +73,35 @@ class Structure:
         np.fill_diagonal(asked, 0)
         return asked, drawn
 
+    def of(self, batch: MiniBatch, layer: int, fanout: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`draws` for a layer of a batch."""
+        return self.draws(batch.graph, [batch.rows(rank, layer) for rank in range(batch.ranks)], fanout)
+
     def copied(self, graph: Graph) -> NDArray[np.int64]:
         """Bytes of what each rank's sampler has in place of the whole structure [ranks]: its lists, where all are, and degrees."""
         n, lists = graph.stats.vertices, np.array([int(graph.degree[kept].sum()) for kept in self.kept])
         return np.asarray(NEIGHBOUR * lists + ENTRY * (n + 1) + ENTRY * (1 + graph.stats.directed) * n)[list(self.places)]
+
+
+@dataclass(frozen=True, eq=False)
+class EstimatedStructure:
+    """The same of a graph known by statistics: lists are spread evenly, and so are those that a place has `cached` (a share of others')."""
+
+    places: tuple[int, ...]
+    cached: float
+    asks: bool
+
+    def of(self, batch: MiniBatch, layer: int, fanout: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        same = np.equal.outer(self.places, self.places)
+        facts, away = batch.facts(layer), (1 - self.cached) * (1 - 1 / len(set(self.places)))
+        to = np.where(same, 0.0, away / np.maximum((~same).sum(1, keepdims=True), 1))
+        asked, drawn = (np.rint(to * count[:, None]).astype(np.int64) for count in (facts.rows, facts.edges))
+        return asked, drawn + np.diag(facts.edges - drawn.sum(1))
+
+    def copied(self, stats: GraphStats) -> NDArray[np.int64]:
+        n, share = stats.vertices, (1 + self.cached * (len(set(self.places)) - 1)) / len(set(self.places))
+        each = round(NEIGHBOUR * stats.edges * share) + ENTRY * (n + 1) + ENTRY * (1 + stats.directed) * n
+        return np.full(len(self.places), each)
 
 
 def list_bytes(graph: Graph, ids: Ids) -> NDArray[np.int64]:
@@ -95,7 +121,8 @@ def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
     return replace(graph, indptr=np.concatenate([[0], np.cumsum(degree)]), indices=graph.indices[np.repeat(keep, graph.degree)])
 
 
-def hashed(job: Job, batches: Batches, structure: str, by_rank: bool, cache: int = 0, hot: str = "frequency") -> Structure | None:
+def hashed(job: Job, batches: Batches, structure: str, by_rank: bool, cache: int = 0, hot: str = "frequency"
+           ) -> Structure | EstimatedStructure | None:  # fmt: skip
     """A structure spread over servers, or ranks, by hash, each place caching so many bytes of others' lists. None where every sampler has
     all. Made once."""
     places = tuple(range(job.ranks)) if by_rank else tuple(np.unique(job.servers, return_inverse=True)[1].tolist())
@@ -103,6 +130,9 @@ def hashed(job: Job, batches: Batches, structure: str, by_rank: bool, cache: int
     if structure == "everywhere" or count == 1:
         return None
     key, known = (places, cache, hot), _known.setdefault(batches, {})
+    if key not in known and isinstance(batches, EstimatedBatches):
+        others = (NEIGHBOUR * job.stats.edges + ENTRY * job.stats.vertices) * (count - 1) / count
+        known[key] = EstimatedStructure(places, min(cache / others, 1.0), asks=True)
     if key not in known:
         graph = batches.graph
         home = (np.arange(graph.stats.vertices) % count).astype(np.int32)
@@ -115,12 +145,16 @@ def hashed(job: Job, batches: Batches, structure: str, by_rank: bool, cache: int
     return known[key]
 
 
-_known: WeakKeyDictionary[Batches, dict[object, Structure]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Batches, dict[object, Structure | EstimatedStructure]] = WeakKeyDictionary()
 
 
-def owned(batches: Batches, structure: str) -> Structure | None:
+def owned(batches: Batches, structure: str) -> Structure | EstimatedStructure | None:
     """A structure spread over those who own a vertex in their group. None where every sampler has all."""
-    groups, member = batches.groups, batches.member
+    groups = batches.groups
+    if isinstance(batches, EstimatedBatches):
+        places = tuple(groups[:rank].count(group) for rank, group in enumerate(groups))
+        return EstimatedStructure(places, 0.0, asks=False) if structure == "spread" and max(places) else None
+    member = batches.member
     if structure == "everywhere" or member is None:
         return None
     places = tuple(groups[:rank].count(group) for rank, group in enumerate(groups))
@@ -136,6 +170,3 @@ def check_structure(name: str, job: Job, structure: str, cache: int = 0) -> None
     if cache and structure == "everywhere":
         raise SpecError(f"{name}: where every sampler has the whole structure there is nothing to cache of it (structure_cache: {cache:,}, "
                         "structure: everywhere); use structure='spread', or structure_cache=0")  # fmt: skip
-    if structure == "spread" and job.graph is None:
-        raise SpecError(f"{name}: who asks whom for neighbours is seen on a graph, and of {job.stats.name} only statistics are known; plan "
-                        "with a graph, or with structure='everywhere'")  # fmt: skip

@@ -2,19 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
 
 from gnnplan.planner.expected import EstimatedBatch, EstimatedBatches, expected_frontier
+from gnnplan.planner.files import read_cluster
 from gnnplan.planner.graph import Graph, GraphStats, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import MiniBatch
 from gnnplan.planner.sampling import frontier
 from gnnplan.planner.schedule import Load
 from gnnplan.planner.specs import ALL, Cluster, Device, Link, Workload
-from gnnplan.planner.strategies import DataParallel
+from gnnplan.planner.strategies import P3, DataParallel, GSplit
+from gnnplan.planner.strategies.p3 import UNEVEN
+from gnnplan.planner.strategies.strategy import Strategy
 from gnnplan.simulator.player import play
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
@@ -191,3 +195,96 @@ def test_memory_of_more_batches_than_numpy_chooses_from() -> None:
     """np.choose takes less than 64."""
     few, many = (DataParallel().memory(stats_job(train, 100)) for train in (1_000, 10_000))
     assert few.keys() == many.keys() and all(np.array_equal(few[use], many[use]) for use in few)
+
+
+# -- who has what --------------------------------------------------------------------------------------------------------------
+
+
+def jobs(spread: float = 1.2) -> tuple[Job, Job]:
+    """A graph, and statistics of it: batches of 200 on two servers of two."""
+    graph, rng = drawn_like(20_000, 20, spread), np.random.default_rng(0)
+    graph = replace(graph, x=np.zeros((20_000, 8), np.float32), y=rng.integers(0, 3, 20_000), train=np.arange(20_000) < 2_000,
+                    stats=replace(graph.stats, features=8, train_vertices=2_000, hash=f"drawn like {spread}"))  # fmt: skip
+    where = Cluster(servers=2, gpus_per_server=2, device=Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11),
+                    intra_node=Link(bandwidth=1e10, latency=1e-6), inter_node=Link(bandwidth=1e9, latency=1e-6))  # fmt: skip
+    workload = Workload(mode="mini", layers=2, hidden=16, batch=200, fanout=(10, 5))
+    told = replace(graph.stats, known=False, batch_spread=(spread, spread), hash=f"told {spread}")
+    return Job(graph.stats, graph, workload, where), Job(told, None, workload, where)
+
+
+@pytest.mark.parametrize(("cached", "shared"), [(0, False), (500, False), (2_000, False), (2_000, True), (20_000, False)])
+@pytest.mark.parametrize("features", ["everywhere", "spread"])
+def test_rows_that_a_cache_hits(cached: int, shared: bool, features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rows that a batch reads, those of each class: to 5 % of all."""
+    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
+    if not cached and (shared or features == "everywhere"):
+        return
+    strategy, found = DataParallel(cache=cached * 32, shared_cache=shared, features=features), []
+    for job in jobs():
+        strategy.check(job)
+        store = strategy.store(job)
+        assert store is not None
+        loads = [store.loads_of(job, batch) for batch in strategy.batches(job).first()]
+        rows = np.sum([one.rows for one in loads], axis=0)
+        assert all(np.array_equal(one.fetched, 32 * one.asked.T) and not one.asked.diagonal().any() for one in loads)
+        assert all((one.host == 32 * one.rows[:, 2]).all() for one in loads) and (store.held(job) == 32 * min(cached, 20_000)).all()
+        found.append(rows.sum(0) / rows.sum())
+    assert found[1] == pytest.approx(found[0], abs=0.05)
+
+
+@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
+def test_neighbours_asked_for(cached: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids asked and edges drawn for others: to 10 % without cached lists and with all; with half of the others' to a quarter of all, since
+    those that are read most for their bytes come first on a graph."""
+    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
+    others = (4 * jobs()[0].stats.edges + 8 * 20_000) // 2
+    strategy, found = DataParallel(structure="spread", structure_cache=round(cached * others * 1.01)), []
+    for job in jobs():
+        strategy.check(job)
+        lists = strategy.lists(job)
+        assert lists is not None
+        drawn = [lists.of(batch, layer, fanout) for batch in strategy.batches(job).first() for layer, fanout in ((2, 10), (1, 5))]
+        away = sum(np.array([asked.sum(), (edges * ~np.eye(4, dtype=bool)).sum()]) for asked, edges in drawn)
+        found.append(away / sum(np.array([edges.sum(), edges.sum()]) for _, edges in drawn))
+    assert found[1] == pytest.approx(found[0], abs=0.25 if cached == 0.5 else 0.0, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", [
+    DataParallel(features="spread", structure="spread"), DataParallel(cache=32_000, shared_cache=True, prefetch=1), GSplit(), P3(),
+    P3(over="rank"), GSplit(splitter="random", group="all", cache=16_000, structure="spread"), P3(structure="spread", copies=2),
+    P3(pipelined=True),
+], ids=str)  # fmt: skip
+def test_statistics_are_predicted_as_they_are_simulated(strategy: Strategy) -> None:
+    job = jobs()[1]
+    strategy = strategy.settle(job)
+    strategy.check(job)
+    steps = strategy.steps(job)
+    two, one = (play(strategy.schedule(job, count * steps), job.cost).end_s for count in (2, 1))
+    knobs = strategy.knobs()
+    claim = strategy.claim if knobs.get("pipelined") or knobs["prefetch"] else UNEVEN
+    assert float(strategy.predict(job).epoch_s) == pytest.approx(two - one, rel=claim)
+    assert all(np.isfinite(each).all() and each.shape == (4,) for each in strategy.memory(job).values())
+
+
+def test_a_split_batch_moves_what_a_graphs_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GSplit with owners at random, P3 and data parallel: bytes of every operation, to 10 %."""
+    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
+    for strategy in (GSplit(splitter="random", group="all"), P3(structure="spread"), DataParallel(features="spread", structure="spread")):
+        real, told = (strategy.settle(job).predict(job).bytes for job in jobs())
+        assert real.keys() == told.keys()
+        for op, count in real.items():
+            assert told[op] == pytest.approx(count, rel=0.1), op
+
+
+def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for() -> None:
+    """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, and between four GPUs a part of them does."""
+    for name, whole, split in (("orkut", 0.0, 0.0), ("friendster", 1.0, 0.5)):
+        stats, where = load(name), read_cluster("gsplit_p3_8xlarge")
+        assert isinstance(stats, GraphStats)
+        job = Job(stats, None, Workload(mode="mini", layers=3, batch=1024, fanout=(15, 15, 15)), where)
+        edges = sum(int(DataParallel().batches(job).at(0).facts(layer).edges[0]) for layer in (1, 2, 3))
+        read = {op: float(np.max(s)) for op, s in DataParallel().predict(job).by_op.items() if op.startswith("read")}
+        assert sum(read.values()) == pytest.approx(whole * job.stats.train_vertices / 1024 * edges * 64 / where.host.bandwidth, rel=0.02)
+        half = GSplit(structure="spread", cache=int(where.device.memory) // 2).predict(job).by_op
+        drawn = sum(float(np.max(s)) for op, s in half.items() if op.startswith("read"))
+        assert drawn <= split * sum(read.values()) and bool(drawn) == bool(split)

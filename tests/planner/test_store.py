@@ -230,10 +230,3 @@ def test_what_is_cached_from_elsewhere_is_sent_once() -> None:
 def test_what_cannot_be(text: str, rule: str) -> None:
     with pytest.raises(SpecError, match=rule):
         parse(text).check(job_of())
-
-
-@pytest.mark.parametrize("text", ["data_parallel(cache=1000)", "data_parallel(features='spread')"])
-def test_a_store_needs_the_graph(text: str) -> None:
-    job = job_of()
-    with pytest.raises(SpecError, match="only statistics are known; plan with a graph, or with cache=0 and features='everywhere'"):
-        parse(text).check(replace(job, graph=None, stats=replace(job.stats, known=False)))

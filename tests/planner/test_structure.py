@@ -148,12 +148,3 @@ def test_what_cannot_be(text: str, rule: str) -> None:
     job = job_of()
     with pytest.raises(SpecError, match=rule):
         parse(text).settle(job).check(job)
-
-
-def test_it_needs_the_graph() -> None:
-    job = job_of()
-    unknown = replace(job, graph=None, stats=replace(job.stats, known=False))
-    with pytest.raises(SpecError, match="only statistics are known; plan with a graph, or with structure='everywhere'"):
-        DataParallel(structure="spread").check(unknown)
-    assert DataParallel().lists(unknown) is None
-    assert DataParallel(structure="spread").lists(job_of(1, 1)) is None  # one rank has all

@@ -30,30 +30,36 @@ import numpy as np
 
 from gnnplan.planner.cost import Number
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.expected import EstimatedBatch
 from gnnplan.planner.graph import GraphStats
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches, MiniBatch, per_epoch
 from gnnplan.planner.schedule import Compute, Schedule
 from gnnplan.planner.specs import Workload
-from gnnplan.planner.store import Store, row_bytes
+from gnnplan.planner.store import EstimatedStore, Store, row_bytes
 from gnnplan.planner.strategies import layerwise
 from gnnplan.planner.strategies.layerwise import Manner, Op
 from gnnplan.planner.strategies.strategy import Prediction, Strategy
-from gnnplan.planner.structure import NEIGHBOUR, Structure
+from gnnplan.planner.structure import NEIGHBOUR, EstimatedStructure, Structure
 
 ID = 8  # [B]
+SECTOR = 64  # [B] that a GPU reads of a server's memory for a neighbour anywhere in it: two sectors of 32 bytes, of a line of four
+CACHING = 0.75  # of a GPU's memory for lists and features, where its sampler runs there
+Features = Store | EstimatedStore
+Lists = Structure | EstimatedStructure
 
 
-def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Store | None = None, lists: Structure | None = None
+def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Features | None = None, lists: Lists | None = None
          ) -> Iterator[Op]:  # fmt: skip
     """The operations of one step in order."""
     splits, layers = batch.meets(1), range(1, job.workload.layers + 1)
     edges = {layer: batch.facts(layer).edges for layer in layers}
     in_all = np.sum(list(edges.values()), axis=0)
     if not splits:
-        yield from drawing(job, batch, in_all, lists)
+        yield from drawing(job, batch, in_all, lists, store)
     for layer in reversed(layers) if splits else ():
         yield Op("draw", layer=layer, host=("draw", edges[layer]), ahead=True)
+        yield from reading(job, edges[layer], store, lists, layer)
         yield Op("ids", layer=layer, sent=ID * (batch.facts(layer).sends.T + peers(batch)), ahead=True)
     yield Op("lay", host=("lay", in_all), ahead=True)
     if prefetch:
@@ -67,25 +73,38 @@ def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Store | 
     yield from layerwise.step(job, batch, how)
 
 
-def drawing(job: Job, batch: MiniBatch, edges: np.ndarray, lists: Structure | None) -> Iterator[Op]:
+def reading(job: Job, edges: np.ndarray, store: Features | None, lists: Lists | None, layer: int | None = None) -> Iterator[Op]:
+    """Neighbours that a sampler on a GPU draws from lists in the server's memory: those that three quarters of its own have no room for
+    beside cached features. Lists with all of a group are there or not; those that its GPUs have between them, in part."""
+    if job.cluster.sampler == "host":
+        return
+    size = ID * (job.stats.edges + job.stats.vertices) / (len(set(lists.places)) if lists else 1)
+    room = CACHING * job.cluster.device.memory - (store.held(job).max() if store else 0)
+    there = min(max(room, 0.0) / max(size, 1.0), 1.0) if lists else float(room >= size)
+    if there < 1.0:
+        yield Op("read", layer=layer, loaded=np.rint(SECTOR * (1 - there) * edges).astype(np.int64), ahead=True)
+
+
+def drawing(job: Job, batch: MiniBatch, edges: np.ndarray, lists: Lists | None, store: Features | None = None) -> Iterator[Op]:
     """Ranks that split no batch draw so many edges [ranks] of all layers, each its own; or, of lists that are spread, layer by layer those
     of whoever asks."""
     if lists is None:
         yield Op("draw", host=("draw", edges), ahead=True)
+        yield from reading(job, edges, store, None)
         return
     others = ~np.eye(batch.ranks, dtype=bool)
     for layer, fanout in zip(range(job.workload.layers, 0, -1), job.workload.fanouts, strict=True):
-        asked, drawn = lists.draws(batch.graph, [batch.rows(rank, layer) for rank in range(batch.ranks)], fanout)
+        asked, drawn = lists.of(batch, layer, fanout)
         yield Op("ask_edges", layer=layer, sent=ID * (asked + others), ahead=True)
         yield Op("draw", layer=layer, host=("draw", drawn.sum(0)), ahead=True)
         yield Op("edges", layer=layer, sent=NEIGHBOUR * drawn.T * others, ahead=True)
 
 
-def arrive(job: Job, batch: MiniBatch, store: Store) -> Iterator[Op]:
+def arrive(job: Job, batch: MiniBatch, store: Features) -> Iterator[Op]:
     """The operations that bring each rank its own rows of h_0. All ranks ask where any may, so that they agree without a word."""
     loads = store.loads_of(job, batch)
     yield Op("load", loaded=loads.host)
-    if any(ids.size for ids in store.cached):
+    if store.caches:
         moved: Number = 2 * loads.hits  # read and written
         yield Op("pick", work=Compute(touched=moved, launches=1))
     if store.asks.any():
@@ -93,13 +112,13 @@ def arrive(job: Job, batch: MiniBatch, store: Store) -> Iterator[Op]:
         yield Op("fetch", sent=loads.fetched)
 
 
-def fill(job: Job, store: Store | None) -> Iterator[Op]:
+def fill(job: Job, store: Features | None) -> Iterator[Op]:
     """Before the first step: cached rows that are at home on another server."""
     if store and (sent := store.filled(job)).any():
         yield Op("fill", sent=sent)
 
 
-def filling(job: Job, store: Store | None) -> dict[str, float]:
+def filling(job: Job, store: Features | None) -> dict[str, float]:
     """Seconds before the first step: to choose what is where, and to fill the caches."""
     if store is None:
         return {}
@@ -110,10 +129,11 @@ def filling(job: Job, store: Store | None) -> dict[str, float]:
 def worth_caching(job: Job, plain: Strategy) -> int:
     """Bytes per GPU of a cache to propose beside a strategy without one: nine tenths of the memory that it leaves, all rows at the most;
     0 where ranks are on a CPU, whose cache would be the memory that it spares."""
-    if job.graph is None or job.cluster.device.kind == "cpu":
+    if job.cluster.device.kind == "cpu":
         return 0
     left = job.cluster.device.memory - float(sum(plain.memory(job).values(), np.zeros(1)).max())
-    everything = int(row_bytes(job, np.arange(job.stats.vertices)).sum())
+    each = row_bytes(job, np.arange(1 if job.graph is None else job.stats.vertices))
+    everything = int(each[0]) * job.stats.vertices if job.graph is None else int(each.sum())
     return max(0, min(int(0.9 * left), everything))
 
 
@@ -122,17 +142,23 @@ def peers(batch: MiniBatch) -> np.ndarray:
     return np.equal.outer(batch.servers, batch.servers) & ~np.eye(batch.ranks, dtype=bool)
 
 
+def row_bytes_read(job: Job, batch: MiniBatch, rank: int, columns: range | None = None) -> int:
+    """Bytes of the features (all, or these columns) of a rank's rows of h_0."""
+    if isinstance(batch, EstimatedBatch):
+        return int(batch.row_counts(0)[rank] * job.features_bytes(np.zeros(1, np.int64), columns)[0])
+    return int(job.features_bytes(batch.rows(rank, 0), columns).sum())
+
+
 def loaded_bytes(job: Job, batch: MiniBatch) -> np.ndarray:
     """Of the features of each rank's own rows of h_0 [ranks]."""
-    if job.graph is None:
-        return np.asarray(batch.facts(1).sources * job.model.features * job.model.itemsize)
-    rows = [batch.rows(rank, 0) for rank in range(batch.ranks)]
-    return np.array([int(job.features_bytes(ids).sum()) for ids in rows])
+    return np.array([row_bytes_read(job, batch, rank) for rank in range(batch.ranks)])
 
 
 def halo_bytes(job: Job, batch: MiniBatch) -> np.ndarray:
     """Of the features that cross before layer 1 [ranks, ranks]."""
     sent = np.zeros((batch.ranks,) * 2, dtype=np.int64)
+    if isinstance(batch, EstimatedBatch):
+        return np.asarray(batch.facts(1).sends * job.features_bytes(np.zeros(1, np.int64))[0])
     for rank in range(batch.ranks):
         piece = batch.piece(rank, 1)
         sent[:, rank] = np.add.reduceat(np.append(job.features_bytes(piece.halo), 0), _starts(piece.received)) * (piece.received > 0)
@@ -143,13 +169,13 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)[:-1]])
 
 
-def predict(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store | None = None, lists: Structure | None = None
+def predict(job: Job, batches: Batches, how: Manner, prefetch: int, store: Features | None = None, lists: Lists | None = None
             ) -> Prediction:  # fmt: skip
     """Of an epoch: the mean of its batches that are known, times as many as it has."""
     known = batches.first()
     once = sum(int(op.sent.sum()) for op in fill(job, store) if op.sent is not None)
-    p = layerwise.account(job, [op for batch in known for op in step(job, batch, how, prefetch, store, lists)], once=once,
-                          prefetch=prefetch)  # fmt: skip
+    turns = {id(batch): list(step(job, batch, how, prefetch, store, lists)) for batch in {id(b): b for b in known}.values()}
+    p = layerwise.account(job, [op for batch in known for op in turns[id(batch)]], once=once, prefetch=prefetch)
     return p if len(known) == batches.steps else scaled(p, batches.steps / len(known))
 
 
@@ -164,8 +190,8 @@ def scaled(p: Prediction, times: float) -> Prediction:
                       p.setup_bytes, {op: longer(seconds) for op, seconds in p.by_op.items()})  # fmt: skip
 
 
-def schedule(job: Job, batches: Batches, how: Manner, steps: int, prefetch: int, store: Store | None = None,
-             lists: Structure | None = None) -> Schedule:  # fmt: skip
+def schedule(job: Job, batches: Batches, how: Manner, steps: int, prefetch: int, store: Features | None = None,
+             lists: Lists | None = None) -> Schedule:  # fmt: skip
     made: dict[int, list[Op]] = {}  # by the identity of a batch: several steps may have the same
 
     def turn(t: int) -> list[Op]:

@@ -11,15 +11,14 @@ from gnnplan.planner.gnn import Layer
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import LayerFacts
 from gnnplan.planner.minibatch import Batches, MiniBatch
-from gnnplan.planner.store import Store
 from gnnplan.planner.strategies import layerwise_memory
-from gnnplan.planner.strategies.batchwise import loaded_bytes
+from gnnplan.planner.strategies.batchwise import Features, Lists, loaded_bytes
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory
-from gnnplan.planner.structure import Structure
+from gnnplan.planner.structure import EstimatedStructure
 
 
-def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Store | None = None, lists: Structure | None = None
+def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Features | None = None, lists: Lists | None = None
            ) -> Memory:  # fmt: skip
     """Bytes per rank by use: a batch under way, the blocks of those that wait for their turn, and what the feature store caches. The
     graph in a server's memory is not among them."""
@@ -54,15 +53,18 @@ def of_sampler(job: Job) -> int:
     return (8 * (1 + job.stats.directed) + 4) * job.stats.vertices
 
 
-def of_lists(job: Job, lists: Structure | None, prefetch: int) -> np.ndarray:
+def of_lists(job: Job, lists: Lists | None, prefetch: int) -> np.ndarray:
     """What a rank copies of a structure that is spread, degrees included [ranks]; beside a GPU it is in the server's memory."""
-    if lists is None or job.graph is None or job.cluster.device.kind != "cpu":
+    if lists is None or job.cluster.device.kind != "cpu":
         return np.zeros(job.ranks)
     counted = 0 if prefetch else 8 * (1 + job.stats.directed) * job.stats.vertices  # degrees, with the sampler's own
+    if isinstance(lists, EstimatedStructure):
+        return lists.copied(job.stats) - counted
+    assert job.graph is not None
     return lists.copied(job.graph) - counted
 
 
-def _arriving(job: Job, batch: MiniBatch, store: Store) -> np.ndarray:
+def _arriving(job: Job, batch: MiniBatch, store: Features) -> np.ndarray:
     """Rows by class beside what they are put together in, and those for others."""
     loads = store.loads_of(job, batch)
     return np.asarray(loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1), dtype=float)

@@ -33,11 +33,11 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.schedule import Schedule
-from gnnplan.planner.store import Store, check_store, feature_store
+from gnnplan.planner.store import check_store, feature_store
 from gnnplan.planner.strategies import batchwise, batchwise_memory
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
-from gnnplan.planner.structure import Structure, check_structure, hashed
+from gnnplan.planner.structure import check_structure, hashed
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class DataParallel(Strategy):
     def batches(self, job: Job) -> Batches:
         return job.minibatches(tuple(range(job.ranks)))
 
-    def store(self, job: Job) -> Store | None:
+    def store(self, job: Job) -> batchwise.Features | None:
         return feature_store(job, self.batches(job), self.cache, self.hot, self.features, self.shared_cache)
 
-    def lists(self, job: Job) -> Structure | None:
+    def lists(self, job: Job) -> batchwise.Lists | None:
         by_rank = len(set(job.servers)) == 1
         return hashed(job, self.batches(job), self.structure, by_rank, self.structure_cache, self.hot)
 

@@ -35,11 +35,11 @@ from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.splitting import EPOCHS, SPLITTERS
-from gnnplan.planner.store import Store, check_store, feature_store
+from gnnplan.planner.store import check_store, feature_store
 from gnnplan.planner.strategies import batchwise, batchwise_memory, layerwise
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
-from gnnplan.planner.structure import Structure, check_structure, owned
+from gnnplan.planner.structure import check_structure, owned
 
 GROUPS = ("server", "all")
 
@@ -104,8 +104,6 @@ class GSplit(Strategy):
             raise SpecError(f"gsplit: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2")
         check_store(self.name, job, self.cache, self.hot, self.features)
         check_structure(self.name, job, self.structure)
-        if job.graph is None:
-            raise SpecError(f"gsplit splits a graph that it has seen, and of {job.stats.name} only statistics are known; plan with a graph")
 
     def steps(self, job: Job) -> int:
         return batchwise.steps(job)
@@ -122,10 +120,10 @@ class GSplit(Strategy):
     def batches(self, job: Job) -> Batches:
         return job.minibatches(self.groups(job), self.splitter, self.presample)
 
-    def store(self, job: Job) -> Store | None:
+    def store(self, job: Job) -> batchwise.Features | None:
         return feature_store(job, self.batches(job), self.cache, self.hot, self.features, epochs=self.presample)
 
-    def lists(self, job: Job) -> Structure | None:
+    def lists(self, job: Job) -> batchwise.Lists | None:
         return owned(self.batches(job), self.structure)
 
     def drawn_steps(self, job: Job) -> int:
@@ -145,10 +143,10 @@ class GSplit(Strategy):
         return batchwise_memory.memory(job, self.batches(job), self.manner, self.prefetch, self.store(job), self.lists(job))
 
     def predict(self, job: Job) -> Prediction:
-        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch, self.store(job))
+        return batchwise.predict(job, self.batches(job), self.manner, self.prefetch, self.store(job), self.lists(job))
 
     def schedule(self, job: Job, steps: int) -> Schedule:
-        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch, self.store(job))
+        return batchwise.schedule(job, self.batches(job), self.manner, steps, self.prefetch, self.store(job), self.lists(job))
 
     def traffic(self, job: Job) -> list[Phase]:
         return [phase for batch in self.batches(job).first()[:4] for phase in layerwise.traffic(job, batch, self.manner)]

@@ -59,7 +59,7 @@ from gnnplan.planner.schedule import Compute, Label, Schedule, Task
 from gnnplan.planner.strategies import batchwise, layerwise, p3_memory
 from gnnplan.planner.strategies.layerwise import Op
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy, slowest
-from gnnplan.planner.structure import Structure, check_structure, hashed
+from gnnplan.planner.structure import check_structure, hashed
 
 OVER = ("server", "rank")
 MODELS = ("gcn", "sage", "gat", "sgc")  # whose first layer is a sum over feature columns, but for attention's softmax
@@ -126,8 +126,6 @@ class P3(Strategy):
             raise SpecError(f"p3: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2")
         if job.workload.model not in MODELS:
             raise SpecError(f"p3: {_no_partial_form(job.workload.model)}")
-        if job.graph is None:
-            raise SpecError(f"p3 samples a graph that it has seen, and of {job.stats.name} only statistics are known; plan with a graph")
         check_structure(self.name, job, self.structure, self.structure_cache)
         lines = self._lines(job)
         seats = len(lines[0])
@@ -181,7 +179,7 @@ class P3(Strategy):
     def batches(self, job: Job) -> Batches:
         return job.minibatches(tuple(range(job.ranks)))
 
-    def lists(self, job: Job) -> Structure | None:
+    def lists(self, job: Job) -> batchwise.Lists | None:
         return hashed(job, self.batches(job), self.structure, self.over == "rank", self.structure_cache)
 
     def steps(self, job: Job) -> int:
@@ -206,7 +204,7 @@ class P3(Strategy):
             rail = self.rail(job, rank)
             for peer in rail:
                 mine[:, rank] += f1[peer], f2[peer], e1[peer]
-                loaded[rank] += int(job.features_bytes(batch.rows(peer, 0), self.columns(job, rank)).sum())
+                loaded[rank] += batchwise.row_bytes_read(job, batch, peer, self.columns(job, rank))
                 if peer != rank:
                     pushed[rank, peer] = INT * (HEADER + f2[rank] + f1[rank] + e1[rank]) + batchwise.ID
                     pulled[rank, peer] = f1[peer] * width * b
@@ -257,7 +255,9 @@ class P3(Strategy):
 
     def predict(self, job: Job) -> Prediction:
         batches = self.batches(job)
-        known = [self.phases(job, batch) for batch in batches.first()]
+        first = batches.first()
+        different = {id(batch): self.phases(job, batch) for batch in {id(batch): batch for batch in first}.values()}
+        known = [different[id(batch)] for batch in first]  # estimated ones are alike
         p = layerwise.account(job, [op for phases in known for ops in phases.values() for op in ops], prefetch=self.prefetch)
         if self.pipelined:
             p = self._overlapped(job, p, known)
@@ -266,7 +266,8 @@ class P3(Strategy):
     def _overlapped(self, job: Job, p: Prediction, known: Sequence[dict[str, list[Op]]]) -> Prediction:
         """The longer of what a rank does itself, period by period, and what passes a port. A pull starts when the one before is over,
         and so does an all-reduce; ranks wait for the slowest in every phase, or, where nothing is pulled, in all-reduces alone."""
-        each = [{name: layerwise.account(job, ops) for name, ops in phases.items()} for phases in known]
+        accounts = {id(phases): {name: layerwise.account(job, ops) for name, ops in phases.items()} for phases in known}
+        each = [accounts[id(phases)] for phases in known]
         alone = len(self.rail(job, 0)) == 1 and self.lists(job) is None
         steps, count = 2 * len(each), len(each)
         now: Number = 0.0

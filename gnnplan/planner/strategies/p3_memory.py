@@ -20,7 +20,7 @@ from gnnplan.planner.footprint import RUNTIME, Footprint, Product, block, footpr
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import LayerFacts
 from gnnplan.planner.minibatch import MiniBatch
-from gnnplan.planner.strategies import batchwise_memory
+from gnnplan.planner.strategies import batchwise, batchwise_memory
 from gnnplan.planner.strategies.strategy import Memory
 
 if TYPE_CHECKING:
@@ -66,8 +66,10 @@ def memory(p3: P3, job: Job) -> Memory:
 
 def _columns_copied(p3: P3, job: Job, rank: int) -> float:
     """Of the features, on a CPU: in the rank's own memory, but where they stay in their file, or are all there anyhow."""
-    assert job.graph is not None
-    x, mine = job.graph.x, p3.columns(job, rank)
+    mine = p3.columns(job, rank)
+    if job.graph is None:
+        return float(job.stats.vertices * len(mine) * job.model.itemsize) if job.cluster.device.kind == "cpu" else 0.0
+    x = job.graph.x
     if job.cluster.device.kind != "cpu" or isinstance(x, np.memmap):
         return 0.0
     if isinstance(x, np.ndarray):
@@ -135,7 +137,7 @@ class _Batch:
         self.own, self.all = facts[0].rows * width, merged.rows * width
         self.theirs = self.all - self.own
         self.others = p3.pipelined  # go on while what this one sent still leaves
-        loaded = np.array([sum(job.features_bytes(batch.rows(peer, 0), p3.columns(job, rank)).sum() for peer in rails[rank])
+        loaded = np.array([sum(batchwise.row_bytes_read(job, batch, peer, p3.columns(job, rank)) for peer in rails[rank])
                            for rank in ranks])  # fmt: skip
         numbers = loaded / (2 * b) if model.nonzeros else None
         self.loaded = np.asarray(sliced.features_held(merged.sources, numbers), dtype=float)
