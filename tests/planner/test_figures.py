@@ -83,7 +83,6 @@ def test_feasibility_is_the_memory_models() -> None:
     ({"strategy_params": '{"stage": 8}'}, "stage .strategy_params. is nothing that we know"),
     ({"strategy": "dgl_data_parallel", "strategy_params": '{"batch": "a", "fanout": 5}'}, "not a workload of ours"),
     ({"gpus_per_node": 9}, "has 4 GPUs per server, and 9 are asked"),
-    ({"strategy": "gsplit", "strategy_params": '{"batch": 64, "fanout": 5}'}, "only statistics are known"),
 ])  # fmt: skip
 def test_what_the_model_does_not_speak_of_is_skipped(changed: dict[str, Any], why: str) -> None:
     with pytest.raises(Skip, match=why.replace("|", r"\|")):
