@@ -1,4 +1,5 @@
-"""Printed figures: `fit FILE.csv` finds each testbed's constants (gnnplan/traces/fitted.csv), `table FILE.csv` writes docs/published.md.
+"""Printed figures: `fit FILE.csv` finds each testbed's constants (gnnplan/traces/fitted.csv), `table FILE.csv` writes docs/published.md,
+`figures FILE.csv` draws the papers' own (docs/figures) from predictions, with what they print as points.
 
 The file is one in the columns of gnnplan/planner/published.py; it is not part of the project.
 """
@@ -10,7 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from gnnplan.planner import calibrate
-from gnnplan.planner.published import read, score
+from gnnplan.planner.published import COLUMNS, Question, predict, question, read, score
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -60,5 +61,105 @@ def table(path: str) -> None:
     document.write_text(before + mark + "\n".join(lines) + "\n")
 
 
+# -- figures -----------------------------------------------------------------------------------------------------------------
+
+
+def asked(**told: object) -> Question:
+    return question({**dict.fromkeys(COLUMNS, ""), **{name: str(value) for name, value in told.items()}}, testbeds=calibrate.calibrated)
+
+
+def breakdown(plt, rows: list[dict[str, str]]) -> None:
+    """GNNPipe Sec. 4.6: computation, communication and bubble of an epoch, as shares."""
+    names, shares = [], []
+    for dataset, hidden in (("squirrel", 1000), ("reddit", 100)):
+        for model in ("gcn", "sage", "gcnii"):
+            for strategy in ("graph_parallel", "gnnpipe_pipeline", "gnnpipe_hybrid"):
+                told = asked(testbed="gnnpipe_a5000", dataset=dataset, model=model, layers=32, hidden=hidden, num_nodes=2, gpus_per_node=4,
+                             strategy=strategy).prediction  # fmt: skip
+                names.append(f"{dataset} {model}\n{strategy.removeprefix('gnnpipe_').replace('_', ' ')}")
+                shares.append([float(part) / float(told.epoch_s) for part in (told.compute_s, told.comm_s, told.bubble_s)])
+    figure, axes = plt.subplots(figsize=(11, 4))
+    below = [0.0] * len(names)
+    for i, what in enumerate(("computation", "communication", "bubble")):
+        axes.bar(names, [share[i] for share in shares], bottom=below, label=what)
+        below = [a + share[i] for a, share in zip(below, shares, strict=True)]
+    axes.tick_params(axis="x", rotation=90, labelsize=7)
+    axes.set(ylabel="share of an epoch", title="GNNPipe, 32 layers on 2 x 4 A5000 (printed means: graph parallel 67 % communication, "
+             "pipeline 63 / 10 / 27 %)")  # fmt: skip
+    axes.legend()
+    save(figure, "published_gnnpipe")
+
+
+def over_depth(plt, rows: list[dict[str, str]]) -> None:
+    """GraNNDis Table 4 and Sec. 8.2: speedup over graph parallel by depth, on PCIe and NVLink."""
+    figure, both = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    depths = (3, 14, 28, 56, 112)
+    for axes, testbed in zip(both, ("granndis_a6000_pcie", "granndis_a6000_nvlink"), strict=True):
+        for color, dataset in enumerate(("ogbn-arxiv", "reddit", "ogbn-products")):
+            for style, strategy in (("-", "granndis"), (":", "granndis_preload")):
+                where = {"testbed": testbed, "dataset": dataset, "model": "resgcn+", "hidden": 64, "num_nodes": 4, "gpus_per_node": 4}
+                times = [[asked(**where, layers=depth, strategy=name).prediction.epoch_s for name in ("graph_parallel", strategy)]
+                         for depth in depths]  # fmt: skip
+                axes.plot(depths, [full / own for full, own in times], style, color=f"C{color}",
+                          label=f"{dataset}, {'sampled, 1 hop' if strategy == 'granndis' else 'preload'}")  # fmt: skip
+            printed(axes, rows, lambda row, here=testbed, of=dataset: (row["testbed"], row["dataset"], row["metric"]) == (
+                here, of, "speedup_vs") and row["layers"] and row["hidden"] == "64", "layers", color)  # fmt: skip
+        axes.axhline(1, color="gray", linewidth=0.5)
+        axes.set(xscale="log", xlabel="layers", title=f"GraNNDis, 4 x 4 A6000, {'NVLink' if 'nvlink' in testbed else 'PCIe'}")
+    both[0].set_ylabel("times as fast as graph parallel (dots: printed)")
+    both[1].legend(fontsize=7)
+    save(figure, "published_granndis")
+
+
+def over_width(plt, rows: list[dict[str, str]]) -> None:
+    """P3 Sec. 5: epoch over hidden width, beside data parallel, whose cost does not depend on it."""
+    widths = (16, 32, 64, 128, 256, 512, 1024)
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for color, model in enumerate(("gcn", "sage")):
+        for style, strategy in (("-", "p3_push_pull"), (":", "dgl_data_parallel")):
+            times = [asked(testbed="p3_p100", dataset="ogbn-products", model=model, layers=2, hidden=width, num_nodes=4, gpus_per_node=4,
+                           strategy=strategy, strategy_params='{"batch": 1000, "fanout": [25, 10]}').prediction.epoch_s
+                     for width in widths]  # fmt: skip
+            axes.plot(widths, times, style, color=f"C{color}", label=f"{model}, {strategy.replace('_', ' ')}")
+    axes.set(xscale="log", xlabel="hidden width", ylabel="epoch [s]", title="P3, ogbn-products, 4 x 4 P100")
+    axes.legend(fontsize=7)
+    save(figure, "published_p3")
+
+
+def over_servers(plt, rows: list[dict[str, str]]) -> None:
+    """PipeGCN Table 8: speedup over graph parallel by servers and GPUs in them."""
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for color, gpus in enumerate((2, 3, 4)):
+        table8 = [row for row in rows if row["source"].startswith("Table 8") and row["strategy"] == "pipegcn"
+                  and row["gpus_per_node"] == str(gpus)]  # fmt: skip
+        axes.plot([int(row["num_nodes"]) for row in table8], [predict(row, calibrate.calibrated) for row in table8], color=f"C{color}",
+                  label=f"{gpus} GPUs per server")  # fmt: skip
+        printed(axes, table8, lambda row: True, "num_nodes", color)
+    axes.set(xlabel="servers", ylabel="times as fast as graph parallel (dots: printed)", title="PipeGCN, Reddit, MI60 over 10 Gbit/s")
+    axes.legend()
+    save(figure, "published_pipegcn")
+
+
+def printed(axes, rows: list[dict[str, str]], wanted, by: str, color: int) -> None:
+    found = [row for row in rows if wanted(row)]
+    axes.plot([int(row[by]) for row in found], [float(row["value"]) for row in found], "o", color=f"C{color}")
+
+
+def save(figure, name: str) -> None:
+    figure.tight_layout()
+    figure.savefig(DOCS / "figures" / f"{name}.png", dpi=100)
+
+
+def figures(path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = read(path)
+    for draw in (breakdown, over_depth, over_width, over_servers):
+        draw(plt, rows)
+
+
 if __name__ == "__main__":
-    {"fit": fit, "table": table}[sys.argv[1]](sys.argv[2])
+    {"fit": fit, "table": table, "figures": figures}[sys.argv[1]](sys.argv[2])

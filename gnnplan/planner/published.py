@@ -268,6 +268,13 @@ def _epoch(asked: Question) -> float:
     return float(asked.prediction.epoch_s) + mini_batches.staged(asked)
 
 
+def _train(asked: Question) -> float:
+    epochs = json.loads(asked.row["strategy_params"] or "{}").get("epochs")
+    if not isinstance(epochs, int):
+        raise Skip("epochs are not stated")
+    return _epoch(asked) * epochs
+
+
 def _comm(asked: Question) -> float:
     """What computation waits for; of a pipeline, whose chunks hide most of it, all that a rank sends, as GNNPipe seems to print it."""
     told = asked.prediction
@@ -294,7 +301,7 @@ FIGURES: dict[str, Callable[[Question], float]] = {
                                      else float(asked.prediction.compute_s)),
     "comm_ratio": lambda asked: _comm(asked) / _epoch(asked),
     "comm_volume_bytes": _volume,
-    "train_time_s": lambda asked: _epoch(asked) * int(json.loads(asked.row["strategy_params"])["epochs"]),
+    "train_time_s": _train,
     **{what: partial(_part, what) for what in ("dag_time_s", "copy_time_s", "sample_time_s", "load_time_s", "forward_backward_time_s")},
     **{what: partial(mini_batches.sampled, what) for what in mini_batches.SAMPLED},
 }
