@@ -10,12 +10,15 @@ own. A level rises on all ports alike; a port is full when its flows have taken 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from gnnplan.planner.cost import Cost
+from gnnplan.planner.cost import Cost, Transfer
 from gnnplan.planner.topology import Port
+
+PATIENCE = 0.005  # share of the port bound after which rates are found anew
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,26 @@ class Flows:
             alive[going[over]] = False
             now = float(starts[waiting[0]]) if waiting.size and until == starts[waiting[0]] - now else now + until
         return ends
+
+
+@dataclass(frozen=True)
+class ByFlows(Cost):
+    """A cost whose exchanges wait for the last of their messages, each with a rate of its own. Ports carry the same bytes: what this takes
+    longer than the busiest one is spent as latency."""
+
+    @classmethod
+    def like(cls, cost: Cost) -> ByFlows:
+        return cls(**{field.name: getattr(cost, field.name) for field in fields(cost)})
+
+    def exchange(self, sent: np.ndarray, group: Sequence[int] | None = None, messages: int = 1) -> Transfer:
+        bundle = super().exchange(sent, group, messages)
+        if not bundle.busy:
+            return bundle
+        whole = np.zeros((len(self.seats),) * 2)
+        members = np.arange(len(sent)) if group is None else np.asarray(group)
+        whole[np.ix_(members, members)] = sent
+        flows = Flows.of(self, whole)
+        return bundle._replace(latency=bundle.latency + float(flows.finish(PATIENCE * flows.bound).max()) - flows.bound)
 
 
 def max_min(flow: np.ndarray, port: np.ndarray, weight: np.ndarray, flows: int, capacity: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -181,6 +182,62 @@ def test_copies_of_a_cluster_fill_their_own_links(fabric: Fabric):
     assert together[0] == pytest.approx(alone[0] + alone[2]) and together[1] == pytest.approx(alone[1])
 
 
+# -- better networks ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def improvements(draw: st.DrawFn, where: Cluster) -> Cluster:
+    """One number of the network, better."""
+    factor = draw(st.floats(1.0, 50.0))
+    names = [name for name in ("intra_node", "inter_node", "island", "switch", "host", "bridge") if getattr(where, name)]
+    name = draw(st.sampled_from([*names, *["fabric"] * (where.fabric is not None)]))
+    if name == "fabric":
+        assert where.fabric
+        better: dict[str, Any] = draw(st.sampled_from([{"oversubscription": where.fabric.oversubscription / factor},
+                                                       {"latency": where.fabric.latency / factor}]))  # fmt: skip
+    else:
+        link = getattr(where, name)
+        better = draw(st.sampled_from([{"bandwidth": link.bandwidth * factor}, {"latency": link.latency / factor}]))
+    return where.model_copy(update={name: getattr(where, name).model_copy(update=better)})
+
+
+@given(st.data(), clusters(), st.integers(0, 10**6), st.sampled_from([None, "ring", "tree", "hierarchical"]), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_a_better_network_is_never_slower(data: st.DataObject, where: Cluster, seed: int, algorithm: str | None, curved: bool):
+    """No exchange, no all-reduce, and not on any port, so that no plan is slower that fills ports with several."""
+    more: dict[str, Any] = {"all_reduce": algorithm}
+    if curved:
+        more["inter_node"] = Link(**where.inter_node.model_dump(exclude={"efficiency"}), efficiency={1e3: 0.1, 1e6: 0.9})  # type: ignore
+    where = where.model_copy(update=more)
+    before, after = Cost.of(where), Cost.of(data.draw(improvements(where)))
+    n = where.ranks
+    sent = np.random.default_rng(seed).integers(0, 10**6, (n, n)) * ~np.eye(n, dtype=bool)
+    exchanges, sums = [cost.exchange(sent) for cost in (before, after)], [cost.all_reduce(seed, range(n)) for cost in (before, after)]
+    for now, better in (exchanges, sums):
+        assert float(better.alone) <= float(now.alone) * (1 + 1e-9)
+        assert better.busy.keys() == now.busy.keys()
+        assert all(better.busy[port] <= seconds * (1 + 1e-9) for port, seconds in now.busy.items())
+
+
+JOB = load("synthetic:community?vertices=300&edges=4000&features=40&classes=5&seed=0")
+assert isinstance(JOB, Graph)
+
+
+@given(st.data(), clusters(ranks=8), st.sampled_from(["graph_parallel", "pipegcn", "gnnpipe", "granndis"]))
+@settings(deadline=None, max_examples=40)
+def test_no_plan_is_slower_on_a_better_network(data: st.DataObject, where: Cluster, name: str):
+    where = where.model_copy(update={"all_reduce": None})
+    question = Job(JOB.stats, JOB, Workload(model="gcn", layers=where.ranks, hidden=16), where)
+    strategy = parse(name).settle(question)
+    better = replace(question, cluster=data.draw(improvements(where)))
+    schedule = strategy.schedule(question, 2)
+    assert float(strategy.predict(better).epoch_s) <= float(strategy.predict(question).epoch_s) * (1 + 1e-9)
+    seconds = [play(schedule, job.cost, contention=False).end_s for job in (better, question)]
+    assert seconds[0] <= seconds[1] * (1 + 1e-9)
+    assert float(strategy.predict(question).epoch_s) == pytest.approx(
+        play(strategy.schedule(question, 6), question.cost).epoch_s(strategy.steps(question)), rel=strategy.claim)
+
+
 # -- seats and answers -----------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +269,18 @@ def test_neighbours_in_a_ring_are_seated_side_by_side():
         assert {(seats[a] - seats[a + 3]) % 6 in (1, 5) for a in range(3)} == {gains}
     assert len(seatings(cluster(6), range(6))) == 1 and len(seatings(cluster(6, fabric=RING), range(6))) == 60  # 6! / 12 symmetries
     assert len(seatings(cluster(6, fabric=LEAVES), range(6))) == 15  # in how many ways six make three pairs
+
+
+def test_hidden_groups_are_found_among_32_gpus():
+    """Four groups of eight ranks that talk among themselves, their numbers shuffled, on four leaves of two servers: as fast as if nobody
+    had shuffled them."""
+    where = cluster(8, 4, fabric=LEAVES.model_copy(update={"latency": 1e-6}))
+    member = np.random.default_rng(3).permutation(32) // 8
+    sent = 1e8 * (np.equal.outer(member, member) & ~np.eye(32, dtype=bool))
+    unshuffled = sent[np.ix_(np.argsort(member), np.argsort(member))]
+    found, ideal, given = (float(cost.exchange(bytes_sent).alone) for cost, bytes_sent in (
+        (Cost.of(where, seat(where, range(32), [Phase(sent, 1.0)])), sent), (Cost.of(where), unshuffled), (Cost.of(where), sent)))
+    assert found == pytest.approx(ideal) and ideal < given / 2
 
 
 def test_one_leaf_is_offered():

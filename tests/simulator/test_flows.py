@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 
 from gnnplan.planner.cost import Cost, Transfer
 from gnnplan.planner.specs import Cluster, Device, Fabric, Link
-from gnnplan.simulator.flows import Flows
+from gnnplan.simulator.flows import ByFlows, Flows
 from gnnplan.simulator.network import Network
 
 DEVICE = Device(memory=1e12, gemm=1e12, memory_bandwidth=1e12)
@@ -163,6 +163,26 @@ def test_64_ranks_all_to_all():
     exchange = Flows.of(cost_of(64, 1), irregular(64))
     assert exchange.nbytes.size == 4032
     assert 1 - 1e-9 <= exchange.finish(0.005 * exchange.bound).max() / exchange.bound <= 1.01
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_last(name: str):
+    """On one switch next to nothing is gained; all seeds together, a ring of servers takes longer. Of some ranks as of all."""
+    cost, longer = PLACES[name], []
+    single = ByFlows.like(cost)
+    for seed in range(6):
+        sent = irregular(12, seed)
+        bundle, flows = cost.exchange(sent), single.exchange(sent)
+        assert flows.busy == bundle.busy
+        longer.append(flows.alone / bundle.alone)
+        last = Flows.of(cost, sent).finish().max()
+        assert last * (1 - 1e-9) <= flows.alone - bundle.latency <= last * 1.02
+    assert min(longer) >= 1 - 1e-9 and (max(longer) > 1.1 if name == "ring" else max(longer) < 1.12)
+    some = irregular(5)
+    whole = np.zeros((12, 12))
+    whole[np.ix_([1, 4, 6, 7, 11], [1, 4, 6, 7, 11])] = some
+    assert single.exchange(some, (1, 4, 6, 7, 11)) == single.exchange(whole)
+    assert single.exchange(np.zeros((12, 12))).alone == 0.0
 
 
 # -- queueing theory -------------------------------------------------------------------------------------------------------
