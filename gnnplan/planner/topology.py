@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
@@ -57,7 +57,13 @@ class Places(NamedTuple):
 def graph(cluster: Cluster) -> nx.DiGraph:
     """The whole: nodes ('gpu', g), ('island', i), ('switch', k), ('host', s), ('card', c) and those of the fabric, numbered over the
     cluster; edges with the `port` that they keep busy, or None. A server that names no switches has one, its host bridge."""
-    out = nx.DiGraph()
+    return _graph(**{name: getattr(cluster, name) for name in ("servers", "gpus_per_server", "islands", "switches", "nics", "fabric")})
+
+
+@lru_cache(maxsize=8)
+def _graph(**shape: Any) -> nx.DiGraph:
+    """Clusters of one shape have the same, whatever their links; a plan asks many times."""
+    out, cluster = nx.DiGraph(), Cluster.model_construct(**shape)
     at = Places.of(cluster, range(cluster.ranks))
     for g, (server, island, switch, card) in enumerate(zip(*(numbers.tolist() for numbers in at[:4]), strict=True)):
         gpu, shared = ("gpu", g), bool(cluster.switches)
