@@ -31,6 +31,7 @@ from gnnplan.planner.specs import Cluster, Fabric, HostWork, Link, Placement
 from gnnplan.planner.topology import Places, Port, routes
 
 Flows = tuple[np.ndarray, np.ndarray, np.ndarray]  # from rank, to rank, share of the hop's bytes
+TILE = 128  # [B] of a row that an aggregation on a GPU takes at once, of all rows before the next: a warp's line (GE-SpMM, SC 2020)
 HOST_RATE = 5e7  # [edges/s] of a sampler that nobody has measured: one core of an AMD EPYC (2026) draws 50 M, lays out 63 M
 Number = Any  # float or numpy array: closed forms are evaluated over many candidates at once
 
@@ -97,7 +98,7 @@ class Cost:
         seconds = work.flops / device.gemm + work.touched / device.memory_bandwidth + work.launches * device.launch
         for rows, width, distinct in work.gathers:
             bytes_each, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
-            seconds = seconds + rows * bytes_each / self.gather_rate(width, distinct * bytes_each, rows / distinct)
+            seconds = seconds + rows * bytes_each / self.gather_rate(width, distinct * min(bytes_each, TILE), rows / distinct)
         return seconds + work.beside * device.overlap_tax / self.link("exchange", "intra_node").bandwidth
 
     def load_s(self, nbytes: Number) -> Number:
