@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -46,7 +47,8 @@ class Transfer(NamedTuple):
     def alone(self) -> Number:
         """Duration without contention [s]."""
         values = list(self.busy.values())
-        return self.latency + (reduce(np.maximum, values) if any(map(np.ndim, values)) else max(values, default=0.0))
+        several = np.ndarray in set(map(type, values))
+        return self.latency + (reduce(np.maximum, values) if several else max(values, default=0.0))
 
 
 Passes = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # port, messages that pass it, its numbers there, the share of their bytes
@@ -164,12 +166,30 @@ class Cost:
 
     def exchange(self, sent: np.ndarray, group: Sequence[int] | None = None, messages: int = 1) -> Transfer:
         """Pairwise irregular all-to-all among `group` (all ranks), `sent[i, j]` bytes from its i-th to its j-th; each rank starts its
-        messages one after the other. Or so many such exchanges alike in one, whose ports are all that is asked."""
-        source, target = np.nonzero(sent)
+        messages one after the other. Or so many such exchanges alike in one, whose ports are all that is asked. Where all messages are
+        equal, as those of graphs known by statistics are, who talks to whom is counted once."""
+        talk, most = sent > 0, sent.max(initial=0)
+        source, target = np.nonzero(talk)
         nbytes = sent[source, target]
         if group is not None:
             source, target = np.asarray(group)[source], np.asarray(group)[target]
-        return self._pairwise("exchange", source, target, nbytes, messages)
+        if not (sent == talk * most).all():
+            return self._pairwise("exchange", source, target, nbytes, messages)
+        key = talk.tobytes(), None if group is None else tuple(group)
+        if key not in self._even:
+            ways, one = self._ways("exchange", source, target), np.ones(source.size)
+            self._even[key] = [(way.link, float(np.bincount(source, weights=way.hops).max()), way.loads(one)) for way in ways]
+        latency: Number = 0.0
+        busy: dict[Port, Number] = {}
+        for link, starts, counts in self._even[key]:
+            latency = latency + starts * link.latency
+            _add(busy, counts, float(link.stretched(float(most), messages)), link.bandwidth)
+        return Transfer(latency, busy)
+
+    @cached_property
+    def _even(self) -> dict[tuple[bytes, tuple[int, ...] | None], list[tuple[Link, float, dict[str, np.ndarray]]]]:
+        """Who talks to whom -> by kind of port its link, the most messages that a rank starts, and how many pass each port."""
+        return {}
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
         """By the cluster's algorithm. NCCL takes what is faster, a ring or a tree: then ports carry the ring's bytes, whichever it is."""
@@ -230,8 +250,7 @@ class Cost:
         busy: dict[Port, Number] = {}
         for _, link, starts, loads in self.loads(op, source, target, nbytes, messages):
             latency = latency + float(starts.max()) * link.latency
-            for port, load in loads.items():
-                busy.update({(port, i): load[i] / link.bandwidth for i in np.flatnonzero(load).tolist()})
+            _add(busy, loads, 1.0, link.bandwidth)
         return Transfer(latency, busy)
 
     def loads(self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
@@ -291,12 +310,11 @@ class Cost:
         card, width = self.link(op, "inter_node"), fabric.below * max(1, len(self.cluster.nics)) / fabric.oversubscription
         return card.model_copy(update={"bandwidth": card.bandwidth * width, "latency": fabric.latency, "efficiency": {}})
 
-    def bytes_by_link(self, sent: np.ndarray) -> dict[Placement, int]:
-        """Where the bytes of an exchange [ranks, ranks] pass."""
-        at = self.places
-        within, near = np.equal.outer(at.server, at.server), np.equal.outer(at.island, at.island)
-        shares: dict[Placement, int] = {"island": int(sent[near].sum()), "intra_node": int(sent[within & ~near].sum()),
-                                        "inter_node": int(sent[~within].sum())}  # fmt: skip
+    def bytes_by_link(self, sent: np.ndarray, group: Sequence[int] | None = None) -> dict[Placement, int]:
+        """Where the bytes of an exchange among `group` (all ranks) pass; `sent` as `exchange` takes it."""
+        island, server = (place if group is None else place[list(group)] for place in (self.places.island, self.places.server))
+        near, within = _among(sent, island), _among(sent, server)
+        shares: dict[Placement, int] = {"island": near, "intra_node": within - near, "inter_node": int(sent.sum()) - within}
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
 
     def reduced_by_link(self, wire: int, group: Sequence[int]) -> dict[Placement, int]:
@@ -311,3 +329,18 @@ class Cost:
         kinds, total = [where for where in units if units[where]], sum(units.values())
         shares = {where: wire * units[where] // total for where in kinds[:-1]}
         return {**shares, **({kinds[-1]: wire - sum(shares.values())} if kinds else {})}
+
+
+def _add(busy: dict[Port, Number], loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> None:
+    """Seconds of each port that is used, for `times` its load [B]; Python's own floats where there is one bandwidth."""
+    for port, load in loads.items():
+        busy.update({(port, i): nbytes * times / bandwidth for i, nbytes in enumerate(load.tolist()) if nbytes})
+
+
+def _among(sent: np.ndarray, place: np.ndarray) -> int:
+    """Bytes of `sent` [ranks, ranks] between ranks with the same number in `place` [ranks]."""
+    order = np.argsort(place, kind="stable")
+    if (np.diff(order) != 1).any():
+        sent, place = sent[np.ix_(order, order)], place[order]
+    bounds = [0, *(np.flatnonzero(np.diff(place)) + 1).tolist(), len(place)]
+    return sum(int(sent[a:b, a:b].sum()) for a, b in pairwise(bounds) if b - a > 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -155,10 +155,10 @@ class EstimatedLayout:
             group = m // servers
             own, external = self._region(self.hops(layer))
             rows, among, edges = (own + external) / group, sum(self._region(self.hops(layer - 1))), self._kept(own, external) / group
-            local, others = among / group, np.equal.outer(self.servers, self.servers) & ~np.eye(m, dtype=bool)
+            local, others = among / group, _pairs(self.servers, True)
         else:
             rows = local = self.vertices / m
-            among, edges, others = float(self.vertices), self.edges / m, ~np.eye(m, dtype=bool)
+            among, edges, others = float(self.vertices), self.edges / m, _pairs((0,) * m, True)
         sends = _even(others, self._halo(rows, local, among))
         count = np.full(m, 1.0)
         return LayerFacts(rows * count, local + sends.sum(0), edges * count, sends)
@@ -178,9 +178,8 @@ class EstimatedLayout:
 
     def preloaded(self) -> np.ndarray:
         m, servers = self.ranks, len(set(self.servers))
-        across = ~np.equal.outer(self.servers, self.servers)
         own, external = self._region(self.hops(0))
-        return _even(across, (own + external - self._home) / (m // servers))
+        return _even(_pairs(self.servers, False), (own + external - self._home) / (m // servers))
 
     def region(self, h: int) -> float:
         """Rows of h_h that a server has."""
@@ -191,6 +190,13 @@ def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
     if method in ("random", "hash"):
         return Mixing()
     return Mixing.of(stats.vertices, stats.edges, stats.halo_rows) if stats.halo_rows else Mixing((USUAL,))
+
+
+@lru_cache(maxsize=8)
+def _pairs(groups: tuple[int, ...], same: bool) -> np.ndarray:
+    """Whether two ranks are in the same group, or in different ones. bool [ranks, ranks]."""
+    within = np.equal.outer(groups, groups)
+    return np.asarray(within & ~np.eye(len(groups), dtype=bool) if same else ~within)
 
 
 def _even(peers: np.ndarray, rows: float) -> np.ndarray:

@@ -206,7 +206,7 @@ def granndis_conditions(job: Job) -> list[str]:
         if isinstance(layout, Layout):
             rows = sum(layout.rows(r, 0).size for r in range(layout.ranks)) / servers
         else:
-            rows = float((layout.facts(1).sources - layout.facts(1).sends.sum(0)).sum()) / servers
+            rows = float((layout.facts(1).sources - layout.facts(1).taken).sum()) / servers
         return float(formulas.growth_measured(own, max(rows - own, 0.0)))
 
     measured = grown(job.layout(layers))

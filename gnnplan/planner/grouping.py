@@ -24,7 +24,7 @@ import numpy as np
 
 from gnnplan.planner.cost import Cost
 from gnnplan.planner.specs import Cluster
-from gnnplan.planner.topology import Places, graph, routes
+from gnnplan.planner.topology import Places, routes
 
 PROVEN = 8  # GPUs up to which every seating is looked at
 EFFORT = 10_000_000  # messages to weigh beyond that: a second or so
@@ -71,6 +71,9 @@ def seat(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], tied: S
     tied = tuple(tied) or tuple(range(len(gpus)))
     told = [phase for phase in _merged(phases) if phase.times and not _even(phase.sent)]
     if not told or len(set(_kinds(cluster, gpus))) == 1:
+        return tuple(gpus)
+    as_given = Cost.of(cluster, tuple(gpus))
+    if sum(times * as_given.exchange(sent).alone for sent, times in told) <= _least(cluster, told) * (1 + 1e-9):
         return tuple(gpus)
     seconds = weigher(cluster, gpus, told)
     found = exhaustive(cluster, gpus, seconds, tied) if len(gpus) <= PROVEN else heuristic(cluster, gpus, told, seconds, tied)
@@ -140,6 +143,15 @@ def _even(sent: np.ndarray) -> bool:
     return not apart.size or bool((apart == apart[0]).all())
 
 
+def _least(cluster: Cluster, phases: Sequence[Phase]) -> float:
+    """Seconds that no seating can be faster than: all messages on the fastest link, which is where groups that fit it have them."""
+    cost, places = Cost.of(cluster), ("island", "intra_node", "inter_node")
+    links = [cost.link("exchange", where) for where in places if getattr(cluster, where)]  # type: ignore[arg-type]
+    latency, bandwidth = min(link.latency for link in links), max(link.bandwidth for link in links)
+    return sum(times * (int((sent > 0).sum(1).max()) * latency + float(max(sent.sum(0).max(), sent.sum(1).max())) / bandwidth)
+               for sent, times in phases)  # fmt: skip
+
+
 # -- up to 8 GPUs: every seating -----------------------------------------------------------------------------------------
 
 
@@ -185,10 +197,11 @@ def _orders(places: tuple[tuple[int, ...], ...], uplinked: tuple[bool, ...], far
     return every[np.sort(first)]
 
 
-def _kinds(cluster: Cluster, gpus: Sequence[int]) -> list[frozenset[tuple[str, int]]]:
+def _kinds(cluster: Cluster, gpus: Sequence[int]) -> list[tuple[int, int, int]]:
     """Of each GPU its neighbours in the topology: GPUs with the same ones are symmetric. An island of one is none."""
-    whole = graph(cluster)
-    return [frozenset(near for near in whole[("gpu", gpu)] if near[0] != "island" or whole.out_degree(near) > 1) for gpu in gpus]
+    at, every = Places.of(cluster, gpus), Places.of(cluster, range(cluster.ranks))
+    island = np.where(np.bincount(every.island)[at.island] > 1, at.island, -1)
+    return list(zip(at.switch.tolist(), at.card.tolist(), island.tolist(), strict=True))
 
 
 # -- beyond --------------------------------------------------------------------------------------------------------------
@@ -198,20 +211,20 @@ def heuristic(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], se
     """By swaps from several beginnings (as given, in the order of a walk, ranks beside those they talk to; those among them that keep
     groups together); the best of their ends."""
     path, group = walk(cluster, gpus), np.asarray(tied)
-    firsts = range(min(len(gpus), BEGINNINGS))
-    begin = list(dict.fromkeys((tuple(gpus), tuple(path), *(_beside(cluster, path, phases, first, group) for first in firsts))))
+    sent = sum((phase.times * phase.sent for phase in phases), np.zeros((len(gpus),) * 2))
+    both = sent + sent.T
+    firsts = sorted({np.sort(both[rank]).tobytes(): rank for rank in reversed(range(min(len(gpus), BEGINNINGS)))}.values())  # no two alike
+    begin = list(dict.fromkeys((tuple(gpus), tuple(path), *(_beside(cluster, path, both, first, group) for first in firsts))))
     begin = [seats for seats in begin if _together(gpus, np.array([seats]), tied).all()]
     trials = EFFORT // len(begin) // max(1, sum(int(np.count_nonzero(phase.sent)) for phase in phases))
     ends = np.array([_swapped(cluster, seats, seconds, trials, group) for seats in begin])
     return tuple(ends[int(np.argmin(seconds(ends)))].tolist())
 
 
-def _beside(cluster: Cluster, path: Sequence[int], phases: Sequence[Phase], first: int, tied: np.ndarray) -> tuple[int, ...]:
+def _beside(cluster: Cluster, path: Sequence[int], both: np.ndarray, first: int, tied: np.ndarray) -> tuple[int, ...]:
     """From rank `first` on, each GPU of the path gets the rank (of the group that has begun, if some are left) with the most traffic
-    to the island, else to the switch, the server, all before it."""
+    to the island, else to the switch, the server, all before it. `both`: bytes between two ranks, either way [ranks, ranks]."""
     n, at = len(path), Places.of(cluster, path)
-    sent = sum((phase.times * phase.sent for phase in phases), np.zeros((n, n)))
-    both = sent + sent.T
     order: list[int] = []
     free = np.ones(n, dtype=bool)
     near = [{int(number): np.zeros(n) for number in numbers} for numbers in (at.island, at.switch, at.server)]
@@ -220,13 +233,16 @@ def _beside(cluster: Cluster, path: Sequence[int], phases: Sequence[Phase], firs
         talk = [with_them[place] for with_them, place in zip(near, places, strict=True)]
         rank = first
         if order:
-            mates = free & (tied == tied[order[-1]])
-            ranks = np.flatnonzero(mates if mates.any() else free)
-            rank = int(ranks[np.lexsort((ranks, *(-t[ranks] for t in (anywhere, *reversed(talk)))))[0]])
+            ranks = np.flatnonzero(free & (tied == tied[order[-1]]))
+            ranks = ranks if ranks.size else np.flatnonzero(free)
+            for with_them in (*talk, anywhere):
+                most = with_them[ranks]
+                ranks = ranks[most == most.max()]
+            rank = int(ranks[0])
         order.append(rank)
         free[rank] = False
         for sums in (anywhere, *talk):
-            sums += both[:, rank]
+            sums += both[rank]
     seats = np.zeros(n, dtype=np.int64)
     seats[order] = path
     return tuple(seats.tolist())

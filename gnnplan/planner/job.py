@@ -88,6 +88,8 @@ class Job:
     _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, compare=False, repr=False)
     _lengths: dict[range, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
     _seconds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+    _fewest: dict[object, int] = field(default_factory=dict, compare=False, repr=False)  # batches that fit the memory
+    _costs: dict[tuple[int, ...], Cost] = field(default_factory=dict, compare=False, repr=False)  # by seats, of one cluster
 
     @property
     def ranks(self) -> int:
@@ -109,7 +111,10 @@ class Job:
 
     @cached_property
     def cost(self) -> Cost:
-        return Cost.of(self.cluster, self.seats, self.stats.spread)
+        known = self._costs.get(self.seats)
+        if known is None or known.cluster is not self.cluster or known.spread != self.stats.spread:
+            known = self._costs[self.seats] = Cost.of(self.cluster, self.seats, self.stats.spread)
+        return known
 
     @property
     def servers(self) -> tuple[int, ...]:

@@ -58,6 +58,16 @@ class LayerFacts:
     edges: np.ndarray
     sends: np.ndarray  # [ranks, ranks]
 
+    @cached_property
+    def given(self) -> np.ndarray:
+        """Rows that each rank sends [ranks]."""
+        return np.asarray(self.sends.sum(1))
+
+    @cached_property
+    def taken(self) -> np.ndarray:
+        """Rows of others that each rank gets [ranks]."""
+        return np.asarray(self.sends.sum(0))
+
 
 class Layout:
     """The rows of every rank at every layer.

@@ -117,6 +117,32 @@ def test_a_ring_visits_places_one_after_the_other():
     assert shares == {"inter_node": 2 * 14_000_000, "island": 4 * 14_000_000, "intra_node": 2 * 14_000_000}
 
 
+@pytest.mark.parametrize("group", [None, (5, 0, 3, 6)])
+def test_equal_messages_are_counted_once_and_come_out_as_any_others(group: tuple[int, ...] | None):
+    """Where all messages between the pairs that talk are equal, of several sizes in turn; beside one message at a time."""
+    link, pairs = Link(bandwidth=1e9, latency=1e-5), ((0, 1), (2, 3))
+    where = Cluster(servers=2, gpus_per_server=4, device=DEVICE, intra_node=link, inter_node=Link(bandwidth=1e8, latency=3e-5),
+                    islands=pairs, island=Link(bandwidth=1e10, latency=2e-6), switches=((0, 1, 2), (3,)),
+                    switch=Link(bandwidth=5e8, latency=1e-6))  # fmt: skip
+    cost, ranks = Cost.of(where, (3, 1, 4, 6, 0, 2, 7, 5)), tuple(range(8)) if group is None else group
+    talk = np.random.default_rng(0).random((len(ranks),) * 2) < 0.6
+    np.fill_diagonal(talk, False)
+    for nbytes in (1, 4_000, 7):
+        busy: dict[tuple[str, int], float] = {}
+        for i, j in np.argwhere(talk):
+            for port, seconds in cost.send(ranks[i], Send(ranks[j], nbytes)).busy.items():
+                busy[port] = busy.get(port, 0.0) + seconds
+        transfer = cost.exchange(talk * nbytes, group)
+        assert transfer.busy == pytest.approx(busy, rel=1e-12) and set(map(type, transfer.busy.values())) == {float}
+        uneven = talk * nbytes
+        uneven[tuple(np.argwhere(talk)[0])] += 1  # the same messages, which are no longer equal
+        assert cost.exchange(uneven, group).latency == transfer.latency
+        links: dict[str, int] = {}
+        for i, j in np.argwhere(talk):
+            links[cost.placement(ranks[i], ranks[j])] = links.get(cost.placement(ranks[i], ranks[j]), 0) + nbytes
+        assert cost.bytes_by_link(talk * nbytes, group) == links
+
+
 # -- rows that are read again ------------------------------------------------------------------------------------------------
 
 GPU = Device(gemm=1e9, memory=1e9, memory_bandwidth=1e8, cache=1e6, cache_bandwidth=1e9)

@@ -256,8 +256,7 @@ class GNNPipe(Strategy):
                     add("pipeline", {cost.placement(rank, rank + len(group)): rows * row})
             if len(group) > 1:
                 crossing = 2 * b * sum(self.exchanged(job, piece) for piece in self.pieces(job, stage))
-                for i, j in np.argwhere(read):
-                    add("halo", {cost.placement(group[i], group[j]): int(read[i, j]) * crossing})
+                add("halo", cost.bytes_by_link(read * crossing, group))
                 add("all_reduce", cost.reduced_by_link(2 * (len(group) - 1) * self.weights(job, stage) * b, group))
         return by_op, by_link
 

@@ -37,6 +37,7 @@ Paper: GraNNDis (PACT 2024) Sec. 4.1-4.4, Alg. 1; its Eq. 3-9 are in formulas.py
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -120,7 +121,12 @@ class GraNNDis(Strategy):
         if self.sampled:
             out = replace(out, max_hop=MAX_HOP if self.max_hop is None else self.max_hop,
                           fanout=FANOUT if self.fanout is None else self.fanout)  # fmt: skip
-        return out if self.batches is not None else replace(out, batches=out._fewest_that_fit(job))
+        if self.batches is not None:
+            return out
+        key = (out, self.tied(job), job.workload, job.cluster.device.memory)  # asked for several times, at every seating
+        if key not in job._fewest:
+            job._fewest[key] = out._fewest_that_fit(job)
+        return replace(out, batches=job._fewest[key])
 
     def _fewest_that_fit(self, job: Job) -> int:
         """The smallest R whose memory fits: doubled while that helps, then narrowed down. Where none fits, the one that needs least."""
@@ -238,7 +244,10 @@ class GraNNDis(Strategy):
         return layerwise.schedule(job, self.layout(job), self.manner, steps, self.layouts(job), lambda step: self.turn(job, step))
 
     def traffic(self, job: Job) -> list[Phase]:
-        return [phase for layout in self.layouts(job) or (self.layout(job),) for phase in layerwise.traffic(job, layout, self.manner)]
+        layouts = self.layouts(job) or (self.layout(job),)
+        often = Counter(map(id, layouts))  # estimated batches are all the same one
+        return [Phase(sent, times * often[key]) for key, layout in {id(layout): layout for layout in layouts}.items()
+                for sent, times in layerwise.traffic(job, layout, self.manner)]  # fmt: skip
 
     def tied(self, job: Job) -> tuple[int, ...]:
         """Groups are counted as ranks meet them, so that it does not matter which server or island one of them has."""

@@ -76,7 +76,9 @@ def step(job: Job, layout: Layout | EstimatedLayout, how: Manner, batch: bool = 
         rows = facts[layer].sends
         if layer <= model.first_varying or not meets[layer]:
             return None
-        return np.asarray((rows if way == "f" else rows.T) * model.exchanged_width(layer, how.narrow) * model.itemsize)
+        if way == "b" and isinstance(layout, EstimatedLayout):  # as much there as back
+            return sent(layer, "f")
+        return np.asarray((rows if way == "f" else rows.T) * (model.exchanged_width(layer, how.narrow) * model.itemsize))
 
     @cache
     def work(layer: int, way: str) -> Compute:
@@ -142,7 +144,9 @@ def setup(job: Job, layout: Layout | EstimatedLayout) -> Iterator[Op]:
 
 def _features_sent(job: Job, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str) -> np.ndarray:
     """Bytes [ranks, ranks] of so many features' rows."""
-    if not job.model.nonzeros or job.graph is None or not isinstance(layout, Layout):
+    if not job.model.nonzeros:
+        return np.asarray(job.model.features_moved(rows))
+    if job.graph is None or not isinstance(layout, Layout):
         return np.asarray(np.round(job.model.features_moved(rows)).astype(np.int64))
     sent = np.zeros_like(rows)
     for me in range(job.ranks):
@@ -181,7 +185,7 @@ def local_rows(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
     """Rows of h_h per rank."""
     if isinstance(layout, Layout):
         return np.array([layout.rows(rank, h).size for rank in range(layout.ranks)])
-    return np.asarray(layout.facts(1).sources - layout.facts(1).sends.sum(0))
+    return np.asarray(layout.facts(1).sources - layout.facts(1).taken)
 
 
 def traffic(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> list[Phase]:
@@ -216,12 +220,12 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
     reduced: Number = 0.0
     beside: Number = 0.0  # what is done ahead, from one of its exchanges to the next
     ahead: Number = 0.0
-    ports: dict[Port, Number] = {}  # seconds that each is busy
+    ports: dict[Port, Number] = {}  # seconds that each is busy, where transfers are beside each other
     by_op: dict[str, Any] = {}
     sent: dict[str, int] = {}
     links: dict[str, int] = {}
     computed: dict[int, Number] = {}  # by the identity of work that layers share
-    moved: dict[int, tuple[Transfer, Mapping[Any, int]]] = {}
+    moved: dict[int, tuple[Transfer, Mapping[Any, int], int, Number]] = {}
     summed: dict[int, tuple[Transfer, list[tuple[int, Mapping[Any, int]]]]] = {}  # by the identity of operations, which batches may share
     for op in ops:
         elsewhere = op.ahead and prefetch > 0
@@ -240,16 +244,17 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
             seconds = slowest(seconds)
         elif op.sent is not None:
             if id(op.sent) not in moved:
-                moved[id(op.sent)] = cost.exchange(op.sent), cost.bytes_by_link(op.sent)
-            transfer, by_link = moved[id(op.sent)]
-            seconds = transfer.alone
+                transfer = cost.exchange(op.sent)
+                moved[id(op.sent)] = transfer, cost.bytes_by_link(op.sent), int(op.sent.sum()), transfer.alone
+            transfer, by_link, nbytes, seconds = moved[id(op.sent)]
             if elsewhere:
                 ahead, beside = ahead + slowest(beside) + seconds, 0.0
             else:
                 lockstep, apart = lockstep + slowest(apart), 0.0
                 exchanged = exchanged + seconds
-                _load(ports, transfer)
-            sent[op.op] = sent.get(op.op, 0) + int(op.sent.sum())
+                if stale:
+                    _load(ports, transfer)
+            sent[op.op] = sent.get(op.op, 0) + nbytes
             _add(links, by_link)
         else:
             lockstep, apart = lockstep + slowest(apart), 0.0
@@ -260,7 +265,8 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
             transfer, wires = summed[id(op)]
             seconds = transfer.alone
             reduced = reduced + seconds
-            _load(ports, transfer)
+            if stale:
+                _load(ports, transfer)
             for wire, by_link in wires:
                 sent[op.op] = sent.get(op.op, 0) + wire
                 _add(links, by_link)

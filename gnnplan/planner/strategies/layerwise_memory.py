@@ -27,7 +27,7 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
     activations, buffers = fullest([m for m, _ in steps], job.ranks)
     if job.cluster.device.kind == "cpu" and b == 4:
         buffers = buffers + kernels([product for _, products in steps for product in products], job.ranks)
-    features, arriving = _constant(job, layout)
+    features = _constant(job, layout)
     use: Memory = {
         "parameters": zero + model.weights * b,
         "optimizer": zero + (3 if job.workload.optimizer == "adam" else 1) * model.weights * b,
@@ -35,7 +35,7 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
         "runtime": zero + RUNTIME[job.cluster.device.kind],
     }  # fmt: skip
     if batches:
-        loaded = np.max([_constant(job, each)[0] for each in different], axis=0)
+        loaded = np.max([_constant(job, each) for each in different], axis=0)
         use["features"] = loaded + (features if job.cluster.device.kind == "cpu" else 0.0)  # the server's memory is the device's
     for each in different:
         seen, count = set(), times[id(each)]
@@ -43,14 +43,14 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
             if (alike := each.kind(layer)) not in seen:
                 seen.add(alike)
                 f = each.facts(layer)
-                structure = block(kind, model, model.layers[layer - 1], f.rows, f.sources, f.edges) + 8 * f.sends.sum(1)
+                structure = block(kind, model, model.layers[layer - 1], f.rows, f.sources, f.edges) + 8 * f.given
                 use["graph"] = use["graph"] + count * structure
             if how.staleness and layer > model.first_varying:
-                sends = each.facts(layer).sends  # rows that come, their gradients that leave, and those that come
-                use["halo"] = use["halo"] + (2 * sends.sum(0) + sends.sum(1)) * model.exchanged_width(layer, how.narrow) * b
+                late = each.facts(layer)  # rows that come, their gradients that leave, and those that come
+                use["halo"] = use["halo"] + (2 * late.taken + late.given) * model.exchanged_width(layer, how.narrow) * b
         use["graph"] = use["graph"] + count * 16 * f.rows  # labels and masks
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
-    use["buffers"] = use["buffers"] + np.maximum(arriving - training, 0.0)
+    use["buffers"] = use["buffers"] + np.maximum(_arriving(job, layout) - training, 0.0)
     return use
 
 
@@ -61,20 +61,31 @@ def fullest(steps: Sequence[Moments], ranks: int) -> tuple[np.ndarray, np.ndarra
     return activations, buffers
 
 
-def _constant(job: Job, layout: Layout | EstimatedLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Constant rows [B] that a rank keeps, and the most that it holds while they arrive and layer 1's aggregate is made of them."""
+def _constant(job: Job, layout: Layout | EstimatedLayout) -> np.ndarray:
+    """Constant rows [B] that a rank keeps: layer 1's aggregate where that is cached, else what it reads."""
+    model, f = job.model, layout.facts(1)
+    if not model.aggregate_cached(1):
+        return _read(job, layout)
+    own = 2 if job.workload.model == "sage" else 1  # GraphSAGE reads a row beside its neighbours'
+    return np.asarray(model.features_held(f.rows * own), dtype=float)
+
+
+def _read(job: Job, layout: Layout | EstimatedLayout) -> np.ndarray:
+    """Constant rows [B] that layer 1 or the encoder reads."""
     model, f = job.model, layout.facts(1)
     rows = f.sources if model.first_varying else local_rows(layout, 0)
     held = np.asarray(model.features_held(rows, loaded_bytes(job, layout) / (2 * model.itemsize) if model.nonzeros else None), dtype=float)
     if model.reads_sparse(1) and job.workload.model == "sage":  # own rows, a cut of those read, have a product of their own
         held = held + (f.rows < f.sources) * model.features_sorted(f.rows)
+    return held
+
+
+def _arriving(job: Job, layout: Layout | EstimatedLayout) -> np.ndarray:
+    """The most [B] that a rank holds while constant rows arrive and layer 1's aggregate is made of them."""
     passing = [op.sent.sum(0) + op.sent.sum(1) for op in setup(job, layout) if op.sent is not None]
-    most = held + np.max([np.zeros(job.ranks), *passing], axis=0)
-    if not model.aggregate_cached(1):
-        return held, most
-    own = 2 if job.workload.model == "sage" else 1  # GraphSAGE reads a row beside its neighbours'
-    kept = np.asarray(model.features_held(f.rows * own), dtype=float)
-    return kept, np.maximum(most, held + kept)
+    held = _read(job, layout)
+    most = np.asarray(held + np.max([np.zeros(job.ranks), *passing], axis=0))
+    return np.maximum(most, held + _constant(job, layout)) if job.model.aggregate_cached(1) else most
 
 
 def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Moments, list[Product]]:
@@ -86,7 +97,7 @@ def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Mo
         key = alike_as(model, layout, layer, how.narrow), model.relu_after(layer)
         if key not in alike:
             f = layout.facts(layer)
-            alike[key] = f, footprint(kind, model, layer, f.rows, f.sources, f.edges, narrow=how.narrow, local=f.sources - f.sends.sum(0))
+            alike[key] = f, footprint(kind, model, layer, f.rows, f.sources, f.edges, narrow=how.narrow, local=f.sources - f.taken)
         return alike[key]
 
     m = Moments(job.ranks)
@@ -102,8 +113,8 @@ def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Mo
     for layer in layers:
         f, need = of(layer)
         varies, narrow = layer > model.first_varying, how.narrow and model.narrow_at(layer)
-        width, halo = model.exchanged_width(layer, how.narrow) * b, f.sends.sum(0) * varies
-        m.at((f.sends.sum(1) * varies + halo) * width)
+        width, halo = model.exchanged_width(layer, how.narrow) * b, f.taken * varies
+        m.at((f.given * varies + halo) * width)
         copies[layer] = f.sources * width * ((halo > 0) | (narrow and how.checkpoint))
         m.keep(copies[layer])
         m.at(halo * width, need.forward)
@@ -124,7 +135,7 @@ def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Mo
     m.free(before * how.checkpoint)  # h_L
     if how.staleness and layers[-1] > model.first_varying:  # the last layer's rows are on their way while its backward pass runs
         f, width = of(layers[-1])[0], model.exchanged_width(layers[-1], how.narrow) * b
-        gradient = gradient + (f.sends.sum(1) + f.sends.sum(0) * ("f" in how.smoothing)) * width
+        gradient = gradient + (f.given + f.taken * ("f" in how.smoothing)) * width
     for layer in reversed(layers):
         f, need = of(layer)
         spec = model.layers[layer - 1]
@@ -138,8 +149,8 @@ def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Mo
             m.keep(initial)  # their gradient
         if layer > model.first_varying:
             width = model.exchanged_width(layer, how.narrow) * b
-            m.at((f.sources + f.sends.sum(1)) * width)
-            gradient = (f.sources - f.sends.sum(0)) * spec.h_in * b if how.narrow and model.narrow_at(layer) else f.sources * width
+            m.at((f.sources + f.given) * width)
+            gradient = (f.sources - f.taken) * spec.h_in * b if how.narrow and model.narrow_at(layer) else f.sources * width
         m.free(copies[layer])
     products = [product for _, need in alike.values() for product in need.products]
     if model.encoder and not model.nonzeros:
