@@ -1,5 +1,6 @@
 """The command line as people and programs meet it: verbs, JSON, exit codes, bad input, what stays on disk, the same losses anywhere."""
 
+import csv
 import json
 import math
 import os
@@ -162,14 +163,50 @@ def test_simulate(gnnplan: Call, plan_file: Path, tmp_path: Path):
 def test_a_sweep(gnnplan: Call, plan_file: Path):
     answer = gnnplan("simulate", plan_file, "--sweep", "servers=1,2,64", "--json")
     told = answer.document
-    assert answer.code == 0 and (told["sweep"], told["strategy"]) == ("servers", "graph_parallel")
-    assert [(row["value"], row["ranks"]) for row in told["rows"]] == [("1", 2), ("2", 4), ("64", 128)]
+    assert answer.code == 0 and (told["sweep"], told["strategy"]) == ({"servers": ["1", "2", "64"]}, "graph_parallel")
+    assert [(row["at"], row["ranks"]) for row in told["rows"]] == [({"servers": "1"}, 2), ({"servers": "2"}, 4), ({"servers": "64"}, 128)]
     assert all(row["predicted_s"] > 0 and row["simulated_s"] > 0 and row["plan_simulated_s"] > 0 for row in told["rows"][:2])
     assert told["rows"][2]["best"] is None and "vertex" in told["rows"][2]["reason"]  # 128 ranks, 60 vertices
     for change in told["changes"]:
         assert change["from"] != change["to"]
     shown = gnnplan("simulate", plan_file, "--sweep", "inter_node.bandwidth=1GB/s,10GB/s")
     assert shown.code == 0 and "inter_node.bandwidth swept" in shown.out and "the recommendation does not change" in shown.out
+
+
+def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan: Call, plan_file: Path, tmp_path: Path):
+    fields = ["--sweep", "hidden=16,32", "--sweep", "layers=1,3", "--set", "price=2.5"]
+    shown = gnnplan("simulate", plan_file, *fields, "--jitter", "0.3", "--repetitions", "3", "--seed", "1", "--csv", tmp_path / "found.csv")
+    assert shown.code == 0 and all(word in shown.out for word in ("hidden, layers swept", "P50", "P95", "$/epoch", "found.csv"))
+    with (tmp_path / "found.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["hidden"], row["layers"]) for row in rows] == [("16", "1"), ("16", "3"), ("32", "1"), ("32", "3")]
+    for row in rows:
+        assert 0 < float(row["p50_s"]) <= float(row["p95_s"])
+        assert float(row["epoch_dollars"]) == pytest.approx(2 * 2.5 / 3600 * float(row["predicted_s"]))  # both GPUs of the server
+    told = gnnplan("simulate", plan_file, *fields, "--json").document
+    assert [row["at"] for row in told["rows"]] == [{"hidden": row["hidden"], "layers": row["layers"]} for row in rows]
+    assert [row["predicted_s"] for row in told["rows"]] == [float(row["predicted_s"]) for row in rows]
+
+
+def test_jitter_and_stragglers(gnnplan: Call, plan_file: Path):
+    plain, quiet = (gnnplan("simulate", plan_file, *words, "--json").document for words in ((), ("--seed", "3")))
+    assert plain == quiet and "noise" not in plain
+    words = ["--jitter", "0.2", "--straggler", "1=3", "--repetitions", "5", "--json"]
+    one, same, other = (gnnplan("simulate", plan_file, *words, "--seed", seed).document for seed in (1, 1, 2))
+    assert one == same and one["noise"]["p95_s"] != other["noise"]["p95_s"]
+    assert one["simulated"] == plain["simulated"] and one["noise"]["stragglers"] == {"1": 3.0} and one["noise"]["epochs"] == 10
+    assert plain["simulated"]["epoch_s"] < one["noise"]["p50_s"] <= one["noise"]["p95_s"]
+    shown = gnnplan("simulate", plan_file, "--straggler", "1=3", "--repetitions", "1")
+    assert "with rank 1 3 times as slow P50" in shown.out
+
+
+def test_a_plan_tells_what_an_epoch_costs_where_the_cluster_has_prices(gnnplan: Call, tmp_path: Path):
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    words = ["plan", "--graph", GRAPH, "--cluster", tmp_path / "cluster.yaml"]
+    for answer in [(told := gnnplan(*words, "--set", "price=3.06", "--json").document)["best"], *told["alternatives"]]:
+        assert answer["predicted"]["epoch_dollars"] == pytest.approx(2 * 3.06 * answer["predicted"]["epoch_s"] / 3600)
+    assert "$/epoch" in gnnplan(*words, "--set", "price=3.06").out
+    assert "$/epoch" not in gnnplan(*words).out and "epoch_dollars" not in gnnplan(*words, "--json").out
 
 
 def test_measure_is_kept_and_written(gnnplan: Call, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch):
@@ -513,6 +550,22 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {  # what -> (words
     "--sweep =1": (lambda d: ["simulate", d.good, "--sweep", "=1"], "--sweep '=1': write a field"),
     "--sweep servers=1,,2": (lambda d: ["simulate", d.good, "--sweep", "servers=1,,2"], "--sweep 'servers=1,,2': write a field"),
     "--sweep servers=1,x": (lambda d: ["simulate", d.good, "--sweep", "servers=1,x"], "--set servers: must be a valid integer"),
+    "--sweep servers twice": (lambda d: ["simulate", d.good, "--sweep", "servers=1", "--sweep", "servers=2"],
+        "give all its values at once"),
+    "--sweep servers=1,1": (lambda d: ["simulate", d.good, "--sweep", "servers=1,1"], "a value is there twice"),
+    "--sweep too much": (lambda d: ["simulate", d.good, "--sweep", "hidden=" + ",".join(map(str, range(1, 1002)))], "1,001 combinations"),
+    "--sweep device=v10": (lambda d: ["simulate", d.good, "--sweep", "device=dgx_a10"], "did you mean dgx_a100"),
+    "--sweep batch=1": (lambda d: ["simulate", d.good, "--sweep", "batch=1,2"], "the plan trains on the full graph"),
+    "--sweep --trace": (lambda d: ["simulate", d.good, "--sweep", "hidden=1,2", "--trace", d.folder / "t"], "leave one of them out"),
+    "--csv without --sweep": (lambda d: ["simulate", d.good, "--csv", d.folder / "t.csv"], "--csv writes what a sweep finds"),
+    "--csv nowhere": (lambda d: ["simulate", d.good, "--sweep", "hidden=1", "--csv", d.folder / "no" / "t.csv"],
+        "does not exist; create it"),
+    "--jitter=-1": (lambda d: ["simulate", d.good, "--jitter=-1"], "--jitter is the standard deviation of a computation over its mean"),
+    "--straggler 7=2": (lambda d: ["simulate", d.good, "--straggler", "7=2"],
+        r"there is no rank 7 \(ranks: 2, counted from 0\); use rank 1"),
+    "--repetitions too many": (lambda d: ["simulate", d.good, "--jitter", "1", "--repetitions", "100000", "--steps", "100"],
+        "--repetitions "),
+    "--set price=-1": (lambda d: ["plan", "--graph", GRAPH, "--set", "price=-1"], "--set price: must be greater than 0"),
     "--sweep serverz=1": (lambda d: ["simulate", d.good, "--sweep", "serverz=1,2"], "no such field; did you mean servers"),
     # strategies
     "stages > layers": (ask("--ranks", 4, "--strategy", "gnnpipe(stages=4)"), r"layer per stage \(layers: 3, stages: 4\); use stages <= 3"),

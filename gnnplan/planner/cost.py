@@ -169,14 +169,15 @@ class Cost:
         messages one after the other. Or so many such exchanges alike in one, whose ports are all that is asked. Where all messages are
         equal, as those of graphs known by statistics are, who talks to whom is counted once."""
         talk, most = sent > 0, sent.max(initial=0)
-        source, target = np.nonzero(talk)
-        nbytes = sent[source, target]
-        if group is not None:
-            source, target = np.asarray(group)[source], np.asarray(group)[target]
-        if not (sent == talk * most).all():
-            return self._pairwise("exchange", source, target, nbytes, messages)
+        even = (sent == talk * most).all()
         key = talk.tobytes(), None if group is None else tuple(group)
-        if key not in self._even:
+        if not even or key not in self._even:
+            source, target = np.nonzero(talk)
+            nbytes = sent[source, target]
+            if group is not None:
+                source, target = np.asarray(group)[source], np.asarray(group)[target]
+            if not even:
+                return self._pairwise("exchange", source, target, nbytes, messages)
             ways, one = self._ways("exchange", source, target), np.ones(source.size)
             self._even[key] = [(way.link, float(np.bincount(source, weights=way.hops).max()), way.loads(one)) for way in ways]
         latency: Number = 0.0

@@ -51,6 +51,7 @@ def _answer(candidate: Candidate) -> dict[str, Any]:
             "bytes_total": p.bytes_total, "bytes": p.bytes, "bytes_by_link": p.bytes_by_link, "setup_bytes": p.setup_bytes,
             "memory_bytes": candidate.memory_bytes, "memory": candidate.fullest(), "bottleneck": p.bottleneck,
             "by_op": {kind: float(seconds) for kind, seconds in p.by_op.items()},
+            **({} if candidate.dollars is None else {"epoch_dollars": candidate.dollars}),
         },
     }  # fmt: skip
 

@@ -33,6 +33,12 @@ class Candidate:
         """Of the fullest rank [B]."""
         return float(sum(self.memory.values(), np.zeros(1)).max())
 
+    @property
+    def dollars(self) -> float | None:
+        """Price of an epoch [$]: of all GPUs of the servers that it uses, if the cluster tells it."""
+        price, servers = self.job.cluster.price, len(set(self.job.servers))
+        return None if price is None else price * servers * self.job.cluster.gpus_per_server * float(self.predicted.epoch_s) / 3600
+
     def fullest(self) -> dict[str, float]:
         """Bytes by use on the fullest rank."""
         rank = int(np.argmax(sum(self.memory.values(), np.zeros(1))))

@@ -167,6 +167,8 @@ class Cluster(Spec):
     What is between servers:
 
         fabric: {kind: leaf_spine, servers_per_leaf: 4, oversubscription: 3}     or {kind: ring}; absent: one switch that never blocks
+
+    `price` is of a GPU; servers are rented whole, so an epoch costs that of all GPUs of the servers that a plan uses.
     """
 
     name: str = "unnamed"
@@ -189,6 +191,7 @@ class Cluster(Spec):
     sampler: Literal["host", "device"] = "host"  # who draws neighbours; lists that a device has no room for it reads over the host link
     cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server
     collectives: dict[str, Link] = Field(default_factory=dict)
+    price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # [$/h]
     provenance: dict[str, str] = Field(default_factory=dict)  # field -> 'measured 2026-11-20 on ...' | 'datasheet' | 'assumed'
 
     @property

@@ -76,3 +76,12 @@ def show_time(value: float) -> str:
     if abs(value) >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.1f} us"
+
+
+def show_dollars(value: float) -> str:
+    """A price for people, to three figures or the cent.
+
+    >>> show_dollars(12.345), show_dollars(0.0012345), show_dollars(0)
+    ('$12.35', '$0.00123', '$0.00')
+    """
+    return f"${value:.2f}" if value >= 1 or value == 0 else f"${value:.3g}"

@@ -8,6 +8,7 @@ them has come; a Recv waits for the message. One SimPy event per act that takes 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -49,11 +50,14 @@ class Played:
         """When the last task of a step has ended [s]."""
         return self._ends[step]
 
-    def epoch_s(self, steps: int) -> float:
-        """Duration of an epoch of so many steps in the steady state: the median from one epoch's end to the next [s]; of one
-        epoch, its end."""
+    def epochs_s(self, steps: int) -> list[float]:
+        """From one end of an epoch of so many steps to the next [s]; of one epoch, its end."""
         ends = [self._ends[step] for step in sorted(self._ends) if step % steps == steps - 1]
-        return statistics.median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else self.end_s
+        return [b - a for a, b in pairwise(ends)] if len(ends) > 1 else [self.end_s]
+
+    def epoch_s(self, steps: int) -> float:
+        """Duration of an epoch of so many steps in the steady state: the median of `epochs_s` [s]."""
+        return statistics.median(self.epochs_s(steps))
 
     @property
     def step_s(self) -> float:
@@ -61,9 +65,11 @@ class Played:
         return self.epoch_s(1)
 
 
-def play(schedule: Schedule, cost: Cost, *, contention: bool = True) -> Played:
-    """All tasks of the steps (`setup` is over) in virtual time, starting at 0. Raises Deadlock when tasks wait for ever."""
-    score = _Score(schedule, cost)
+def play(schedule: Schedule, cost: Cost, *, contention: bool = True, factors: Sequence[float] = (), score: Score | None = None) -> Played:
+    """All tasks of the steps (`setup` is over) in virtual time, starting at 0. Raises Deadlock when tasks wait for ever. `factors`: how
+    many times as long the i-th task computes (noise.py). `score`: theirs, where they are played several times."""
+    score = score or Score(schedule, cost)
+    score.rewind(factors)
     env = simpy.Environment(0.0)
     network = Network(env)
 
@@ -108,9 +114,10 @@ def play(schedule: Schedule, cost: Cost, *, contention: bool = True) -> Played:
     return Played(schedule.tasks, [(node.start, node.end) for node in score.nodes])
 
 
-def critical_path(schedule: Schedule, cost: Cost) -> float:
+def critical_path(schedule: Schedule, cost: Cost, score: Score | None = None) -> float:
     """The longest path through lanes, `after`, messages and meetings, each task at its duration alone [s]: a lower bound."""
-    score = _Score(schedule, cost)
+    score = score or Score(schedule, cost)
+    score.rewind()
     ready = [node for node in score.nodes if not node.waits]
     while ready:
         node = ready.pop()
@@ -136,9 +143,9 @@ def critical_path(schedule: Schedule, cost: Cost) -> float:
     return max((node.end for node in score.nodes), default=0.0)
 
 
-def serial(schedule: Schedule, cost: Cost) -> float:
+def serial(schedule: Schedule, cost: Cost, score: Score | None = None) -> float:
     """One thing at a time, each collective once [s]: an upper bound."""
-    return sum(act.seconds for act in _Score(schedule, cost).acts)
+    return sum(act.alone for act in (score or Score(schedule, cost)).acts)
 
 
 # -- the schedule, ready to be played ------------------------------------------------------------------------------------
@@ -147,32 +154,33 @@ def serial(schedule: Schedule, cost: Cost) -> float:
 class _Act:
     """Begins when nobody is `absent`; its members end together."""
 
-    __slots__ = ("absent", "begin", "members", "seconds", "transfer")
+    __slots__ = ("absent", "alone", "awaited", "begin", "members", "seconds", "transfer")
 
-    def __init__(self, absent: int, seconds: float = 0.0, transfer: Transfer | None = None) -> None:
-        self.absent = absent
+    def __init__(self, awaited: int, alone: float = 0.0, transfer: Transfer | None = None) -> None:
+        self.absent = self.awaited = awaited
         self.begin = 0.0  # [s], kept by critical_path
         self.members: list[_Node] = []
-        self.seconds = seconds  # alone
+        self.seconds = self.alone = alone
         self.transfer = transfer
 
 
 class _Node:
     """A task, and who waits for it."""
 
-    __slots__ = ("act", "end", "heard_by", "start", "task", "then", "waits")
+    __slots__ = ("act", "earlier", "end", "heard_by", "start", "task", "then", "waits")
     act: _Act
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.waits = 0  # earlier tasks of this rank that have not ended
+        self.earlier = 0  # tasks of this rank that it waits for
+        self.waits = 0  # those of them that have not ended
         self.then: list[_Node] = []
         self.heard_by: tuple[_Act, ...] = ()  # the peer's Recv of this Send
         self.start = 0.0
         self.end = -1.0  # not yet
 
 
-class _Score:
+class Score:
     """Nodes in the schedule's order and the acts they take part in."""
 
     def __init__(self, schedule: Schedule, cost: Cost) -> None:
@@ -188,10 +196,20 @@ class _Score:
             lane = (rank, node.task.lane)
             if lane in last:
                 last[lane].then.append(node)
-                node.waits = 1
+                node.earlier = 1
             last[lane] = node
         self._add_waits()
         self._add_acts(cost)
+
+    def rewind(self, factors: Sequence[float] = ()) -> None:
+        """Nothing has begun; the i-th task, if it computes, will take so many times as long."""
+        for node in self.nodes:
+            node.waits, node.start, node.end = node.earlier, 0.0, -1.0
+        for act in self.acts:
+            act.absent, act.begin, act.seconds = act.awaited, 0.0, act.alone
+        for node, factor in zip(self.nodes, factors, strict=bool(factors)):
+            if isinstance(node.task.work, (Compute, Host)):
+                node.act.seconds = node.act.alone * factor
 
     def _add_waits(self) -> None:
         for node in self.nodes:
@@ -205,7 +223,7 @@ class _Score:
                     earlier.then.append(node)
                 elif (rank, label) in self.before:
                     continue
-                node.waits += 1  # on what is not in the schedule: for ever
+                node.earlier += 1  # on what is not in the schedule: for ever
 
     def _add_acts(self, cost: Cost) -> None:
         """Steps repeat, with the same work (the same object, mostly): each is asked for once."""
@@ -254,7 +272,7 @@ class _Score:
                     transfers[shares] = _plain(cost.collective(parts))
                 again[same] = transfers[shares]
             act.transfer = again[same]
-            act.seconds = act.transfer.alone
+            act.alone = act.transfer.alone
 
     def sender(self, rank: int, work: Recv) -> _Node | None:
         """The Send that a Recv of `rank` names, if there is one and it goes there."""
