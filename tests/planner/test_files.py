@@ -130,6 +130,7 @@ def test_presets_are_whole_and_say_where_numbers_come_from(name):
     assert cluster.name == name
     needed = {"device.memory", "device.gemm", "device.memory_bandwidth", "intra_node.bandwidth", "intra_node.latency"}
     needed |= {"inter_node.bandwidth", "inter_node.latency"} if cluster.inter_node else set()
+    needed |= {"price"} if cluster.price else set()
     assert needed <= set(cluster.provenance)
     for field, text in cluster.provenance.items():
         assert text.startswith(("datasheet", "printed", "derived", "assumed", "cautious default")), field
