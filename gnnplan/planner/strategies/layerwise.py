@@ -294,11 +294,12 @@ def _add(links: dict[str, int], more: Mapping[Any, int]) -> None:
 def busiest_port(job: Job, ops: Iterable[Op]) -> Number:
     """Seconds that the port is busy with these operations that is so for longest."""
     busy: dict[Port, Number] = {}
+    known: dict[int, Transfer] = {}  # by the identity of operations, which batches may share
     for op in ops:
-        if op.sent is not None:
-            _load(busy, job.cost.exchange(op.sent))
-        elif op.size or op.groups:
-            _load(busy, _summing(job, op))
+        if op.sent is not None or op.size or op.groups:
+            if id(op) not in known:
+                known[id(op)] = job.cost.exchange(op.sent) if op.sent is not None else _summing(job, op)
+            _load(busy, known[id(op)])
     return reduce(np.maximum, busy.values(), 0.0)
 
 

@@ -266,7 +266,8 @@ class P3(Strategy):
     def _overlapped(self, job: Job, p: Prediction, known: Sequence[dict[str, list[Op]]]) -> Prediction:
         """The longer of what a rank does itself, period by period, and what passes a port. A pull starts when the one before is over,
         and so does an all-reduce; ranks wait for the slowest in every phase, or, where nothing is pulled, in all-reduces alone."""
-        accounts = {id(phases): {name: layerwise.account(job, ops) for name, ops in phases.items()} for phases in known}
+        accounts = {key: {name: layerwise.account(job, ops) for name, ops in phases.items()}
+                    for key, phases in {id(phases): phases for phases in known}.items()}  # fmt: skip
         each = [accounts[id(phases)] for phases in known]
         alone = len(self.rail(job, 0)) == 1 and self.lists(job) is None
         steps, count = 2 * len(each), len(each)
