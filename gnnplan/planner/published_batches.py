@@ -64,7 +64,8 @@ def strategy(name: str, params: Mapping[str, Any], job: Job) -> Strategy:
         return named("p3", knobs)
     splitter = {"gsplit": "gsplit", "gsplit_rand": "random"}.get(name, name.removeprefix("gsplit_"))
     each = job.model.features * job.model.itemsize * job.stats.vertices // job.ranks + 1
-    return named("gsplit", {"splitter": splitter, "cache": min(half, each), "structure": "spread"})
+    most = int(0.6 * job.cluster.device.memory)  # the rest of what batchwise.CACHING leaves is for lists
+    return named("gsplit", {"splitter": splitter, "cache": min(most, each), "structure": "spread"})
 
 
 def on_device(name: str, job: Job, cluster: Cluster) -> Cluster:
