@@ -299,6 +299,7 @@ FIGURES: dict[str, Callable[[Question], float]] = {
     "comm_time_s": _comm,
     "compute_time_s": lambda asked: (_part("compute_time_s", asked) if asked.job.workload.mode == "mini"
                                      else float(asked.prediction.compute_s)),
+    "reduce_time_s": lambda asked: float(np.max(asked.prediction.by_op["all_reduce"])),
     "comm_ratio": lambda asked: _comm(asked) / _epoch(asked),
     "comm_volume_bytes": _volume,
     "train_time_s": _train,
