@@ -21,6 +21,7 @@ graph's mixing (estimate.py), so that of class k, drawn so many times t_k in a l
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -131,15 +132,21 @@ class EstimatedBatch(MiniBatch):
         self.depth, self.ranks = self.layers - first_varying, len(groups)
         self._size = groups.count(groups[0])
         self._facts: dict[int, LayerFacts] = {}
+        self._rows: dict[int, NDArray[np.int64]] = {}
+        seen: Counter[int] = Counter()
+        self._places = np.zeros(self.ranks, dtype=np.int64)  # of each rank in its group
+        for rank, group in enumerate(groups):
+            self._places[rank], seen[group] = seen[group], seen[group] + 1
 
     def _each(self, totals: list[float]) -> NDArray[np.int64]:
         """A rank's whole share of its group's total [ranks]; shares add up."""
-        places = np.array([self.servers[:rank].count(group) for rank, group in enumerate(self.servers)])
         whole = np.rint(totals).astype(np.int64)[list(self.servers)]
-        return np.asarray(whole // self._size + (places < whole % self._size))
+        return np.asarray(whole // self._size + (self._places < whole % self._size))
 
     def row_counts(self, h: int) -> NDArray[np.int64]:
-        return self._each([need.rows[h] for need in self.needs])
+        if h not in self._rows:
+            self._rows[h] = self._each([need.rows[h] for need in self.needs])
+        return self._rows[h]
 
     def rows(self, rank: int, h: int) -> NDArray[np.int64]:
         """As many as there are: whose they are is not known."""

@@ -25,6 +25,7 @@ Paper: GSplit (arXiv 2303.13775) Sec. 3-5.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -95,7 +96,7 @@ class GSplit(Strategy):
             raise SpecError(f"gsplit: splitter is one of {', '.join(SPLITTERS)}, not {self.splitter!r}; use gsplit")
         if self.group not in GROUPS:
             raise SpecError(f"gsplit: group is 'server' (split inside, data parallel across) or 'all', not {self.group!r}")
-        if len({self.groups(job).count(group) for group in self.groups(job)}) > 1:
+        if len(set(Counter(self.groups(job)).values())) > 1:
             raise SpecError("gsplit: every server splits its batch over equally many ranks; use group='all', or as many of "
                             "each server")  # fmt: skip
         if self.presample < 1:

@@ -46,6 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -127,7 +128,7 @@ class P3(Strategy):
         if job.workload.model not in MODELS:
             raise SpecError(f"p3: {_no_partial_form(job.workload.model)}")
         check_structure(self.name, job, self.structure, self.structure_cache)
-        lines = self._lines(job)
+        lines = _lines(job.servers, self.over)
         seats = len(lines[0])
         if any(len(line) != seats for line in lines):
             raise SpecError("p3: a rank has a peer on every server, so servers have equally many ranks; use over='rank', or as many GPUs "
@@ -148,19 +149,10 @@ class P3(Strategy):
     def rails(self, job: Job) -> list[tuple[int, ...]]:
         """Groups of peers, each with one rank of every slice, slices in order. Neighbours: ranks fill servers in order, so that with
         over='rank' and a copy per server partials stay inside it; between servers the network is flat."""
-        lines = self._lines(job)
-        slices = len(lines[0]) // self.copies
-        return [line[start : start + slices] for line in lines for start in range(0, len(line), slices)]
-
-    def _lines(self, job: Job) -> list[tuple[int, ...]]:
-        """The ranks at the same place of every server, or all."""
-        if self.over == "rank":
-            return [tuple(range(job.ranks))]
-        place = [job.servers[:rank].count(server) for rank, server in enumerate(job.servers)]
-        return [tuple(rank for rank, p in enumerate(place) if p == each) for each in sorted(set(place))]
+        return list(_rails(job.servers, self.over, self.copies))
 
     def rail(self, job: Job, rank: int) -> tuple[int, ...]:
-        return next(rail for rail in self.rails(job) if rank in rail)
+        return _rail_of(job.servers, self.over, self.copies)[rank]
 
     def twins(self, job: Job, rank: int) -> tuple[int, ...]:
         """Ranks with the same columns."""
@@ -442,3 +434,26 @@ class _Period:
 def _no_partial_form(model: str) -> str:
     return (f"layer 1 must be a sum over feature columns, and that of {model} reads an encoder's output: it has no scatter, transform and "
             f"apply of its own; use one of {', '.join(MODELS)}, or data_parallel or gsplit, which run any layer")  # fmt: skip
+
+
+def _lines(servers: tuple[int, ...], over: str) -> list[tuple[int, ...]]:
+    """The ranks at the same place of every server, or all."""
+    if over == "rank":
+        return [tuple(range(len(servers)))]
+    seen: dict[int, list[int]] = {}
+    for rank, server in enumerate(servers):
+        seen.setdefault(server, []).append(rank)
+    most = max(map(len, seen.values()))
+    return [tuple(sorted(ranks[place] for ranks in seen.values() if place < len(ranks))) for place in range(most)]
+
+
+@lru_cache(maxsize=64)
+def _rails(servers: tuple[int, ...], over: str, copies: int) -> tuple[tuple[int, ...], ...]:
+    lines = _lines(servers, over)
+    slices = len(lines[0]) // copies
+    return tuple(line[start : start + slices] for line in lines for start in range(0, len(line), slices))
+
+
+@lru_cache(maxsize=64)
+def _rail_of(servers: tuple[int, ...], over: str, copies: int) -> dict[int, tuple[int, ...]]:
+    return {rank: rail for rail in _rails(servers, over, copies) for rank in rail}
