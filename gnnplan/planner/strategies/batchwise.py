@@ -24,7 +24,7 @@ With a structure that is spread (planner/structure.py) samplers who lack lists a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -142,16 +142,16 @@ def peers(batch: MiniBatch) -> np.ndarray:
     return np.equal.outer(batch.servers, batch.servers) & ~np.eye(batch.ranks, dtype=bool)
 
 
-def row_bytes_read(job: Job, batch: MiniBatch, rank: int, columns: range | None = None) -> int:
-    """Bytes of the features (all, or these columns) of a rank's rows of h_0."""
+def row_bytes_read(job: Job, batch: MiniBatch, ranks: Sequence[int], columns: range | None = None) -> int:
+    """Bytes of the features (all, or these columns) of these ranks' rows of h_0."""
     if isinstance(batch, EstimatedBatch):
-        return int(batch.row_counts(0)[rank] * job.features_bytes(np.zeros(1, np.int64), columns)[0])
-    return int(job.features_bytes(batch.rows(rank, 0), columns).sum())
+        return int(batch.row_counts(0)[list(ranks)].sum() * job.features_bytes(np.zeros(1, np.int64), columns)[0])
+    return sum(int(job.features_bytes(batch.rows(rank, 0), columns).sum()) for rank in ranks)
 
 
 def loaded_bytes(job: Job, batch: MiniBatch) -> np.ndarray:
     """Of the features of each rank's own rows of h_0 [ranks]."""
-    return np.array([row_bytes_read(job, batch, rank) for rank in range(batch.ranks)])
+    return np.array([row_bytes_read(job, batch, [rank]) for rank in range(batch.ranks)])
 
 
 def halo_bytes(job: Job, batch: MiniBatch) -> np.ndarray:

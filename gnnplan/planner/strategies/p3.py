@@ -70,13 +70,13 @@ HEADER = 3  # numbers before a pushed block: sources, destinations, edges
 INT = 4  # [B] of a pushed number
 
 
-def columns(features: int, slices: int) -> list[range]:
-    """Which columns each has.
+def columns(features: int, slices: int, i: int) -> range:
+    """Which columns the i-th has.
 
-    >>> columns(10, 3)
+    >>> [columns(10, 3, i) for i in range(3)]
     [range(0, 3), range(3, 6), range(6, 10)]
     """
-    return [range(features * i // slices, features * (i + 1) // slices) for i in range(slices)]
+    return range(features * i // slices, features * (i + 1) // slices)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class P3(Strategy):
 
     def columns(self, job: Job, rank: int) -> range:
         rail = self.rail(job, rank)
-        return columns(job.stats.features, len(rail))[rail.index(rank)]
+        return columns(job.stats.features, len(rail), rail.index(rank))
 
     def sliced(self, job: Job, rank: int) -> Model:
         """The model as a rank has it: its first layer reads its columns only."""
@@ -193,13 +193,12 @@ class P3(Strategy):
         mine = np.zeros((3, job.ranks))  # rows, sources and edges of all blocks that a rank computes on
         loaded = np.zeros(job.ranks, dtype=np.int64)
         for rank in ranks:
-            rail = self.rail(job, rank)
-            for peer in rail:
-                mine[:, rank] += f1[peer], f2[peer], e1[peer]
-                loaded[rank] += batchwise.row_bytes_read(job, batch, peer, self.columns(job, rank))
-                if peer != rank:
-                    pushed[rank, peer] = INT * (HEADER + f2[rank] + f1[rank] + e1[rank]) + batchwise.ID
-                    pulled[rank, peer] = f1[peer] * width * b
+            rail = np.array(self.rail(job, rank))
+            mine[:, rank] = f1[rail].sum(), f2[rail].sum(), e1[rail].sum()
+            loaded[rank] = batchwise.row_bytes_read(job, batch, rail.tolist(), self.columns(job, rank))
+            others = rail[rail != rank]
+            pushed[rank, others] = INT * (HEADER + f2[rank] + f1[rank] + e1[rank]) + batchwise.ID
+            pulled[rank, others] = f1[others] * width * b
         below = sum(facts[layer].edges for layer in layers if layer > 1)
         front: list[Op] = [Op("load", loaded=loaded)]
         forward, backward = self._first(job, mine)

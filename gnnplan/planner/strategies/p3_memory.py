@@ -34,7 +34,8 @@ def memory(p3: P3, job: Job) -> Memory:
     """Bytes per rank by use. In the pipeline each batch under way, and the one that is summed, has weights and gradients of its own."""
     flights, versions = (3, 4) if p3.pipelined else (1, 0)
     batches, model, b, zero = p3.batches(job), job.model, job.model.itemsize, np.zeros(job.ranks)
-    known = [_Batch(p3, job, batch) for batch in batches.first()]
+    different = {id(batch): _Batch(p3, job, batch) for batch in {id(batch): batch for batch in batches.first()}.values()}
+    known = [different[id(batch)] for batch in batches.first()]  # estimated ones are alike
     m = _Held(job.ranks)
     under_way: list[_Batch] = []
     for t, new in enumerate(known + known[: flights - 1]):
@@ -137,8 +138,7 @@ class _Batch:
         self.own, self.all = facts[0].rows * width, merged.rows * width
         self.theirs = self.all - self.own
         self.others = p3.pipelined  # go on while what this one sent still leaves
-        loaded = np.array([sum(batchwise.row_bytes_read(job, batch, peer, p3.columns(job, rank)) for peer in rails[rank])
-                           for rank in ranks])  # fmt: skip
+        loaded = np.array([batchwise.row_bytes_read(job, batch, rails[rank], p3.columns(job, rank)) for rank in ranks])
         numbers = loaded / (2 * b) if model.nonzeros else None
         self.loaded = np.asarray(sliced.features_held(merged.sources, numbers), dtype=float)
         self.sorted: Number = 0.0  # sparse rows by column, when their gradient comes
