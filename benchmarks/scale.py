@@ -17,19 +17,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from gnnplan.cli import app, ask
-from gnnplan.planner.files import read_cluster
+from gnnplan.planner.errors import Infeasible, SpecError
+from gnnplan.planner.files import read_cluster, read_workload
 from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.job import Job
 from gnnplan.planner.partition import partition
+from gnnplan.planner.plan import make
 from gnnplan.planner.search import search
 from gnnplan.planner.specs import Workload
 from gnnplan.planner.splitting import owners, presample
 from gnnplan.planner.store import hottest
 from gnnplan.planner.strategies import parse
+from gnnplan.simulator.player import play
 
 SOURCE = "synthetic:community?vertices=5000000&edges=100000000&features=100&classes=47&communities=1000&seed=0"
 TRAINED, GPUS, LIMIT = 0.01, 4, 12e9  # share of the vertices, GPUs of the server, [B]
@@ -114,6 +119,73 @@ def run(step: str, folder: Path, cache: Path) -> None:
     print(f"| {words} | {seconds:,.0f} | {peak / 1e9:.1f}{'' if peak < LIMIT else ' (!)'} |", flush=True)
 
 
+RANKS, EACH = (8, 64, 256, 1024), 8  # GPUs of a DGX A100
+SERVER = "dgx_a100"
+DEEP = {"layers": 32, "hidden": 64}  # so that pipelines have a layer for each of 16 stages
+MINI = {"mode": "mini"}
+PLANNED: dict[str, dict[str, object]] = {"plan, full graph": {}, "plan, full graph, 32 layers": {"model": "gcnii", **DEEP},
+                                         "plan, mini-batches": MINI}  # fmt: skip
+PLAYED: dict[str, dict[str, object]] = {"graph_parallel": {}, "pipegcn": {}, "granndis(depth=1)": {}, "gnnpipe(stages=16)": DEEP,
+                                        "data_parallel": MINI, "gsplit": MINI, "p3": MINI}  # fmt: skip
+
+
+def on(graph: str, ranks: int, asked: dict[str, object]) -> Job:
+    return ask(graph, read_cluster(SERVER), read_workload(None, asked), [f"servers={ranks // EACH}"], None, "metis", False)
+
+
+def planning(ranks: int, asked: dict[str, object]) -> str:
+    started = time.process_time()
+    job = on("ogbn-papers100M", ranks, asked)
+    with suppress(Infeasible):  # on few GPUs: then what would make room has been looked for
+        make(job, search(job))
+    return f"{time.process_time() - started:.2f}"
+
+
+def playing(text: str, ranks: int, asked: dict[str, object]) -> str:
+    """A step; its schedule included."""
+    job = on("ogbn-products", ranks, asked)
+    strategy = parse(text).settle(job)
+    try:
+        strategy.check(job)
+    except SpecError:
+        return ""
+    started = time.process_time()
+    play(strategy.schedule(job, 1), job.cost)
+    return f"{time.process_time() - started:.2f}"
+
+
+def growth(picture: Path | None) -> None:
+    """The table, and its picture."""
+    lines: dict[str, list[str]] = {}
+    print(f"| seconds of one core | {' | '.join(f'{ranks:,} ranks' for ranks in RANKS)} |\n|---|{'--:|' * len(RANKS)}", flush=True)
+    for name, asked in PLANNED.items():
+        lines[name] = [planning(ranks, asked) for ranks in RANKS]
+        print(f"| {name} | {' | '.join(lines[name])} |", flush=True)
+    for text, asked in PLAYED.items():
+        name = f"play {text}"
+        lines[name] = [playing(text, ranks, asked) for ranks in RANKS]
+        print(f"| {name} | {' | '.join(seconds or '-' for seconds in lines[name])} |", flush=True)
+    if picture:
+        draw(lines, picture)
+
+
+def draw(lines: dict[str, list[str]], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    for name, told in lines.items():
+        points = [(ranks, float(seconds)) for ranks, seconds in zip(RANKS, told, strict=True) if seconds]
+        axes.loglog(*zip(*points, strict=True), marker="o", linestyle="-" if name.startswith("plan") else "--", label=name)
+    axes.set_xticks(RANKS, [f"{ranks:,}" for ranks in RANKS])
+    axes.set(xlabel="ranks", ylabel="seconds of one core")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
+
+
 def main(folder: Path, steps: list[str]) -> None:
     print("| step | seconds of one core | peak GB |\n|---|--:|--:|", flush=True)
     if not folder.exists():
@@ -136,6 +208,8 @@ def one(step: str, folder: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--step"]:
         one(sys.argv[2], Path(sys.argv[3]))
+    elif sys.argv[1:2] == ["ranks"]:
+        growth(Path(sys.argv[2]) if sys.argv[2:] else None)
     elif sys.argv[1:]:
         main(Path(sys.argv[1]), sys.argv[2:])
     else:
