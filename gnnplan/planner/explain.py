@@ -21,6 +21,7 @@ from gnnplan.planner.sensitivity import sentences
 from gnnplan.planner.specs import ALL
 from gnnplan.planner.strategies import FAMILIES, GraNNDis, GSplit, Strategy, parse
 from gnnplan.planner.strategies.granndis import FANOUT, MAX_HOP
+from gnnplan.planner.topology import Port, told
 from gnnplan.planner.units import show_bytes, show_time
 from gnnplan.progress import Tell, silent
 
@@ -32,7 +33,8 @@ def explain(job: Job, found: Found, exact: bool, tell: Tell = silent) -> list[st
     """Sentences, the most important first."""
     best = found.ranked[0]
     t = float(best.predicted.epoch_s)
-    out = [f"{best.strategy}: {show_time(t)} per epoch; bottleneck: {best.predicted.bottleneck}", *why_these_gpus(job, found)]
+    out = [f"{best.strategy}: {show_time(t)} per epoch; bottleneck: {best.predicted.bottleneck}", *why_these_gpus(job, found),
+           *tightest(best)]  # fmt: skip
     if not job.stats.known:
         counted = ", ".join(map(str, sorted(job.stats.halo_rows)))
         what = ("frontiers are estimated: those of a random graph" if job.workload.mode == "mini" else
@@ -50,6 +52,24 @@ def explain(job: Job, found: Found, exact: bool, tell: Tell = silent) -> list[st
         return out + granndis_conditions(job)
     out += [batches_of(job, best.strategy), *done_twice(job, found), *p3_conditions(job)]
     return out if found.forced else out + full_graph(job, best, exact, tell)
+
+
+def tightest(best: Candidate) -> list[str]:
+    """The busiest link of what its ranks send each other, and the busiest of every other kind."""
+    cost = best.job.cost
+    busy: dict[Port, float] = {}
+    for sent, times in best.strategy.traffic(best.job):
+        for port, seconds in cost.exchange(sent).busy.items():
+            busy[port] = busy.get(port, 0.0) + times * float(seconds)
+    kinds: dict[str, Port] = {}
+    for port in sorted(busy, key=lambda port: (-busy[port], port)):
+        kinds.setdefault(port[0].split("_")[0], port)
+    if not kinds:
+        return []
+    first, *others = kinds.values()
+    words = [f"{told(best.job.cluster, cost.seats, port)}: {busy[port] / busy[first]:.0%} of that" for port in others]
+    return [f"What ranks send each other keeps {told(best.job.cluster, cost.seats, first)} busy longest"
+            + (f" (of other links {', '.join(words)})" if words else "")]  # fmt: skip
 
 
 def batches_of(job: Job, strategy: Strategy) -> str:

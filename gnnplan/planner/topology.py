@@ -79,6 +79,18 @@ def _graph(**shape: Any) -> nx.DiGraph:
     return out
 
 
+def told(cluster: Cluster, seats: Sequence[int], port: Port) -> str:
+    """Which link a port is, in words: 'leaf 0 -> spine 0'."""
+    kind, number = port
+    if kind == "bridge":
+        return f"the memory of server {number}"
+    if kind.startswith(("gpu", "island")):
+        number = seats[number]
+    edges = [edge for *edge, busy in graph(cluster).edges(data="port") if busy == (kind, number)]
+    edges.sort(key=lambda edge: {edge[0][0], edge[1][0]} == {"gpu", "card"})  # a switch's uplink, which is on the way to some cards too
+    return " -> ".join(f"{what.replace('gpu', 'GPU')} {which}" for what, which in edges[0])
+
+
 def _join(out: nx.DiGraph, below: Node, above: Node, kind: str | None, number: int) -> None:
     length = {"island": 1, "switch": 2, "host": 2}.get(above[0], 9)  # NVLink before PCIe; nothing turns round at a card
     out.add_edge(below, above, length=length, port=(f"{kind}_out", number) if kind else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -14,15 +15,16 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.explain import tightest
 from gnnplan.planner.files import apply_overrides
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.grouping import Phase, fewer, seat, seatings, weigher
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Send
-from gnnplan.planner.search import search
+from gnnplan.planner.search import search, weigh
 from gnnplan.planner.specs import Cluster, Device, Fabric, Link, Workload
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.topology import attached, fabric_graph, graph, route, routes
+from gnnplan.planner.topology import attached, fabric_graph, graph, route, routes, told
 from gnnplan.simulator.player import play
 
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
@@ -308,6 +310,21 @@ def test_a_ring_of_servers_gets_another_plan_than_a_fat_tree():
     for job in (tree, ring):
         assert play(strategy.schedule(job, 3), job.cost).step_s == pytest.approx(float(strategy.predict(job).epoch_s), rel=strategy.claim)
     assert float(strategy.predict(ring).comm_s) > 1.5 * float(strategy.predict(tree).comm_s)
+
+
+def test_a_plan_names_the_tightest_link():
+    """Four times oversubscribed, an uplink; on one switch a card; in one server a GPU's way out, by its seat and not its rank."""
+    for fabric, words in (
+        (LEAVES, r"keeps (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(of other links .*card \d+.*: \d\d% of that\)$"),
+        (None, r"keeps (card \d+ -> network 0|network 0 -> card \d+) busy longest$"),
+    ):
+        job = job_of(fabric and fabric.model_copy(update={"latency": 1e-6}))
+        (sentence,) = tightest(weigh(job, parse("graph_parallel")))
+        assert re.search(words, sentence), sentence
+    where = cluster(1, 3, switches=[[0, 1], [2]], switch=Link(bandwidth=1e8), peer_access=False, bridge=Link(bandwidth=1e8))
+    ports = {("gpu_out", 0): "GPU 2 -> switch 1", ("gpu_in", 1): "switch 0 -> GPU 0", ("switch_out", 1): "switch 1 -> host 0",
+             ("bridge", 0): "the memory of server 0"}  # fmt: skip
+    assert {port: told(where, (2, 0, 1), port) for port in ports} == ports
 
 
 @pytest.mark.parametrize(("settings", "rule"), [
