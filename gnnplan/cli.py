@@ -276,6 +276,8 @@ def simulate(
     straggler: Annotated[list[str] | None, typer.Option(help="3=2.0: rank 3 computes twice as long; may be given again.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, max=100_000, help="How often to play with --jitter or --straggler.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of --jitter.")] = 0,
+    flows: Annotated[bool, typer.Option("--flows", help="Each message of an exchange has its own max-min fair share of the links, rather "
+                                        "than all of them one (slower to play).")] = False,
     set_: Set = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome/Kineto trace per rank here (open it with Perfetto).")] = None,
     as_json: Json = False,
@@ -291,6 +293,7 @@ def simulate(
     from gnnplan.planner.units import show_bytes, show_time
     from gnnplan.planner.validate import by_epoch, per_operation, predicted_per_operation
     from gnnplan.progress import progress
+    from gnnplan.simulator.flows import ByFlows
     from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
     from gnnplan.simulator.player import Score, critical_path, play, serial
 
@@ -300,8 +303,8 @@ def simulate(
     base = question(document)
     strategy = chosen(document)
     if sweep is not None:
-        if trace:
-            raise SpecError("--trace is of one simulation, and --sweep plays many; leave one of them out")
+        if trace or flows:
+            raise SpecError(f"--{'trace' if trace else 'flows'} is of one simulation, and --sweep plays many; leave one of them out")
         return show_sweep(base, strategy, sweep, set_ or [], steps, noise, repetitions, csv, as_json)
     if csv is not None:
         raise SpecError("--csv writes what a sweep finds; give it one, as --sweep servers=1,2,4")
@@ -329,12 +332,13 @@ def simulate(
         tell(f"writing {strategy}'s schedule")
         prediction, schedule = strategy.predict(job), schedule if steps == 1 else strategy.schedule(job, steps * batches)
         tell(f"playing {len(schedule.tasks):,} tasks")
-        score = Score(schedule, job.cost)
-        played = play(schedule, job.cost, score=score)
-        path, alone = critical_path(schedule, job.cost, score), serial(schedule, job.cost, score)
+        cost = ByFlows.like(job.cost) if flows else job.cost
+        score = Score(schedule, cost)
+        played = play(schedule, cost, score=score)
+        path, alone = critical_path(schedule, cost, score), serial(schedule, cost, score)
         if noise:
             tell(f"playing {len(schedule.tasks):,} tasks {repetitions:,} times")
-            noisy = epochs(schedule, job.cost, batches, noise, repetitions, score)
+            noisy = epochs(schedule, cost, batches, noise, repetitions, score)
     last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
     if trace:
         write_traces(trace, played.spans, range(schedule.ranks), schedule.ranks, "simulated", "simulator")

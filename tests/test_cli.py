@@ -160,6 +160,16 @@ def test_simulate(gnnplan: Call, plan_file: Path, tmp_path: Path):
     assert more["ranks"] == 4 and more["strategy"]["name"] == "graph_parallel"
 
 
+def test_simulate_by_flows(gnnplan: Call, plan_file: Path):
+    """Two ranks send each other one message at a time; on a ring of seven servers messages wait for each other."""
+    for fields, longer in ((("--set", "servers=1"), 1.0), (("--set", "servers=7", "--set", "gpus_per_server=1", "--set", "fabric.kind=ring",
+                                                             "--set", "inter_node.bandwidth=10MB/s"), 1.001)):  # fmt: skip
+        bundles, flows = (gnnplan("simulate", plan_file, *fields, *words, "--json").document["simulated"] for words in ((), ("--flows",)))
+        assert flows["epoch_s"] >= bundles["epoch_s"] * (longer - 1e-9) and flows["bytes"] == bundles["bytes"]
+        assert flows["critical_path_s"] <= flows["end_s"] * (1 + 1e-9) <= flows["serial_s"] * (1 + 2e-9)
+    assert gnnplan("simulate", plan_file, "--flows", "--sweep", "servers=1,2").code == 2
+
+
 def test_a_sweep(gnnplan: Call, plan_file: Path):
     answer = gnnplan("simulate", plan_file, "--sweep", "servers=1,2,64", "--json")
     told = answer.document
