@@ -53,6 +53,7 @@ class Population:
     directed: bool
 
     @classmethod
+    @lru_cache(maxsize=16)
     def of(cls, stats: GraphStats) -> Population:
         mean, (drawn, reached) = stats.edges / stats.vertices, stats.batch_spread or (USUAL[stats.directed],) * 2
         highest = max(1.0, float(ndtri(1.0 - 1.0 / max(stats.vertices, 3))))  # the graph has one vertex above

@@ -195,9 +195,12 @@ class EstimatedStore:
         m, each = len(self.servers), int(job.features_bytes(np.zeros(1, np.int64))[0])
         rows = batch.row_counts(0)
         classes, asked = np.zeros((m, len(CLASSES)), np.int64), np.zeros((m, m), np.int64)
+        shares: dict[tuple[int, int], float] = {}  # of a group's reads, by how many cache different rows
         for rank in range(m):
-            sharing = self.together(rank)
-            here = round(int(rows[rank]) * self.held_share(batch.needs[self.groups[rank]], self.each * sharing))
+            group, sharing = self.groups[rank], self.together(rank)
+            if (group, sharing) not in shares:
+                shares[group, sharing] = self.held_share(batch.needs[group], self.each * sharing)
+            here = round(int(rows[rank]) * shares[group, sharing])
             classes[rank, HIT] = here // sharing if self.shared else here
             asked[rank] += _evenly(here - int(classes[rank, HIT]), np.equal(self.servers, self.servers[rank]), rank)
             classes[rank, PEER] = asked[rank].sum()

@@ -24,7 +24,7 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Featur
     graph in a server's memory is not among them."""
     model, b = job.model, job.model.itemsize
     zero = np.zeros(job.ranks)
-    known = batches.first()
+    known = list({id(batch): batch for batch in batches.first()}.values())  # estimated ones are alike
     steps = [layerwise_memory.moments(job, batch, how) for batch in known]
     activations, buffers = layerwise_memory.fullest([m for m, _ in steps], job.ranks)
     if job.cluster.device.kind == "cpu" and b == 4:
