@@ -18,6 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from gnnplan.planner import published
+from gnnplan.planner.cost import HOST_RATE
 from gnnplan.planner.errors import GnnplanError
 from gnnplan.planner.published import Row, Skip
 from gnnplan.planner.specs import Cluster
@@ -46,10 +47,14 @@ CONSTANTS: dict[str, Callable[..., Cluster]] = {
     "links": lambda cluster, factor: _links(cluster, "island", "intra_node", "inter_node", "host", factor=factor),
     "inside": lambda cluster, factor: _links(cluster, "island", "intra_node", "host", factor=factor),
     "between": lambda cluster, factor: _links(cluster, "inter_node", factor=factor),
-}
+    "host": lambda cluster, factor: _links(cluster, "host", factor=factor),
+    "code": lambda cluster, factor: CONSTANTS["launch"](CONSTANTS["device"](cluster, factor=factor), factor=1 / factor),
+    "sampler": lambda cluster, factor: cluster.model_copy(
+        update={"host_rates": {work: cluster.host_rates.get(work, HOST_RATE) * factor for work in ("draw", "lay")}}),
+}  # fmt: skip
 
 
-SAME = {"granndis_a6000_nvlink": "granndis_a6000_pcie"}  # the same machines with a bridge more: the same code
+SAME = {"granndis_a6000_nvlink": "granndis_a6000_pcie", "gsplit_p3_16xlarge": "gsplit_p3_8xlarge"}  # other links or GPUs, the same code
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,18 @@ def _speaks(row: Row) -> bool:
 
 TIMES = ("epoch_time_s", "comm_time_s", "compute_time_s", "throughput_epochs_per_s", "speedup_vs")
 # What other people's code and links do that datasheets do not say. GNNPipe's code multiplies slowly and pays more for GraphSAGE; PipeGCN
-# sends by Gloo through the host, whose work beside computation costs some of it; DGL on the MI60 computes slowly. Where print has ratios
-# alone (GraNNDis) constants are known up to a common factor.
+# sends by Gloo through the host, whose work beside computation costs some of it; DGL computes slowly on the MI60, and DGL 0.5 on P3's P100
+# yet more so. Where print has ratios alone (GraNNDis) constants are known up to a common factor.
 FITS = (
     Fit("gnnpipe_a5000", ("gemm", "links", "sage"), ("Table 3", "Table 5"), ("squirrel", "reddit"), TIMES),
     Fit("pipegcn_2080ti", ("device", "links", "tax"), ("Table 2", "Table 4", "Table 6"), ("reddit", "ogbn-products"),
         (*TIMES, "comm_ratio")),
     Fit("pipegcn_mi60", ("device", "inside", "between"), ("Table 5", "Table 8"), ("reddit", "ogbn-papers100M"), TIMES),
     Fit("granndis_a6000_pcie", ("inside", "between", "launch"), ("Table 4", "Sec. 8.2"), ("ogbn-arxiv", "ogbn-products", "reddit"), TIMES),
+    Fit("p3_p100", ("between", "host", "device"), ("Table 4",), ("ogbn-products", "ogbn-papers100M", "facebook-darwini"),
+        ("epoch_time_s", "dag_time_s", "copy_time_s", "compute_time_s")),
+    Fit("gsplit_p3_8xlarge", ("host", "code", "sampler"), ("Table 3",), ("orkut", "friendster"),
+        ("epoch_time_s", "sample_time_s", "forward_backward_time_s")),
 )  # fmt: skip
 FITTED = Path(__file__).resolve().parent.parent / "traces" / "fitted.csv"
 

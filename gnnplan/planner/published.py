@@ -348,8 +348,10 @@ def _fits(asked: Question) -> bool:
 
 def gave_a_halo(row: Row) -> bool:
     """Whether a halo in datasets/ was made from the row: Reddit's from GNNPipe Table 4, products' from PipeGCN Tables 2 and 4 (5 parts),
-    papers100M's from PipeGCN Table 5."""
+    papers100M's from PipeGCN Table 5; or the spreads of mini-batches: those of GSplit's graphs from its Table 1."""
     paper, dataset, strategy, metric = (row[name] for name in ("paper", "dataset", "strategy", "metric"))
+    if paper == "gsplit":
+        return metric.startswith(mini_batches.SAMPLED)
     if (paper, dataset) == ("gnnpipe", "reddit"):
         return (strategy, metric) == ("graph_parallel", "comm_volume_bytes")
     if (paper, dataset) == ("pipegcn", "ogbn-products"):
