@@ -177,7 +177,7 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
 def _anywhere(row: Row, params: dict[str, Any]) -> Row:
     """What batches hold is alike on all machines; P3's example of one has a trainer per server."""
     usual = {}
-    if row["metric"] in (*mini_batches.SAMPLED, "edges_computed_ratio_vs", "features_loaded_ratio_vs"):
+    if row["metric"] in (*mini_batches.SAMPLED, "edges_computed_ratio_vs", "features_loaded_ratio_vs", "cross_edge_ratio"):
         usual = {"testbed": "pcie_box", "model": "sage", "hidden": "256", "num_nodes": "1",
                  "gpus_per_node": str(params.get("micro_batches", 1))}
     elif not row["gpus_per_node"] and row["metric"] == "comm_volume_bytes":
@@ -304,6 +304,7 @@ FIGURES: dict[str, Callable[[Question], float]] = {
     "comm_volume_bytes": _volume,
     "train_time_s": _train,
     **{what: partial(_part, what) for what in ("dag_time_s", "copy_time_s", "sample_time_s", "load_time_s", "forward_backward_time_s")},
+    "cross_edge_ratio": mini_batches.crossing,
     **{what: partial(mini_batches.sampled, what) for what in mini_batches.SAMPLED},
 }
 RATIOS: dict[str, tuple[str, Callable[[float, float], float]]] = {

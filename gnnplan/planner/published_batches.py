@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gnnplan.planner.expected import expected_frontier
+from gnnplan.planner.expected import EstimatedBatch, expected_frontier
 from gnnplan.planner.formulas import p3_bytes
 from gnnplan.planner.job import Job
 from gnnplan.planner.specs import Cluster, Link
@@ -112,6 +112,13 @@ def sampled(what: str, asked: Question) -> float:
     if what == "features_loaded":
         return times * sum(batch.rows(rank, 0).size for rank in range(job.ranks))
     return times * sum(int(batch.facts(layer).edges.sum()) for layer in range(1, job.workload.layers + 1))
+
+
+def crossing(asked: Question) -> float:
+    """The share of a batch's edges that lead to another rank of those that split it."""
+    batch = asked.job.minibatches((0,) * asked.job.ranks, str(asked.strategy.knobs()["splitter"])).at(0)
+    assert isinstance(batch, EstimatedBatch)
+    return batch.cross
 
 
 def volume(asked: Question) -> float:

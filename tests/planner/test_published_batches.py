@@ -1,9 +1,13 @@
 """Printed figures of mini-batch systems: what is asked, and how its parts are told apart."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
+from gnnplan.planner import published
+from gnnplan.planner.calibrate import scaled
+from gnnplan.planner.cost import HOST_RATE
 from gnnplan.planner.published import Skip, predict, question
 from gnnplan.planner.strategies import DataParallel, GSplit
 
@@ -74,6 +78,27 @@ def test_what_ranks_do_twice(dataset: str, edges: float, features: float) -> Non
         ratio = told(COUNTS, metric, strategy="dgl_data_parallel", baseline="gsplit", dataset=dataset,
                      strategy_params='{"batch": 1024, "fanout": 15, "micro_batches": 4}')  # fmt: skip
         assert ratio == pytest.approx(printed, rel=0.25) and ratio >= 1
+
+
+def test_edges_between_owners() -> None:
+    """GSplit Sec. 6.3: three quarters of a random split's; METIS leaves few of a citation graph's, more of a social network's."""
+    row = {**COUNTS, "num_nodes": "1", "gpus_per_node": "4"}
+    assert told(row, "cross_edge_ratio", strategy="gsplit_rand", dataset="ogbn-papers100M") == 0.75
+    assert told(row, "cross_edge_ratio", dataset="ogbn-papers100M") == pytest.approx(0.05, abs=0.05)
+    assert 0.1 < told(row, "cross_edge_ratio", dataset="orkut") < 0.75
+
+
+def test_constants_of_code_host_and_sampler() -> None:
+    row = {**SPLIT, "metric": "epoch_time_s", "strategy": "dgl_data_parallel"}
+    plain = published.testbed(row)
+    assert plain.host is not None and plain.device.launch > 0
+    slower = scaled(row, {"host": 0.5, "code": 0.5, "sampler": 0.5})
+    assert slower.host is not None and slower.host.bandwidth == plain.host.bandwidth / 2
+    assert slower.device.launch == 2 * plain.device.launch and slower.device.gemm == plain.device.gemm / 2
+    assert slower.host_rates == {work: rate / 2 for work, rate in plain.host_rates.items()}
+    assert scaled(P3, {"sampler": 0.5}).host_rates == {"draw": HOST_RATE / 2, "lay": HOST_RATE / 2}
+    for factor in ("host", "code", "sampler"):
+        assert predict(row, partial(scaled, factors={factor: 0.5})) > predict(row)
 
 
 def test_what_is_not_stated() -> None:
