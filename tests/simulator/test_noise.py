@@ -38,8 +38,8 @@ def question(family: str) -> Job:
     graph = load("synthetic:community?vertices=300&edges=3000&features=16&classes=4&seed=0")
     assert isinstance(graph, Graph)
     mini = {"mode": "mini", "batch": 64, "fanout": (5, 5, 5, 5)} if family.split("(")[0] in ("data_parallel", "gsplit", "p3") else {}
-    link = Link(bandwidth=1e7, latency=1e-5)
-    where = Cluster(servers=2, gpus_per_server=2, device=DEVICE, intra_node=link, inter_node=Link(bandwidth=3e6, latency=2e-5))
+    link = Link(bandwidth=1e8, latency=1e-6)  # so that computation is what varies
+    where = Cluster(servers=2, gpus_per_server=2, device=DEVICE, intra_node=link, inter_node=Link(bandwidth=3e7, latency=2e-6))
     return Job(graph.stats, graph, Workload(layers=4, hidden=16, **mini), where, "hash")
 
 
