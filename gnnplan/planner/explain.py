@@ -37,8 +37,8 @@ def explain(job: Job, found: Found, exact: bool, tell: Tell = silent) -> list[st
            *tightest(best)]  # fmt: skip
     if not job.stats.known:
         counted = ", ".join(map(str, sorted(job.stats.halo_rows)))
-        what = ("frontiers are estimated: those of a random graph" if job.workload.mode == "mini" else
-                f"halo sizes follow from those counted at {counted} parts" if counted else "halo sizes are those of a random graph")
+        what = ("frontiers are estimated from degrees, and are off by a fifth on real graphs" if job.workload.mode == "mini" else
+                f"halo sizes follow from those counted at {counted} parts" if counted else "halo sizes are usual ones")
         out.append(f"The graph is known by statistics only: {what}, and the plan cannot be run.")
     parts = best.strategy.preparation(best.job)
     if parts:
