@@ -177,10 +177,11 @@ def smallest_change(job: Job, options: Callable[[Job], list[Strategy]]) -> str:
         cluster = job.cluster.model_copy(update={"servers": servers, "inter_node": job.cluster.inter_node or job.cluster.intra_node})
         if cluster.ranks > min(job.stats.vertices, MOST_RANKS):
             return None
-        larger = replace(job, graph=None, cluster=cluster, seats=(), _layouts={}, _chunks={})
+        larger = replace(job, graph=None, method=method, cluster=cluster, seats=(), _layouts={}, _chunks={})
         fitting = (str(s.settle(larger)) for s in options(larger) if (needed(larger, s) or np.inf) <= cluster.device.memory)
         return next(fitting, None)
 
+    method = job.method if job.graph is None else "random"  # no real cut of a graph is worse, so a remedy holds
     few = job.cluster.servers
     many = next((few * factor for factor in (2, 4, 8, 16, 32, 64) if with_servers(few * factor)), 0)
     if many:

@@ -146,7 +146,7 @@ def test_more_memory_as_proposed_does_fit(how: dict[str, Any], memory: float):
 def test_more_servers_as_proposed_would_fit(how: dict[str, Any]):
     """A graph that fills the memory, so that more servers help; the proposal is an estimate, and holds as one."""
     stats = replace(GRAPH.stats, vertices=10**6, edges=10**7, features=50, known=False)
-    job = replace(job_of(memory=12e9, layers=64, model="gcnii", dropout=0.5), stats=stats, graph=None)
+    job = replace(job_of(memory=12e9, layers=64, model="gcnii", dropout=0.5), stats=stats, graph=None, method="random")
     message = refused(job, **how)
     servers, name = re.search(r"or --set servers=(\d+) \((.*), estimated\)$", message).groups()  # type: ignore[union-attr]
 
