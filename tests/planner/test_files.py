@@ -144,7 +144,7 @@ def test_datasheet_times_efficiency():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(SpecError, match=r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, gnnpipe_a5000, .*local"):
+    with pytest.raises(SpecError, match=r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, dgx_h100, dgx_h200, gnnpipe_a5000, .*local"):
         read_cluster("gnnpipe_a500")
 
 
