@@ -19,7 +19,7 @@ from gnnplan.executor.kernels import Shapes, has_onednn
 from gnnplan.executor.learner import Gradients, Learner
 from gnnplan.executor.memory import MemoryWatch, resident
 from gnnplan.executor.models import Net
-from gnnplan.executor.strategies import open_worker, p3
+from gnnplan.executor.strategies import minibatch, open_worker, p3
 from gnnplan.executor.worker import Rank, now
 from gnnplan.planner.errors import GnnplanError
 from gnnplan.planner.files import write_atomically
@@ -94,6 +94,8 @@ def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: i
             report(row)
     learner.finish(epochs * steps)
     worker.drain()
+    if isinstance(worker, (minibatch.Worker, p3.Worker)):
+        worker.arriving.close()
     if metrics:
         metrics.close()
     if out:

@@ -42,7 +42,8 @@ def test_two_ranks(small: list[subprocess.Popen]) -> None:
     assert set(device.gather) == set(module.WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
     places = ("intra_node", "inter_node")
     assert set(cluster.collectives) == {f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places}
-    fields = {f"device.{name}" for name in type(device).model_fields} - {"device.name", "device.kind"}
+    told = {"device.name", "device.kind", "device.cache", "device.cache_bandwidth"}  # rates by width are measured in the place of caches
+    fields = {f"device.{name}" for name in type(device).model_fields} - told
     fields |= {f"collectives.{name}" for name in cluster.collectives} | {"cores", "host_rates"}
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ranks import Case
 
+from gnnplan.executor import train as module
 from gnnplan.executor.sampler import Arriving, Sampled, Sampler
+from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.strategies import DataParallel
 
@@ -46,6 +50,16 @@ def test_a_sampler_that_dies_ends_the_run_with_its_words(kind: type[Sampler], wo
     with pytest.raises((ValueError, RuntimeError), match=words):
         for step in range(4):
             shares.next(step)
+
+
+def test_a_run_ends_its_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was left to the collector: of P3's pipeline, which is part of a circle, idle samplers stayed for runs."""
+    graph = "synthetic:community?vertices=300&edges=1500&features=8&classes=3"
+    case = Case("data_parallel(prefetch=2)", graph, {**WORK, "batch": 40}, epochs=1)
+    job, kept = case.job(1), list[Any]()
+    monkeypatch.setattr(module, "open_worker", lambda *asked: kept.append(open_worker(*asked)) or kept[0])  # as a circle would
+    module.train(Rank(0, 1, torch.device("cpu"), "gloo", traced=0), job, case.settled(job), None, case.epochs)
+    assert kept[0].arriving.sampler and not multiprocessing.active_children()
 
 
 def test_being_ahead_changes_nothing(graphs: dict[str, str]) -> None:
