@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from gnnplan.planner.expected import EstimatedBatch, EstimatedBatches, expected_frontier
+from gnnplan.planner.expected import FULLEST, EstimatedBatch, EstimatedBatches, expected_frontier
 from gnnplan.planner.files import read_cluster
 from gnnplan.planner.graph import Graph, GraphStats, load
 from gnnplan.planner.job import Job
@@ -277,7 +277,8 @@ def test_a_split_batch_moves_what_a_graphs_does(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for() -> None:
-    """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, and between four GPUs a part of them does."""
+    """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, and between four GPUs a part of them does; the fullest
+    of these has a little more than its share to read."""
     for name, whole, split in (("orkut", 0.0, 0.0), ("friendster", 1.0, 0.5)):
         stats, where = load(name), read_cluster("gsplit_p3_8xlarge")
         assert isinstance(stats, GraphStats)
@@ -287,4 +288,19 @@ def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for() -> None:
         assert sum(read.values()) == pytest.approx(whole * job.stats.train_vertices / 1024 * edges * 64 / where.host.bandwidth, rel=0.02)
         half = GSplit(structure="spread", cache=int(where.device.memory) // 2).predict(job).by_op
         drawn = sum(float(np.max(s)) for op, s in half.items() if op.startswith("read"))
-        assert drawn <= split * sum(read.values()) and bool(drawn) == bool(split)
+        assert drawn <= split * FULLEST["gsplit"][0] * sum(read.values()) and bool(drawn) == bool(split)
+
+
+@pytest.mark.parametrize("splitter", FULLEST)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shares_of_a_split_add_up_whoever_has_most(splitter: str, ranks: int) -> None:
+    """The first rank as much over the mean as real splits have it, the others alike."""
+    stats = load("orkut")
+    assert isinstance(stats, GraphStats)
+    work = Workload(mode="mini", layers=2, batch=1000, fanout=(5, 5))
+    batches = EstimatedBatches(stats, work, (0,) * ranks, 1, splitter)
+    edges, whole = (each.at(0).facts(1).edges for each in (batches, EstimatedBatches(stats, work, (0,), 1)))
+    assert edges.sum() == whole.sum()
+    low, high = sorted(FULLEST[splitter])
+    assert low <= edges[0] / edges.mean() * (1 + 1e-4) and edges[0] / edges.mean() <= high * (1 + 1e-4)
+    assert np.ptp(edges[1:]) <= 1 <= edges[0] - edges[1]
