@@ -17,6 +17,7 @@ other over Gloo, beside the ranks. Spans and bytes come along with the share.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -231,10 +232,15 @@ class Arriving:
         self.rank, self.sampler, self.prefetch = rank, sampler, prefetch
         self.ahead: Iterator[Sampled] | None = None
         if prefetch:
-            self.ahead = iter(DataLoader(
-                sampler, batch_size=None, sampler=itertools.count(), num_workers=1, prefetch_factor=prefetch,
-                multiprocessing_context="fork", worker_init_fn=_begin, pin_memory=rank.device.type == "cuda",
-            ))  # fmt: skip
+            gc.collect()
+            gc.freeze()  # a fork has none of our threads: it would wait for them for ever if it collected a process group of ours
+            try:
+                self.ahead = iter(DataLoader(
+                    sampler, batch_size=None, sampler=itertools.count(), num_workers=1, prefetch_factor=prefetch,
+                    multiprocessing_context="fork", worker_init_fn=_begin, pin_memory=rank.device.type == "cuda",
+                ))  # fmt: skip
+            finally:
+                gc.unfreeze()
 
     def next(self, step: int) -> Share:
         rank = self.rank
