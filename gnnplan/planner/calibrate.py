@@ -57,9 +57,14 @@ CONSTANTS: dict[str, Callable[..., Cluster]] = {
 SAME = {"granndis_a6000_nvlink": "granndis_a6000_pcie", "gsplit_p3_16xlarge": "gsplit_p3_8xlarge"}  # other links or GPUs, the same code
 
 
+def whose(row: Row) -> str:
+    """The testbed whose constants are the row's."""
+    return SAME.get(row["testbed"], row["testbed"])
+
+
 @dataclass(frozen=True)
 class Fit:
-    """Rows of these tables, datasets and metrics of a testbed (nothing named: all) gave these constants."""
+    """Rows of these tables, datasets and metrics of a testbed gave these constants."""
 
     testbed: str
     constants: tuple[str, ...]
@@ -68,7 +73,7 @@ class Fit:
     metrics: tuple[str, ...]
 
     def holds(self, row: Row) -> bool:
-        same = SAME.get(row["testbed"], row["testbed"]) == self.testbed and row["dataset"] in self.datasets
+        same = whose(row) == self.testbed and row["dataset"] in self.datasets
         return same and row["metric"] in self.metrics and any(row["source"].startswith(source) for source in self.sources)
 
 
@@ -138,16 +143,11 @@ def found() -> dict[str, dict[str, float]]:
 
 def calibrated(row: Row) -> Cluster:
     """The row's testbed with the constants that are kept."""
-    return scaled(row, found().get(SAME.get(row["testbed"], row["testbed"]), {}))
+    return scaled(row, found().get(whose(row), {}))
 
 
 def gave_a_constant(row: Row) -> bool:
     return published.gave_a_halo(row) or any(fit.holds(row) for fit in FITS)
-
-
-def fits(rows: Sequence[Row], without: str = "") -> dict[str, dict[str, float]]:
-    """Every testbed's constants, from the rows that its Fit names, but for those of one dataset."""
-    return {each.testbed: fit([row for row in rows if each.holds(row) and row["dataset"] != without], each.constants) for each in FITS}
 
 
 def leave_one_out(rows: Sequence[Row]) -> dict[str, Any]:
@@ -160,7 +160,6 @@ def leave_one_out(rows: Sequence[Row]) -> dict[str, Any]:
             left[each.testbed, dataset] = fit(others, each.constants) if others else {}
 
     def testbeds(row: Row) -> Cluster:
-        name = SAME.get(row["testbed"], row["testbed"])
-        return scaled(row, left.get((name, row["dataset"]), found().get(name, {})))
+        return scaled(row, left[key]) if (key := (whose(row), row["dataset"])) in left else calibrated(row)
 
     return published.score(rows, published.gave_a_halo, testbeds)

@@ -145,9 +145,9 @@ class EstimatedLayout:
 
     def facts(self, layer: int) -> LayerFacts:
         """Layers that are alike have the same object."""
-        if self.kind(layer) not in self._facts:
-            self._facts[self.kind(layer)] = self._counted(layer)
-        return self._facts[self.kind(layer)]
+        if (kind := self.kind(layer)) not in self._facts:
+            self._facts[kind] = self._counted(layer)
+        return self._facts[kind]
 
     def _counted(self, layer: int) -> LayerFacts:
         m, servers = self.ranks, len(set(self.servers))

@@ -679,19 +679,20 @@ def _statistics(path: str, directed: bool) -> GraphStats:
         raise document.error(("train_fraction",), f"must be a number in (0, 1], got {fraction!r}")
     if not isinstance(name, str):
         raise document.error(("name",), f"must be text, got {name!r}")
-    if not isinstance(multilabel, bool):
-        raise document.error(("multilabel",), f"must be true or false, got {multilabel!r}")
-    spread = data.get("spread", SPREAD)
-    if isinstance(spread, bool) or not isinstance(spread, (int, float)) or not 0 <= spread <= 5:
-        raise document.error(("spread",), f"is the standard deviation of log degrees, in [0, 5], got {spread!r}")
-    told = data.get("batch_spread")
-    wrong = told is not None and not (isinstance(told, list) and len(told) == 2)
-    if wrong or any(isinstance(s, bool) or not isinstance(s, (int, float)) or not 0 <= s <= 5 for s in told or ()):
-        raise document.error(("batch_spread",), f"are two spreads in [0, 5], of what is drawn and of what is reached, got {told!r}")
-    drawn_reached = (float(told[0]), float(told[1])) if told else None
-    for flag in ("train_popular", "directed"):
+    for flag in ("multilabel", "train_popular", "directed"):
         if not isinstance(data.get(flag, False), bool):
             raise document.error((flag,), f"must be true or false, got {data[flag]!r}")
+
+    def is_spread(value: Any) -> bool:
+        return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value <= 5
+
+    spread = data.get("spread", SPREAD)
+    if not is_spread(spread):
+        raise document.error(("spread",), f"is the standard deviation of log degrees, in [0, 5], got {spread!r}")
+    told = data.get("batch_spread")
+    if told is not None and not (isinstance(told, list) and len(told) == 2 and all(map(is_spread, told))):
+        raise document.error(("batch_spread",), f"are two spreads in [0, 5], of what is drawn and of what is reached, got {told!r}")
+    drawn_reached = (float(told[0]), float(told[1])) if told else None
     popular, directed = data.get("train_popular", False), directed or data.get("directed", False)
     hints = data.get("halo_rows", {})
     if not isinstance(hints, dict):

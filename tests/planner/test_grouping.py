@@ -10,6 +10,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
+from any_wiring import wiring
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,19 +100,7 @@ def test_eight_gpus_have_the_best_of_all_seatings(name: str, seed: int):
 def places(draw) -> Cluster:
     """2 to 6 GPUs with any islands, switches and cards, and any links."""
     servers, gpus = draw(st.sampled_from([(1, 4), (2, 2), (4, 1), (1, 5), (1, 6), (2, 3), (3, 2)]))
-    link = st.builds(Link, bandwidth=st.sampled_from([1e7, 1e8, 7e8, 1e9, 1e10]), latency=st.sampled_from([0.0, 1e-6, 1e-3]))
-
-    def parts() -> list[list[int]]:
-        of = draw(st.lists(st.integers(0, 2), min_size=gpus, max_size=gpus))
-        return [[g for g in range(gpus) if of[g] == i] for i in sorted(set(of))]
-
-    more: dict[str, Any] = {"intra_node": draw(link), "inter_node": draw(link)}
-    for lists, of in (("islands", "island"), ("switches", "switch"), ("nics", None)):
-        if draw(st.booleans()):
-            more[lists] = parts()
-            if of:
-                more[of] = draw(link)
-    return cluster(servers, gpus, **more)
+    return cluster(servers, gpus, **wiring(draw, gpus))
 
 
 @given(places(), st.integers(0, 10**6))

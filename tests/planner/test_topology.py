@@ -10,6 +10,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
+from any_wiring import LINKS, wiring
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,20 +42,9 @@ def clusters(draw: st.DrawFn, ranks: int = 12) -> Cluster:
     """Any lists of GPUs, any fabric, with and without peer access."""
     servers = draw(st.integers(1, 7))
     gpus = draw(st.integers(1, max(1, ranks // servers)))
-    link = st.builds(Link, bandwidth=st.sampled_from([1e7, 1e8, 7e8, 1e9, 1e10]), latency=st.sampled_from([0.0, 1e-6, 1e-3]))
-
-    def parts() -> list[list[int]]:
-        of = draw(st.lists(st.integers(0, 2), min_size=gpus, max_size=gpus))
-        return [[g for g in range(gpus) if of[g] == i] for i in sorted(set(of))]
-
-    more: dict[str, Any] = {"intra_node": draw(link), "inter_node": draw(link)}
-    for lists, of in (("islands", "island"), ("switches", "switch"), ("nics", None)):
-        if draw(st.booleans()):
-            more[lists] = parts()
-            if of:
-                more[of] = draw(link)
+    more = wiring(draw, gpus)
     if draw(st.booleans()):
-        more |= {"peer_access": False, "host": draw(link), "bridge": draw(st.none() | link)}
+        more |= {"peer_access": False, "host": draw(LINKS), "bridge": draw(st.none() | LINKS)}
     kind = draw(st.sampled_from([None, "ring", "leaf_spine"]))
     if kind:
         per_leaf = draw(st.integers(1, 3)) if kind == "leaf_spine" else None
