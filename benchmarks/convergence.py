@@ -76,7 +76,7 @@ BATCHES = {
     "p3, pipelined": (2, "p3(pipelined=True)", ()),
 }
 HYBRID = {"hybrid": (4, "gnnpipe(stages=2,chunks=8)", ())}  # computes what the pipeline with the same chunks computes, so few seeds do
-FEW = {"hybrid": 3, "data parallel": 1, "gsplit": 1, "p3": 1}  # these compute what one process computes
+FEW = {"hybrid": 1, "data parallel": 1, "gsplit": 1, "p3": 1}  # these compute what one process computes
 ENOUGH = 3  # seeds that a plan may quote
 STUDIES = {
     "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, {**PIPELINES, **HYBRID}),
