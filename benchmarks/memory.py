@@ -1,12 +1,13 @@
 """How much memory every rank is told to need and needs: plans and runs deep and sparse jobs on this machine: `python benchmarks/memory.py
-DATASETS [--record]`.
+DATASETS [--record] [GRAPH ...]`.
 
-DATASETS is a folder with squirrel.npz, coauthor_physics.npz and coauthor_cs.npz. Prints a row per rank; --record writes them to
-traces/memory.csv. What a run fills does not depend on the machine's speed.
+DATASETS is a folder with squirrel.npz, chameleon.npz, coauthor_physics.npz and coauthor_cs.npz. Prints a row per rank, of the jobs on the
+graphs named (default: all); --record adds them to traces/memory.csv. What a run fills does not depend on the machine's speed.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import platform
 import sys
@@ -21,18 +22,21 @@ from gnnplan.planner.plan import chosen, question, read
 
 RECORD = Path(__file__).resolve().parent.parent / "traces" / "memory.csv"
 SERVERS = ("--set", "servers=2", "--set", "gpus_per_server=1")
-SQUIRREL, PHYSICS, CS = ("squirrel", "gcnii", 32), ("coauthor_physics", "sage", 3), ("coauthor_cs", "resgcn", 28)
+SQUIRREL, CHAMELEON = ("squirrel", "gcnii", 32), ("chameleon", "gcnii", 32)
+PHYSICS, CS = ("coauthor_physics", "sage", 3), ("coauthor_cs", "resgcn", 28)
 JOBS = [
-    *((*SQUIRREL, strategy, ranks, ()) for ranks in (2, 4) for strategy in (
+    *((*graph, strategy, ranks, ()) for graph in (SQUIRREL, CHAMELEON) for ranks in (2, 4) for strategy in (
         "graph_parallel", "graph_parallel(checkpoint=True)", "pipegcn", "pipegcn_gf", "gnnpipe" if ranks == 2 else "gnnpipe(stages=2)")),
     *((*PHYSICS, strategy, 2, ()) for strategy in ("graph_parallel", "pipegcn_gf", "gnnpipe")), (*PHYSICS, "pipegcn", 4, ()),
     *((*CS, strategy, 2, SERVERS) for strategy in ("granndis(max_hop=1,fanout=15)", "granndis(batches=2)")),
 ]  # fmt: skip
 
 
-def main(datasets: Path, record: bool) -> None:
-    rows = []
+def main(datasets: Path, record: bool, graphs: list[str]) -> None:
+    rows: list[dict[str, object]] = []
     for graph, model, layers, strategy, ranks, more in JOBS:
+        if graphs and graph not in graphs:
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             plan, out = f"{scratch}/plan.json", Path(scratch) / "run"
             asked = ("--model", model, "--layers", str(layers), "--hidden", "64", "--dropout", "0.5", "--ranks", str(ranks), *more)
@@ -52,8 +56,9 @@ def main(datasets: Path, record: bool) -> None:
                       f"{predicted[rank] / 1e6:7.1f} MB, measured {measured / 1e6:7.1f} MB ({predicted[rank] / measured - 1:+.1%})",
                       flush=True)  # fmt: skip
     if record:
-        write(RECORD, rows)
+        with RECORD.open(newline="") as file:
+            write(RECORD, [row for row in csv.DictReader(file) if graphs and row["graph"] not in graphs] + rows)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--record" in sys.argv[2:])
+    main(Path(sys.argv[1]), "--record" in sys.argv, [word for word in sys.argv[2:] if word != "--record"])
