@@ -15,6 +15,10 @@ class SGD:
     def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
         self.parameters, self.lr = list(parameters), lr
 
+    def state(self) -> dict[str, Tensor]:
+        """What it carries from step to step."""
+        return {}
+
     @torch.no_grad()
     def step(self) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -29,6 +33,11 @@ class Adam:
         self.parameters, self.lr = list(parameters), lr
         self.mean, self.square = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
         self.steps = [torch.zeros((), device=p.device) for p in self.parameters]
+
+    def state(self) -> dict[str, Tensor]:
+        """What it carries from step to step: both moments of every parameter, and how many steps they are of."""
+        each = zip(self.mean, self.square, self.steps, strict=True)
+        return {f"{name}.{i}": p for i, of in enumerate(each) for name, p in zip(("mean", "square", "steps"), of, strict=True)}
 
     @torch.no_grad()
     def step(self) -> None:

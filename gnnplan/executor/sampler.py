@@ -226,9 +226,9 @@ def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Arriving:
-    """Shares in the order of steps: made when they are asked for, or ahead by a process of their own."""
+    """Shares in the order of steps, from the `first` on: made when they are asked for, or ahead by a process of their own."""
 
-    def __init__(self, rank: Rank, sampler: Sampler, prefetch: int) -> None:
+    def __init__(self, rank: Rank, sampler: Sampler, prefetch: int, first: int = 0) -> None:
         self.rank, self.sampler, self.prefetch = rank, sampler, prefetch
         self.ahead: Iterator[Sampled] | None = None
         if prefetch:
@@ -236,7 +236,7 @@ class Arriving:
             gc.freeze()  # a fork has none of our threads: it would wait for them for ever if it collected a process group of ours
             try:
                 self.ahead = iter(DataLoader(
-                    sampler, batch_size=None, sampler=itertools.count(), num_workers=1, prefetch_factor=prefetch,
+                    sampler, batch_size=None, sampler=itertools.count(first), num_workers=1, prefetch_factor=prefetch,
                     multiprocessing_context="fork", worker_init_fn=_begin, pin_memory=rank.device.type == "cuda",
                 ))  # fmt: skip
             finally:
@@ -245,8 +245,9 @@ class Arriving:
     def next(self, step: int) -> Share:
         rank = self.rank
         if self.ahead is None:
-            rank.doing = str(Label("draw", step))
+            rank.doing.begin("host", str(Label("draw", step)))
             made = self.sampler[step]
+            rank.doing.end("host")
         else:
             with rank.span(Label("wait", step), "compute"):
                 made = next(self.ahead)

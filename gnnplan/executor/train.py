@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import resource
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
+from gnnplan.executor.checkpoint import Checkpoints, fill, named, under
 from gnnplan.executor.data import scores
 from gnnplan.executor.kernels import Shapes, has_onednn
 from gnnplan.executor.learner import Gradients, Learner
@@ -21,11 +24,12 @@ from gnnplan.executor.memory import MemoryWatch, resident
 from gnnplan.executor.models import Net
 from gnnplan.executor.strategies import minibatch, open_worker, p3
 from gnnplan.executor.worker import Rank, now
-from gnnplan.planner.errors import GnnplanError
+from gnnplan.planner.errors import GnnplanError, SpecError
 from gnnplan.planner.files import write_atomically
 from gnnplan.planner.job import Job
+from gnnplan.planner.schedule import Label
 from gnnplan.planner.strategies import Strategy
-from gnnplan.planner.trace import write_traces
+from gnnplan.planner.trace import read_trace, trace_of, write_traces
 
 TRACED_EPOCHS = 5  # at least, whatever the steps
 WATCHED_EPOCHS = 3  # whose memory is watched; then every buffer has been filled
@@ -41,30 +45,34 @@ class Worker(Protocol):
     def evaluate(self, step: int) -> Tensor: ...
     def counts(self, logits: Tensor) -> Tensor: ...
     def drain(self) -> None: ...
+    def state(self) -> dict[str, Tensor]: ...
+    def load(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: int, eval_every: int = 10,
-          report: Callable[[dict[str, Any]], None] = lambda row: None) -> Net:  # fmt: skip
-    """All epochs, each of as many steps as the strategy has batches; rank 0 appends a line per epoch to metrics.jsonl as it is finished.
-    Raises GnnplanError on a loss that is not finite."""
+          report: Callable[[dict[str, Any]], None] = lambda row: None, checkpoints: Checkpoints | None = None) -> Net:  # fmt: skip
+    """All epochs from `checkpoints.first` on, each of as many steps as the strategy has batches; rank 0 appends a line per epoch to
+    metrics.jsonl as it is finished. Raises GnnplanError on a loss that is not finite."""
     with Shapes.varying(strategy.mode == "mini"):
-        return _train(rank, job, strategy, out, epochs, eval_every, report)
+        return _train(rank, job, strategy, out, epochs, eval_every, report, checkpoints)
 
 
 def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: int, eval_every: int,
-           report: Callable[[dict[str, Any]], None]) -> Net:  # fmt: skip
+           report: Callable[[dict[str, Any]], None], checkpoints: Checkpoints | None) -> Net:  # fmt: skip
     _use_libraries()
     watch = MemoryWatch(rank.device)
-    worker: Worker = open_worker(rank, job, strategy)
+    steps, first = strategy.steps(job), checkpoints.first if checkpoints else 0
+    worker: Worker = open_worker(rank, job, strategy, first * steps)
     learner = worker.learner if isinstance(worker, p3.Worker) else Learner(
         rank, job.workload, [Gradients(worker.net.parameters(), worker.reduce_group)])  # fmt: skip
-    metrics = open(out / "metrics.jsonl", "a", encoding="utf-8") if out and rank.rank == 0 else None  # noqa: SIM115
     setup = {op: sent for op, sent in rank.sent.items() if sent}
     rank.sent.clear()
-    steps = strategy.steps(job)
     rank.traced = max(rank.traced, TRACED_EPOCHS * steps)
-    grown: list[int] = []  # resident bytes after each epoch
-    for epoch in range(epochs):
+    earlier = _go_on(rank, worker, learner, checkpoints, out) if checkpoints and out and first else None
+    record = _Record(rank, worker, earlier or {})
+    metrics = _open_metrics(out / "metrics.jsonl", first) if out and rank.rank == 0 else None
+    for epoch in range(first, epochs):
+        rank.doing.begin("phase", f"epoch {epoch + 1}")
         sent_before, seconds = sum(rank.sent.values()), 0.0
         loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
         for step in range(epoch * steps, (epoch + 1) * steps):
@@ -75,15 +83,20 @@ def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: i
             seconds += now() - started
             loss, counts = loss + part.cpu(), counts + worker.counts(logits)
             del part, logits
-        if epoch == WATCHED_EPOCHS - 1:
+        if epoch == first + WATCHED_EPOCHS - 1:
             watch.stop()
         tested = torch.full((3, 2), math.nan, dtype=torch.float64)
-        if epoch == epochs - 1 or (eval_every and (epoch + 1) % eval_every == 0):
+        evaluates = epoch == epochs - 1 or (eval_every and (epoch + 1) % eval_every == 0)
+        kept = checkpoints is not None and checkpoints.due(epoch + 1)
+        if evaluates or kept:
             worker.drain()
+        if evaluates:
+            rank.doing.begin("phase", f"the evaluation of epoch {epoch + 1}")
             rank.recording = False
             tested = worker.counts(worker.evaluate(step))
             rank.recording = True
-        grown.append(resident())
+        record.grown.append(resident())
+        rank.doing.begin("phase", f"the metrics of epoch {epoch + 1}")
         row = _row(rank, epoch, loss, counts, tested, seconds, sum(rank.sent.values()) - sent_before)
         if not math.isfinite(row["loss"]):
             lower = job.workload.lr / 10
@@ -92,14 +105,22 @@ def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: i
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()  # outlives a lost rank; waiting for the disk as well would look like a lost peer to the others
             report(row)
+        if checkpoints and kept and out:
+            rank.doing.begin("phase", f"the checkpoint of epoch {epoch + 1}")
+            record.trace(out)
+            tensors = named("worker", worker.state()) | named("optimizer", learner.optimizer.state())
+            checkpoints.save(rank, epoch + 1, tensors, record.notes(), [metrics.fileno()] if metrics else [])
+    rank.doing.begin("phase", "the end")
     learner.finish(epochs * steps)
     worker.drain()
     if isinstance(worker, (minibatch.Worker, p3.Worker)):
         worker.arriving.close()
+    if checkpoints:
+        checkpoints.wait()
     if metrics:
         metrics.close()
     if out:
-        _leave(rank, out, worker, setup, grown, watch.stop())
+        _leave(rank, out, worker, setup, record, watch.stop())
     return worker.net
 
 
@@ -127,14 +148,62 @@ def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, s
             "test_accuracy": evaluated[2], "epoch_s": float(slowest), "bytes": int(numbers[13])}  # fmt: skip
 
 
-def _leave(rank: Rank, out: Path, worker: Worker, setup: dict[str, int], grown: list[int], peak: int | None) -> None:
+class _Record:
+    """What a rank has counted in all epochs, those before its process began (`earlier`: their notes) included."""
+
+    def __init__(self, rank: Rank, worker: Worker, earlier: Mapping[str, Any]) -> None:
+        self.rank, self.worker, self.earlier = rank, worker, earlier
+        self.grown: list[int] = list(earlier.get("rss_bytes", []))  # resident bytes after each epoch
+        self.traced = -1  # spans in the trace on disk
+
+    def counts(self) -> dict[str, Any]:
+        before, errors = self.earlier.get("staleness", {}), getattr(self.worker, "errors", {})
+        rows = Counter(self.earlier.get("rows", {}))
+        rows.update(getattr(self.worker, "rows", {}))
+        return {"bytes": dict(self.rank.sent), "rss_bytes": self.grown, "rows": dict(rows),
+                "staleness": {at: [*before.get(at, []), *errors.get(at, [])] for at in {**before, **errors}}}  # fmt: skip
+
+    def notes(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {**self.counts(), "counted": [list(label) for label in self.rank.counted], "spans": len(self.rank.spans)}
+
+    def trace(self, out: Path) -> None:
+        """On disk, where it is not yet."""
+        if self.traced != len(self.rank.spans):
+            self.traced = len(self.rank.spans)
+            write_traces(out, self.rank.spans, [self.rank.rank], self.rank.world, "measured", self.rank.backend)
+
+
+def _go_on(rank: Rank, worker: Worker, learner: Learner, checkpoints: Checkpoints, out: Path) -> dict[str, Any]:
+    """Make of this process what the one was that left the checkpoint -> its notes."""
+    notes, tensors = checkpoints.load(checkpoints.first)
+    worker.load(under("worker", tensors))
+    fill(learner.optimizer.state(), under("optimizer", tensors))
+    rank.sent.update(notes["bytes"])
+    rank.counted = {Label(*label) for label in notes["counted"]}
+    with suppress(SpecError):  # a trace lost with its machine is no reason not to train
+        rank.spans = read_trace(trace_of(out, rank.rank), rank.rank)[1][: notes["spans"]]
+    return notes
+
+
+def _open_metrics(path: Path, first: int) -> TextIO:
+    """To append to, after the lines of the `first` epochs. Raises SpecError where they are not there."""
+    if not path.exists() and not first:
+        return open(path, "x", encoding="utf-8")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")] if path.exists() else []
+    if len(lines) < first:
+        raise SpecError(f"{path} has {len(lines)} epochs, but the checkpoint is of epoch {first}; put it back, or start anew with "
+                        "another --out")  # fmt: skip
+    write_atomically(path, "".join(lines[:first]))
+    return open(path, "a", encoding="utf-8")
+
+
+def _leave(rank: Rank, out: Path, worker: Worker, setup: dict[str, int], record: _Record, peak: int | None) -> None:
     """This rank's trace, counts and memory; the model's final weights from all ranks that hold some."""
-    write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
+    record.trace(out)
     write_atomically(out / f"rank{rank.rank}.json", json.dumps({
-        "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": len(grown), "bytes": dict(rank.sent),
-        "setup_bytes": setup, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_bytes": peak,
-        "rss_bytes": grown,
-        "staleness": getattr(worker, "errors", {}), "rows": getattr(worker, "rows", {}),
+        "rank": rank.rank, "backend": rank.backend, "device": str(rank.device), "epochs": len(record.grown), "setup_bytes": setup,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_bytes": peak, **record.counts(),
     }))  # fmt: skip
     state = {name: p.detach().cpu().contiguous() for name, p in worker.net.state_dict().items()}
     if len(worker.reduce_group) < rank.world:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gnnplan.executor.doing import Doing
 from gnnplan.executor.kernels import keep_allocator
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Label
@@ -46,12 +47,12 @@ class Rank:
     staleness_errors: bool = False  # measure what stale rows and gradients are away from the true ones
     spans: list[Span] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)  # operation -> bytes this rank sent while recording
-    doing: str = "set-up"  # the operation it is in: what an error names
+    doing: Doing = field(default_factory=Doing)  # what an error names
+    counted: set[Label] = field(default_factory=set)  # ahead of their sending
     exchange_group: dist.ProcessGroup | None = None
     timeout_s: float = 30.0  # for which a collective waits for its ranks
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
-    _counted: set[Label] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -68,19 +69,21 @@ class Rank:
     @contextmanager
     def span(self, label: Label, lane: str, nbytes: int = 0) -> Iterator[None]:
         """Record what happens inside under the schedule's label."""
-        self.doing = str(label)
+        name = str(label)
+        self.doing.begin(lane, name)
         start = now()
         yield
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         if self.recording and label.step < self.traced:
             with self._lock:
-                self.spans.append(Span(str(label), label.op, self.rank, lane, start, now(), nbytes, label.step))
+                self.spans.append(Span(name, label.op, self.rank, lane, start, now(), nbytes, label.step))
+        self.doing.end(lane)  # not where it raises: that is where it was
 
     def count(self, label: Label, nbytes: int) -> int:
         """Note bytes that this rank sends; on the step's own thread, since a lane may lag behind."""
-        if label in self._counted:
-            self._counted.remove(label)
+        if label in self.counted:
+            self.counted.remove(label)
         elif self.recording and nbytes:
             self.sent[label.op] = self.sent.get(label.op, 0) + nbytes
         return nbytes
@@ -89,7 +92,7 @@ class Rank:
         """Of what this rank will send in a later step than its label's: now."""
         if nbytes:
             self.count(label, nbytes)
-            self._counted.add(label)
+            self.counted.add(label)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The process group of some ranks; None: the one of all. All ranks must first ask for the same groups in the same order."""
@@ -133,6 +136,13 @@ class Rank:
             lane.shutdown(wait=True)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def there(result: T) -> Future[T]:
+    """A future of what is here already."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def die_with_parent() -> None:

@@ -56,7 +56,7 @@ def write_traces(directory: str | Path, spans: Iterable[Span], ranks: Iterable[i
                 path.unlink()
     paths = []
     for rank, own in by_rank.items():
-        paths.append(directory / f"trace.rank{rank}.json")
+        paths.append(trace_of(directory, rank))
         info = {"backend": backend, "rank": rank, "world_size": world}
         _replace(paths[-1], {"schemaVersion": 1, "displayTimeUnit": "ms", "source": source, "distributedInfo": info,
                              "traceEvents": _events(rank, own, source)})  # fmt: skip
@@ -71,23 +71,33 @@ def read_traces(directory: str | Path) -> list[Span]:
     spans: list[Span] = []
     worlds: dict[int, Path] = {}
     for rank, path in sorted(files.items()):
-        data = _load(path)
-        try:
-            info = data["distributedInfo"]
-            found, world = int(info["rank"]), int(info["world_size"])
-            events = [e for e in data["traceEvents"] if e["ph"] == "X"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise SpecError(f"{path}: distributedInfo or traceEvents lacks or garbles {error}; record it again") from error
-        if found != rank:
-            raise SpecError(f"{path}: distributedInfo.rank is {found!r}, the file's name says {rank}; do not rename traces")
+        world, own = read_trace(path, rank)
         worlds.setdefault(world, path)
-        spans += [_span(path, rank, i, event) for i, event in enumerate(events)]
+        spans += own
     if len(worlds) > 1:
         raise SpecError("traces of different runs: " + ", ".join(f"{path} has world_size {world}" for world, path in worlds.items())
                         + "; keep one run per folder")  # fmt: skip
     if missing := set(range(next(iter(worlds)))) - files.keys():
         raise SpecError(f"{directory}: world_size is {next(iter(worlds))}, but the traces of ranks {sorted(missing)} are missing")
     return spans
+
+
+def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
+    """How many ranks there were, and this one's spans in the order recorded."""
+    data = _load(path)
+    try:
+        info = data["distributedInfo"]
+        found, world = int(info["rank"]), int(info["world_size"])
+        events = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecError(f"{path}: distributedInfo or traceEvents lacks or garbles {error}; record it again") from error
+    if found != rank:
+        raise SpecError(f"{path}: distributedInfo.rank is {found!r}, the file's name says {rank}; do not rename traces")
+    return world, [_span(path, rank, i, event) for i, event in enumerate(events)]
+
+
+def trace_of(directory: Path, rank: int) -> Path:
+    return directory / f"trace.rank{rank}.json"
 
 
 def _files(directory: Path) -> dict[int, Path]:

@@ -39,6 +39,8 @@ class Case:
     directed: bool = False
     method: str = "metis"
     staleness_errors: bool = False
+    checkpoint_every: int = 0
+    resume: str = ""  # the folder of a run to go on with
     islands: str = ""  # of a server's ranks, as --set takes them; one process has none
 
     def job(self, world: int) -> Any:
@@ -122,7 +124,7 @@ class World:
 
     def run(self, case: Case, out: Path) -> Result:
         """Raises AssertionError with the words of the rank that failed first."""
-        out.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=bool(case.resume))
         for process in self.processes:
             assert process.stdin
             with contextlib.suppress(BrokenPipeError):  # it has died: its answer says so
@@ -189,7 +191,7 @@ class Ranks:
                     self.worlds[key].close()
                 self.worlds[key] = World(world, self.folder / f"world{world}-{self.runs}", cuda)
             self.runs += 1
-            results.append(self.worlds[key].run(case, self.folder / f"run{self.runs}"))
+            results.append(self.worlds[key].run(case, Path(case.resume) if case.resume else self.folder / f"run{self.runs}"))
         return results
 
     def alone(self, case: Case) -> Result:
@@ -210,10 +212,16 @@ class Ranks:
 
 
 def _train(rank: Any, case: Case, out: Path) -> None:
+    from gnnplan.executor.checkpoint import Checkpoints, latest, question
     from gnnplan.executor.train import train
 
     job = case.job(rank.world)
-    train(rank, job, case.settled(job), out, case.epochs, case.eval_every)
+    strategy = case.settled(job)
+    of_all = [Checkpoints(out, r, case.checkpoint_every, question(job, strategy)) for r in range(rank.world)]
+    checkpoints = of_all[rank.rank]
+    if case.resume:
+        checkpoints.first = latest(each.epochs() for each in of_all)
+    train(rank, job, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
 
 
 def main() -> None:

@@ -9,16 +9,16 @@ from gnnplan.planner.layout import Layout
 from gnnplan.planner.strategies import P3, DataParallel, GNNPipe, GraNNDis, GraphParallel, GSplit, Strategy
 
 
-def open_worker(rank: Rank, job: Job, strategy: Strategy) -> graph_parallel.Worker | gnnpipe.Worker:
-    """The rank's part of a strategy."""
+def open_worker(rank: Rank, job: Job, strategy: Strategy, first: int = 0) -> graph_parallel.Worker | gnnpipe.Worker:
+    """The rank's part of a strategy. `first`: the step that it begins with, after `load` if it is not 0."""
     if isinstance(strategy, GNNPipe):
         return gnnpipe.Worker(rank, job, strategy)
     if isinstance(strategy, GraNNDis):
         return granndis.open_worker(rank, job, strategy)
     if isinstance(strategy, P3):
-        return p3.Worker(rank, job, strategy)
+        return p3.Worker(rank, job, strategy, first)
     if isinstance(strategy, (DataParallel, GSplit)):
-        return minibatch.Worker(rank, job, strategy)
+        return minibatch.Worker(rank, job, strategy, first)
     assert isinstance(strategy, GraphParallel)
     layout = job.layout()
     assert isinstance(layout, Layout)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnplan.executor.checkpoint import Resumable
 from gnnplan.executor.comm import Arrival, Exchange, send
 from gnnplan.executor.data import Targets, dtype_of, features, lengths_of, sparse_features, weighted_block
 from gnnplan.executor.kernels import Block, SparseRows, aggregate_transposed, dropout
@@ -75,7 +76,7 @@ class _Passage:
     gradient: Tensor | None = None  # of h, on the way back
 
 
-class Worker:
+class Worker(Resumable):
     """Runs the steps of one rank."""
 
     def __init__(self, rank: Rank, job: Job, strategy: GNNPipe) -> None:
@@ -467,3 +468,9 @@ class Worker:
 
     def drain(self) -> None:
         """Every step ends with its messages gone."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, the history, and where late gradients are carried on to the next step, these. `mixed` is made from the history."""
+        late = self.slope if self.carried else {}
+        kept = {f"{name}.{layer}": rows for name, of in (("past", self.past), ("slope", late)) for layer, rows in of.items()}
+        return super().state() | kept

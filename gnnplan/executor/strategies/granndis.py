@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnplan.executor.checkpoint import Resumable
 from gnnplan.executor.data import Targets, counts_of, weighted_block
 from gnnplan.executor.models import Net
 from gnnplan.executor.strategies.graph_parallel import Worker, constant_rows, whole_share
@@ -25,7 +26,7 @@ def open_worker(rank: Rank, job: Job, strategy: GraNNDis) -> Worker | CoBatches:
     return open_whole(rank, job, layout, strategy.manner, degrees=strategy.degrees)
 
 
-class CoBatches:
+class CoBatches(Resumable):
     """R batches per epoch over the same weights. Constant rows of the whole layout stay in the server's memory; a batch's are
     loaded before its step and dropped after it. Its edges stay on the device; those of evaluation are made when it comes."""
 

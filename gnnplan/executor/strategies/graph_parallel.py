@@ -7,7 +7,7 @@ ago and sends on the comm lane's thread, from and into buffers that stay: memory
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from typing import TypeVar
@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnplan.executor.checkpoint import Resumable, fill
 from gnnplan.executor.comm import Exchange, all_reduce
 from gnnplan.executor.data import Targets, features, lengths_of, sparse_features
 from gnnplan.executor.kernels import Rows, SparseRows, dropout
 from gnnplan.executor.models import BatchNorm, Drop, Net
 from gnnplan.executor.share import Share, share_of
-from gnnplan.executor.worker import Rank
+from gnnplan.executor.worker import Rank, there
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.schedule import Label
@@ -46,7 +47,7 @@ class _Step:
 
 
 @dataclass
-class Worker:
+class Worker(Resumable):
     """Runs the steps of one rank."""
 
     rank: Rank
@@ -332,6 +333,20 @@ class Worker:
         """Wait for exchanges still under way; what they bring stays for the next step."""
         for future in self.pending.values():
             future.result()
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, and where rows are stale those that the next step uses: smoothed ones are the smoothing's own buffers too."""
+        return super().state() | {f"stale.{way}.{layer}": future.result() for (way, layer), future in self.pending.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        fill(super().state(), state)
+        for name, tensor in state.items():
+            if name.startswith("stale."):
+                way, layer = name.split(".")[1], int(name.split(".")[2])
+                rows = tensor.to(self.rank.device, copy=True)
+                self.pending[way, layer] = there(rows)
+                if ("f" if way == "f" else "g") in self.how.smoothing:
+                    self.smooth[way, layer] = rows
 
 
 def open_worker(rank: Rank, job: Job, layout: Layout, how: Manner, gamma: float = 0.0, degrees: str = "global", net: Net | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gnnplan.executor.checkpoint import Resumable
 from gnnplan.executor.data import Targets, lengths_of
 from gnnplan.executor.kernels import Rows, SparseRows
 from gnnplan.executor.models import Net
@@ -20,17 +21,18 @@ from gnnplan.planner.strategies import DataParallel, GSplit
 from gnnplan.planner.strategies.layerwise import Manner
 
 
-class Worker:
+class Worker(Resumable):
     """Runs the steps of one rank. Evaluation is of the full graph: every rank its part, halos exchanged."""
 
-    def __init__(self, rank: Rank, job: Job, strategy: DataParallel | GSplit) -> None:
+    def __init__(self, rank: Rank, job: Job, strategy: DataParallel | GSplit, first: int = 0) -> None:
         self.rank, self.job, self.manner = rank, job, strategy.manner
         self.net = Net(job.model, job.workload).to(rank.device)
         self.reduce_group = tuple(range(rank.world))
         batches = strategy.batches(job)
         self.store = FeatureStore(rank, job, strategy.store(job))  # before a sampler forks, which would keep a copy of the features
         edges = [self.net.layer(layer).edges for layer in range(1, job.workload.layers + 1)]
-        self.arriving = Arriving(rank, Sampler(batches, rank.rank, edges, rank.timeout_s, strategy.lists(job)), strategy.prefetch)
+        sampler = Sampler(batches, rank.rank, edges, rank.timeout_s, strategy.lists(job))
+        self.arriving = Arriving(rank, sampler, strategy.prefetch, first)
         self.whole: graph_parallel.Worker | None = None  # made when it is first asked for
         self.scored: Targets | None = None  # whose rows the last logits are
 

@@ -7,7 +7,7 @@ tail (B_M) brings the sum's gradient to this rank's columns of the first weight.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor import comm
+from gnnplan.executor.checkpoint import Resumable, fill, named
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.data import Targets, counts_of, dtype_of, sparse_rows, weighted_block
 from gnnplan.executor.kernels import Rows, dropout
@@ -27,7 +28,7 @@ from gnnplan.executor.models import CALLS, Net
 from gnnplan.executor.sampler import Arriving, Sampled, Sampler
 from gnnplan.executor.share import Part, Share
 from gnnplan.executor.strategies import graph_parallel
-from gnnplan.executor.worker import Rank
+from gnnplan.executor.worker import Rank, there
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
@@ -108,15 +109,15 @@ class Flight:
     exchange: Exchange
     partial: Tensor  # of all peers' blocks, with its graph
     own: slice  # this rank's block's rows of it
-    pulled: Future[Tensor] | None
+    pulled: Future[Tensor] | None = None
     pushed: Future[Tensor] | None = None  # the gradients of the peers' sums
     gradient: Tensor = field(default_factory=lambda: torch.empty(0))  # of its own
 
 
-class Worker:
+class Worker(Resumable):
     """Runs the steps of one rank. `net` is the whole model's, for evaluation and what is saved; `sliced` is trained."""
 
-    def __init__(self, rank: Rank, job: Job, strategy: P3) -> None:
+    def __init__(self, rank: Rank, job: Job, strategy: P3, first: int = 0) -> None:
         assert job.graph is not None
         self.rank, self.job, self.strategy = rank, job, strategy
         me, device = rank.rank, rank.device
@@ -134,7 +135,8 @@ class Worker:
             rank.group(rail)
         edges = [self.net.layer(layer).edges for layer in range(1, job.workload.layers + 1)]
         sampler = ColumnSampler(strategy.batches(job), me, edges, rank.timeout_s, strategy.lists(job), rail=self.rail)
-        self.arriving = Arriving(rank, sampler, strategy.prefetch)
+        self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)  # under way between two epochs
+        self.arriving = Arriving(rank, sampler, strategy.prefetch, self.landing.start if self.landing else first)
         x = job.graph.x
         self.x = x[:, self.mine.start : self.mine.stop]  # this server's columns, in its memory, or in the file that is mapped
         if isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
@@ -185,11 +187,7 @@ class Worker:
     # -- a batch -----------------------------------------------------------------------------------------------------
 
     def _front(self, step: int) -> Flight:
-        rank, job, workload = self.rank, self.job, self.job.workload
-        share = self.arriving.next(step)
-        part = share.parts[0]
-        assert isinstance(part, Pushed)
-        net = self.nets[step % len(self.nets)]
+        rank, share, net = self.rank, self.arriving.next(step), self.nets[step % len(self.nets)]
         if net is not self.sliced:
             for stashed, p in zip(net.parameters(), self.sliced.parameters(), strict=True):
                 stashed.data.copy_(p.data)
@@ -197,6 +195,16 @@ class Worker:
                 each.flat.zero_()
                 label = Label("all_reduce", step, layer=each.layer)
                 rank.count_ahead(label, comm.reduced_bytes(rank, label, each.flat, each.group))
+        flight = self._partial(step, share, net)
+        rows = flight.exchange.pack(flight.partial.detach())
+        flight.pulled = self._move(Label("pull", step, "f", 1), flight.exchange, rows, "f")
+        return flight
+
+    def _partial(self, step: int, share: Share, net: Net) -> Flight:
+        """Layer 1 on this rank's columns, of all peers' blocks."""
+        rank, job, workload = self.rank, self.job, self.job.workload
+        part = share.parts[0]
+        assert isinstance(part, Pushed)
         with rank.span(Label("load", step), "copy", int(job.features_bytes(part.source, self.mine).sum())):
             x = self._columns(part.source)
         layer: Any = net.layer(1)
@@ -228,9 +236,7 @@ class Worker:
         for peer, end, count in zip(self.rail, ends.tolist(), part.rows, strict=True):
             if peer != rank.rank:
                 give[peer], take[peer] = np.arange(end - count, end), part.rows[mine]
-        exchange = Exchange(rank, give, take)
-        pulled = self._move(Label("pull", step, "f", 1), exchange, exchange.pack(partial.detach()), "f")
-        return Flight(step, net, share, exchange, partial, own, pulled)
+        return Flight(step, net, share, Exchange(rank, give, take), partial, own)
 
     def _columns(self, rows: np.ndarray) -> Rows:
         picked, workload, device = self.x[rows], self.job.workload, self.rank.device
@@ -240,9 +246,7 @@ class Worker:
 
     def _move(self, label: Label, exchange: Exchange, rows: Tensor, way: str) -> Future[Tensor]:
         if len(self.rail) == 1:  # nobody to meet
-            there: Future[Tensor] = Future()
-            there.set_result(rows)
-            return there
+            return there(rows)
         nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
         leaving = [rows]  # gone when they have left, whenever the lane's thread lets go of this function
 
@@ -344,6 +348,28 @@ class Worker:
                 if moving is not None:
                     moving.result()
         self._assemble()
+
+    def state(self) -> dict[str, Tensor]:
+        """Between two epochs: the weights; in the pipeline also the stashed ones, their gradients, and of the batches under way, whose body
+        is done, what `_tail` has to bring home. Layer 1 of these is computed again."""
+        out = named("sliced", self.sliced.state_dict())
+        if self.strategy.pipelined:
+            for i, (net, buffers) in enumerate(zip(self.nets, self.buffers, strict=True)):
+                out |= named(f"stash.{i}", net.state_dict()) | {f"gradient.{i}.{j}": each.flat for j, each in enumerate(buffers)}
+        for flight in self.flights:
+            assert flight.pushed is not None
+            out |= {f"flight.{flight.step}.own": flight.gradient, f"flight.{flight.step}.pushed": flight.pushed.result()}
+        return out
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        fill(self.state(), state)
+        recording, self.rank.recording = self.rank.recording, False
+        for step in self.landing:
+            flight = self._partial(step, self.arriving.next(step), self.nets[step % len(self.nets)])
+            flight.gradient = state[f"flight.{step}.own"].to(self.rank.device, copy=True)
+            flight.pushed = there(state[f"flight.{step}.pushed"].to(self.rank.device, copy=True))
+            self.flights.append(flight)
+        self.rank.recording = recording
 
 
 class _Delayed(Learner):
