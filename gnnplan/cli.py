@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -458,23 +459,42 @@ def show_sweep(base: Job, strategy: Any, sweep: list[str], settings: list[str], 
 
 @app.command()
 def run(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    plan_file: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan.json; with --resume the run's own.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; default: the workload's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for all it leaves; must not hold a run. Default: one in runs/.")] = None,
-    eval_every: Annotated[int, typer.Option(min=0, help="Evaluate every so many epochs and at the end (0: at the end).")] = 10,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank waits for its peers before it gives up.")] = 30.0,
+    eval_every: Annotated[int | None, typer.Option(min=0, help="Evaluate every so many epochs and at the end (10; 0: at the end).")] = None,
+    timeout: Annotated[float | None, typer.Option(min=1.0, help="Seconds a rank waits for its peers before it gives up (30).")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=0, help="Epochs between checkpoints (10; 0: none); two are kept.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder from its last checkpoint, with its "
+                                                "plan and options; --epochs may ask for more.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, max=1000, help="Start all ranks anew from the last checkpoint when one is lost, so many "
+                                          "times at most.")] = 0,
     staleness_errors: Annotated[bool, typer.Option("--staleness-errors", help="Measure how far stale rows and gradients are from the "
                                                    "true ones, per layer and epoch, into rank*.json.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when torchrun or Slurm started it."""
+    """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when torchrun or Slurm started it.
+
+    A run that was broken off: gnnplan run --resume DIR. Under torchrun restarts are torchrun's (--max-restarts 3), and go on from the
+    last checkpoint too.
+    """
     from gnnplan.executor import launch
     from gnnplan.planner import plan as plans
     from gnnplan.planner.errors import SpecError
     from gnnplan.planner.files import make_folder
 
-    options = launch.Options(epochs, eval_every, timeout, staleness_errors)
+    if resume is not None and out is not None:
+        raise SpecError("--out is of a new run, and --resume goes on in the folder of one; leave one of them out")
+    if resume is not None:
+        out, plan_file = resume, plan_file or resume / "plan.json"
+    if plan_file is None:
+        raise SpecError("run takes a PLAN (`gnnplan plan -o plan.json` makes one), or --resume DIR")
+    options = launch.Options.of(out or Path(), {
+        "epochs": epochs, "eval_every": eval_every, "timeout_s": timeout, "checkpoint_every": checkpoint_every,
+        "staleness_errors": staleness_errors or None}, resume is not None)  # fmt: skip
     if launch.started_by_launcher():
+        if restarts:
+            raise SpecError("ranks that torchrun or srun has started are started anew by it; use torchrun --max-restarts, not --restarts")
         if out is None:
             raise SpecError("--out is needed when torchrun or srun starts the ranks, so that all of them write to one folder")
         code = launch.follow(plan_file, out, options)
@@ -485,13 +505,20 @@ def run(
     if out is None:
         stem = f"{job.stats.name.split('?')[0].replace(':', '-').replace('/', '-')}-{strategy.name}"
         out = next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{stem}-{n}").exists())
-    launch.must_be_new(out)
+    number, last = options.epochs or job.workload.epochs, 0
+    if resume is None:
+        launch.must_be_new(out)
+    else:
+        last = launch.last_of(out, job, strategy)
+        launch.must_go_on(out, last, number)
     launch.must_fit_here(job)
     strategy.schedule(job, 1)  # partitions are made once, here, and read by the ranks
     make_folder(out)
     plans.write(out / "plan.json", document)
-    say(f"training {job.stats.name} with {strategy} on {job.ranks} ranks, {epochs or job.workload.epochs} epochs, into {out}")
-    launch.start(out / "plan.json", out, options, job.by_gpu)
+    options.write(out)
+    onwards = f" after {last}" if last else ""
+    say(f"training {job.stats.name} with {strategy} on {job.ranks} ranks, {number} epochs{onwards}, into {out}")
+    launch.start(out / "plan.json", out, replace(options, restarts=restarts), job)
     show_run(out, as_json)
 
 

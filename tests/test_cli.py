@@ -396,6 +396,41 @@ def test_a_run_is_not_overwritten(copied: Path, gnnplan: Call):
     assert {path: path.read_bytes() for path in copied.iterdir()} == before
 
 
+def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Call, tmp_path: Path):
+    """Answers before anything starts, and leaves the folder as it is. What a good one does is in tests/executor/test_resume.py."""
+    from safetensors.torch import save_file
+    from torch import ones
+
+    from gnnplan.executor import launch
+    from gnnplan.executor.checkpoint import question
+
+    out = tmp_path / "run"
+    answer = gnnplan("run", "--resume", out)
+    assert answer.code == 2 and f"{out / 'plan.json'}: cannot be read" in answer.err
+    out.mkdir()
+    (out / "plan.json").write_bytes(plan_file.read_bytes())
+    answer = gnnplan("run", "--resume", out)
+    assert answer.code == 2 and f"{out} has no checkpoint that all ranks have finished" in answer.err
+    answer = gnnplan("run", plan_file, "--resume", out, "--out", tmp_path / "other")
+    assert answer.code == 2 and "leave one of them out" in answer.err
+    assert gnnplan("run").code == 2
+    (out / "checkpoints").mkdir()
+    _, job, strategy = launch.prepare(plan_file)
+    asked = question(job, strategy)
+    for words, changed in (("workload.seed 9 there and 0 here", {"workload.seed": 9}), ("gnnplan '0' there", {"gnnplan": "0"}), ("", {})):
+        for rank in range(2):
+            about = {"question": {**asked, **changed}, "notes": {}}
+            save_file({"x": ones(1)}, out / "checkpoints" / f"epoch10.rank{rank}.safetensors", {"gnnplan": json.dumps(about)})
+        before = everything(out)
+        answer = gnnplan("run", "--resume", out, "--epochs", "5")
+        words = f"epoch10.rank0.safetensors is of another training ({words}" if words else "a checkpoint of epoch 10, but only 5 epochs"
+        assert answer.code == 2 and words in answer.err, answer.err
+        assert everything(out) == before
+    (out / "options.json").write_text('{"epochs": 5, "colour": 1}')
+    answer = gnnplan("run", "--resume", out)
+    assert answer.code == 2 and "options.json is damaged" in answer.err
+
+
 def test_where_a_run_goes_by_default(plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import gnnplan.cli as cli
     from gnnplan.executor import launch
@@ -403,7 +438,7 @@ def test_where_a_run_goes_by_default(plan_file: Path, gnnplan: Call, tmp_path: P
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "community-graph_parallel-1").mkdir(parents=True)
     started: list[tuple] = []
-    monkeypatch.setattr(launch, "start", lambda *words: started.append(words))
+    monkeypatch.setattr(launch, "start", lambda *words: started.append((*words[:3], words[3].by_gpu)))
     monkeypatch.setattr(cli, "show_run", lambda out, as_json: None)
     assert gnnplan("run", plan_file).code == 0
     out = Path("runs/community-graph_parallel-2")
@@ -725,7 +760,7 @@ def test_bad_input(what: str, gnnplan: Call, tmp_path: Path, plan_file: Path, mo
 
 
 def test_more_ranks_than_this_machine_holds(plan_file: Path, tmp_path: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch):
-    import gnnplan.executor.measure as module
+    import gnnplan.executor.memory as module
 
     monkeypatch.setattr(module, "free_memory", lambda: 300e6)
     answer = gnnplan("run", plan_file, "--out", tmp_path / "out")

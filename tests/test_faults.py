@@ -132,15 +132,16 @@ def test_a_killed_rank_ends_all_and_is_named(ranks: int, victim: int, strategy: 
     run.until_training()
     os.kill(run.rank(victim), signal.SIGKILL)
     assert run.ended() == 4, run.stderr
-    assert f"error: rank {victim} was lost: killed by SIGKILL" in run.stderr and "Traceback" not in run.stderr
+    words = rf"^error: rank {victim} \(server 0\) was lost in \S.* of epoch \d+: killed by SIGKILL\. All ranks were stopped; \d+ finished"
+    assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
     run.check_metrics()
     said = json.loads(run.stdout)
-    assert said["exit_code"] == 4 and f"rank {victim} was lost" in said["error"]
-    kept = {path: path.read_bytes() for path in run.out.iterdir()}
+    assert said["exit_code"] == 4 and f"rank {victim} (server 0) was lost" in said["error"]
+    kept = {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
     assert "weights.safetensors" not in {path.name for path in kept}
     with pytest.raises(SpecError, match="holds a run already"):  # what is left is not overwritten
         app(["run", str(tmp_path / "plan.json"), "--out", str(run.out)], standalone_mode=False)
-    assert {path: path.read_bytes() for path in run.out.iterdir()} == kept
+    assert {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()} == kept
 
 
 def test_a_rank_that_stops_answering_ends_all_and_is_named(tmp_path: Path, start: Start):
@@ -148,7 +149,8 @@ def test_a_rank_that_stops_answering_ends_all_and_is_named(tmp_path: Path, start
     run.until_training()
     os.kill(run.rank(0), signal.SIGSTOP)
     assert run.ended() == 4, run.stderr  # 3 s, then 5 s until the stopped one is killed
-    assert re.search(r"^error: rank 0 stopped answering: rank 1 waited 3 s in \S+:s\d+\. ", run.stderr, re.M), run.stderr
+    words = r"^error: rank 0 \(server 0\), in \S.*, stopped answering: rank 1 \(server 0\) waited 3 s in \S.* of .*epoch \d+\. "
+    assert re.search(words, run.stderr, re.M), run.stderr
     run.check_metrics()
 
 
@@ -168,7 +170,7 @@ if os.environ.get("RANK") == "1":
 """)
     run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), PYTHONPATH=str(tmp_path / "patch"))
     assert run.ended(60) == 4, run.stderr
-    assert "error: rank 1 was lost in " in run.stderr and "ZeroDivisionError: injected by the test" in run.stderr
+    assert "error: rank 1 (server 0) was lost in the metrics of epoch 4: ZeroDivisionError: injected by the test. " in run.stderr
     run.check_metrics()
     assert len(run.epochs()) in (3, 4)  # rank 0 may have written the fourth
 
@@ -196,17 +198,21 @@ class Gone:
 
 
 @pytest.mark.parametrize(("failures", "notes", "words", "code"), [
-    ({0: Gone(75, 1), 1: Gone(-9, 2)}, {0: "Connection closed by peer"}, "rank 1 was lost: killed by SIGKILL", 4),
-    ({0: Gone(75, 1), 2: Gone(4, 9), 1: Gone(-15)}, {0: "Connection reset", 2: "KeyError: 3"}, "rank 2 was lost in halo: KeyError: 3", 4),
-    ({0: Gone(75), 1: Gone(-9)}, {0: "Timed out waiting 3000ms"}, "rank 1 stopped answering: rank 0 waited 3 s in halo", 4),
-    ({0: Gone(1)}, {}, "rank 0 was lost: exit code 1", 4),
+    ({0: Gone(75, 1), 1: Gone(-9, 2)}, {0: "Connection closed by peer"}, "rank 1 (server 1) was lost in start: killed by SIGKILL", 4),
+    ({0: Gone(75, 1), 2: Gone(4, 9), 1: Gone(-15)}, {0: "Connection reset", 2: "KeyError: 3"},
+     "rank 2 (server 2) was lost in halo: KeyError: 3", 4),
+    ({0: Gone(75), 1: Gone(-9)}, {0: "Timed out waiting 3000ms"},
+     "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo", 4),
+    ({0: Gone(75, 2), 1: Gone(75, 1), 2: Gone(-15)}, {0: "Timed out waiting 3000ms", 1: "Timed out", 2: "Connection closed"},
+     "ranks do not reach each other: rank 0 (server 0) in halo, rank 1 (server 1) in halo waited 3 s. None of them died: is a link", 4),
+    ({0: Gone(1)}, {}, "rank 0 (server 0) was lost in start: exit code 1", 4),
     ({0: Gone(-15), 1: Gone(2)}, {1: "the plan is for 3 ranks"}, "the plan is for 3 ranks", 2),
 ])  # fmt: skip
 def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path: Path):
-    from gnnplan.executor import launch
+    from gnnplan.executor.blame import blame
 
     for rank, message in notes.items():
         note = {"exit_code": failures[rank].exitcode, "message": message, "doing": "halo"}
         (tmp_path / f"error.rank{rank}.json").write_text(json.dumps(note))
-    error = launch._lost(failures, tmp_path, len(failures), 3.0)
+    error = blame(failures, tmp_path, range(len(failures)), 3.0)
     assert str(error).startswith(words) and error.exit_code == code

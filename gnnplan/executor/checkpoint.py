@@ -106,12 +106,19 @@ class Checkpoints:
     def epochs(self) -> list[int]:
         """Those that this rank has whole. Raises SpecError where they are of another training."""
         found = []
-        for path in self.folder.glob(f"epoch*.rank{self.rank}.safetensors"):
-            match, about = _FILE.fullmatch(path.name), header(path)
-            if match and about is not None:
-                must_agree(path, about["question"], self.question)
-                found.append(int(match[1]))
-        return sorted(found)
+        for epoch in stored(self.folder.parent, [self.rank])[self.rank]:
+            about = header(self._path(epoch))
+            if about is not None:
+                must_agree(self._path(epoch), about["question"], self.question)
+                found.append(epoch)
+        return found
+
+    def go_on(self, epoch: int) -> None:
+        """From this one, or 0: from the beginning. Later ones are forgotten: their epochs are trained again."""
+        self.first = epoch
+        for later in self.epochs():
+            if later > epoch:
+                self._path(later).unlink()
 
     def save(self, rank: Rank, epoch: int, tensors: Mapping[str, Tensor], notes: Mapping[str, Any], before: Iterable[int] = ()) -> None:
         """Write it; on its own lane wait for the disk, since that would look like a lost peer to others. `before`: files (descriptors)
@@ -142,10 +149,8 @@ class Checkpoints:
                     os.replace(temporary, path)
         except OSError as error:
             raise _unwritable(path, error) from error
-        mine = {int(match[1]): other for other in self.folder.iterdir() if (match := _FILE.fullmatch(other.name)) and
-                int(match[2]) == self.rank}  # fmt: skip
-        for epoch in sorted(mine)[:-KEPT]:
-            mine[epoch].unlink(missing_ok=True)
+        for epoch in stored(self.folder.parent, [self.rank])[self.rank][:-KEPT]:
+            self._path(epoch).unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Until the last one is on the disk. Raises SpecError where it could not be written."""
@@ -154,15 +159,11 @@ class Checkpoints:
             self._leaving = None
 
     def load(self, epoch: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Its notes and tensors. Later ones are forgotten: their epochs are trained again."""
+        """Its notes and tensors."""
         about = header(self._path(epoch))
         assert about is not None
         with safe_open(self._path(epoch), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        for later in self.epochs():
-            if later > epoch:
-                self._path(later).unlink()
-        return about["notes"], tensors
+            return about["notes"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def header(path: Path) -> dict[str, Any] | None:
@@ -172,6 +173,15 @@ def header(path: Path) -> dict[str, Any] | None:
         if isinstance(about["question"], dict) and isinstance(about["notes"], dict):
             return dict(about)
     return None
+
+
+def stored(out: Path, ranks: Iterable[int]) -> dict[int, list[int]]:
+    """Rank -> epochs that it has a file of, the first one first."""
+    found: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for path in (out / "checkpoints").glob("epoch*"):
+        if (match := _FILE.fullmatch(path.name)) and int(match[2]) in found:
+            found[int(match[2])].append(int(match[1]))
+    return {rank: sorted(epochs) for rank, epochs in found.items()}
 
 
 def latest(epochs: Iterable[Iterable[int]]) -> int:

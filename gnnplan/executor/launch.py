@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-import uuid
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from gnnplan.planner.errors import GnnplanError, LostRank, SpecError
+from gnnplan.executor import doing
+from gnnplan.executor.blame import FAILED_WITH_OTHERS, Failure, blame, forget, note
+from gnnplan.executor.starved import REMEDY, account, found, killings, ran_out
+from gnnplan.planner.errors import GnnplanError, SpecError
 from gnnplan.planner.files import make_folder, write_atomically
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.job import Job
@@ -26,8 +29,6 @@ from gnnplan.planner.plan import chosen, question, read, write
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.units import show_bytes, show_time
 
-FAILED_WITH_OTHERS = 75  # a rank that stopped because its peers did
-GRACE = 5  # [s] that a rank has to end when it is told to
 LOST_PEER = ("onnection", "ocket", "gloo", "imed out", "NCCL", "peer")  # words of torch.distributed's errors
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 
@@ -40,6 +41,25 @@ class Options:
     eval_every: int = 10
     timeout_s: float = 30.0  # that a rank waits for its peers
     staleness_errors: bool = False
+    checkpoint_every: int = 10  # epochs; 0: never
+    resume: bool = False  # go on from the last checkpoint in the run's folder
+    restarts: int = 0  # of all ranks, when one is lost
+
+    @classmethod
+    def of(cls, out: Path, given: Mapping[str, Any], resume: bool) -> Options:
+        """Those given (None: not), the rest as the run has them that is to be gone on with, or by default. Raises SpecError."""
+        path, before = out / "options.json", {}
+        if resume and path.exists():
+            try:
+                before = dict(json.loads(path.read_text(encoding="utf-8")))
+                before = {name: value for name, value in before.items() if name not in ("resume", "restarts")}
+                cls(**before)
+            except (OSError, ValueError, TypeError) as error:
+                raise SpecError(f"{path} is damaged ({error}); remove it, and give its options again") from error
+        return cls(**before | {name: value for name, value in given.items() if value is not None}, resume=resume)
+
+    def write(self, out: Path) -> None:
+        write_atomically(out / "options.json", json.dumps(asdict(self)))
 
 
 def prepare(plan: Path) -> tuple[dict[str, Any], Job, Strategy]:
@@ -71,12 +91,29 @@ def started_by_launcher() -> bool:
 def must_be_new(out: Path) -> None:
     """Raises SpecError where a run has left something."""
     if any((out / name).exists() for name in ("metrics.jsonl", "rank0.json", "weights.safetensors")):
-        raise SpecError(f"{out} holds a run already; give another --out, or remove it")
+        raise SpecError(f"{out} holds a run already; give another --out, go on with it (--resume {out}), or remove it")
+
+
+def must_go_on(out: Path, last: int, epochs: int, restarted: bool = False) -> None:
+    """Raises SpecError where there is no checkpoint to go on from, or nothing left to do. `restarted`: from none is from the beginning."""
+    if not last and not restarted:
+        raise SpecError(f"{out} has no checkpoint that all ranks have finished; they are written every --checkpoint-every epochs. "
+                        "Start anew with another --out")  # fmt: skip
+    if last > epochs:
+        raise SpecError(f"{out} has a checkpoint of epoch {last}, but only {epochs} epochs are asked for; use --epochs {last} or more")
+
+
+def last_of(out: Path, job: Job, strategy: Strategy) -> int:
+    """The last checkpoint of all ranks of a run on this machine; 0: none. Raises SpecError where it is of another training."""
+    from gnnplan.executor.checkpoint import Checkpoints, latest, question
+
+    asked = question(job, strategy)
+    return latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(job.ranks))
 
 
 def must_fit_here(job: Job) -> None:
     """Raises SpecError where this machine cannot hold as many processes."""
-    from gnnplan.executor.measure import free_memory
+    from gnnplan.executor.memory import free_memory
 
     room = free_memory()
     if job.ranks * LEAST_MEMORY > room:
@@ -85,88 +122,28 @@ def must_fit_here(job: Job) -> None:
                         "torchrun on several servers")  # fmt: skip
 
 
-def start(plan: Path, out: Path, options: Options, ranks: Sequence[int]) -> None:
+def start(plan: Path, out: Path, options: Options, job: Job) -> None:
     """Start local ranks, in the order of their GPUs, and wait for them; leaves none behind. Raises LostRank naming the one that failed
-    first."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    first, when no restart is left."""
+    from gnnplan.executor.agent import run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for note in out.glob("error.rank*.json"):  # of an attempt before this one
-        note.unlink()
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=len(ranks), run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0, monitor_interval=0.2, start_method="spawn", local_addr="127.0.0.1",
-    )  # fmt: skip
-    arguments = ["-m", "gnnplan.executor.launch", str(plan), str(out), json.dumps(asdict(options))]
-    _quiet()
+    forget(out)
+    ranks, killed, predicted = job.by_gpu, killings(), read(plan)["best"]["predicted"]["memory"]
+
+    def whose(failures: dict[int, Any]) -> GnnplanError:
+        starved = f"{account(predicted)}\n{REMEDY}" if killings() > killed else ""
+        return blame({ranks[process]: failure for process, failure in failures.items()}, out, job.servers, options.timeout_s, starved)
+
+    def again(error: GnnplanError, left: int) -> None:
+        forget(out)
+        sys.stderr.write(f"{error}\nstarting all ranks anew ({left - 1} more times if needed)\n")
+
     try:
-        with _patience(GRACE):
-            elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        raise _lost({ranks[process]: failure for process, failure in error.failures.items()}, out, len(ranks), options.timeout_s) from None
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + error.sigval) from None
-
-
-@contextmanager
-def _patience(seconds: int) -> Iterator[None]:
-    """Between SIGTERM and SIGKILL; torch's launcher always waits 30 s, whatever shutdown_timeout says."""
-    from torch.distributed.elastic.multiprocessing.api import PContext
-
-    close = PContext.close
-    PContext.close = lambda self, death_sig=None, timeout=30: close(self, death_sig, min(timeout, seconds))
-    try:
-        yield
+        run(["-m", "gnnplan.executor.launch", str(plan), str(out), json.dumps(asdict(options))], len(ranks), options.restarts, whose, again)
     finally:
-        PContext.close = close
-
-
-def _quiet() -> None:
-    import logging
-
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _lost(failures: dict[int, Any], out: Path, ranks: int, timeout_s: float) -> GnnplanError:
-    """The rank that failed by itself, not those that stopped because it did."""
-    def blame(item: tuple[int, Any]) -> tuple[int, int, float]:
-        code = item[1].exitcode
-        return (code == FAILED_WITH_OTHERS or code == -signal.SIGTERM, code >= 0, item[1].timestamp)
-
-    rank, failure = min(failures.items(), key=blame)
-    note = out / f"error.rank{rank}.json"
-    said = json.loads(note.read_text()) if note.exists() else {}
-    if said.get("exit_code") in (1, 2, 3):
-        error = GnnplanError(said["message"])
-        error.exit_code = said["exit_code"]
-        return error
-    code = failure.exitcode
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else said.get("message", f"exit code {code}")
-    where = f" in {said['doing']}" if "doing" in said else ""
-    lines = (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
-    ended = f"All ranks were stopped; {lines} finished epochs are in {out / 'metrics.jsonl'}"
-    notes = {r: json.loads(path.read_text()) for r in range(ranks) if (path := out / f"error.rank{r}.json").exists()}
-    waited = next((r for r, note in notes.items() if "imed out" in note["message"]), None)
-    if waited is not None and len(notes) < ranks and not said:  # nobody died by itself: someone stopped answering, and was killed at last
-        silent = " or ".join(str(r) for r in range(ranks) if r not in notes)
-        return LostRank(f"rank {silent} stopped answering: rank {waited} waited {timeout_s:g} s in {notes[waited]['doing']}. {ended}")
-    return LostRank(f"rank {rank} was lost{where}: {how}. {ended}")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank ended before its time, as it says itself."""
-
-    exit_code: int
-    message: str
-    doing: str  # the operation it was in
-    rank: int
+        doing.forget(out)
 
 
 def work(plan: Path, out: Path, options: Options) -> int:
@@ -175,7 +152,7 @@ def work(plan: Path, out: Path, options: Options) -> int:
     if failure is None:
         return 0
     with suppress(GnnplanError):  # a full disk must not hide the failure
-        write_atomically(out / f"error.rank{failure.rank}.json", json.dumps(asdict(failure)))
+        note(out, failure)
     if failure.exit_code == FAILED_WITH_OTHERS:
         time.sleep(2.0)  # let the launcher see first who failed by itself
     return failure.exit_code
@@ -186,43 +163,67 @@ def follow(plan: Path, out: Path, options: Options) -> int:
     failure = _attempt(plan, out, options, new=True)
     if failure is None:
         return 0
-    sys.stderr.write(f"error: rank {failure.rank} in {failure.doing}: {failure.message}\n")  # in one piece
+    where = socket.gethostname() if failure.server is None else f"server {failure.server}, {socket.gethostname()}"
+    sys.stderr.write(f"error: rank {failure.rank} ({where}) in {failure.doing}: {failure.message}\n")  # in one piece
     return 4 if failure.exit_code == FAILED_WITH_OTHERS else failure.exit_code
 
 
 def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | None:
     """Train as one rank, to the end. `new`: nobody has prepared `out` yet."""
+    from gnnplan.executor.checkpoint import Checkpoints, latest, question
+    from gnnplan.executor.preflight import agree, facts, must_meet
     from gnnplan.executor.train import train
     from gnnplan.executor.worker import open_rank
 
-    rank, number = None, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    at, rank, number = doing.Doing(), None, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    server: int | None = None
+    predicted: dict[str, float] = {}
+    at.begin("phase", "start")
     try:
         document, job, strategy = prepare(plan)
-        number = job.by_gpu[number] if number < job.ranks else number
-        if new:
+        predicted = document["best"]["predicted"]["memory"]
+        if number < job.ranks:
+            number = job.by_gpu[number]
+            server = job.servers[number]
+        if new and not (options.resume or restarted):
             must_be_new(out)  # rank 0 writes only when all ranks have met, so what is here is another run's
+        if not new:
+            at = doing.Doing(doing.seen(out, number))
+            at.begin("phase", "start")
+        must_meet()
         rank = open_rank(options.timeout_s, job)
-        rank.staleness_errors = options.staleness_errors
+        rank.staleness_errors, rank.doing = options.staleness_errors, at
         if rank.world != job.ranks:
             raise SpecError(f"the plan is for {job.ranks} ranks, but {rank.world} were started; start {job.ranks}, "
                             f"or plan again with --ranks {rank.world}")  # fmt: skip
+        checkpoints = Checkpoints(out, rank.rank, options.checkpoint_every, question(job, strategy))
+        mine = facts(checkpoints.question, asdict(options), checkpoints.epochs() if options.resume or restarted else [])
+        epochs, last = options.epochs or job.workload.epochs, latest(each["checkpoints"] for each in agree(rank, job, mine, predicted))
+        if options.resume or restarted:
+            must_go_on(out, last, epochs, restarted)
+            checkpoints.go_on(last)
         make_folder(out)
         if new and rank.rank == 0:
             write(out / "plan.json", document)
-        epochs = options.epochs or job.workload.epochs
-        train(rank, job, strategy, out, epochs, options.eval_every, _progress(epochs))
+            options.write(out)
+        at.begin("phase", "set-up")
+        train(rank, job, strategy, out, epochs, options.eval_every, _progress(epochs, last), checkpoints)
         if rank.world > 1:
             torch.distributed.barrier()  # whoever is done first may read what all ranks have left
         rank.close()
         return None
     except GnnplanError as error:
-        return Failure(error.exit_code, str(error), rank.doing if rank else "start", number)
+        return Failure(error.exit_code, str(error), str(at), number, server)
     except Exception as error:
-        doing = rank.doing if rank else "start"
+        if ran_out(error):
+            device = rank.device if rank else torch.device("cpu")
+            said = f"memory ran out ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
+            return Failure(4, "\n".join([said, account(predicted), found(device), REMEDY]), str(at), number, server)
         if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER):
-            return Failure(FAILED_WITH_OTHERS, f"its peers did not answer ({str(error).splitlines()[0][:200]})", doing, number)
+            return Failure(FAILED_WITH_OTHERS, f"its peers did not answer ({str(error).splitlines()[0][:200]})", str(at), number, server)
         traceback.print_exc()
-        return Failure(4, f"{type(error).__name__}: {error}", doing, number)
+        return Failure(4, f"{type(error).__name__}: {error}", str(at), number, server)
 
 
 def leave(code: int) -> NoReturn:
@@ -232,7 +233,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _progress(epochs: int) -> Any:
+def _progress(epochs: int, first: int) -> Any:
     """A line that renews itself on a terminal, else a line now and then; on standard error."""
     started, shown = time.monotonic(), 0.0
 
@@ -243,7 +244,7 @@ def _progress(epochs: int) -> Any:
             return
         shown = time.monotonic()
         accuracy = "  ".join(f"{k} {row[f'{k}_accuracy']:.3f}" for k in ("train", "val", "test") if row[f"{k}_accuracy"] is not None)
-        left = (shown - started) / row["epoch"] * (epochs - row["epoch"])
+        left = (shown - started) / (row["epoch"] - first) * (epochs - row["epoch"])
         line = f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {accuracy}  {show_time(row['epoch_s'])}/epoch  {left:.0f} s left"
         renew = sys.stderr.isatty()
         print(f"\r\x1b[K{line}" if renew else line, end="" if renew and not last else "\n", file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ from scipy.optimize import least_squares
 
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, keep_allocator, linear
+from gnnplan.executor.memory import free_memory
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.errors import LostRank, SpecError
@@ -67,15 +68,6 @@ def measure(ranks: int, progress: Callable[[str], None] | None = None) -> Cluste
         _save_parts(Path(folder))
         found = _run_ranks(ranks, Path(folder), tell)
     return _cluster(ranks, memory, found)
-
-
-def free_memory() -> float:
-    """Memory that new processes may fill without swapping [B]."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return float(line.split()[1]) * 1024
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2
 
 
 def _save_parts(folder: Path) -> None:

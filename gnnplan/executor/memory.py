@@ -8,8 +8,10 @@ lasts less than a millisecond may be missed.
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +52,15 @@ def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory() -> float:
+    """Memory that new processes may fill without swapping [B]."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2
 
 
 class MemoryWatch:

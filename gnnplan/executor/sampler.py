@@ -83,8 +83,9 @@ class Sampler(Dataset[Sampled]):
         if ranks not in self._wires:
             limit = timedelta(seconds=self.timeout_s)
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-            self._wires[ranks] = dist.ProcessGroupGloo(dist.PrefixStore(f"sampler {self.number} {ranks}", store), ranks.index(self.me),
-                                                       len(ranks), limit)  # fmt: skip
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher's store outlives the ranks
+            mine = dist.PrefixStore(f"sampler {attempt} {self.number} {ranks}", store)
+            self._wires[ranks] = dist.ProcessGroupGloo(mine, ranks.index(self.me), len(ranks), limit)
         return self._wires[ranks]
 
     @cached_property

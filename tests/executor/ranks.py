@@ -220,7 +220,7 @@ def _train(rank: Any, case: Case, out: Path) -> None:
     of_all = [Checkpoints(out, r, case.checkpoint_every, question(job, strategy)) for r in range(rank.world)]
     checkpoints = of_all[rank.rank]
     if case.resume:
-        checkpoints.first = latest(each.epochs() for each in of_all)
+        checkpoints.go_on(latest(each.epochs() for each in of_all))
     train(rank, job, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +9,15 @@ import pytest
 import torch
 from ranks import Case, Ranks, Result
 
-from gnnplan.executor.checkpoint import KEPT, Checkpoints, header, latest
+from gnnplan.executor.checkpoint import Checkpoints, fill, latest, stored
+from gnnplan.executor.worker import Rank
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.trace import recorded_order
 
 pytestmark = pytest.mark.timeout(110)
 
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
-MINI = {"mode": "mini", "batch": 8, "fanout": "3,2", "layers": 2, "hidden": 6, "dropout": 0.3}
+MINI = {"model": "sage", "mode": "mini", "batch": 8, "fanout": (3, 2), "layers": 2, "hidden": 6, "dropout": 0.3}
 CASES = [
     Case("graph_parallel", "rough", FULL),
     Case("graph_parallel(narrow=True,checkpoint=True)", "rough", {**FULL, "model": "gcn", "norm": "batch"}),
@@ -29,12 +29,12 @@ CASES = [
     Case("granndis", "rough", FULL, servers=2),
     Case("granndis(max_hop=1,fanout=3,batches=3)", "rough", FULL, servers=2),
     Case("data_parallel(prefetch=2)", "rough", MINI),
-    Case("data_parallel(cache=2KB)", "rough", MINI),
+    Case("data_parallel(cache=480)", "rough", MINI),
     Case("gsplit", "rough", MINI),
     Case("p3", "rough", MINI),
     Case("p3(pipelined=True)", "rough", MINI),
     Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2}),
-    Case("p3(pipelined=True)", "rough", {**MINI, "batch": 100}),  # one batch per epoch: batches under way are of several epochs
+    Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),  # one batch per epoch: batches under way are of several epochs
 ]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def same(broken: Result, unbroken: Result) -> None:
             assert recorded_order(broken.spans, rank, lane) == recorded_order(unbroken.spans, rank, lane)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.workload.get('model', 'gcn')}-{case.workload.get('batch')}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy} {case.workload['model']} {case.workload.get('batch', '')}")
 def test_broken_off_and_resumed_is_unbroken(case: Case, run_ranks: Ranks, graphs: dict[str, str]) -> None:
     """Checkpoints of epochs 2 and 4, broken off after 5: the fifth is trained again."""
     case = replace(case, graph=graphs[case.graph])
@@ -61,3 +61,55 @@ def test_broken_off_and_resumed_is_unbroken(case: Case, run_ranks: Ranks, graphs
     assert not all(torch.equal(broken.weights[name], p) for name, p in before.items())  # there is something left to learn
     resumed = run_ranks(2, [replace(case, epochs=7, resume=str(broken.out))])[0]
     same(resumed, unbroken)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2}
+
+
+def saved(out: Path, rank: int, *epochs: int) -> Checkpoints:
+    """Checkpoints of these epochs, of weights that tell them."""
+    checkpoints, process = Checkpoints(out, rank, 10, QUESTION), Rank(rank, 2, torch.device("cpu"), "gloo")
+    for epoch in epochs:
+        checkpoints.save(process, epoch, {"weight": torch.tensor([float(epoch)])}, {"bytes": {"halo": epoch}})
+    checkpoints.wait()
+    process.close()
+    return checkpoints
+
+
+def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path: Path) -> None:
+    mine, other = saved(tmp_path, 0, 10, 20, 30), saved(tmp_path, 1, 10, 20)
+    assert stored(tmp_path, [0, 1]) == {0: [20, 30], 1: [10, 20]} and mine.epochs() == [20, 30]
+    last = latest([mine.epochs(), other.epochs()])
+    assert last == 20
+    mine.go_on(last)
+    notes, tensors = mine.load(last)
+    assert notes == {"bytes": {"halo": 20}} and tensors["weight"].item() == 20
+    assert mine.epochs() == [20]  # epochs after it are trained again
+    assert [path.name for path in mine.folder.iterdir() if "tmp" in path.name or path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("left", [0, 7, 8, 100, -1])
+def test_a_torn_file_is_as_none(left: int, tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 0, 10, 20)
+    torn = checkpoints.folder / "epoch20.rank0.safetensors"
+    torn.write_bytes(torn.read_bytes()[:left])
+    assert checkpoints.epochs() == [10]
+
+
+def test_another_training_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, 0, 10)
+    with pytest.raises(SpecError, match=r"is of another training \(ranks 2 there and 3 here\); resume with the plan"):
+        Checkpoints(tmp_path, 0, 10, {**QUESTION, "ranks": 3}).epochs()
+    with pytest.raises(SpecError, match=r"gnnplan '1' there and '2' here"):
+        Checkpoints(tmp_path, 0, 10, {**QUESTION, "gnnplan": "2"}).epochs()
+    with pytest.raises(SpecError, match=r"checkpoint's weight is torch.float32 \[1\], this training's torch.float32 \[2\]"):
+        fill({"weight": torch.zeros(2)}, {"weight": torch.zeros(1)})
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """A folder where the file should be: it cannot be replaced."""
+    (tmp_path / "checkpoints" / "epoch10.rank0.safetensors").mkdir(parents=True)
+    with pytest.raises(SpecError, match=r"cannot be written .*; free the disk, or train with --checkpoint-every 0"):
+        saved(tmp_path, 0, 10)

@@ -88,6 +88,6 @@ def test_ranks_that_a_run_starts(run_ranks: Ranks, graphs: dict[str, str], tmp_p
     out, candidate = planned(case, 2, (1, 0), tmp_path)
     _, job, _ = launch.prepare(tmp_path / "plan.json")
     assert job.by_gpu == (1, 0)
-    launch.start(tmp_path / "plan.json", out, launch.Options(3, 0, 60.0), job.by_gpu)
+    launch.start(tmp_path / "plan.json", out, launch.Options(3, 0, 60.0), job)
     assert_as_planned(Result(case, 2, out), run_ranks(2, [case])[0], candidate)
     assert json.loads((out / "rank0.json").read_text())["bytes"]

@@ -124,9 +124,9 @@ class Worker(Resumable):
         self.rail, self.mine = strategy.rail(job, me), strategy.columns(job, me)
         self.net = Net(job.model, job.workload).to(device)
         self.sliced = self._cut()
-        first = type(self.sliced.layer(1))
-        if missing := [call for call in CALLS if getattr(first, call, None) in (None, getattr(torch.nn.Module, call, None))]:
-            raise SpecError(f"p3: layer 1 ({first.__name__}) has no {', '.join(missing)}: a layer runs under P3 if its sums are over "
+        kind = type(self.sliced.layer(1))
+        if missing := [call for call in CALLS if getattr(kind, call, None) in (None, getattr(torch.nn.Module, call, None))]:
+            raise SpecError(f"p3: layer 1 ({kind.__name__}) has no {', '.join(missing)}: a layer runs under P3 if its sums are over "
                             "feature columns; use data_parallel or gsplit, which run any layer")  # fmt: skip
         self.reduce_group = tuple(range(rank.world))
         for twins in dict.fromkeys(strategy.twins(job, r) for r in range(rank.world)):
