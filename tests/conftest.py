@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from started import Start, starting
 
 # Machines are busy, so no test is on time; the same examples everywhere. To look for new ones: pytest --hypothesis-profile=explore
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -45,3 +46,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("GNNPLAN_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(plan, ...) begins a `gnnplan run`; whatever is left of it at the end of the test is killed and fails the test."""
+    yield from starting(tmp_path)

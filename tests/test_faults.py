@@ -1,26 +1,19 @@
 """Ranks that die, hang, raise or are interrupted: all processes end, the error names the rank, finished epochs stay."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from started import Start
 
 from gnnplan.cli import app
 from gnnplan.planner.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 FOREVER = 1_000_000  # epochs
-WITHIN = 30  # [s] all processes must have ended after a rank is lost
 
 pytestmark = [
     pytest.mark.timeout(100),
@@ -33,97 +26,6 @@ def plan(folder: Path, ranks: int, *more: str) -> Path:
     path = folder / "plan.json"
     app(["plan", "--graph", GRAPH, "--ranks", str(ranks), "--hidden", "8", "-o", str(path), *more], standalone_mode=False)
     return path
-
-
-@dataclass
-class Started:
-    """A `gnnplan run` and all processes below it, found by a mark in their environment."""
-
-    process: subprocess.Popen[bytes]
-    mark: str
-    out: Path
-    logs: Path
-
-    def alive(self) -> dict[int, dict[str, str]]:
-        """Environment of every process that is left, by its id; zombies have ended."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                raw = (folder / "environ").read_bytes()
-                if self.mark.encode() in raw:
-                    found[int(folder.name)] = dict(part.split("=", 1) for part in raw.decode(errors="replace").split("\0") if "=" in part)
-        return found
-
-    def rank(self, rank: int) -> int:
-        """Process id of a rank."""
-        return next(pid for pid, env in self.alive().items() if env.get("RANK") == str(rank))
-
-    def epochs(self) -> list[dict]:
-        """The complete lines of metrics.jsonl; raises where one is garbled."""
-        path = self.out / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
-
-    def until_training(self) -> None:
-        end = time.monotonic() + 60
-        while len(self.epochs()) < 3:
-            assert self.process.poll() is None, self.stderr
-            assert time.monotonic() < end, "no epoch within 60 s"
-            time.sleep(0.05)
-
-    def ended(self, within: float = WITHIN) -> int:
-        """The exit code, once no process is left."""
-        end = time.monotonic() + within
-        code = self.process.wait(within)
-        while left := self.alive():
-            assert time.monotonic() < end, f"left behind: {list(left)}"
-            time.sleep(0.05)
-        return code
-
-    @property
-    def stdout(self) -> str:
-        return (self.logs / "stdout").read_text()
-
-    @property
-    def stderr(self) -> str:
-        return (self.logs / "stderr").read_text()
-
-    def check_metrics(self) -> None:
-        """Every finished epoch is a whole line, none twice, and the error counts them."""
-        text = (self.out / "metrics.jsonl").read_text()
-        rows = [json.loads(line) for line in text.splitlines()]
-        assert text.endswith("\n") and [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
-        assert all(row["loss"] > 0 for row in rows) and len(rows) >= 3
-        assert f"{len(rows)} finished epochs are in {self.out / 'metrics.jsonl'}" in self.stderr
-
-
-Start = Callable[..., Started]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """start(plan, ...) begins a `gnnplan run`; whatever is left of it at the end of the test is killed and fails the test."""
-    begun: list[Started] = []
-
-    def begin(plan_file: Path, *more: str, launcher: tuple[str, ...] = (), **env: str) -> Started:
-        mark = f"GNNPLAN_TEST={uuid.uuid4().hex}"
-        name, value = mark.split("=")
-        logs = tmp_path / f"logs{len(begun)}"
-        logs.mkdir()
-        out = tmp_path / f"run{len(begun)}"
-        command = [sys.executable, *(launcher or ("-m", "gnnplan")), "run", str(plan_file), "--out", str(out), *more]
-        with open(logs / "stdout", "wb") as stdout, open(logs / "stderr", "wb") as stderr:
-            process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=os.environ | {name: value} | env, start_new_session=True)
-        begun.append(Started(process, mark, out, logs))
-        return begun[-1]
-
-    yield begin
-    left = {pid for started in begun for pid in started.alive()}
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for started in begun:
-        started.process.wait(10)
-    assert not left, f"processes were left behind: {left}"
 
 
 @pytest.mark.parametrize(("ranks", "victim", "strategy"), [(2, 1, "pipegcn"), (3, 0, "gnnpipe")])

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from gnnplan.planner.errors import GnnplanError, LostRank
@@ -65,9 +65,18 @@ def run(arguments: Sequence[str], ranks: int, restarts: int, blame: Blame, again
 
 @contextmanager
 def _patience(seconds: int) -> Iterator[None]:
-    """Between SIGTERM and SIGKILL; torch always waits 30 s when a rank has failed, whatever shutdown_timeout says."""
+    """Between SIGTERM and SIGKILL; torch always waits 30 s when a rank has failed, whatever shutdown_timeout says. One that is stopped
+    hears SIGTERM only when it goes on."""
     close = PContext.close
-    PContext.close = lambda self, death_sig=None, timeout=30: close(self, death_sig, min(timeout, seconds))
+
+    def end(self: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        for handler in self.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                handler.proc.terminate()
+                handler.proc.send_signal(signal.SIGCONT)
+        close(self, death_sig, min(timeout, seconds))
+
+    PContext.close = end
     try:
         yield
     finally:
