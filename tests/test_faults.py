@@ -99,6 +99,17 @@ class Gone:
         self.exitcode, self.timestamp = exitcode, timestamp
 
 
+def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
+    from gnnplan.executor.blame import blame
+    from gnnplan.executor.starved import account
+
+    told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
+    error = blame({0: Gone(75, 1), 1: Gone(-9, 2)}, tmp_path, [0, 0], 3.0, told)
+    words = [r"rank 1 \(server 0\) was lost in start: killed by SIGKILL, as the kernel does to processes when memory runs out\. the plan "
+             r"predicts for its fullest rank 15(\.00)? MB:", r"  activations +12(\.00)? MB", r"  features +3(\.00)? MB\. All ranks were"]
+    assert re.match("\n".join(words), str(error)) and error.exit_code == 4, str(error)
+
+
 @pytest.mark.parametrize(("failures", "notes", "words", "code"), [
     ({0: Gone(75, 1), 1: Gone(-9, 2)}, {0: "Connection closed by peer"}, "rank 1 (server 1) was lost in start: killed by SIGKILL", 4),
     ({0: Gone(75, 1), 2: Gone(4, 9), 1: Gone(-15)}, {0: "Connection reset", 2: "KeyError: 3"},

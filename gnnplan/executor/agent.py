@@ -14,6 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
 
 from gnnplan.planner.errors import GnnplanError, LostRank
 
@@ -45,10 +46,11 @@ def run(arguments: Sequence[str], ranks: int, restarts: int, blame: Blame, again
     torch's failures of each; `again` hears of it and how many restarts are left, before one. Raises what `blame` has found."""
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    numa = LaunchConfig(1, 1, ranks).numa_options  # torch's choice: a GPU's rank stays near it
     meeting = rendezvous.get_rendezvous_handler(
         RendezvousParameters("c10d", "127.0.0.1:0", uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", timeout=900))
     spec = WorkerSpec("rank", ranks, meeting, entrypoint=sys.executable, args=tuple(arguments), max_restarts=restarts, monitor_interval=0.2,
-                      local_addr="127.0.0.1")  # fmt: skip
+                      local_addr="127.0.0.1", numa_options=numa)  # fmt: skip
     agent = _Agent(spec, blame, again)
     try:
         with _patience(GRACE):

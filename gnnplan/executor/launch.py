@@ -76,6 +76,11 @@ def prepare(plan: Path) -> tuple[dict[str, Any], Job, Strategy]:
     return document, job, strategy
 
 
+def filled(document: Mapping[str, Any]) -> dict[str, float]:
+    """Memory of the fullest rank by use [B], as a plan predicts it; empty where someone has cut it out."""
+    return dict(document["best"].get("predicted", {}).get("memory", {}))
+
+
 def started_by_launcher() -> bool:
     """torchrun or srun has started this very process as one of several ranks; a batch script around them has not."""
     env = os.environ
@@ -130,15 +135,19 @@ def start(plan: Path, out: Path, options: Options, job: Job) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     forget(out)
-    ranks, killed, predicted = job.by_gpu, killings(), read(plan)["best"]["predicted"]["memory"]
+    ranks, killed, predicted = job.by_gpu, killings(), filled(read(plan))
 
     def whose(failures: dict[int, Any]) -> GnnplanError:
         starved = f"{account(predicted)}\n{REMEDY}" if killings() > killed else ""
         return blame({ranks[process]: failure for process, failure in failures.items()}, out, job.servers, options.timeout_s, starved)
 
     def again(error: GnnplanError, left: int) -> None:
+        from gnnplan.executor.checkpoint import latest, stored
+
         forget(out)
-        sys.stderr.write(f"{error}\nstarting all ranks anew ({left - 1} more times if needed)\n")
+        last = latest(stored(out, ranks).values())
+        where = f"epoch {last}" if last else "the beginning"
+        sys.stderr.write(f"{error}\nstarting all ranks anew from {where} (restarts left after this one: {left - 1})\n")
 
     try:
         run(["-m", "gnnplan.executor.launch", str(plan), str(out), json.dumps(asdict(options))], len(ranks), options.restarts, whose, again)
@@ -182,7 +191,7 @@ def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | No
     at.begin("phase", "start")
     try:
         document, job, strategy = prepare(plan)
-        predicted = document["best"]["predicted"]["memory"]
+        predicted = filled(document)
         if number < job.ranks:
             number = job.by_gpu[number]
             server = job.servers[number]
