@@ -111,10 +111,13 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("failures", "notes", "words", "code"), [
+    ({0: Gone(75, 2), 1: Gone(-15, 2)}, {0: "Timed out waiting 3000ms"},
+     "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo", 4),
+    ({0: Gone(75, 9), 1: Gone(-9, 2)}, {0: "Timed out waiting 3000ms"}, "rank 1 (server 1) was lost in start: killed by SIGKILL", 4),
     ({0: Gone(75, 1), 1: Gone(-9, 2)}, {0: "Connection closed by peer"}, "rank 1 (server 1) was lost in start: killed by SIGKILL", 4),
     ({0: Gone(75, 1), 2: Gone(4, 9), 1: Gone(-15)}, {0: "Connection reset", 2: "KeyError: 3"},
      "rank 2 (server 2) was lost in halo: KeyError: 3", 4),
-    ({0: Gone(75), 1: Gone(-9)}, {0: "Timed out waiting 3000ms"},
+    ({0: Gone(75, 1), 1: Gone(-9, 6)}, {0: "Timed out waiting 3000ms"},
      "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo", 4),
     ({0: Gone(75, 2), 1: Gone(75, 1), 2: Gone(-15)}, {0: "Timed out waiting 3000ms", 1: "Timed out", 2: "Connection closed"},
      "ranks do not reach each other: rank 0 (server 0) in halo, rank 1 (server 1) in halo waited 3 s. None of them died: is a link", 4),

@@ -63,7 +63,8 @@ def blame(failures: Mapping[int, Any], out: Path, servers: Sequence[int], timeou
         return error
     ended = f"All ranks were stopped; {kept(out, range(len(servers)))}"
     waited = [r for r, note in notes.items() if "imed out" in note["message"]]
-    alone = guilt((rank, failure))[0] or (failure.exitcode == -signal.SIGKILL and waited)  # died of nothing but the launcher's signals
+    ended_last = failure.timestamp > min(other.timestamp for other in failures.values())
+    alone = guilt((rank, failure))[0] or (failure.exitcode == -signal.SIGKILL and ended_last)  # died of the launcher's signals, if of any
     if alone and waited and (silent := [r for r in range(len(servers)) if r not in notes]):
         first = waited[0]
         answerless = " or ".join(f"{who(r)}, in {where(r)}," for r in silent)

@@ -182,14 +182,14 @@ def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | No
     from gnnplan.executor.checkpoint import Checkpoints, latest, question
     from gnnplan.executor.preflight import agree, facts, must_meet
     from gnnplan.executor.train import train
-    from gnnplan.executor.worker import open_rank
+    from gnnplan.executor.worker import attempt, open_rank
 
     at, rank, number = doing.Doing(), None, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = attempt() != "0"
     server: int | None = None
     predicted: dict[str, float] = {}
-    at.begin("phase", "start")
     try:
+        at.begin("phase", "start")
         document, job, strategy = prepare(plan)
         predicted = filled(document)
         if number < job.ranks:

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gnnplan.executor.data import weighted_block
 from gnnplan.executor.share import Part, Share
-from gnnplan.executor.worker import Rank, die_with_parent, now
+from gnnplan.executor.worker import Rank, attempt, die_with_parent, now
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.minibatch import Batches, shares
 from gnnplan.planner.sampling import Ids, draw, key_of, seeds_of, taken
@@ -83,8 +83,7 @@ class Sampler(Dataset[Sampled]):
         if ranks not in self._wires:
             limit = timedelta(seconds=self.timeout_s)
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher's store outlives the ranks
-            mine = dist.PrefixStore(f"sampler {attempt} {self.number} {ranks}", store)
+            mine = dist.PrefixStore(f"sampler {attempt()} {self.number} {ranks}", store)
             self._wires[ranks] = dist.ProcessGroupGloo(mine, ranks.index(self.me), len(ranks), limit)
         return self._wires[ranks]
 

@@ -154,6 +154,11 @@ def die_with_parent() -> None:
         os._exit(75)
 
 
+def attempt() -> str:
+    """How often the launcher has started its ranks anew. Its store outlives them, with the addresses of those that are gone."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def _first_host(nodes: str) -> str:
     """The first host of a Slurm node list, as 'gpu[07-12,20],login1' -> 'gpu07'.
 
@@ -193,6 +198,7 @@ def open_rank(timeout_s: float = 30.0, job: Job | None = None) -> Rank:
     if size > 1:
         limit = timedelta(seconds=timeout_s)
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # hosted by the launcher's rank 0: it has the address
+        store = dist.PrefixStore(f"attempt {attempt()}", store)
         dist.init_process_group(backend, store=store, rank=placed, world_size=size, timeout=limit)
         me.exchange_group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
         me.meet(me.exchange_group)
