@@ -13,6 +13,7 @@ from gnnplan.executor import checkpoint, doing
 from gnnplan.planner.errors import GnnplanError, LostRank
 from gnnplan.planner.files import write_atomically
 
+WAITED = ("imed out", "imeout")  # words of errors that say so, of torch and of the system
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
 
 
@@ -62,7 +63,7 @@ def blame(failures: Mapping[int, Any], out: Path, servers: Sequence[int], timeou
         error.exit_code = said["exit_code"]
         return error
     ended = f"All ranks were stopped; {kept(out, range(len(servers)))}"
-    waited = [r for r, note in notes.items() if "imed out" in note["message"]]
+    waited = [r for r, note in notes.items() if any(word in note["message"] for word in WAITED)]
     ended_last = failure.timestamp > min(other.timestamp for other in failures.values())
     alone = guilt((rank, failure))[0] or (failure.exitcode == -signal.SIGKILL and ended_last)  # died of the launcher's signals, if of any
     if alone and waited and (silent := [r for r in range(len(servers)) if r not in notes]):

@@ -229,7 +229,7 @@ def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | No
             device = rank.device if rank else torch.device("cpu")
             said = f"memory ran out ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
             return Failure(4, "\n".join([said, account(predicted), found(device), REMEDY]), str(at), number, server)
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER):
+        if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in LOST_PEER)):
             return Failure(FAILED_WITH_OTHERS, f"its peers did not answer ({str(error).splitlines()[0][:200]})", str(at), number, server)
         traceback.print_exc()
         return Failure(4, f"{type(error).__name__}: {error}", str(at), number, server)
