@@ -138,7 +138,7 @@ class EstimatedBatch(MiniBatch):
         self.layers = self.inside = len(needs[0].edges)
         self.depth, self.ranks = self.layers - first_varying, len(groups)
         self._size, self._fullest = groups.count(groups[0]), fullest
-        self._facts: dict[int, LayerFacts] = {}
+        self._facts = {}
         self._rows: dict[int, NDArray[np.int64]] = {}
         seen: Counter[int] = Counter()
         self._places = np.zeros(self.ranks, dtype=np.int64)  # of each rank in its group

@@ -93,6 +93,8 @@ class Layout:
 
     def _forget(self) -> None:
         self._pieces: dict[tuple[int, int, int, bool, int], Piece] = {}
+        self._within_hops: dict[int, tuple[int, ...]] = {}
+        self._facts: dict[object, LayerFacts] = {}
         self.__dict__.pop("_home", None)
 
     def hops(self, h: int) -> int:
@@ -105,8 +107,13 @@ class Layout:
 
     def kind(self, layer: int) -> object:
         """Equal for layers with equal rows, edges and exchanges."""
-        sizes = tuple(self.rows(rank, h).size for h in (layer - 1, layer) for rank in range(self.ranks))
-        return sizes, self.recomputed(layer), self._drawn(layer)
+        return self._sizes(self.hops(layer - 1)), self._sizes(self.hops(layer)), self.recomputed(layer), self._drawn(layer)
+
+    def _sizes(self, hops: int) -> tuple[int, ...]:
+        """Rows of each rank within so many hops."""
+        if hops not in self._within_hops:
+            self._within_hops[hops] = tuple(int(np.searchsorted(hop, hops, side="right")) for _, hop in self._members)
+        return self._within_hops[hops]
 
     # -- regions ---------------------------------------------------------------------------------------------------
 
@@ -262,14 +269,16 @@ class Layout:
         return ins, np.bincount(columns, minlength=ins.size)
 
     def facts(self, layer: int) -> LayerFacts:
-        """Counts of layer l over all ranks."""
-        pieces = [self.piece(rank, layer) for rank in range(self.ranks)]
-        return LayerFacts(
-            np.array([p.rows for p in pieces]),
-            np.array([p.local + p.halo.size for p in pieces]),
-            np.array([p.edges for p in pieces]),
-            np.stack([p.received for p in pieces]).T,
-        )
+        """Counts of layer l over all ranks; layers that are alike have the same object."""
+        if (kind := self.kind(layer)) not in self._facts:
+            pieces = [self.piece(rank, layer) for rank in range(self.ranks)]
+            self._facts[kind] = LayerFacts(
+                np.array([p.rows for p in pieces]),
+                np.array([p.local + p.halo.size for p in pieces]),
+                np.array([p.edges for p in pieces]),
+                np.stack([p.received for p in pieces]).T,
+            )
+        return self._facts[kind]
 
     def meets(self, layer: int) -> bool:
         """Whether ranks meet before layer l, for rows to cross."""

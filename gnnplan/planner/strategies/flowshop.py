@@ -25,14 +25,16 @@ from gnnplan.planner.topology import Port
 if TYPE_CHECKING:
     from gnnplan.planner.strategies.gnnpipe import GNNPipe
 
-Alone = tuple[Number, Number]  # begin and end of each chunk (last axis) in a stage that never waits [s]
+MANY = 200  # jobs, from which on it is faster to go through the chunks one by one
+Both = tuple[Number, Number]  # seconds of each chunk's slowest member [.., K], and of each member [.., g]
+Alone = tuple[np.ndarray, np.ndarray]  # begin and end of each chunk in a stage that never waits [K, jobs, 1] [s]
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A stage's forward or backward over all chunks."""
+    """A stage's forward or backward over all chunks; stages that are alike have the same arrays."""
 
-    chunks: Number  # seconds of each chunk [.., K], exchanges included
+    alone: Alone  # exchanges included; chunks in the order in which they come
     members: Number  # computation of each member [.., g]
     exchanged: Number  # exchanges
     busy: Mapping[Port, Number]  # by them
@@ -51,24 +53,24 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     reduced = [cost.all_reduce(pipe.weights(job, s) * b, pipe.group(job, s)) for s in ranks]
     sent = [_handed_on(pipe, job, s) for s in ranks[:-1]]
     links = [transfer.alone for transfer in sent]  # seconds of the mean chunk to the next stage
-    ready: Number = np.zeros(k)  # when each chunk reaches the stage
-    ends: list[Number] = []
+    ready: Number = 0.0  # when each chunk reaches the stage
+    ends: list[np.ndarray] = []
     for stage in ranks:
-        alone = _alone(ways["f"][stage].chunks)
-        ready, end = _through(ready, alone, refresh[stage], links[stage] if stage + 1 < pipe.stages else None)
+        ready, end = _through(ready, ways["f"][stage].alone, refresh[stage], links[stage] if stage + 1 < pipe.stages else None)
         ends.append(end)
-    ready = np.zeros(k)
+    ready = 0.0
     for stage in reversed(ranks):
-        alone = _alone(ways["b"][stage].chunks[..., ::-1])
-        ready, ends[stage] = _through(ready, alone, ends[stage], links[stage - 1] if stage else None)
-    epoch = reduce(np.maximum, [ends[s] + reduced[s].alone + update[s] for s in ranks])
+        ready, ends[stage] = _through(ready, ways["b"][stage].alone, ends[stage], links[stage - 1] if stage else None)
+    exchanged = {way: [w.exchanged for w in ways[way]] for way in ways}
+    several = any(map(np.ndim, [*refresh, *links, *exchanged["f"]]))  # clusters, else a number
+    epoch = reduce(np.maximum, [(end if several else end.item()) + ring.alone + last
+                                for end, ring, last in zip(ends, reduced, update, strict=True)])  # fmt: skip
     ports: dict[Port, Number] = {}  # seconds that each is busy
     for busy, times in [(t.busy, 1) for t in reduced] + [(t.busy, 2 * k) for t in sent] + [(w.busy, 1) for w in ways["f"] + ways["b"]]:
         for port, seconds in busy.items():
             ports[port] = ports.get(port, 0.0) + times * seconds
     epoch = reduce(np.maximum, ports.values(), epoch)
     busy_s = reduce(np.maximum, [_largest(ways["f"][s].members + ways["b"][s].members) + refresh[s] + update[s] for s in ranks])
-    exchanged = {way: [w.exchanged for w in ways[way]] for way in ways}
     # the first chunk's way through the pipeline, twice; the rest hides behind computation, and so may some of this
     moving = 2.0 * sum(links) + reduce(np.maximum, [f + b + r.alone for f, b, r in zip(*exchanged.values(), reduced, strict=True)])
     moving = np.minimum(moving, np.maximum(epoch - busy_s, 0.0))
@@ -84,39 +86,48 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
 
 def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
     """Every stage forward ('f') and backward ('b'), were it never to wait. Pieces that are alike share their work, and groups that sit
-    alike the seconds of their exchanges; but each group fills ports of its own."""
+    alike the seconds of their exchanges, stages that are alike in both all their seconds; but each group fills ports of its own."""
     assert pipe.stages is not None
     model, facts, cost = job.model.aggregating_first, pipe.facts(job), job.cost
-    computed: dict[object, tuple[Number, Number]] = {}
     sends = {"f": facts.sends, "b": facts.sends.transpose(0, 2, 1)}
+    computed: dict[object, tuple[Both, Both]] = {}
     moved: dict[object, Number] = {}
+    known: dict[object, tuple[Alone, Number, Number]] = {}
     out: dict[str, list[_Way]] = {"f": [], "b": []}
     for stage in range(pipe.stages):
         group, pieces = pipe.group(job, stage), pipe.pieces(job, stage)
         at = [np.unique(place[list(group)], return_inverse=True)[1] for place in cost.places]
         alike = tuple(np.concatenate(at).tolist())
+        crossing = [pipe.exchanged(job, piece) * model.itemsize for piece in pieces]
+        kinds = [(piece[0] in (0, 1), len(model.layers) in piece, len(piece), tuple(model.layers[layer - 1] for layer in piece if layer))
+                 for piece in pieces]  # fmt: skip
+        for kind, piece in zip(kinds, pieces, strict=True):
+            if kind not in computed:
+                forward, backward = (_slowest_and_each(cost.compute_s(work), facts.rows.shape) for work in pipe.work(job, piece, facts))
+                computed[kind] = forward, backward
         for number, way in enumerate("fb"):
-            chunks: Number = 0.0
-            members: Number = 0.0
-            exchanged: Number = 0.0
-            width = times = 0
-            for piece in pieces:
-                specs = tuple(model.layers[layer - 1] for layer in piece if layer)
-                key = (piece[0] in (0, 1), len(model.layers) in piece, len(piece), specs)
-                if key not in computed:
-                    forward, backward = (cost.compute_s(work) for work in pipe.work(job, piece, facts))
-                    computed[key] = forward, backward
-                each = computed[key][number]
-                each = np.reshape(each, (*np.shape(each)[:-1], *facts.rows.shape))
-                chunks, members = chunks + each.max(-1), members + each.sum(-2)
-                if crossing := pipe.exchanged(job, piece) * model.itemsize:
-                    if (alike, way, crossing) not in moved:
-                        moved[alike, way, crossing] = _columns([cost.exchange(rows * crossing, group).alone for rows in sends[way]])
-                    seconds = moved[alike, way, crossing]
-                    chunks, exchanged, width, times = chunks + seconds, exchanged + _sum(seconds), width + crossing, times + 1
+            width, times = sum(crossing), sum(map(bool, crossing))
             through = cost.exchange(sends[way].sum(0) * width, group, times * len(sends[way])) if width else Transfer(0.0, {})
-            out[way].append(_Way(chunks, members, exchanged, through.busy))
+            key = (way, tuple(kinds), alike if width else None)
+            if key not in known:
+                seconds = []
+                for each in filter(None, crossing):
+                    if (alike, way, each) not in moved:
+                        moved[alike, way, each] = _columns([cost.exchange(rows * each, group).alone for rows in sends[way]])
+                    seconds.append(moved[alike, way, each])
+                both = [computed[kind][number] for kind in kinds]
+                chunks: Number = sum([slowest for slowest, _ in both] + seconds)
+                known[key] = _alone(chunks, way), sum(each for _, each in both), sum(map(_sum, seconds))
+            out[way].append(_Way(*known[key], through.busy))
     return out
+
+
+def _slowest_and_each(seconds: Number, shape: tuple[int, ...]) -> Both:
+    """From sub-chunks [.., K g]: of each chunk its slowest member's [.., K], and each member's of all chunks [.., g]."""
+    if shape[1] == 1:
+        return seconds, _sum(seconds)
+    seconds = np.reshape(seconds, (*np.shape(seconds)[:-1], *shape))
+    return seconds.max(-1), seconds.sum(-2)
 
 
 def _columns(values: list[Number]) -> Number:
@@ -185,26 +196,33 @@ def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise([*ends, layers]))
 
 
-def _alone(seconds: Number) -> Alone:
-    end = np.cumsum(seconds, axis=-1)
-    return end - seconds, end
+def _alone(seconds: Number, way: str) -> Alone:
+    """Of chunks [.., K], the last one first where they go backward."""
+    first = np.ascontiguousarray(np.atleast_2d(seconds if way == "f" else seconds[..., ::-1]).T)[..., None]
+    end = _running(np.add, first.copy())
+    return end - first, end
 
 
-def _through(ready: Number, alone: Alone, start: Number, link: Number | None) -> tuple[Number, Number]:
-    """Chunks in order through one stage, free from `start` on, and its link: (arrival at the next, end of the stage).
+def _through(ready: Number, alone: Alone, start: Number, link: Number | None) -> tuple[Number, np.ndarray]:
+    """Chunks in order through one stage, free from `start` on, and its link: arrival at the next [K, jobs, 1], end of the stage [jobs, 1].
 
     Chunk k ends after the largest delay of a chunk j <= k.
     """
     begin, end = alone
-    ends = np.maximum.accumulate(np.maximum(ready, start) - begin, axis=-1) + end
+    ends = _running(np.maximum, np.maximum(ready, start) - begin) + end
     if link is not None:
-        sent = np.arange(1, np.shape(end)[-1] + 1) * link
-        ready = np.maximum.accumulate(ends - (sent - link), axis=-1) + sent
-    return ready, _last(ends)
+        sent = np.arange(1, len(end) + 1)[:, None, None] * link
+        ready = _running(np.maximum, ends - (sent - link)) + sent
+    return ready, ends[-1]
 
 
-def _last(values: Number) -> Number:
-    return values[..., -1:] if np.ndim(values) > 1 else values[-1]
+def _running(combine: np.ufunc, values: np.ndarray) -> np.ndarray:
+    """Each of `values` [K, jobs, 1] combined with all before it, in place. NumPy's own way goes number by number."""
+    if values[0].size < MANY:
+        return np.asarray(combine.accumulate(values, out=values))
+    for before, value in pairwise(values):
+        combine(before, value, out=value)
+    return values
 
 
 def _sum(values: Number) -> Number:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -208,87 +208,123 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Ba
 def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, prefetch: int = 0) -> Prediction:
     """An epoch of these operations; `once`: bytes of the set-up. Synchronous: from one transfer to the next all wait for the slowest
     rank. Stale: layer l's exchange has until layer l of the next step, all layers share one communication lane; computation waits
-    for the all-reduce, which shares wires with them. With `prefetch` what may be done ahead is beside everything else."""
-    cost = job.cost
-    compute: Number = 0.0
-    loaded: Number = 0.0  # and done on the host
-    apart: Number = 0.0  # what each rank has computed and loaded since the last transfer
-    lockstep: Number = 0.0
-    since: Number = 0.0  # what each rank has computed since the last all-reduce
-    paced: Number = 0.0  # computation, were all-reduces all that ranks wait for
-    exchanged: Number = 0.0
-    reduced: Number = 0.0
-    beside: Number = 0.0  # what is done ahead, from one of its exchanges to the next
-    ahead: Number = 0.0
-    ports: dict[Port, Number] = {}  # seconds that each is busy, where transfers are beside each other
+    for the all-reduce, which shares wires with them. With `prefetch` what may be done ahead is beside everything else. Operations that
+    share their work, as layers and batches that are alike do, are priced once and counted."""
+    priced: dict[object, _Priced] = {}
+    computed, hosted = Counter[object](), Counter[object]()  # work; what is loaded, and done on the host
+    exchanged, reduced, early = Counter[object](), Counter[object](), Counter[object]()  # early: exchanges done ahead
+    apart, paced, beside = _Spells(), _Spells(), _Spells()  # to the next transfer; to the next all-reduce (computation only); done ahead
+    done = Counter[tuple[Label, object]]()
+    for op in ops:
+        if (what := _identity(op)) not in priced:
+            priced[what] = _priced(job, op)
+        done[op.label(0), what] += 1
+        elsewhere = op.ahead and prefetch > 0
+        if op.work is not None:
+            computed[what] += 1
+            apart.add(what)
+            paced.add(what)
+        elif op.loaded is not None or op.host is not None:
+            if elsewhere:
+                beside.add(what)
+            else:
+                hosted[what] += 1
+                apart.add(what)
+        elif op.sent is not None and elsewhere:
+            early[what] += 1
+            beside.end()
+        else:
+            apart.end()
+            if op.sent is None:
+                paced.end()
+            (reduced if op.sent is None else exchanged)[what] += 1
+    seconds = {what: price.seconds for what, price in priced.items()}
+    compute, moving, summing = (_total(counted.items(), seconds) for counted in (computed, exchanged, reduced))
+    busiest = slowest(compute)
+    if stale:
+        ports: dict[Port, Number] = {}  # seconds that each is busy
+        for what, times in (exchanged + reduced).items():
+            _load(ports, priced[what].transfer, times)
+        alone = paced.slowest(seconds)
+        epoch = reduce(np.maximum, ports.values(), np.maximum(alone + summing, moving))
+        exposed = epoch - alone
+    else:
+        epoch = apart.slowest(seconds) + moving + summing
+        exposed = moving + summing + (slowest(compute + _total(hosted.items(), seconds)) - busiest)
+    if prefetch:
+        longer = np.maximum(beside.slowest(seconds) + _total(early.items(), seconds), epoch)
+        epoch, exposed = longer, exposed + longer - epoch
+    waiting = np.maximum(epoch - busiest - exposed, 0.0)
     by_op: dict[str, Any] = {}
     sent: dict[str, int] = {}
     links: dict[str, int] = {}
-    computed: dict[int, Number] = {}  # by the identity of work that layers share
-    moved: dict[int, tuple[Transfer, Mapping[Any, int], int, Number]] = {}
-    summed: dict[int, tuple[Transfer, list[tuple[int, Mapping[Any, int]]]]] = {}  # by the identity of operations, which batches may share
-    for op in ops:
-        elsewhere = op.ahead and prefetch > 0
-        if op.work is not None:
-            if id(op.work) not in computed:
-                computed[id(op.work)] = cost.compute_s(op.work)
-            seconds = computed[id(op.work)]
-            compute, apart, since = compute + seconds, apart + seconds, since + seconds
-            seconds = slowest(seconds)
-        elif op.loaded is not None or op.host is not None:
-            seconds = cost.host_s(*op.host) if op.host else cost.load_s(op.loaded)
-            if elsewhere:
-                beside = beside + seconds
-            else:
-                loaded, apart = loaded + seconds, apart + seconds
-            seconds = slowest(seconds)
-        elif op.sent is not None:
-            if id(op.sent) not in moved:
-                transfer = cost.exchange(op.sent)
-                moved[id(op.sent)] = transfer, cost.bytes_by_link(op.sent), int(op.sent.sum()), transfer.alone
-            transfer, by_link, nbytes, seconds = moved[id(op.sent)]
-            if elsewhere:
-                ahead, beside = ahead + slowest(beside) + seconds, 0.0
-            else:
-                lockstep, apart = lockstep + slowest(apart), 0.0
-                exchanged = exchanged + seconds
-                if stale:
-                    _load(ports, transfer)
-            sent[op.op] = sent.get(op.op, 0) + nbytes
-            _add(links, by_link)
-        else:
-            lockstep, apart = lockstep + slowest(apart), 0.0
-            paced, since = paced + slowest(since), 0.0
-            if id(op) not in summed:
-                rings = [(group, 2 * (len(group) - 1) * size) for group, size in _rings(job, op)]
-                summed[id(op)] = _summing(job, op), [(wire, cost.reduced_by_link(wire, group)) for group, wire in rings]
-            transfer, wires = summed[id(op)]
-            seconds = transfer.alone
-            reduced = reduced + seconds
-            if stale:
-                _load(ports, transfer)
-            for wire, by_link in wires:
-                sent[op.op] = sent.get(op.op, 0) + wire
-                _add(links, by_link)
-        kind = op.label(0).kind
-        by_op[kind] = by_op.get(kind, 0.0) + seconds
-    busiest, paced = slowest(compute), paced + slowest(since)
-    if stale:
-        epoch = reduce(np.maximum, ports.values(), np.maximum(paced + reduced, exchanged))
-        exposed = epoch - paced
-    else:
-        epoch = lockstep + slowest(apart) + exchanged + reduced
-        exposed = exchanged + reduced + (slowest(compute + loaded) - busiest)
-    if prefetch:
-        longer = np.maximum(ahead + slowest(beside), epoch)
-        epoch, exposed = longer, exposed + longer - epoch
-    waiting = np.maximum(epoch - busiest - exposed, 0.0)
+    longest = {what: slowest(each) for what, each in seconds.items()}
+    for (label, what), times in done.items():
+        kind = label.kind
+        by_op[kind] = by_op.get(kind, 0.0) + _times(longest[what], times)
+        if (nbytes := priced[what].nbytes) is not None:
+            sent[label.op] = sent.get(label.op, 0) + times * nbytes
+            for where, share in priced[what].by_link.items():
+                links[where] = links.get(where, 0) + times * share
     return Prediction(epoch, busiest, exposed, waiting, sent, links, once, by_op)
 
 
-def _add(links: dict[str, int], more: Mapping[Any, int]) -> None:
-    for where, nbytes in more.items():
-        links[where] = links.get(where, 0) + nbytes
+class _Priced(NamedTuple):
+    """An operation's seconds, by rank where it is no transfer; bytes that it sends (None: it is none)."""
+
+    seconds: Number
+    transfer: Transfer = Transfer(0.0, {})
+    by_link: Mapping[Any, int] = {}
+    nbytes: int | None = None
+
+
+def _priced(job: Job, op: Op) -> _Priced:
+    cost = job.cost
+    if op.work is not None:
+        return _Priced(cost.compute_s(op.work))
+    if op.host is not None:
+        return _Priced(cost.host_s(*op.host))
+    if op.loaded is not None:
+        return _Priced(cost.load_s(op.loaded))
+    if op.sent is not None:
+        transfer = cost.exchange(op.sent)
+        return _Priced(transfer.alone, transfer, cost.bytes_by_link(op.sent), int(op.sent.sum()))
+    transfer, by_link, nbytes = _summing(job, op), Counter[Any](), 0
+    for group, size in _rings(job, op):
+        wire = 2 * (len(group) - 1) * size
+        by_link.update(cost.reduced_by_link(wire, group))
+        nbytes += wire
+    return _Priced(transfer.alone, transfer, by_link, nbytes)
+
+
+class _Spells:
+    """What ranks do between the moments at which all wait for the slowest. Spells of the same operations are counted."""
+
+    def __init__(self) -> None:
+        self._now: Counter[object] = Counter()
+        self._ended: Counter[tuple[tuple[object, int], ...]] = Counter()
+
+    def add(self, what: object) -> None:
+        self._now[what] += 1
+
+    def end(self) -> None:
+        if self._now:
+            self._ended[tuple(self._now.items())] += 1
+            self._now = Counter()
+
+    def slowest(self, seconds: Mapping[object, Number]) -> Number:
+        """Of all spells, the last one too, the slowest rank's seconds."""
+        self.end()
+        return sum(_times(slowest(_total(spell, seconds)), times) for spell, times in self._ended.items())
+
+
+def _total(counted: Iterable[tuple[object, int]], seconds: Mapping[object, Number]) -> Number:
+    """Each operation's seconds as often as it is counted."""
+    return sum((_times(seconds[what], times) for what, times in counted), 0.0)
+
+
+def _times(seconds: Number, times: int) -> Number:
+    return seconds if times == 1 else seconds * times
 
 
 def busiest_port(job: Job, ops: Iterable[Op]) -> Number:
@@ -317,9 +353,9 @@ def _summing(job: Job, op: Op) -> Transfer:
     return Transfer(reduce(np.maximum, [transfer.latency for transfer in transfers]), busy)
 
 
-def _load(ports: dict[Port, Number], transfer: Transfer) -> None:
+def _load(ports: dict[Port, Number], transfer: Transfer, times: int = 1) -> None:
     for port, seconds in transfer.busy.items():
-        ports[port] = ports.get(port, 0.0) + seconds
+        ports[port] = ports.get(port, 0.0) + _times(seconds, times)
 
 
 def schedule(job: Job, layout: Layout | EstimatedLayout, how: Manner, steps: int, batches: Batches = (),
