@@ -194,13 +194,21 @@ class Cost:
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
         """By the cluster's algorithm. NCCL takes what is faster, a ring or a tree: then ports carry the ring's bytes, whichever it is."""
-        if len(group) == 1:
-            return Transfer(0.0, {})
+        key = size, tuple(group)
+        if key not in self._summed:
+            self._summed[key] = self._all_reduced(*key) if len(group) > 1 else Transfer(0.0, {})
+        return self._summed[key]
+
+    def _all_reduced(self, size: int, group: tuple[int, ...]) -> Transfer:
         told, ring = self.cluster.all_reduce, self._reduced("ring", size, group)
         if told or self.cluster.device.kind == "cpu":
             return ring if told in (None, "ring") else self._reduced(told, size, group)
         tree = self._reduced("tree", size, group).alone
         return Transfer(np.minimum(ring.latency, np.maximum(tree - (ring.alone - ring.latency), 0.0)), ring.busy)
+
+    @cached_property
+    def _summed(self) -> dict[tuple[int, tuple[int, ...]], Transfer]:
+        return {}
 
     def _reduced(self, algorithm: Algorithm, size: int, group: Sequence[int]) -> Transfer:
         """One after the other its steps, and what passes each port in all of them."""

@@ -29,7 +29,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri, pdtr
-from scipy.stats import norm
 
 from gnnplan.planner.estimate import mixing_of
 from gnnplan.planner.graph import GraphStats
@@ -64,10 +63,10 @@ class Population:
         highest = max(1.0, float(ndtri(1.0 - 1.0 / max(stats.vertices, 3))))  # the graph has one vertex above
         if not stats.directed:
             z = np.linspace(LOWEST, highest, CLASSES)
-            share = norm.pdf(z)
+            share = np.exp(-z * z / 2)
             return cls(stats.vertices * share / share.sum(), _lognormal(z, share, drawn, mean), _lognormal(z, share, reached, mean), False)
         z = np.linspace(LOWEST, highest, CLASSES // 4)
-        share = norm.pdf(z)
+        share = np.exp(-z * z / 2)
         each, ones = share / share.sum(), np.ones(z.size)
         return cls(stats.vertices * np.outer(each, each).ravel(), np.outer(_lognormal(z, share, drawn, mean), ones).ravel(),
                    np.outer(ones, _lognormal(z, share, reached, mean)).ravel(), True)  # fmt: skip

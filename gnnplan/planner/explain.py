@@ -97,9 +97,8 @@ def done_twice(job: Job, found: Found) -> list[str]:
     if split is None:
         return []
     pairs = zip(job.minibatches(tuple(range(job.ranks))).first(), split.batches(job).first(), strict=False)
-    counts = [[(sum(rows.size for rows in (batch.rows(rank, 0) for rank in range(job.ranks))),
-                sum(int(batch.facts(layer).edges.sum()) for layer in range(1, job.workload.layers + 1))) for batch in pair]
-              for pair in pairs]  # fmt: skip
+    counts = [[(int(batch.row_counts(0).sum()), sum(int(batch.facts(layer).edges.sum()) for layer in range(1, job.workload.layers + 1)))
+               for batch in pair] for pair in pairs]  # fmt: skip
     (rows, edges), (shared_rows, shared_edges) = np.sum(counts, axis=0).tolist()
     return [f"Sampling each for itself, ranks read {rows / max(shared_rows, 1):.2f} times the rows of features that they read splitting a "
             f"batch ({split}), and compute {edges / max(shared_edges, 1):.2f} times the edges"]

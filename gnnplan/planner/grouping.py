@@ -69,7 +69,7 @@ def seat(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], tied: S
     """seats[r]: the one of `gpus` that rank r sits on, so that the phases take the fewest seconds; `gpus` in order where nothing is
     faster. `tied` numbers equally large groups of ranks: each stays on the GPUs, in order, of one of them."""
     tied = tuple(tied) or tuple(range(len(gpus)))
-    told = [phase for phase in _merged(phases) if phase.times and not _even(phase.sent)]
+    told = _merged([phase for phase in phases if phase.times and not _even(phase.sent)])
     if not told or len(set(_kinds(cluster, gpus))) == 1:
         return tuple(gpus)
     as_given = Cost.of(cluster, tuple(gpus))
@@ -139,8 +139,9 @@ def _merged(phases: Sequence[Phase]) -> list[Phase]:
 
 def _even(sent: np.ndarray) -> bool:
     """As much from everyone to everyone: all seatings are alike."""
-    apart = sent[~np.eye(len(sent), dtype=bool)]
-    return not apart.size or bool((apart == apart[0]).all())
+    n = len(sent)
+    apart = sent.ravel("K")[: n * n - 1].reshape(n - 1, n + 1)[:, 1:]  # all but the diagonal, in whichever order they lie
+    return not apart.size or bool((apart == apart[0, 0]).all())
 
 
 def _least(cluster: Cluster, phases: Sequence[Phase]) -> float:

@@ -198,6 +198,10 @@ class Layout:
         ids, hop = self._members[rank]
         return ids[: np.searchsorted(hop, self.hops(h), side="right")]
 
+    def row_counts(self, h: int) -> np.ndarray:
+        """Rows of h_h of each rank [ranks]."""
+        return np.array(self._sizes(self.hops(h)))
+
     def own(self, rank: int) -> np.ndarray:
         """Global ids of the rows that it owns (its share of the loss; of a batch its targets)."""
         return self.rows(rank, self.layers)

@@ -193,7 +193,7 @@ class EstimatedStore:
 
     def loads(self, job: Job, batch: EstimatedBatch) -> Loads:
         m, each = len(self.servers), int(job.features_bytes(np.zeros(1, np.int64))[0])
-        rows = batch.row_counts(0)
+        rows, same = batch.row_counts(0), np.equal.outer(self.servers, self.servers)
         classes, asked = np.zeros((m, len(CLASSES)), np.int64), np.zeros((m, m), np.int64)
         shares: dict[tuple[int, int], float] = {}  # of a group's reads, by how many cache different rows
         for rank in range(m):
@@ -202,13 +202,13 @@ class EstimatedStore:
                 shares[group, sharing] = self.held_share(batch.needs[group], self.each * sharing)
             here = round(int(rows[rank]) * shares[group, sharing])
             classes[rank, HIT] = here // sharing if self.shared else here
-            asked[rank] += _evenly(here - int(classes[rank, HIT]), np.equal(self.servers, self.servers[rank]), rank)
-            classes[rank, PEER] = asked[rank].sum()
-            others = np.not_equal(self.servers, self.servers[rank])
-            away = int(rows[rank]) - classes[rank, [HIT, PEER]].sum()
-            away = round(away * others.mean()) if self.spread else 0
-            asked[rank] += _evenly(away, others, rank)
-            classes[rank, REMOTE] = away
+            if self.shared:
+                asked[rank] += _evenly(here - int(classes[rank, HIT]), same[rank], rank)
+                classes[rank, PEER] = asked[rank].sum()
+            if self.spread:
+                away = round((int(rows[rank]) - classes[rank, [HIT, PEER]].sum()) * (~same[rank]).mean())
+                asked[rank] += _evenly(away, ~same[rank], rank)
+                classes[rank, REMOTE] = away
             classes[rank, HOST] = int(rows[rank]) - classes[rank].sum()
         return Loads(each * classes[:, HOST], each * classes[:, HIT], asked, each * asked.T, classes)
 

@@ -18,7 +18,7 @@ import numpy as np
 from gnnplan.planner.chunks import ChunkFacts
 from gnnplan.planner.cost import Number, Transfer
 from gnnplan.planner.job import Job
-from gnnplan.planner.schedule import Collective, Send
+from gnnplan.planner.schedule import Send
 from gnnplan.planner.strategies.strategy import Prediction
 from gnnplan.planner.topology import Port
 
@@ -80,7 +80,7 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
         by_op |= {f"halo:{way}": sum(seconds) for way, seconds in exchanged.items()}
         by_op["all_reduce"] = reduce(np.maximum, [transfer.alone for transfer in reduced])
     nbytes, by_link = pipe.nbytes(job)
-    once = sum(task.work.nbytes for task in pipe.setup(job) if isinstance(task.work, Collective))
+    once = int(pipe.inputs_sent(job).sum())
     return Prediction(epoch, busy_s, moving, np.maximum(epoch - busy_s - moving, 0.0), nbytes, by_link, once, by_op)
 
 

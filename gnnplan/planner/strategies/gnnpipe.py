@@ -328,18 +328,23 @@ class GNNPipe(Strategy):
 
     def setup(self, job: Job) -> list[Task]:
         """The first stage's constant inputs cross once."""
-        group, read = tuple(self.group(job, 0)), self.facts(job).sends.sum(0)
-        if job.model.first_varying == 0 or not read.any():
+        group, sent = tuple(self.group(job, 0)), self.inputs_sent(job)
+        if not sent.any():
             return []
-        if job.graph is None:
-            read = np.round(job.model.features_moved(read)).astype(np.int64)
-        else:
-            assert self.chunks is not None
-            cut = job.cut(self.chunks, len(group))
-            halos = [cut.halo(member) for member in range(len(group))]
-            read = np.stack([np.bincount(cut.sub[halo] % len(group), job.features_bytes(halo), len(group)) for halo in halos], 1)
         return [Task(Label("input_halo", -1), rank, "comm", Collective("exchange", group, tuple(
-            (peer, int(nbytes)) for peer, nbytes in zip(group, read[rank], strict=True) if nbytes))) for rank in group]  # fmt: skip
+            (peer, int(nbytes)) for peer, nbytes in zip(group, sent[rank], strict=True) if nbytes))) for rank in group]  # fmt: skip
+
+    def inputs_sent(self, job: Job) -> np.ndarray:
+        """Bytes of constant inputs that the first stage's members send each other [g, g]."""
+        read = self.facts(job).sends.sum(0)
+        if job.model.first_varying == 0 or not read.any():
+            return np.zeros_like(read)
+        if job.graph is None:
+            return np.asarray(np.round(job.model.features_moved(read)).astype(np.int64))
+        assert self.chunks is not None
+        cut, members = job.cut(self.chunks, len(read)), range(len(read))
+        halos = [cut.halo(member) for member in members]
+        return np.stack([np.bincount(cut.sub[halo] % len(read), job.features_bytes(halo), len(read)) for halo in halos], 1)
 
     def kept(self, job: Job) -> list[int]:
         """Rows that each member keeps: its own and those of others that it reads."""

@@ -184,7 +184,7 @@ def loaded_bytes(job: Job, layout: Layout | EstimatedLayout) -> np.ndarray:
 def local_rows(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
     """Rows of h_h per rank."""
     if isinstance(layout, Layout):
-        return np.array([layout.rows(rank, h).size for rank in range(layout.ranks)])
+        return layout.row_counts(h)
     return np.asarray(layout.facts(1).sources - layout.facts(1).taken)
 
 
@@ -329,13 +329,11 @@ def _times(seconds: Number, times: int) -> Number:
 
 def busiest_port(job: Job, ops: Iterable[Op]) -> Number:
     """Seconds that the port is busy with these operations that is so for longest."""
+    transfers = [op for op in ops if op.sent is not None or op.size or op.groups]
+    counted, known = Counter(map(_identity, transfers)), {_identity(op): op for op in transfers}
     busy: dict[Port, Number] = {}
-    known: dict[int, Transfer] = {}  # by the identity of operations, which batches may share
-    for op in ops:
-        if op.sent is not None or op.size or op.groups:
-            if id(op) not in known:
-                known[id(op)] = job.cost.exchange(op.sent) if op.sent is not None else _summing(job, op)
-            _load(busy, known[id(op)])
+    for what, op in known.items():
+        _load(busy, job.cost.exchange(op.sent) if op.sent is not None else _summing(job, op), counted[what])
     return reduce(np.maximum, busy.values(), 0.0)
 
 
