@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -172,6 +172,7 @@ def smallest_change(job: Job, options: Callable[[Job], list[Strategy]]) -> str:
         room = np.ceil(min(needs)[0] / 1e9 * 1.001 * 100) / 100  # [GB]
         words.append(f"--set device.memory={room:g}GB would fit {next(name for need, name in needs if need <= room * 1e9)}")
 
+    @cache
     def with_servers(servers: int) -> str | None:
         """A strategy that fits on so many."""
         cluster = job.cluster.model_copy(update={"servers": servers, "inter_node": job.cluster.inter_node or job.cluster.intra_node})

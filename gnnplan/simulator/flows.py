@@ -57,30 +57,36 @@ class Flows:
 
     def finish(self, every: float = 0.0) -> np.ndarray:
         """When each ends [flows, s]. Rates are found anew when a flow starts or ends, but not sooner than `every` seconds after the last
-        end that was waited for: what a flow leaves behind in between lies idle, so nothing is faster than it can be."""
+        end that was waited for: what a flow leaves behind in between lies idle, so nothing is faster than it can be. A flow's ports are
+        full at its rate or above, so flows slower than all that have ended keep theirs."""
         starts = np.broadcast_to(self.starts, self.nbytes.shape)
         left, ends = self.nbytes.astype(float), starts.astype(float)
         waiting = np.argsort(starts, kind="stable")
         waiting = waiting[left[waiting] > 0]
         alive = np.zeros(left.size, dtype=bool)
-        now = 0.0
+        rates = np.zeros(left.size)
+        now = ended = 0.0  # ended: the lowest rate of those that have, 0 where others have started since
         while waiting.size or alive.any():
             if not alive.any():
                 now = max(now, float(starts[waiting[0]]))
             come = int(np.searchsorted(starts[waiting], now, side="right"))
-            alive[waiting[:come]] = True
-            waiting = waiting[come:]
-            going, mine = np.flatnonzero(alive), alive[self.flow]
-            numbered = np.cumsum(alive) - 1
-            rates = max_min(numbered[self.flow[mine]], self.port[mine], self.weight[mine], going.size, self.capacity)
-            last = left[going] / rates
+            if come:
+                alive[waiting[:come]], waiting, ended = True, waiting[come:], 0.0
+            going = np.flatnonzero(alive)
+            faster = alive & (rates >= ended * (1 - 1e-9))
+            mine, slower = faster[self.flow], (alive & ~faster)[self.flow]
+            taken = np.bincount(self.port[slower], self.weight[slower] * rates[self.flow[slower]], self.capacity.size)
+            numbered = np.cumsum(faster) - 1
+            rates[faster] = max_min(numbered[self.flow[mine]], self.port[mine], self.weight[mine], int(faster.sum()), self.capacity - taken)
+            last = left[going] / rates[going]
             until = max(float(last.min()), every)
             if waiting.size:
                 until = min(until, float(starts[waiting[0]]) - now)
             over = last <= until * (1 + 1e-12)
             ends[going[over]] = now + last[over]
-            left[going] -= rates * until
+            left[going] -= rates[going] * until
             alive[going[over]] = False
+            ended = float(rates[going[over]].min(initial=np.inf))
             now = float(starts[waiting[0]]) if waiting.size and until == starts[waiting[0]] - now else now + until
         return ends
 
