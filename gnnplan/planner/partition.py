@@ -14,15 +14,18 @@ import numpy as np
 import pymetis
 import scipy.sparse as sp
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import cache_dir, suggest, write_atomically
 from gnnplan.planner.graph import Graph, GraphStats
+from gnnplan.planner.sampling import GOLDEN, mix
 from gnnplan.planner.units import show_bytes
 
 Array = NDArray[Any]
 METHODS = ("metis", "metis-volume", "hash", "random")
-VERSION = 1  # of what is cached: raise it when the same key should give another partition
+VERSION = 2  # of what is cached: raise it when the same key should give another partition
+MOST_EDGES = 80_000_000  # directed, that METIS is given; with the graph beside it that is 11 GB
 EDGE_BYTES = 120  # [B] of METIS per directed edge: 64-bit numbers, a graph per level; 76 to 120 measured (benchmarks/scale.py)
 SMALL = 2_000  # vertices; below, all features fit the processor's cache and order does not matter
 
@@ -118,8 +121,7 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
     vertices = len(indptr) - 1
     if parts == 1 or len(indices) == 0 or parts == vertices:  # METIS divides by the number of edges
         return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
-    metis_must_fit(len(indices))
-    adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))  # METIS's own width, so no slow conversion
+    adjacency, _ = for_metis(indptr, indices)
     options = pymetis.Options(objtype=int(volume), seed=seed + 1)  # to C's random numbers, seeds 0 and 1 are the same
     whole = None
     weights = None if weights is None else np.asarray(weights, dtype=np.int64)
@@ -128,6 +130,34 @@ def _metis(indptr: Array, indices: Array, weights: Array | None, parts: int, see
         grain = max(1, min(1000, 2**30 // int(weights.sum())))
         whole = 1 + grain * weights
     return np.asarray(pymetis.part_graph(parts, adjacency, vweights=whole, recursive=False, options=options).vertex_part, dtype=np.int32)
+
+
+def for_metis(indptr: Array, indices: Array, weights: Array | None = None) -> tuple[pymetis.CSRAdjacency, Array | None]:
+    """A symmetric CSR and its edges' weights in METIS's own width, so that nothing is converted slowly; thinned where it is large."""
+    metis_must_fit(min(len(indices), MOST_EDGES))
+    if len(indices) > MOST_EDGES:
+        stays = thinned(indptr, indices, MOST_EDGES)
+        indptr = np.concatenate([[0], np.cumsum(stays, dtype=np.int64)])[indptr]
+        indices, weights = indices[stays], None if weights is None else weights[stays]
+    adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))
+    return adjacency, None if weights is None else weights.astype(np.int64, copy=False)
+
+
+def thinned(indptr: Array, indices: Array, most: int) -> NDArray[np.bool_]:
+    """Which about `most` of a symmetric CSR's edges stay [E], both directions or none, the same on every machine.
+
+    Edge (u, v) stays with chance min(1, c / min(degree u, degree v)): what two hubs have between them matters least to a cut, and nobody
+    loses all neighbours (effective resistances, which sparsifiers sample by, are about 1 / degree; Spielman & Srivastava 2008).
+    """
+    degree = np.diff(indptr).astype(np.int32)
+    into = np.repeat(np.arange(len(degree), dtype=np.int32), degree)
+    low = np.minimum(degree[into], degree[indices])
+    edges, each = np.bincount(low), np.arange(low.max() + 1).clip(min=1)
+    c = brentq(lambda c: float(edges @ np.minimum(1, c / each)) - most, 0, each[-1])
+    pair = np.minimum(into, indices).astype(np.uint64) << np.uint64(32) | np.maximum(into, indices).astype(np.uint64)
+    del into
+    chance = (np.minimum(1, c / each) * 2.0**32).astype(np.uint64)
+    return np.asarray(mix(pair * GOLDEN) >> np.uint64(32) < chance[low])
 
 
 def metis_must_fit(edges: int) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import suggest
 from gnnplan.planner.graph import Graph
-from gnnplan.planner.partition import cached, check_parts, metis_must_fit, repair
+from gnnplan.planner.partition import cached, check_parts, for_metis, repair
 from gnnplan.planner.sampling import frontier, seeds_of
 from gnnplan.planner.specs import Workload
 
@@ -92,12 +92,10 @@ def split(graph: Graph, parts: int, splitter: str, seed: int, frequency: Frequen
     drawn = frequency.edges + np.int32(1) if splitter == "gsplit" and frequency is not None else np.ones(graph.indices.size, np.int32)
     one_way = sp.csr_matrix((drawn, graph.indices, graph.indptr), shape=(load.size, load.size))
     both = sp.csr_matrix(one_way + one_way.T)
-    metis_must_fit(both.nnz)
     del frequency, drawn, one_way  # METIS needs the room
     if parts == load.size or not both.nnz:
         return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
-    adjacency = pymetis.CSRAdjacency(both.indptr.astype(np.int64), both.indices.astype(np.int64))  # its own width, so no slow conversion
-    weights = _whole(both.data, 2**30) if splitter == "gsplit" else None
+    adjacency, weights = for_metis(both.indptr, both.indices, _whole(both.data, 2**30) if splitter == "gsplit" else None)
     del both
     part = pymetis.part_graph(parts, adjacency, vweights=_whole(load, 2**30 - load.size), eweights=weights, recursive=False,
                               options=pymetis.Options(seed=seed + 1)).vertex_part  # fmt: skip

@@ -88,6 +88,30 @@ def test_metis_is_not_asked_for_more_than_the_machine_holds(graph, monkeypatch):
     assert partition(graph, 2, "hash").max() == split(graph, 2, "random", 0).max() == 1
 
 
+def test_a_large_graph_is_thinned_between_vertices_of_many_neighbours(graph):
+    indptr, indices = undirected(graph)
+    stays = module.thinned(indptr, indices, 60_000)
+    assert abs(int(stays.sum()) - 60_000) < 1_000  # 80,000 drawn by chance: a standard deviation is 200
+    into, low = np.repeat(np.arange(4000), graph.degree), np.minimum(np.repeat(graph.degree, graph.degree), graph.degree[indices])
+    kept = {(u, v) for u, v in zip(into[stays].tolist(), indices[stays].tolist(), strict=True)}
+    assert kept == {(v, u) for u, v in kept}
+    assert set(into[stays].tolist()) == set(into.tolist())
+    gone, few = low[~stays], np.percentile(low, 20)
+    assert gone.min() > few, "an edge of a vertex of few neighbours is gone"
+
+
+def test_metis_finds_the_same_communities_in_fewer_edges(graph, monkeypatch):
+    whole = cut(graph, partition(graph, 8))
+    monkeypatch.setattr(module, "MOST_EDGES", 60_000)
+    indptr, indices = undirected(graph)
+    given, weights = module.for_metis(indptr, indices, np.arange(80_000))
+    assert given.adj_starts[-1] == len(given.adjacent) < 61_000
+    assert np.array_equal(graph.indices[weights], given.adjacent), "weights stay with their edges"
+    into = np.repeat(np.arange(4000), np.diff(given.adj_starts))
+    assert np.array_equal(into, np.repeat(np.arange(4000), graph.degree)[weights])
+    assert cut(graph, module._metis(indptr, indices, None, 8, 0)) < 1.02 * whole
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 30), st.data())
 def test_small_graphs_never_leave_a_part_empty(vertices, data):
