@@ -46,13 +46,14 @@ class FeatureStore:
             self.tell = Exchange(rank, [me[i : i + 1] if asks[rank.rank, i] else me[:0] for i in me], asks[:, rank.rank])
             self.meets = bool(asks.any())
 
-    def read(self, ids: Ids, step: int) -> Rows:
-        """Features [R, F] of these vertices on the device, as this step loads them. All ranks come here."""
+    def read(self, ids: Ids, step: int, room: int = 0) -> Rows:
+        """Features [R, F] of these vertices on the device, as this step loads them; dense ones have `room` more rows, yet to be filled. All
+        ranks come here."""
         rank, store = self.rank, self.store
         if store is None:
             self._count(np.full(ids.size, HOST))
             with rank.span(Label("load", step), "copy", int(self.job.features_bytes(ids).sum())):
-                return self._host(ids)
+                return self._host(ids, room)
         kind, provider = store.of(rank.rank, ids)
         self._count(kind)
         hits, mine = np.flatnonzero(kind == HIT), np.flatnonzero(kind == HOST)
@@ -66,7 +67,8 @@ class FeatureStore:
             away = np.flatnonzero(provider != rank.rank)
             away = away[np.argsort(provider[away], kind="stable")]
             parts.append((away, self._fetched(ids[away], provider[away], step)))
-        return self._together(parts, ids.size)
+        rows = self._together(parts, ids.size)
+        return torch.cat([rows, rows.new_empty(room, rows.shape[1])]) if room and isinstance(rows, Tensor) else rows
 
     def _fetched(self, ids: Ids, provider: np.ndarray, step: int) -> Rows:
         """Rows that other ranks provide, grouped by them."""
@@ -111,14 +113,14 @@ class FeatureStore:
 
     # -- pieces ------------------------------------------------------------------------------------------------------
 
-    def _host(self, ids: Ids) -> Rows:
-        """From the server's memory."""
+    def _host(self, ids: Ids, room: int = 0) -> Rows:
+        """From the server's memory, dense ones with room for more."""
         if self.store is not None and self.store.home is not None:
             elsewhere = ids[self.store.sender(self.rank.rank, ids) != self.rank.rank]
             assert not elsewhere.size, f"server {self.store.servers[self.rank.rank]} has no features of vertices {elsewhere[:8].tolist()}"
         if self.job.model.nonzeros:
             return sparse_features(self.graph, ids, self.job.workload, self.rank.device)
-        return features(self.graph, ids, self.job.workload, self.rank.device)
+        return features(self.graph, ids, self.job.workload, self.rank.device, room)
 
     def _picked(self, ids: Ids) -> Rows:
         """From the rank's cache."""

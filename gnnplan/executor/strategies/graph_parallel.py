@@ -192,17 +192,21 @@ class Worker(Resumable):
 
     def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
         """Forward of one layer; the next one's entry. `entered.out` is h_l with its segment's graph."""
-        halo, stale = None, self.how.staleness > 0 and self.training
+        halo, source, stale = None, None, self.how.staleness > 0 and self.training
         self._moments(step, layer, entered)
         meets = layer > self.shapes.first_varying and not self.silent[layer]
-        if meets:
-            halo = self._stale(layer, "f") if stale else self._halo(step, layer, "f", self._outgoing(entered))()
+        if meets and stale:
+            halo = self._stale(layer, "f")
+        elif meets:
+            rows = self._outgoing(entered)
+            source = self._room(layer, rows)
+            self._halo(step, layer, "f", rows, into=source[rows.shape[0] :])()
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
             x0 = self.x0[: self.blocks[layer].n_dst] if self.x0 is not None else None
             if layer <= self.shapes.first_varying:
                 entered.segment = self._first_segment(step)
             else:
-                entered.segment = self._segment(step, layer, entered, halo, x0)
+                entered.segment = self._segment(step, layer, entered, source, halo, x0)
                 if meets and stale:  # rows that are kept for the backward pass anyhow: no copy waits for its turn
                     assert entered.source is not None
                     self._send_for_next(step, layer, "f", entered.source.detach()[: entered.leaf.shape[0]], halo)
@@ -217,20 +221,29 @@ class Worker(Resumable):
             return lambda: net.update(cached, x, x, None, relu)
         return lambda: net(self.blocks[1], x, self._drop(step, 1, self.vertices[1]), None, relu)
 
-    def _segment(self, step: int, layer: int, entered: _Step, halo: Tensor | None, x0: Tensor | None) -> Callable[[], Tensor]:
-        """Lays out the layer's source rows; what it returns computes h_l from them."""
+    def _room(self, layer: int, rows: Tensor) -> Tensor:
+        """For all source rows of the layer [S, width], whose own are `rows`; these themselves where there are no others."""
+        return rows if self.blocks[layer].n_src == rows.shape[0] else rows.new_empty(self.blocks[layer].n_src, rows.shape[1])
+
+    def _segment(self, step: int, layer: int, entered: _Step, source: Tensor | None, halo: Tensor | None, x0: Tensor | None
+                 ) -> Callable[[], Tensor]:  # fmt: skip
+        """Lays out the layer's source rows, in `source` where the halo is in its place already; what it returns computes h_l from them."""
         net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
         rows = self._outgoing(entered)
-        missing = block.n_src - rows.shape[0]
-        if missing:
-            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1]) if halo is None else halo])
-        source = entered.source = rows.detach().requires_grad_(entered.leaf.requires_grad)
+        local, arrived = rows.shape[0], source is not None
+        if source is None:
+            source = self._room(layer, rows)
+        if source.shape[0] > local:
+            source[:local] = rows
+            if not arrived:
+                source[local:] = 0.0 if halo is None else halo
+        source = entered.source = source.detach().requires_grad_(entered.leaf.requires_grad)
         if entered.projected is not None:
             own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
             if self.how.checkpoint:
                 entered.projected = entered.projected[0][:0], own  # computed again when its turn comes
             return lambda: net.update(net.gather(block, source), own, own, x0, relu)
-        local, moments, drop = entered.leaf.shape[0], entered.moments, self._drop(step, layer, self.vertices[layer])
+        moments, drop = entered.moments, self._drop(step, layer, self.vertices[layer])
         entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)  # one copy of the rows is enough
         return lambda: net(block, source, drop, x0, relu, moments)
 

@@ -51,14 +51,16 @@ class Worker(Resumable):
         job, part = self.job, share.parts[0]
         assert job.graph is not None
         local, halo = part.source[: part.local], part.source[part.local :]
-        rows = self.store.read(local, step)
-        if not part.meets or job.model.first_varying == 0:
+        meets = part.meets and job.model.first_varying > 0
+        rows = self.store.read(local, step, halo.size * meets)
+        if not meets:
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.exchanges[1]
         packed = exchange.pack(rows)
         with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
             if isinstance(rows, Tensor):
-                return torch.cat([rows, exchange.forward(packed)])
+                exchange.forward(packed, into=rows[part.local :])
+                return rows
             return SparseRows.cat([rows, exchange.forward_sparse(packed, lengths_of(job.graph, halo))])
 
     @property

@@ -114,10 +114,15 @@ def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Mo
         f, need = of(layer)
         varies, narrow = layer > model.first_varying, how.narrow and model.narrow_at(layer)
         width, halo = model.exchanged_width(layer, how.narrow) * b, f.taken * varies
-        m.at((f.given * varies + halo) * width)
         copies[layer] = f.sources * width * ((halo > 0) | (narrow and how.checkpoint))
-        m.keep(copies[layer])
-        m.at(halo * width, need.forward)
+        if how.staleness:  # what has come stands beside them
+            m.at((f.given * varies + halo) * width)
+            m.keep(copies[layer])
+            m.at(halo * width, need.forward)
+        else:
+            m.keep(copies[layer])
+            m.at(f.given * varies * width)
+            m.at(need.forward)
         out = f.rows * model.layers[layer - 1].h_out * b
         if how.checkpoint:
             m.keep(out)
