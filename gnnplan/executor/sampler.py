@@ -32,14 +32,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from gnnplan.executor import sampling
 from gnnplan.executor.data import weighted_block
 from gnnplan.executor.share import Part, Share
 from gnnplan.executor.worker import Rank, attempt, die_with_parent, now
 from gnnplan.planner.graph import Graph
+from gnnplan.planner.job import Job
 from gnnplan.planner.minibatch import Batches, shares
 from gnnplan.planner.sampling import Ids, draw, key_of, seeds_of, taken
 from gnnplan.planner.schedule import Label
-from gnnplan.planner.strategies.batchwise import ID
+from gnnplan.planner.strategies.batchwise import ID, Features, Lists, lists_there
 from gnnplan.planner.structure import NEIGHBOUR, Structure, thinned
 from gnnplan.planner.trace import Span
 
@@ -62,9 +64,11 @@ class Sampled:
 
 
 class Sampler(Dataset[Sampled]):
-    """Item t is rank `me`'s share of step t. `edges`: kinds of the layers' (models.Layer). `lists`: of what vertices it has some."""
+    """Item t is rank `me`'s share of step t. `edges`: kinds of the layers' (models.Layer). `lists`: of what vertices it has some. `device`:
+    what draws, if not the host."""
 
-    def __init__(self, batches: Batches, me: int, edges: Sequence[str], timeout_s: float = 30.0, lists: Structure | None = None) -> None:
+    def __init__(self, batches: Batches, me: int, edges: Sequence[str], timeout_s: float = 30.0, lists: Structure | None = None,
+                 device: torch.device | None = None) -> None:  # fmt: skip
         self.graph, self.workload, self.member, self.edges, self.me = batches.graph, batches.workload, batches.member, edges, me
         self.steps, self.groups, self.timeout_s = batches.steps, batches.groups, timeout_s
         self.group = self.groups[me]
@@ -76,6 +80,7 @@ class Sampler(Dataset[Sampled]):
         if lists is not None:
             self._degrees = degrees(batches.graph)
             self.graph = thinned(batches.graph, lists.keeps(me))
+        self._there = None if device is None else sampling.Lists(self.graph, device)
 
     def _wired(self, among: Sequence[int]) -> dist.ProcessGroupGloo:
         """To these ranks' samplers, of whichever processes: opened by the one that uses it."""
@@ -153,6 +158,8 @@ class Sampler(Dataset[Sampled]):
         if self.lists is not None:
             away = rows[~self.lists.keeps(self.me)[rows]]
             assert not away.size, f"rank {self.me} has no adjacency lists of vertices {away[:8].tolist()}"
+        if self._there is not None:
+            return self._there.draw(rows, fanout, key)
         indptr, places = draw(self.graph, rows, fanout, key)
         return indptr, self.graph.indices[places]
 
@@ -217,6 +224,12 @@ class Sampler(Dataset[Sampled]):
         self._note(made, label, began, nbytes)
         if nbytes:
             made.sent[label.op] = made.sent.get(label.op, 0) + nbytes
+
+
+def drawing_device(rank: Rank, job: Job, prefetch: int, store: Features | None, lists: Lists | None) -> torch.device | None:
+    """The rank's GPU where the cluster says that GPUs sample and the lists fit there; not ahead, since a fork has no CUDA."""
+    draws = rank.device.type == "cuda" and not prefetch and lists_there(job, store, lists) == 1.0
+    return rank.device if draws else None
 
 
 def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:

@@ -1,18 +1,29 @@
-"""Neighbour sampling on a device: the same draws as planner/sampling.py, from tensors."""
+"""Neighbour sampling on a device: the same draws as planner/sampling.py, from tensors. What is drawn goes to the host, where samplers lay
+out blocks of it."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gnnplan.executor.kernels import GOLDEN, mix
-from gnnplan.planner.sampling import key_of as word_of
+from gnnplan.planner.graph import Graph
+from gnnplan.planner.sampling import Ids
 from gnnplan.planner.specs import ALL
 
 
-def key_of(seed: int, epoch: int, batch: int, layer: int) -> int:
-    """The word that a layer's draws start from, as torch's int64."""
-    return int(word_of(seed, epoch, batch, layer).view("int64")[0])
+class Lists:
+    """A graph's adjacency lists on a device."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.indptr, self.indices = torch.tensor(graph.indptr, device=device), torch.tensor(graph.indices, device=device)
+
+    def draw(self, vertices: Ids, fanout: int, key: np.ndarray) -> tuple[Ids, np.ndarray]:
+        """(indptr [V+1], neighbours drawn of these vertices); key: the word [1] that the layer's draws start from."""
+        rows = torch.from_numpy(vertices).to(self.indptr.device)
+        indptr, places = draw(self.indptr, rows, fanout, int(key.view(np.int64)[0]))
+        return indptr.cpu().numpy(), self.indices[places].cpu().numpy()
 
 
 def draw(indptr: Tensor, vertices: Tensor, fanout: int, key: int) -> tuple[Tensor, Tensor]:

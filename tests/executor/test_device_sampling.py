@@ -1,25 +1,33 @@
 """Sampling from tensors draws what the planner's numpy does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import Case
 
-from gnnplan.executor import sampling
+from gnnplan.executor import sampler, sampling
+from gnnplan.executor.sampler import Sampler, drawing_device
+from gnnplan.executor.worker import Rank
 from gnnplan.planner import sampling as planned
 from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.job import Job
+from gnnplan.planner.strategies import P3, DataParallel, Strategy
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 assert isinstance(GRAPH, Graph)
+WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
 
 
 def same(vertices: np.ndarray, fanout: int, key: tuple[int, int, int, int], device: str) -> None:
-    indptr = torch.tensor(GRAPH.indptr, device=device)
-    found = sampling.draw(indptr, torch.from_numpy(vertices).to(device), fanout, sampling.key_of(*key))
-    expected = planned.draw(GRAPH, vertices, fanout, planned.key_of(*key))
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours.cpu().numpy(), theirs)
+    word = planned.key_of(*key)
+    found = sampling.Lists(GRAPH, torch.device(device)).draw(vertices, fanout, word)
+    indptr, places = planned.draw(GRAPH, vertices, fanout, word)
+    for ours, theirs in zip(found, (indptr, GRAPH.indices[places]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @given(vertices=st.lists(st.integers(0, 299), max_size=60, unique=True), fanout=st.sampled_from([1, 2, 5, 17, 1000, planned.ALL]),
@@ -28,7 +36,47 @@ def test_tensors_draw_what_arrays_draw(vertices: list[int], fanout: int, key: tu
     same(np.array(vertices, dtype=np.int64), fanout, key, "cpu")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_draws_what_a_cpu_draws() -> None:
-    same(np.random.default_rng(0).permutation(300), 7, (1, 2, 3, 4), "cuda")
+cuda = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
+
+
+@pytest.mark.parametrize("device", [cuda])
+def test_a_gpu_draws_what_a_cpu_draws(device: str) -> None:
+    same(np.random.default_rng(0).permutation(300), 7, (1, 2, 3, 4), device)
+
+
+@pytest.mark.parametrize("device", ["cpu", cuda])
+def test_a_sampler_that_draws_there_makes_the_same_shares(device: str, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Case("data_parallel", graphs["rough"], WORK).job(1)
+    here, there = (Sampler(DataParallel().batches(job), 0, ["mean", "gcn"], device=place) for place in (None, torch.device(device)))
+    expected = [here[step].share for step in range(5)]
+    monkeypatch.setattr(sampler, "draw", None)  # the host's
+    for share, other in zip(expected, (there[step].share for step in range(5)), strict=True):
+        np.testing.assert_array_equal(share.own, other.own)
+        for part, twin in zip(share.parts, other.parts, strict=True):
+            np.testing.assert_array_equal(part.source, twin.source)
+            for name in ("indptr", "indices", "weight"):
+                torch.testing.assert_close(getattr(part.block, name), getattr(twin.block, name), rtol=0, atol=0)
+
+
+def on_gpus(graphs: dict[str, str], asked: str, memory: float) -> Job:
+    job = Case("data_parallel", graphs["rough"], WORK).job(1)
+    device = job.cluster.device.model_copy(update={"kind": "cuda", "memory": memory})
+    return replace(job, cluster=job.cluster.model_copy(update={"sampler": asked, "device": device}))
+
+
+def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str]) -> None:
+    def drawing(kind: str, asked: str, memory: float, prefetch: int = 0) -> torch.device | None:
+        return drawing_device(Rank(0, 1, torch.device(kind), "gloo"), on_gpus(graphs, asked, memory), prefetch, None, None)
+
+    assert drawing("cuda", "device", 1e9) == torch.device("cuda")
+    assert drawing("cuda", "host", 1e9) is drawing("cpu", "device", 1e9) is drawing("cuda", "device", 1e3) is None
+    assert drawing("cuda", "device", 1e9, prefetch=1) is None, "a fork has no CUDA"
+
+
+@pytest.mark.parametrize(("strategy", "memory", "there"), [
+    (DataParallel(), 1e9, True), (P3(over="rank"), 1e9, True), (DataParallel(), 1e3, False), (DataParallel(prefetch=1), 1e9, False),
+])  # fmt: skip
+def test_lists_take_memory_of_gpus_that_draw(graphs: dict[str, str], strategy: Strategy, memory: float, there: bool) -> None:
+    use = {asked: strategy.memory(job := on_gpus(graphs, asked, memory))["graph"] for asked in ("device", "host")}
+    lists = sum(array.nbytes for array in (job.graph.indptr, job.graph.indices))
+    assert use["device"] - use["host"] == pytest.approx(lists * there)

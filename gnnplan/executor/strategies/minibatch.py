@@ -9,7 +9,7 @@ from gnnplan.executor.checkpoint import Resumable
 from gnnplan.executor.data import Targets, lengths_of
 from gnnplan.executor.kernels import Rows, SparseRows
 from gnnplan.executor.models import Net
-from gnnplan.executor.sampler import Arriving, Sampler
+from gnnplan.executor.sampler import Arriving, Sampler, drawing_device
 from gnnplan.executor.share import Share
 from gnnplan.executor.store import FeatureStore
 from gnnplan.executor.strategies import graph_parallel
@@ -29,9 +29,11 @@ class Worker(Resumable):
         self.net = Net(job.model, job.workload).to(rank.device)
         self.reduce_group = tuple(range(rank.world))
         batches = strategy.batches(job)
-        self.store = FeatureStore(rank, job, strategy.store(job))  # before a sampler forks, which would keep a copy of the features
+        store, lists = strategy.store(job), strategy.lists(job)
+        self.store = FeatureStore(rank, job, store)  # before a sampler forks, which would keep a copy of the features
         edges = [self.net.layer(layer).edges for layer in range(1, job.workload.layers + 1)]
-        sampler = Sampler(batches, rank.rank, edges, rank.timeout_s, strategy.lists(job))
+        device = drawing_device(rank, job, strategy.prefetch, store, lists)
+        sampler = Sampler(batches, rank.rank, edges, rank.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first)
         self.whole: graph_parallel.Worker | None = None  # made when it is first asked for
         self.scored: Targets | None = None  # whose rows the last logits are

@@ -25,7 +25,7 @@ from gnnplan.executor.data import Targets, counts_of, dtype_of, sparse_rows, wei
 from gnnplan.executor.kernels import Rows, dropout
 from gnnplan.executor.learner import Gradients, Learner
 from gnnplan.executor.models import CALLS, Net
-from gnnplan.executor.sampler import Arriving, Sampled, Sampler
+from gnnplan.executor.sampler import Arriving, Sampled, Sampler, drawing_device
 from gnnplan.executor.share import Part, Share
 from gnnplan.executor.strategies import graph_parallel
 from gnnplan.executor.worker import Rank, there
@@ -134,7 +134,9 @@ class Worker(Resumable):
         for rail in strategy.rails(job):
             rank.group(rail)
         edges = [self.net.layer(layer).edges for layer in range(1, job.workload.layers + 1)]
-        sampler = ColumnSampler(strategy.batches(job), me, edges, rank.timeout_s, strategy.lists(job), rail=self.rail)
+        lists = strategy.lists(job)
+        device = drawing_device(rank, job, strategy.prefetch, None, lists)
+        sampler = ColumnSampler(strategy.batches(job), me, edges, rank.timeout_s, lists, device, rail=self.rail)
         self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)  # under way between two epochs
         self.arriving = Arriving(rank, sampler, strategy.prefetch, self.landing.start if self.landing else first)
         x = job.graph.x

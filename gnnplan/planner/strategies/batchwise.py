@@ -74,15 +74,20 @@ def step(job: Job, batch: MiniBatch, how: Manner, prefetch: int, store: Features
 
 
 def reading(job: Job, edges: np.ndarray, store: Features | None, lists: Lists | None, layer: int | None = None) -> Iterator[Op]:
-    """Neighbours that a sampler on a GPU draws from lists in the server's memory: those that three quarters of its own have no room for
-    beside cached features. Lists with all of a group are there or not; those that its GPUs have between them, in part."""
+    """Neighbours that a sampler on a GPU draws from lists in the server's memory: those that its own has no room for."""
+    there = lists_there(job, store, lists)
+    if job.cluster.sampler == "device" and there < 1.0:
+        yield Op("read", layer=layer, loaded=np.rint(SECTOR * (1 - there) * edges).astype(np.int64), ahead=True)
+
+
+def lists_there(job: Job, store: Features | None, lists: Lists | None) -> float:
+    """Share of the lists that is in the memory of a GPU that samples: three quarters of it beside cached features. Lists with all of a
+    group are there or not; those that its GPUs have between them, in part."""
     if job.cluster.sampler == "host":
-        return
+        return 0.0
     size = ID * (job.stats.edges + job.stats.vertices) / (len(set(lists.places)) if lists else 1)
     room = CACHING * job.cluster.device.memory - (store.held(job).max() if store else 0)
-    there = min(max(room, 0.0) / max(size, 1.0), 1.0) if lists else float(room >= size)
-    if there < 1.0:
-        yield Op("read", layer=layer, loaded=np.rint(SECTOR * (1 - there) * edges).astype(np.int64), ahead=True)
+    return min(max(room, 0.0) / max(size, 1.0), 1.0) if lists else float(room >= size)
 
 
 def drawing(job: Job, batch: MiniBatch, edges: np.ndarray, lists: Lists | None, store: Features | None = None) -> Iterator[Op]:

@@ -12,10 +12,10 @@ from gnnplan.planner.job import Job
 from gnnplan.planner.layout import LayerFacts
 from gnnplan.planner.minibatch import Batches, MiniBatch
 from gnnplan.planner.strategies import layerwise_memory
-from gnnplan.planner.strategies.batchwise import Features, Lists, loaded_bytes
+from gnnplan.planner.strategies.batchwise import Features, Lists, lists_there, loaded_bytes
 from gnnplan.planner.strategies.layerwise import Manner
 from gnnplan.planner.strategies.strategy import Memory
-from gnnplan.planner.structure import EstimatedStructure
+from gnnplan.planner.structure import ENTRY, NEIGHBOUR, EstimatedStructure
 
 
 def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Features | None = None, lists: Lists | None = None
@@ -37,7 +37,7 @@ def memory(job: Job, batches: Batches, how: Manner, prefetch: int, store: Featur
         graph = graph + of_sampler(job)
         held = activations + buffers + features + graph
         buffers = buffers + np.maximum(np.max([_sampling(job, batch) for batch in known], axis=0) - held, 0.0)
-    graph = graph + of_lists(job, lists, prefetch)
+    graph = graph + of_lists(job, lists, prefetch, store)
     return {
         "parameters": zero + model.weights * b,
         "optimizer": zero + (3 if job.workload.optimizer == "adam" else 1) * model.weights * b,
@@ -53,15 +53,26 @@ def of_sampler(job: Job) -> int:
     return (8 * (1 + job.stats.directed) + 4) * job.stats.vertices
 
 
-def of_lists(job: Job, lists: Lists | None, prefetch: int) -> np.ndarray:
-    """What a rank copies of a structure that is spread, degrees included [ranks]; beside a GPU it is in the server's memory."""
-    if lists is None or job.cluster.device.kind != "cpu":
+def of_lists(job: Job, lists: Lists | None, prefetch: int, store: Features | None = None) -> np.ndarray:
+    """What a rank copies of a structure that is spread, degrees included [ranks]; beside a GPU it is in the server's memory, but for all
+    lists of a GPU that samples."""
+    if job.cluster.device.kind != "cpu":
+        return np.zeros(job.ranks) + _drawn_from(job, lists) * (lists_there(job, store, lists) == 1.0 and not prefetch)
+    if lists is None:
         return np.zeros(job.ranks)
     counted = 0 if prefetch else 8 * (1 + job.stats.directed) * job.stats.vertices  # degrees, with the sampler's own
     if isinstance(lists, EstimatedStructure):
         return lists.copied(job.stats) - counted
     assert job.graph is not None
     return lists.copied(job.graph) - counted
+
+
+def _drawn_from(job: Job, lists: Lists | None) -> np.ndarray | float:
+    """Lists with a sampler, and where each is [ranks]."""
+    if lists is None:
+        return float(NEIGHBOUR * job.stats.edges + ENTRY * (job.stats.vertices + 1))
+    copied = lists.copied(job.stats) if isinstance(lists, EstimatedStructure) else lists.copied(job.graph)  # type: ignore[arg-type]
+    return np.asarray(copied - ENTRY * (1 + job.stats.directed) * job.stats.vertices)
 
 
 def _arriving(job: Job, batch: MiniBatch, store: Features) -> np.ndarray:
