@@ -79,6 +79,11 @@ def shares(seeds: Ids, groups: int) -> list[Ids]:
     return np.array_split(seeds, groups)
 
 
+def frontiers(graph: Graph, workload: Workload, seeds: Ids, groups: int, epoch: int, number: int) -> list[Frontier]:
+    """Of a batch, around each group's share of its seeds."""
+    return [frontier(graph, part, workload.fanouts, workload.seed, epoch, number) for part in shares(seeds, groups)]
+
+
 class Batches:
     """A workload's mini-batches as its ranks share them; the first ones exactly as training draws them, in their order. Beyond
     MOST_BATCHES, or fewer large ones, an earlier one is taken for like a later one."""
@@ -95,8 +100,7 @@ class Batches:
         w, (epoch, number) = self.workload, divmod(step, self.steps)
         if epoch not in self._seeds:
             self._seeds[epoch] = seeds_of(self.graph, w.batch, w.seed, epoch)
-        parts = shares(self._seeds[epoch][number], len(set(self.groups)))
-        return [frontier(self.graph, part, w.fanouts, w.seed, epoch, number) for part in parts]
+        return frontiers(self.graph, w, self._seeds[epoch][number], len(set(self.groups)), epoch, number)
 
     def at(self, step: int) -> MiniBatch:
         step = step if step < self.known else step % self.known

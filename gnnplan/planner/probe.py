@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from gnnplan.planner.expected import EstimatedBatches
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.graph import Graph, GraphStats
-from gnnplan.planner.minibatch import MOST_BATCHES, MOST_EDGES, MiniBatch, per_epoch, shares
-from gnnplan.planner.sampling import Frontier, Ids, frontier, seeds_of
+from gnnplan.planner.minibatch import MOST_BATCHES, MOST_EDGES, MiniBatch, frontiers, per_epoch
+from gnnplan.planner.sampling import Frontier, seeds_of
 from gnnplan.planner.specs import ALL, Workload
 from gnnplan.planner.splitting import owners
 from gnnplan.planner.store import HOT, hottest
@@ -66,13 +66,9 @@ def _drawn(graph: Graph, w: Workload, ranks: Sequence[int], tell: Tell) -> tuple
         if drawn > MOST_EDGES:
             break
         tell(f"drawing mini-batch {number + 1}")
-
-        def around(some: Ids, number: int = number) -> Frontier:
-            return frontier(graph, some, w.fanouts, w.seed, 0, number)
-
-        whole.append(around(seeds))
+        whole += frontiers(graph, w, seeds, 1, 0, number)
         for count in ranks:
-            micro[count].append([around(part) for part in shares(seeds, count)] if count > 1 else [whole[-1]])
+            micro[count].append(frontiers(graph, w, seeds, count, 0, number) if count > 1 else [whole[-1]])
         drawn += sum(int(_counts(parts)[1].sum()) for parts in ([whole[-1]], *(micro[count][-1] for count in ranks)))
     return whole, micro
 

@@ -36,7 +36,7 @@ from gnnplan.planner.schedule import Label
 from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.batchwise import ID
 from gnnplan.planner.strategies.layerwise import Manner
-from gnnplan.planner.strategies.p3 import DELAY, HEADER, INT
+from gnnplan.planner.strategies.p3 import DELAY, HEADER, INT, period
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Worker(Resumable):
         self.learner: Learner = _Delayed(self) if strategy.pipelined else Learner(rank, job.workload, self.gradients(self.sliced))
         self.nets = [copy.deepcopy(self.sliced) for _ in range(DELAY + 1)] if strategy.pipelined else [self.sliced]
         self.buffers = [self.gradients(net) for net in self.nets] if strategy.pipelined else []
-        self.flights: list[Flight] = []
+        self.flights: dict[int, Flight] = {}  # by batch
         self.scored: list[Targets] = []  # whose rows the last logits are
         self.whole: graph_parallel.Worker | None = None
 
@@ -312,22 +312,24 @@ class Worker(Resumable):
             loss, logits = self._body(flight)
             self._tail(flight)
             return loss, logits
-        assert isinstance(self.learner, _Delayed)
-        self.learner.start(step - DELAY)
-        waiting = [flight for flight in self.flights if flight.pushed is None]
-        new = self._front(step)
-        self.flights.append(new)
-        done = [self._body(flight) for flight in waiting]
-        self._land(step - 2)
-        if (step + 1) % self.strategy.steps(self.job) == 0:
-            done.append(self._body(new))
+        done = self.play(step)
         losses, logits = [loss for loss, _ in done], [rows for _, rows in done]
         return sum(losses, torch.zeros(())), torch.cat(logits) if logits else torch.zeros(0, self.job.stats.classes)
 
-    def _land(self, step: int) -> None:
-        for flight in [flight for flight in self.flights if flight.step == step]:
-            self._tail(flight)
-            self.flights.remove(flight)
+    def play(self, t: int, steps: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Period t of the pipeline (of a run of so many batches), but for its update, which the learner does -> what its bodies give."""
+        assert isinstance(self.learner, _Delayed)
+        done = []
+        for phase, batch in period(t, self.strategy.steps(self.job), steps):
+            if phase == "reduce":
+                self.learner.start(batch)
+            elif phase == "front":
+                self.flights[batch] = self._front(batch)
+            elif phase == "body":
+                done.append(self._body(self.flights[batch]))
+            elif phase == "tail":
+                self._tail(self.flights.pop(batch))
+        return done
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
@@ -345,7 +347,7 @@ class Worker(Resumable):
 
     def drain(self) -> None:
         """Wait for what is on its way; batches under way stay so."""
-        for flight in self.flights:
+        for flight in self.flights.values():
             for moving in (flight.pulled, flight.pushed):
                 if moving is not None:
                     moving.result()
@@ -384,8 +386,6 @@ class _Delayed(Learner):
 
     def start(self, step: int) -> None:
         """The all-reduce of a batch's gradients."""
-        if step < 0:
-            return
         buffers = self.worker.buffers[step % len(self.worker.nets)]
 
         def reduce() -> None:
@@ -407,6 +407,5 @@ class _Delayed(Learner):
 
     def finish(self, step: int) -> None:
         for later in range(step, step + DELAY):
-            self.start(later - DELAY)
-            self.worker._land(later - 2)
+            self.worker.play(later, step)
             self.update(later)

@@ -44,7 +44,7 @@ Paper: P3 (OSDI 2021) Sec. 3.1-3.4; copies: Table 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
@@ -66,6 +66,7 @@ OVER = ("server", "rank")
 MODELS = ("gcn", "sage", "gat", "sgc")  # whose first layer is a sum over feature columns, but for attention's softmax
 UNEVEN = 0.03  # by which a closed form is above its simulation: groups that sum apart (logits, twins' slices) wait for nobody else
 DELAY = 3  # updates by which a pipelined batch's weights lag
+FOLLOWING = {"front": "body", "body": "tail", "tail": "end"}  # phases of a batch
 HEADER = 3  # numbers before a pushed block: sources, destinations, edges
 INT = 4  # [B] of a pushed number
 
@@ -261,14 +262,15 @@ class P3(Strategy):
                     for key, phases in {id(phases): phases for phases in known}.items()}  # fmt: skip
         each = [accounts[id(phases)] for phases in known]
         alone = len(self.rail(job, 0)) == 1 and self.lists(job) is None
-        steps, count = 2 * len(each), len(each)
+        count = len(each)
+        steps = count * (1 + -(-DELAY // count))  # in the last epoch every period has an update
         now: Number = 0.0
         pulls: Number = 0.0  # when the comm lane is free
         sums: Number = 0.0  # and the reduce lane
         here: dict[tuple[str, int], Number] = {}  # when what a batch's phase waits for is there
         ends: list[Number] = []
 
-        def run(t: int, phase: str, then: str) -> None:
+        def run(t: int, phase: str) -> None:
             nonlocal now, pulls, sums
             took = each[t % count][phase]
             moved, summed = (sum(seconds for kind, seconds in took.by_op.items() if kind.startswith(op)) for op in ("pull", "logits"))
@@ -278,26 +280,23 @@ class P3(Strategy):
                 now = sums = np.maximum(now, sums) + summed
             if phase != "tail":
                 pulls = np.maximum(now, pulls) + moved
-            here[then, t] = now if phase == "tail" else pulls
+            here[FOLLOWING[phase], t] = now if phase == "tail" else pulls
 
         for t in range(steps):
-            if t >= DELAY:
-                reduced = sum(s for kind, s in each[(t - DELAY) % count]["end"].by_op.items() if "all_reduce" in kind)
-                sums = np.maximum(slowest(now), sums) + reduced
-                here["update", t] = sums
-            if not self.prefetch:
-                now = now + (_own_seconds(job, known[t % count]["host"]) if alone else each[t % count]["host"].epoch_s)
-            run(t, "front", "body")
-            if t % count:
-                run(t - 1, "body", "tail")
-            if t >= 2:
-                run(t - 2, "tail", "end")
-            if t % count == count - 1:
-                run(t, "body", "tail")
-            now = np.maximum(now, here.get(("update", t), 0.0)) + each[t % count]["end"].by_op["update"]
+            for phase, batch in period(t, count):
+                if phase == "reduce":
+                    reduced = sum(s for kind, s in each[batch % count]["end"].by_op.items() if "all_reduce" in kind)
+                    sums = np.maximum(slowest(now), sums) + reduced
+                    here["update", batch] = sums
+                elif phase == "update":
+                    now = np.maximum(now, here["update", batch]) + each[batch % count]["end"].by_op["update"]
+                else:
+                    if phase == "front" and not self.prefetch:
+                        now = now + (_own_seconds(job, known[t % count]["host"]) if alone else each[t % count]["host"].epoch_s)
+                    run(batch, phase)
             if t % count == count - 1:
                 ends.append(slowest(now))
-        epoch = ends[1] - ends[0]
+        epoch = ends[-1] - ends[-2]
         if self.prefetch:
             epoch = np.maximum(epoch, sum(phases["host"].epoch_s for phases in each))
         port = layerwise.busiest_port(job, [op for phases in known for ops in phases.values() for op in ops])
@@ -330,6 +329,24 @@ class P3(Strategy):
         return job.servers if self.over == "server" else ()
 
 
+def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, int]]:
+    """What a rank does in period t of the pipeline, one after the other: phases of batches, and a batch's all-reduce and update. An epoch
+    has so many batches, the run `steps`, whose last ends an epoch too (None: it goes on).
+
+    >>> [f"{phase} {batch}" for phase, batch in period(4, epoch=5)]
+    ['reduce 1', 'front 4', 'body 3', 'tail 2', 'body 4', 'update 1']
+    """
+    def is_there(batch: int) -> bool:
+        return batch >= 0 and (steps is None or batch < steps)
+
+    def ends(batch: int) -> bool:
+        return (batch + 1) % epoch == 0 or batch + 1 == steps
+
+    order = [("reduce", t - DELAY, True), ("front", t, True), ("body", t - 1, not ends(t - 1)), ("tail", t - 2, True), ("body", t, ends(t)),
+             ("update", t - DELAY, True)]  # fmt: skip
+    return ((phase, batch) for phase, batch, now in order if now and is_there(batch))
+
+
 def _own_seconds(job: Job, ops: Sequence[Op]) -> Number:
     """Of what each rank does itself [ranks]."""
     seconds: Number = np.zeros(job.ranks)
@@ -344,7 +361,7 @@ def _own_seconds(job: Job, ops: Sequence[Op]) -> Number:
 
 
 class _Period:
-    """One rank's tasks of a pipelined run, period by period, as executor/strategies/p3.py does them."""
+    """One rank's tasks of a pipelined run, period by period."""
 
     def __init__(self, job: Job, rank: int, prefetch: int) -> None:
         self.rank, self.group, self.prefetch = rank, tuple(range(job.ranks)), prefetch
@@ -353,35 +370,19 @@ class _Period:
         self.ends: list[Label] = []  # of each period
         self.waits: dict[tuple[str, int], tuple[Label, ...]] = {}  # what a batch's phase waits for
 
-    def tasks(self, steps: int, epoch: int, phases: object) -> list[Task]:
-        assert callable(phases)
-        open_: list[int] = []  # batches whose body is to come
-        tails: list[int] = []  # and whose tail is
+    def tasks(self, steps: int, epoch: int, phases: Callable[[int], dict[str, list[Op]]]) -> list[Task]:
         for t in range(steps + DELAY):
-            reducing = t - DELAY
-            if 0 <= reducing < steps:
-                self._reduce(reducing, phases(reducing)["end"])
-            new, bodies = t < steps, list(open_)
-            ready, tails = tails, []
-            open_.clear()
-            if new:
-                self._host(t, phases(t)["host"])
-                self._run(t, "front", phases(t)["front"])
-                open_.append(t)
-            for batch in bodies:
-                self._run(batch, "body", phases(batch)["body"])
-                tails.append(batch)
-            due = [batch for batch in ready if batch == t - 2]
-            tails = [batch for batch in ready if batch != t - 2] + tails
-            for batch in due:
-                self._run(batch, "tail", phases(batch)["tail"])
-            if new and ((t + 1) % epoch == 0 or t == steps - 1):
-                self._run(t, "body", phases(t)["body"])
-                open_.remove(t)
-                tails.append(t)
-            if 0 <= reducing < steps:
-                update = phases(reducing)["end"][-1]
-                self._add(update.label(reducing), "compute", layerwise.part(update, self.rank, self.group), self.waits["end", reducing])
+            for phase, batch in period(t, epoch, steps):
+                ops = phases(batch)
+                if phase == "front":
+                    self._host(batch, ops["host"])
+                if phase == "reduce":
+                    self._reduce(batch, ops["end"])
+                elif phase == "update":
+                    op = ops["end"][-1]
+                    self._add(op.label(batch), "compute", layerwise.part(op, self.rank, self.group), self.waits["end", batch])
+                else:
+                    self._run(batch, phase, ops[phase])
             if self.last:
                 self.ends.append(self.last[-1])
         return self.done
@@ -406,7 +407,7 @@ class _Period:
         self.waits["front", t] = after
 
     def _run(self, t: int, phase: str, ops: Sequence[Op]) -> None:
-        waits, following = self.waits.get((phase, t), ()), {"front": "body", "body": "tail", "tail": "end"}[phase]
+        waits, following = self.waits.get((phase, t), ()), FOLLOWING[phase]
         for op in ops:
             label, work = op.label(t), layerwise.part(op, self.rank, self.group)
             if op.work is not None:
