@@ -14,7 +14,6 @@ import numpy as np
 import pymetis
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import cache_dir, suggest, write_atomically
@@ -153,7 +152,8 @@ def thinned(indptr: Array, indices: Array, most: int) -> NDArray[np.bool_]:
     into = np.repeat(np.arange(len(degree), dtype=np.int32), degree)
     low = np.minimum(degree[into], degree[indices])
     edges, each = np.bincount(low), np.arange(low.max() + 1).clip(min=1)
-    c = brentq(lambda c: float(edges @ np.minimum(1, c / each)) - most, 0, each[-1])
+    stay = np.cumsum(edges) + np.arange(edges.size) * (np.sum(edges / each) - np.cumsum(edges / each))  # were c 0, 1, 2, ..
+    c = np.interp(most, stay, np.arange(edges.size))
     pair = np.minimum(into, indices).astype(np.uint64) << np.uint64(32) | np.maximum(into, indices).astype(np.uint64)
     del into
     chance = (np.minimum(1, c / each) * 2.0**32).astype(np.uint64)

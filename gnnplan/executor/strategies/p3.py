@@ -360,7 +360,7 @@ class Worker(Resumable):
         if self.strategy.pipelined:
             for i, (net, buffers) in enumerate(zip(self.nets, self.buffers, strict=True)):
                 out |= named(f"stash.{i}", net.state_dict()) | {f"gradient.{i}.{j}": each.flat for j, each in enumerate(buffers)}
-        for flight in self.flights:
+        for flight in self.flights.values():
             assert flight.pushed is not None
             out |= {f"flight.{flight.step}.own": flight.gradient, f"flight.{flight.step}.pushed": flight.pushed.result()}
         return out
@@ -372,7 +372,7 @@ class Worker(Resumable):
             flight = self._partial(step, self.arriving.next(step), self.nets[step % len(self.nets)])
             flight.gradient = state[f"flight.{step}.own"].to(self.rank.device, copy=True)
             flight.pushed = there(state[f"flight.{step}.pushed"].to(self.rank.device, copy=True))
-            self.flights.append(flight)
+            self.flights[step] = flight
         self.rank.recording = recording
 
 
