@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from gnnplan.planner import calibrate
+from gnnplan.planner import published_batches as mini_batches
 from gnnplan.planner.published import COLUMNS, Question, predict, question, read, score
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -97,7 +98,8 @@ def over_depth(plt, rows: list[dict[str, str]]) -> None:
     for axes, testbed in zip(both, ("granndis_a6000_pcie", "granndis_a6000_nvlink"), strict=True):
         for color, dataset in enumerate(("ogbn-arxiv", "reddit", "ogbn-products")):
             for style, strategy in (("-", "granndis"), (":", "granndis_preload")):
-                where = {"testbed": testbed, "dataset": dataset, "model": "resgcn+", "hidden": 64, "num_nodes": 4, "gpus_per_node": 4}
+                where = {"paper": "granndis", "testbed": testbed, "dataset": dataset, "model": "resgcn+", "hidden": 64, "num_nodes": 4,
+                         "gpus_per_node": 4}  # fmt: skip
                 times = [[asked(**where, layers=depth, strategy=name).prediction.epoch_s for name in ("graph_parallel", strategy)]
                          for depth in depths]  # fmt: skip
                 axes.plot(depths, [full / own for full, own in times], style, color=f"C{color}",
@@ -117,8 +119,9 @@ def over_width(plt, rows: list[dict[str, str]]) -> None:
     figure, axes = plt.subplots(figsize=(6, 4))
     for color, model in enumerate(("gcn", "sage")):
         for style, strategy in (("-", "p3_push_pull"), (":", "dgl_data_parallel")):
-            times = [asked(testbed="p3_p100", dataset="ogbn-products", model=model, layers=2, hidden=width, num_nodes=4, gpus_per_node=4,
-                           strategy=strategy, strategy_params='{"batch": 1000, "fanout": [25, 10]}').prediction.epoch_s
+            times = [mini_batches.epoch(asked(paper="p3", testbed="p3_p100", dataset="ogbn-products", model=model, layers=2, hidden=width,
+                                              num_nodes=4, gpus_per_node=4, strategy=strategy,
+                                              strategy_params='{"batch": 1000, "fanout": [25, 10]}'))
                      for width in widths]  # fmt: skip
             axes.plot(widths, times, style, color=f"C{color}", label=f"{model}, {strategy.replace('_', ' ')}")
     axes.set(xscale="log", xlabel="hidden width", ylabel="epoch [s]", title="P3, ogbn-products, 4 x 4 P100")

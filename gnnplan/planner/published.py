@@ -22,6 +22,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from gnnplan.planner import published_batches as mini_batches
+from gnnplan.planner import published_full as full_graph
+from gnnplan.planner import published_memory as their_memory
 from gnnplan.planner.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.files import PRESETS, read_cluster, suggest
 from gnnplan.planner.graph import Graph, GraphStats, datasets, load
@@ -150,6 +152,8 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     asked: dict[str, Any] = {"model": MODELS[row["model"]], "layers": int(row["layers"]), "mode": "mini" if mini else "full"}
     if row["hidden"]:
         asked["hidden"] = int(row["hidden"])
+    if not mini:
+        asked.update(full_graph.workload(row["paper"]))
     if mini:
         if not (params.get("batch") and params.get("fanout")):
             raise Skip("batch or fanout is not stated")
@@ -171,6 +175,8 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
         raise Skip(str(error)) from None
     if mini:
         job = Job(stats, None, job.workload, mini_batches.on_device(name, job, cluster), job.method)
+    else:
+        job = full_graph.as_theirs(job, row["paper"])
     return Question(job, chosen, asked_for)
 
 
@@ -226,7 +232,7 @@ _known: dict[object, Prediction] = {}
 def _predicted(asked: Question) -> Prediction:
     """By what is asked, not by who asks: rows of one table ask for the same again and again."""
     job = asked.job
-    key = job.stats.hash, job.workload, job.cluster.model_dump_json(), job.method, asked.strategy
+    key = type(job), job.stats.hash, job.workload, job.cluster.model_dump_json(), job.method, asked.strategy
     if key not in _known:
         _known[key] = asked.strategy.predict(job)
     return _known[key]
@@ -265,7 +271,7 @@ def _of_baseline(row: Row) -> Row:
 
 
 def _epoch(asked: Question) -> float:
-    return float(asked.prediction.epoch_s) + mini_batches.staged(asked)
+    return mini_batches.epoch(asked) if asked.job.workload.mode == "mini" else float(asked.prediction.epoch_s)
 
 
 def _train(asked: Question) -> float:
@@ -299,8 +305,9 @@ FIGURES: dict[str, Callable[[Question], float]] = {
     "comm_time_s": _comm,
     "compute_time_s": lambda asked: (_part("compute_time_s", asked) if asked.job.workload.mode == "mini"
                                      else float(asked.prediction.compute_s)),
-    "reduce_time_s": lambda asked: float(np.max(asked.prediction.by_op["all_reduce"])),
+    "reduce_time_s": full_graph.reduced,
     "comm_ratio": lambda asked: _comm(asked) / _epoch(asked),
+    "ext_comm_ratio": lambda asked: full_graph.between_servers(asked) / _epoch(asked),
     "comm_volume_bytes": _volume,
     "train_time_s": _train,
     **{what: partial(_part, what) for what in ("dag_time_s", "copy_time_s", "sample_time_s", "load_time_s", "forward_backward_time_s")},
@@ -322,21 +329,24 @@ RATIOS: dict[str, tuple[str, Callable[[float, float], float]]] = {
 
 
 def _feasibility(row: Row, testbeds: Testbeds) -> float:
-    """fits_in_memory: 1 or 0. min_gpus, min_partitions: the least number of equal parts that fits, of one server's GPUs first."""
+    """fits_in_memory: 1 or 0. min_gpus, min_partitions: the least number of equal parts that fits, of one server's GPUs first, then of
+    whole servers; one part is no partition."""
     if row["metric"] == "fits_in_memory":
         return float(_fits(question(row, testbeds=testbeds)))
     whole = testbeds(row) if row["testbed"] else None
     if whole is None:
         raise Skip("testbed is not stated")
-    for parts in range(1, whole.ranks + 1):
+    for parts in range(1 + (row["metric"] == "min_partitions"), whole.ranks + 1):
         servers = -(-parts // whole.gpus_per_server)
         split = {**row, "num_nodes": str(servers), "gpus_per_node": str(parts // servers)}
-        if parts % servers == 0 and _fits(question(split, testbeds=testbeds)):
+        if (servers == 1 or parts % whole.gpus_per_server == 0) and _fits(question(split, testbeds=testbeds)):
             return float(parts)
     raise Skip("no number of GPUs of the testbed fits")
 
 
 def _fits(asked: Question) -> bool:
+    if asked.row["paper"] in full_graph.PAPERS:
+        return their_memory.fits(asked, any_batches="updates_per_epoch" not in json.loads(asked.row["strategy_params"] or "{}"))
     try:
         weigh(asked.job, asked.strategy)
     except Infeasible:
@@ -349,8 +359,10 @@ def _fits(asked: Question) -> bool:
 
 def gave_a_halo(row: Row) -> bool:
     """Whether a halo in datasets/ was made from the row: Reddit's from GNNPipe Table 4, products' from PipeGCN Tables 2 and 4 (5 parts),
-    papers100M's from PipeGCN Table 5; or the spreads of mini-batches: those of GSplit's graphs from its Table 1."""
+    papers100M's from PipeGCN Table 5; or the spreads of mini-batches: those of GSplit's graphs from its Table 1; or a factor on memory."""
     paper, dataset, strategy, metric = (row[name] for name in ("paper", "dataset", "strategy", "metric"))
+    if their_memory.gave_a_factor(row):
+        return True
     if paper == "gsplit":
         return metric.startswith(mini_batches.SAMPLED)
     if (paper, dataset) == ("gnnpipe", "reddit"):
