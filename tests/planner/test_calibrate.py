@@ -61,9 +61,8 @@ def test_rows_that_the_model_predicts_alike_weigh_as_one():
 def test_what_is_believed_pulls_as_far_as_it_says(monkeypatch: pytest.MonkeyPatch):
     """A figure that is proportional to its constant, four times too long: log 4 is shared as WIDTH^2 to MISS^2."""
     row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {"device": 0.25, "links": 0.25, "launch": 4.0})
-    alone = {"device": "code", "links": "links"}
-    monkeypatch.setitem(calibrate.CONSTANTS, "all", lambda cluster, factor: calibrate.CONSTANTS["links"](
-        calibrate.CONSTANTS[alone["device"]](cluster, factor=factor), factor=factor))
+    monkeypatch.setitem(CONSTANTS, "all", lambda cluster, factor: CONSTANTS["links"](CONSTANTS["code"](cluster, factor=factor),
+                                                                                      factor=factor))  # fmt: skip
     believed = calibrate.WIDTH**2 / (calibrate.WIDTH**2 + calibrate.MISS**2)
     assert np.log(fit([row], ("all",))["all"]) / np.log(0.25) == pytest.approx(believed, rel=0.02)
 
