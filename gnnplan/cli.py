@@ -469,6 +469,8 @@ def run(
                                                 "plan and options; --epochs may ask for more.")] = None,
     restarts: Annotated[int, typer.Option(min=0, max=1000, help="Start all ranks anew from the last checkpoint when one is lost, so many "
                                           "times at most.")] = 0,
+    emulate: Annotated[str | None, typer.Option(metavar="RATE", help="The plan's servers as network namespaces of this Linux machine, "
+                                                "with cards of so much between them: 400Mbit/s, or unshaped. Needs root.")] = None,
     staleness_errors: Annotated[bool, typer.Option("--staleness-errors", help="Measure how far stale rows and gradients are from the "
                                                    "true ones, per layer and epoch, into rank*.json.")] = False,
     as_json: Json = False,
@@ -501,6 +503,7 @@ def run(
         if code == 0 and os.environ.get("RANK", "0") == "0":
             show_run(out, as_json)
         launch.leave(code)
+    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
     document, job, strategy = launch.prepare(plan_file)
     if out is None:
         stem = f"{job.stats.name.split('?')[0].replace(':', '-').replace('/', '-')}-{strategy.name}"
@@ -518,8 +521,20 @@ def run(
     options.write(out)
     onwards = f" after {last}" if last else ""
     say(f"training {job.stats.name} with {strategy} on {job.ranks} ranks, {number} epochs{onwards}, into {out}")
-    launch.start(out / "plan.json", out, replace(options, restarts=restarts), job)
+    launch.start(out / "plan.json", out, replace(options, restarts=restarts), job, servers)
     show_run(out, as_json)
+
+
+def rate_of(text: str) -> float | None:
+    """Of an emulated card [B/s]; None: unshaped. Raises SpecError."""
+    from gnnplan.planner.errors import SpecError
+    from gnnplan.planner.units import kind, quantity
+
+    if text == "unshaped":
+        return None
+    if kind(text) != "B/s":
+        raise SpecError(f"--emulate {text!r} is not a rate such as 400Mbit/s or 50MB/s, nor 'unshaped'")
+    return quantity(text)
 
 
 def show_run(out: Path, as_json: bool) -> None:
@@ -659,26 +674,46 @@ def validate(
 @app.command()
 def measure(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the cluster file goes; also kept as preset 'local'.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks active at once.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks active at once, per server.")] = 2,
+    servers: Annotated[int, typer.Option(min=1, max=200, help="Servers; several are emulated on this machine.")] = 1,
+    emulate: Annotated[str, typer.Option(metavar="RATE", help="What an emulated server's card moves: 400Mbit/s.")] = "unshaped",
+    seconds: Annotated[float, typer.Option(min=0.01, max=60, help="Spent on each of some hundred numbers.")] = 0.25,
     as_json: Json = False,
 ) -> None:
-    """Micro-benchmarks of this machine with all ranks active: the numbers that a plan uses, each with its provenance."""
+    """Micro-benchmarks with all ranks active: the numbers that a plan uses, each with its provenance.
+
+    Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or, started by torchrun or srun, of real ones.
+    """
     import yaml
 
-    from gnnplan.executor.measure import measure as measure_machine
+    from gnnplan.executor import launch
+    from gnnplan.executor import measure as measuring
     from gnnplan.planner.files import cache_dir, must_be_writable, write_atomically
 
     if output:
         must_be_writable(output)
-    cluster = measure_machine(ranks, progress=say)
+    rate = rate_of(emulate)
+    if launch.started_by_launcher():
+        first = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
+        cluster = measuring.measure_as_rank(say if first else lambda what: None, seconds)
+        if cluster is None:  # rank 0 has it
+            launch.leave(0)
+    else:
+        cluster = measuring.measure(ranks, say, servers, rate, seconds)
     text = yaml.safe_dump(cluster.model_dump(mode="json"), sort_keys=False)
-    write_atomically(cache_dir() / "local.yaml", text, parents=True)
+    here = cluster.servers == 1
+    if here:
+        write_atomically(cache_dir() / "local.yaml", text, parents=True)
     if output:
         write_atomically(output, text)
     if as_json:
-        return emit(cluster.model_dump(mode="json"))
-    print(text, end="")
-    say(f"kept as preset 'local' in {cache_dir() / 'local.yaml'}{f' and written to {output}' if output else ''}")
+        emit(cluster.model_dump(mode="json"))
+    else:
+        print(text, end="")
+    kept = [f"kept as preset 'local' in {cache_dir() / 'local.yaml'}"] * here + [f"written to {output}"] * bool(output)
+    say(" and ".join(kept) or "kept nowhere; -o FILE writes it")
+    if launch.started_by_launcher():
+        launch.leave(0)
 
 
 def main() -> NoReturn:

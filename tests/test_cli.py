@@ -224,7 +224,7 @@ def test_measure_is_kept_and_written(gnnplan: Call, tmp_path: Path, own_cache: P
 
     measured = read_cluster("local", {"intra_node.bandwidth": "3GB/s"})
 
-    def fake(ranks: int, progress: Callable[[str], None]) -> Any:
+    def fake(ranks: int, progress: Callable[[str], None], servers: int, rate: float | None, seconds: float) -> Any:
         progress("matrix products")
         return measured
 
@@ -717,6 +717,9 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {  # what -> (words
     "-o a folder": (lambda d: ["plan", "--graph", GRAPH, "-o", d.folder], "is a folder; give the name of a file"),
     "measure -o": (lambda d: ["measure", "-o", d.folder / "no" / "c.yaml"], "does not exist; create it first"),
     "measure --ranks 0": (lambda d: ["measure", "--ranks", 0], "--ranks"),
+    "measure --emulate": (lambda d: ["measure", "--servers", 2, "--emulate", "fast"], "not a rate such as 400Mbit/s"),
+    "measure --emulate unit": (lambda d: ["measure", "--servers", 2, "--emulate", "400MB"], "not a rate such as 400Mbit/s"),
+    "run --emulate": (lambda d: ["run", d.plan, "--emulate", "10us"], "not a rate such as 400Mbit/s"),
     "simulate --trace a file": (lambda d: ["simulate", d.good, "--trace", d.good], "plan.json: is a file, but a folder is needed"),
     "simulate --steps 0": (lambda d: ["simulate", d.good, "--steps", 0], "--steps"),
     "simulate --steps 1e8": (lambda d: ["simulate", d.good, "--steps", 10**8], r"more than 4,000,000 tasks; use --steps \d+ or less"),

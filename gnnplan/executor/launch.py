@@ -62,6 +62,13 @@ class Options:
         write_atomically(out / "options.json", json.dumps(asdict(self)))
 
 
+@dataclass(frozen=True)
+class Emulated:
+    """Servers played by this machine, with cards of `rate` [B/s]; None: unshaped."""
+
+    rate: float | None
+
+
 def prepare(plan: Path) -> tuple[dict[str, Any], Job, Strategy]:
     """The plan, checked against its data and against training at all. Raises SpecError, Mismatch."""
     document = read(plan)
@@ -127,10 +134,10 @@ def must_fit_here(job: Job) -> None:
                         "torchrun on several servers")  # fmt: skip
 
 
-def start(plan: Path, out: Path, options: Options, job: Job) -> None:
-    """Start local ranks, in the order of their GPUs, and wait for them; leaves none behind. Raises LostRank naming the one that failed
-    first, when no restart is left."""
-    from gnnplan.executor.agent import run
+def start(plan: Path, out: Path, options: Options, job: Job, emulate: Emulated | None = None) -> None:
+    """Start local ranks, in the order of their GPUs, and wait for them; leaves none behind. `emulate`: servers are namespaces (lab.py).
+    Raises LostRank naming the one that failed first, when no restart is left."""
+    from gnnplan.executor import agent, lab
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -149,8 +156,13 @@ def start(plan: Path, out: Path, options: Options, job: Job) -> None:
         where = f"epoch {last}" if last else "the beginning"
         sys.stderr.write(f"{error}\nstarting all ranks anew from {where} (restarts left after this one: {left - 1})\n")
 
+    arguments = ["-m", "gnnplan.executor.launch", str(plan), str(out), json.dumps(asdict(options))]
     try:
-        run(["-m", "gnnplan.executor.launch", str(plan), str(out), json.dumps(asdict(options))], len(ranks), options.restarts, whose, again)
+        if emulate is None:
+            agent.run(arguments, len(ranks), options.restarts, whose, again)
+        else:
+            places = [job.servers[rank] for rank in ranks]
+            lab.run(arguments, job.cluster.servers, places, emulate.rate, options.restarts, whose, again)
     finally:
         doing.forget(out)
 

@@ -7,11 +7,13 @@ A transfer keeps *ports* busy. Which ones follows from where two GPUs sit:
     different servers   the network cards out and in, the uplink of a switch that does not have the card to itself, and the links of
                         the fabric on the way (topology.py)
     no peer access      all but islands: both GPUs' ways to their server's memory, and the bridge that they share
+    ranks on a CPU      the cores of the machines at both ends too, which copy
 
 Alone a transfer takes its latency plus its busiest port: no schedule can be faster than the sum of what has to pass a port,
 and on a non-blocking fabric max-min fair flows come within 0.5 % of that bound. The simulator shares ports between transfers that
-overlap. All-reduces visit servers one after the other, in them islands, in them switches (collectives.py); where servers have
-several cards each has its share (as NCCL does it).
+overlap. Ranks on a CPU share its cores as transfers share ports: with k at work on c cores each has min(1, c / k) of one. All-reduces
+visit servers one after the other, in them islands, in them switches (collectives.py); where servers have several cards each has its
+share (as NCCL does it).
 """
 
 from __future__ import annotations
@@ -92,10 +94,54 @@ class Cost:
         """The server of each rank."""
         return tuple(self.places.server.tolist())
 
+    # -- cores -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def machines(self) -> np.ndarray:
+        """Of each rank, by number."""
+        return self.places.server // (self.cluster.servers if self.cluster.one_machine else 1)
+
+    @property
+    def cores(self) -> int | None:
+        """That the ranks of a machine share; None: they share none."""
+        return self.cluster.cores if self.cluster.device.kind == "cpu" else None
+
+    @cached_property
+    def crowd(self) -> float:
+        """How many times as long ranks compute, all at once."""
+        return max(1.0, float(np.bincount(self.machines).max()) / self.cores) if self.cores else 1.0
+
+    def together(self, seconds: Number) -> Number:
+        """Ranks begin at once, each with so many seconds of a core or device to compute [.., ranks] -> when the last has ended [s]. Of
+        those on a machine's c cores, k that are left have min(1, c / k) of a core each."""
+        if self.cores is None or self.crowd == 1.0:
+            return slowest(seconds)
+        out: Number = 0.0
+        each = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats)))
+        for machine in set(self.machines.tolist()):
+            mine = np.sort(each[..., self.machines == machine], axis=-1)
+            left = np.arange(mine.shape[-1], 0, -1)
+            steps = np.diff(mine, axis=-1, prepend=0.0) * np.maximum(1.0, left / self.cores)
+            out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
+        return out
+
+    def filled(self, seconds: Number) -> dict[Port, Number]:
+        """Seconds that each machine's cores are busy while its ranks compute so long [.., ranks]."""
+        if not self.cores:
+            return {}
+        shares, keep = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats))) / self.cores, np.ndim(seconds) > 1
+        return {("cores", machine): shares[..., self.machines == machine].sum(-1, keepdims=keep) for machine in set(self.machines.tolist())}
+
+    def computing(self, rank: int, lane: str, seconds: float) -> Transfer | None:
+        """Work of a rank's lane as what it keeps busy beside others; None: nothing that others use."""
+        if not self.cores:
+            return None
+        return Transfer(0.0, {(f"lane {lane}", rank): seconds, ("cores", int(self.machines[rank])): seconds / self.cores})
+
     # -- compute ---------------------------------------------------------------------------------------------------
 
     def compute_s(self, work: Compute) -> Number:
-        """Roofline by kind of work, plus a fixed price per framework operation [s]."""
+        """Roofline by kind of work, plus a fixed price per framework operation [s], of a rank that shares its core with none."""
         device = self.cluster.device
         seconds = work.flops / device.gemm + work.touched / device.memory_bandwidth + work.launches * device.launch
         for rows, width, distinct in work.gathers:
@@ -307,6 +353,13 @@ class Cost:
             those = np.append(np.flatnonzero(moved), np.flatnonzero(apart))
             yield Way("bridge", cluster.bridge, moved, lambda: [("bridge", those, ends, np.full(1, 2.0))])
         yield from way("nic", "inter_node", apart, apart, at.card)
+        if self.cores:  # of both ends
+            work = np.where(apart, self.link(op, "inter_node").work if apart.any() else 0.0, self.link(op, "intra_node").work)
+            if most := float(work.max(initial=0.0)):
+                ends, those = self.machines[np.append(source, target)], np.tile(np.arange(source.size), 2)
+                halves = np.tile(work / (2 * most), 2)
+                copying = Link(bandwidth=self.cores / most, latency=0.0)
+                yield Way("cores", copying, np.zeros(source.size), lambda: [("cores", those, ends, halves)])
         if cluster.fabric and apart.any():
             ways, start, end = routes(cluster.fabric, cluster.servers), at.server[source], at.server[target]
             hops = np.where(apart, ways.hops[ways.at[start % cluster.servers], ways.at[end % cluster.servers]], 0)
@@ -344,6 +397,11 @@ def _add(busy: dict[Port, Number], loads: Mapping[str, np.ndarray], times: float
     """Seconds of each port that is used, for `times` its load [B]; Python's own floats where there is one bandwidth."""
     for port, load in loads.items():
         busy.update({(port, i): nbytes * times / bandwidth for i, nbytes in enumerate(load.tolist()) if nbytes})
+
+
+def slowest(seconds: Number) -> Number:
+    """Over ranks (last axis)."""
+    return np.max(np.atleast_1d(seconds), axis=-1, keepdims=np.ndim(seconds) > 1)
 
 
 def _among(sent: np.ndarray, place: np.ndarray) -> int:

@@ -90,7 +90,7 @@ def weigher(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> S
     place = np.zeros(cluster.ranks, dtype=np.int64)
     place[list(gpus)] = np.arange(n)
     lists = {"switch": cluster.switches, "nic": cluster.nics}
-    ports = {"gpu": n, "island": n, "bridge": cluster.servers, "fabric": 0,
+    ports = {"gpu": n, "island": n, "bridge": cluster.servers, "fabric": 0, "cores": 1 if cluster.one_machine else cluster.servers,
              **{port: cluster.servers * max(1, len(gpus)) for port, gpus in lists.items()}}  # fmt: skip
     if cluster.fabric:
         ports["fabric"] = routes(cluster.fabric, cluster.servers).links

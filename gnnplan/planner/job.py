@@ -54,18 +54,6 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
             raise SpecError(f"--ranks {ranks} asks for {each} ranks per server, but {name} of cluster {cluster.name} holds "
                             f"{cluster.gpus_per_server}; use --ranks {cluster.ranks} or less, or add them to {name}")  # fmt: skip
     changed = shape(cluster, servers, each)
-    if cluster.device.kind == "cpu" and cluster.cores:
-        slower = max(1.0, each / cluster.cores) / max(1.0, cluster.gpus_per_server / cluster.cores)
-        device = cluster.device
-        changed["device"] = device.model_copy(update={
-            "gemm": device.gemm / slower, "memory_bandwidth": device.memory_bandwidth / slower,
-            "gather": {w: rate / slower for w, rate in device.gather.items()}, "launch": device.launch * slower,
-        })  # fmt: skip
-        changed["host_rates"] = {what: rate / slower for what, rate in cluster.host_rates.items()}
-        changed["intra_node"] = cluster.intra_node.slowed(slower)
-        changed["collectives"] = {
-            key: link.slowed(slower) if key.endswith("intra_node") else link for key, link in cluster.collectives.items()
-        }
     return cluster.model_copy(update=changed)
 
 

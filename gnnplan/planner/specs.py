@@ -60,6 +60,7 @@ class Link(Spec):
     bandwidth: Bandwidth
     latency: Latency = 10e-6
     efficiency: dict[Size, Share] = Field(default_factory=dict)  # size of a message -> share of the bandwidth that it reaches; empty: all
+    work: Annotated[float, Field(ge=0.0, le=1e-3)] = 0.0  # of CPU ranks: seconds of a core that a byte takes, at both ends together
 
     def stretched(self, nbytes: Number, messages: int = 1) -> Number:
         """So many bytes, in equal messages, take as long as how many at the whole bandwidth: log-log between the sizes told, flat
@@ -79,10 +80,6 @@ class Link(Spec):
                 raise ValueError(f"efficiency may grow no faster than the size ({told}): the larger message would take less time; mend "
                                  "one of the two")  # fmt: skip
         return self
-
-    def slowed(self, factor: float) -> Link:
-        """The same link when its driver gets 1/factor of a core."""
-        return self.model_copy(update={"bandwidth": self.bandwidth / factor, "latency": self.latency * factor})
 
     def carried(self, old: Link, new: Link) -> Link:
         """An operation measured on the link `old`, on `new`: what it takes beyond its link (copies, software) stays.
@@ -189,7 +186,8 @@ class Cluster(Spec):
     all_reduce: Algorithm | None = None  # None: the faster one of ring and tree with NCCL, a ring with Gloo
     host_rates: dict[HostWork, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # [edges/s] of a rank's sampler
     sampler: Literal["host", "device"] = "host"  # who draws neighbours; lists that a device has no room for it reads over the host link
-    cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server
+    cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server; rates are of a rank that has one to itself
+    one_machine: bool = False  # all servers are played by one, whose cores they share
     collectives: dict[str, Link] = Field(default_factory=dict)
     price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # [$/h]
     provenance: dict[str, str] = Field(default_factory=dict)  # field -> 'measured 2026-11-20 on ...' | 'datasheet' | 'assumed'

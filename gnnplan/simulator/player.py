@@ -104,7 +104,7 @@ def play(schedule: Schedule, cost: Cost, *, contention: bool = True, factors: Se
                 if not act.seconds:
                     acts.append(act)
                 elif contention and act.transfer is not None:
-                    network.start(act.transfer, partial(end, act))
+                    network.start(_as_long(act), partial(end, act))
                 else:
                     alone(act)
 
@@ -227,6 +227,9 @@ class Score:
 
     def _add_acts(self, cost: Cost) -> None:
         """Steps repeat, with the same work (the same object, mostly): each is asked for once."""
+        def at_work(node: _Node, seconds: float) -> _Act:
+            return _Act(1, seconds, cost.computing(node.task.rank, node.task.lane, seconds))
+
         seconds: dict[int, float] = {}
         sends: dict[tuple[int, Send], Transfer] = {}
         meetings: dict[tuple[Label, tuple[int, ...]], _Act] = {}
@@ -235,11 +238,11 @@ class Score:
             if isinstance(work, Compute):
                 if id(work) not in seconds:
                     seconds[id(work)] = float(cost.compute_s(work))
-                act = _Act(1, seconds[id(work)])
+                act = at_work(node, seconds[id(work)])
             elif isinstance(work, Load):
-                act = _Act(1, float(cost.load_s(work.nbytes)))
+                act = at_work(node, float(cost.load_s(work.nbytes)))
             elif isinstance(work, Host):
-                act = _Act(1, float(cost.host_s(work.what, work.edges)))
+                act = at_work(node, float(cost.host_s(work.what, work.edges)))
             elif isinstance(work, Send):
                 if (rank, work) not in sends:
                     sends[rank, work] = _plain(cost.send(rank, work))
@@ -303,6 +306,14 @@ class Score:
         assert isinstance(work, Collective)  # nothing else waits once it has started
         come = {n.task.rank for n in node.act.members if not n.waits}
         return "ranks " + ", ".join(str(rank) for rank in work.group if rank not in come)
+
+
+def _as_long(act: _Act) -> Transfer:
+    """Its transfer; of a computation that takes longer this time, longer."""
+    assert act.transfer is not None
+    if act.seconds == act.alone:
+        return act.transfer
+    return Transfer(act.transfer.latency, {port: seconds * act.seconds / act.alone for port, seconds in act.transfer.busy.items()})
 
 
 def _plain(transfer: Transfer) -> Transfer:

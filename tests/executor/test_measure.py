@@ -2,20 +2,21 @@
 
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from gnnplan.executor import measure as module
 from gnnplan.executor.measure import fit, measure
+from gnnplan.executor.microbench import WIDTHS
 from gnnplan.planner.errors import LostRank, SpecError
-from gnnplan.planner.specs import Cluster
+from gnnplan.planner.specs import Cluster, Link
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen]:
-    """A small graph, and every process that was started."""
-    monkeypatch.setattr(module, "GRAPH", "synthetic:community?vertices=3000&edges=30000&features=8&classes=4&seed=0")
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen]:
+    """Every process that is started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     started: list[subprocess.Popen] = []
 
@@ -29,42 +30,61 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Po
 
 
 @pytest.mark.timeout(110)
-def test_two_ranks(small: list[subprocess.Popen]) -> None:
+def test_two_ranks(started: list[subprocess.Popen]) -> None:
     said: list[str] = []
-    cluster = measure(2, said.append)
+    cluster = measure(2, said.append, seconds=0.05)
     assert (cluster.servers, cluster.gpus_per_server) == (1, 2)
     assert cluster.inter_node == cluster.intra_node  # several servers played on this machine talk over the same loopback
     device = cluster.device
     numbers = [device.gemm, device.memory, device.memory_bandwidth, device.launch, *device.gather.values()]
     numbers += cluster.host_rates.values()
     numbers += [n for link in (cluster.intra_node, *cluster.collectives.values()) for n in (link.bandwidth, link.latency)]
-    assert all(math.isfinite(n) and n > 0 for n in numbers) and 0 <= device.overlap_tax <= 1
-    assert set(device.gather) == set(module.WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
+    assert all(math.isfinite(n) and n > 0 for n in numbers) and device.overlap_tax == 0 and cluster.one_machine
+    assert all(0 < link.work < 1e-6 for link in cluster.collectives.values())  # seconds of a core per byte
+    assert set(device.gather) == set(WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
     places = ("intra_node", "inter_node")
     assert set(cluster.collectives) == {f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places}
-    told = {"device.name", "device.kind", "device.cache", "device.cache_bandwidth"}  # rates by width are measured in the place of caches
+    told = {"device.name", "device.kind", "device.overlap_tax", "device.cache", "device.cache_bandwidth"}  # rates by width stand for them
     fields = {f"device.{name}" for name in type(device).model_fields} - told
-    fields |= {f"collectives.{name}" for name in cluster.collectives} | {"cores", "host_rates"}
+    fields |= {f"collectives.{name}" for name in cluster.collectives} | {"cores", "one_machine", "host_rates"}
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
     assert "matrix products" in said
-    assert len(small) == 2 and all(process.poll() is not None for process in small)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
-def test_a_rank_that_fails_is_named_and_nothing_stays(small: list[subprocess.Popen], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_save_parts", lambda folder: None)  # the ranks find no graph
-    with pytest.raises(LostRank, match=r"rank \d of 2 failed while measuring: FileNotFoundError"):
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(("does", "said"), [("exit 3", "exit code 3"), ("export RANK=2", "ValueError: .*RANK")])
+def test_a_rank_that_fails_is_named_and_nothing_stays(started: list[subprocess.Popen], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                      does: str, said: str) -> None:  # fmt: skip
+    broken = tmp_path / "python"
+    broken.write_text(f'#!/bin/sh\nif [ "$RANK" = 1 ]; then {does}; fi\nexec {sys.executable} "$@"\n')
+    broken.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(broken))
+    with pytest.raises(LostRank, match=rf"rank \d of 2 failed while measuring: {said}"):
         measure(2)
-    assert len(small) == 2 and all(process.poll() is not None for process in small)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+SIZES = [2**k for k in range(10, 25)]
 
 
 def test_fit_survives_an_outlier() -> None:
-    sizes = [2.0**k for k in range(10, 25, 2)]
-    seconds = [2 * 50e-6 + 3 * n / 2e9 for n in sizes]
-    seconds[3] *= 10
-    link, error = fit(sizes, seconds, latencies=2, wire=3)
-    assert link.latency == pytest.approx(50e-6, rel=0.2) and link.bandwidth == pytest.approx(2e9, rel=0.2) and error < 0.1
+    samples = [(n, 2 * 50e-6 + 3 * n / 2e9, n * 1e-10) for n in SIZES]
+    samples[4] = (SIZES[4], 10 * samples[4][1], 0.0)
+    link, errors = fit(samples, latencies=2, wire=3, moved=2)
+    assert link.latency == pytest.approx(50e-6, rel=0.2) and max(errors) < 0.1
+    assert link.bandwidth == pytest.approx(2e9, rel=0.2) and link.work == pytest.approx(5e-11)
+
+
+def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
+    """A link that is half as fast beyond 1 MiB (a cache is full), as loopback is."""
+    truth = Link(bandwidth=4e9, latency=20e-6, efficiency={2**18: 1.0, 2**21: 0.5})
+    link, errors = fit([(n, truth.latency + float(truth.stretched(n)) / truth.bandwidth, 0.0) for n in SIZES])
+    assert max(errors) < 0.05
+    plain = link.model_copy(update={"efficiency": {}})
+    assert plain.latency + 2**24 / plain.bandwidth < 0.6 * (truth.latency + float(truth.stretched(2**24)) / truth.bandwidth)
 
 
 def test_no_ranks_is_refused() -> None:

@@ -256,4 +256,4 @@ def test_more_bytes_are_never_faster(efficiency: dict[float, float], a: float, b
 
 def test_without_efficiency_a_link_is_alpha_beta_to_the_bit():
     sizes = np.random.default_rng(0).integers(1, 10**9, 1000)
-    assert Link(bandwidth=1e9).stretched(sizes) is sizes and Link(bandwidth=2.0e3, latency=1e-6, efficiency={8: 0.5}).slowed(2).efficiency
+    assert Link(bandwidth=1e9).stretched(sizes) is sizes

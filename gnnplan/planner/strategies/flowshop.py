@@ -48,8 +48,8 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     cost, k, b, ranks = job.cost, pipe.chunks, job.model.itemsize, range(pipe.stages)
     ways = _ways(pipe, job)
     kept = max(pipe.kept(job))
-    refresh = [cost.compute_s(pipe.refresh_work(job, s, kept)) for s in ranks]
-    update = [cost.compute_s(job.model.update(pipe.weights(job, s))) for s in ranks]
+    refresh = [cost.compute_s(pipe.refresh_work(job, s, kept)) * cost.crowd for s in ranks]
+    update = [cost.compute_s(job.model.update(pipe.weights(job, s))) * cost.crowd for s in ranks]
     reduced = [cost.all_reduce(pipe.weights(job, s) * b, pipe.group(job, s)) for s in ranks]
     sent = [_handed_on(pipe, job, s) for s in ranks[:-1]]
     links = [transfer.alone for transfer in sent]  # seconds of the mean chunk to the next stage
@@ -103,7 +103,8 @@ def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
                  for piece in pieces]  # fmt: skip
         for kind, piece in zip(kinds, pieces, strict=True):
             if kind not in computed:
-                forward, backward = (_slowest_and_each(cost.compute_s(work), facts.rows.shape) for work in pipe.work(job, piece, facts))
+                each_way = [cost.compute_s(work) * cost.crowd for work in pipe.work(job, piece, facts)]
+                forward, backward = (_slowest_and_each(seconds, facts.rows.shape) for seconds in each_way)
                 computed[kind] = forward, backward
         for number, way in enumerate("fb"):
             width, times = sum(crossing), sum(map(bool, crossing))
@@ -163,7 +164,7 @@ def layer_seconds(pipe: GNNPipe, job: Job) -> list[float]:
             works = [work for piece in pieces for work in pipe.work(job, piece, mean)]
             width = pipe.exchanged(job, (layer,)) * model.itemsize
             moving = [job.cost.exchange(way * width, group).alone for way in (sent, sent.T)] if width and sent.any() else []
-            alike[key] = float(sum(np.sum(job.cost.compute_s(work)) for work in works) + sum(moving))
+            alike[key] = float(sum(np.sum(job.cost.compute_s(work)) * job.cost.crowd for work in works) + sum(moving))
         out.append(alike[key])
     return out
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cost import Number, Transfer
+from gnnplan.planner.cost import Cost, Number, Transfer
 from gnnplan.planner.estimate import EstimatedLayout
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
@@ -21,7 +21,7 @@ from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.schedule import Collective, Compute, Host, Label, Load, Schedule, Task, Work, ring
 from gnnplan.planner.specs import HostWork
-from gnnplan.planner.strategies.strategy import Prediction, slowest
+from gnnplan.planner.strategies.strategy import Prediction
 from gnnplan.planner.topology import Port
 
 Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; none: one step over the whole layout
@@ -210,6 +210,7 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
     rank. Stale: layer l's exchange has until layer l of the next step, all layers share one communication lane; computation waits
     for the all-reduce, which shares wires with them. With `prefetch` what may be done ahead is beside everything else. Operations that
     share their work, as layers and batches that are alike do, are priced once and counted."""
+    cost = job.cost
     priced: dict[object, _Priced] = {}
     computed, hosted = Counter[object](), Counter[object]()  # work; what is loaded, and done on the host
     exchanged, reduced, early = Counter[object](), Counter[object](), Counter[object]()  # early: exchanges done ahead
@@ -240,25 +241,25 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
             (reduced if op.sent is None else exchanged)[what] += 1
     seconds = {what: price.seconds for what, price in priced.items()}
     compute, moving, summing = (_total(counted.items(), seconds) for counted in (computed, exchanged, reduced))
-    busiest = slowest(compute)
+    busiest = cost.together(compute)
     if stale:
-        ports: dict[Port, Number] = {}  # seconds that each is busy
+        ports = cost.filled(compute)  # seconds that each is busy
         for what, times in (exchanged + reduced).items():
             _load(ports, priced[what].transfer, times)
-        alone = paced.slowest(seconds)
+        alone = paced.together(cost, seconds)
         epoch = reduce(np.maximum, ports.values(), np.maximum(alone + summing, moving))
         exposed = epoch - alone
     else:
-        epoch = apart.slowest(seconds) + moving + summing
-        exposed = moving + summing + (slowest(compute + _total(hosted.items(), seconds)) - busiest)
+        epoch = apart.together(cost, seconds) + moving + summing
+        exposed = moving + summing + (cost.together(compute + _total(hosted.items(), seconds)) - busiest)
     if prefetch:
-        longer = np.maximum(beside.slowest(seconds) + _total(early.items(), seconds), epoch)
+        longer = np.maximum(beside.together(cost, seconds) + _total(early.items(), seconds), epoch)
         epoch, exposed = longer, exposed + longer - epoch
     waiting = np.maximum(epoch - busiest - exposed, 0.0)
     by_op: dict[str, Any] = {}
     sent: dict[str, int] = {}
     links: dict[str, int] = {}
-    longest = {what: slowest(each) for what, each in seconds.items()}
+    longest = {what: each if priced[what].nbytes is not None else cost.together(each) for what, each in seconds.items()}
     for (label, what), times in done.items():
         kind = label.kind
         by_op[kind] = by_op.get(kind, 0.0) + _times(longest[what], times)
@@ -312,10 +313,10 @@ class _Spells:
             self._ended[tuple(self._now.items())] += 1
             self._now = Counter()
 
-    def slowest(self, seconds: Mapping[object, Number]) -> Number:
-        """Of all spells, the last one too, the slowest rank's seconds."""
+    def together(self, cost: Cost, seconds: Mapping[object, Number]) -> Number:
+        """Of all spells, the last one too, how long until all ranks are through [s]."""
         self.end()
-        return sum(_times(slowest(_total(spell, seconds)), times) for spell, times in self._ended.items())
+        return sum(_times(cost.together(_total(spell, seconds)), times) for spell, times in self._ended.items())
 
 
 def _total(counted: Iterable[tuple[object, int]], seconds: Mapping[object, Number]) -> Number:

@@ -51,7 +51,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.cost import Number
+from gnnplan.planner.cost import Number, slowest
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.gnn import Model, describe
 from gnnplan.planner.job import Job
@@ -59,7 +59,7 @@ from gnnplan.planner.minibatch import Batches, MiniBatch
 from gnnplan.planner.schedule import Compute, Label, Schedule, Task
 from gnnplan.planner.strategies import batchwise, layerwise, p3_memory
 from gnnplan.planner.strategies.layerwise import Op
-from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy, slowest
+from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 from gnnplan.planner.structure import check_structure, hashed
 
 OVER = ("server", "rank")
@@ -352,11 +352,11 @@ def _own_seconds(job: Job, ops: Sequence[Op]) -> Number:
     seconds: Number = np.zeros(job.ranks)
     for op in ops:
         if op.work is not None:
-            seconds = seconds + job.cost.compute_s(op.work)
+            seconds = seconds + job.cost.compute_s(op.work) * job.cost.crowd
         elif op.loaded is not None:
-            seconds = seconds + job.cost.load_s(op.loaded)
+            seconds = seconds + job.cost.load_s(op.loaded) * job.cost.crowd
         elif op.host is not None:
-            seconds = seconds + job.cost.host_s(*op.host)
+            seconds = seconds + job.cost.host_s(*op.host) * job.cost.crowd
     return seconds
 
 

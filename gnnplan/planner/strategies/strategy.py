@@ -171,8 +171,3 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError):
         pass
     raise SpecError(f"--strategy {text!r} is not a family with knobs; write it as 'gnnpipe(stages=4,chunks=16)'")
-
-
-def slowest(seconds: Number) -> Number:
-    """Over ranks (last axis)."""
-    return np.max(np.atleast_1d(seconds), axis=-1, keepdims=np.ndim(seconds) > 1)

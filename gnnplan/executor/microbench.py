@@ -1,0 +1,279 @@
+"""One rank's micro-benchmarks: what it does in step with the others, on every machine that takes part.
+
+Computation is timed with as many ranks busy as there are cores (all, on GPUs): what a core does when none is shared. Messages are timed
+inside servers, among the ranks of every server at once, and between servers, among the first rank of each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gnnplan.executor.comm import Exchange
+from gnnplan.executor.kernels import Block, aggregate, linear
+from gnnplan.executor.sampler import Sampler
+from gnnplan.executor.worker import Rank
+from gnnplan.planner.graph import Graph, load
+from gnnplan.planner.layout import Layout
+from gnnplan.planner.minibatch import Batches
+from gnnplan.planner.partition import partition
+from gnnplan.planner.specs import Workload
+
+GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=8&classes=16&seed=0"
+WIDTHS = (16, 64, 128, 256, 512)
+SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64, 64), (2_500, 512, 512))  # rows, H_in, H_out
+SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
+SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
+BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
+LONGEST = 0.4  # [s] that a message may take; larger ones are left out
+ROW = 64  # numbers in an exchanged row
+OTHER = 2**24  # bytes that pass through a rank's cache between two samples
+
+Group = tuple[int, ...]
+Sample = tuple[int, float, float]  # bytes of a message, duration [s], core-seconds of all that took part
+
+
+class Bench:
+    """The benchmarks of rank `rank`; places[r]: the server of rank r. `cores` that a machine's ranks share (None: a GPU each), and all
+    servers are one machine, or not. `seconds` are spent on each number. Every method is called by all ranks together and returns what all
+    of them found."""
+
+    def __init__(self, rank: int, places: Sequence[int], device: torch.device, cores: int | None, one_machine: bool, seconds: float
+                 ) -> None:  # fmt: skip
+        self.rank, self.places, self.device, self.seconds = rank, places, device, seconds
+        self.me = Rank(rank, len(places), device, dist.get_backend(), exchange_group=dist.new_group())
+        self.other = torch.zeros(OTHER // 4, device=device)
+        turns = [r if one_machine else list(places[:r]).count(server) for r, server in enumerate(places)]
+        self.everyone = tuple(range(len(places)))
+        self.apart = tuple(r for r in self.everyone if cores is None or turns[r] < cores)  # ranks that have a core each
+        members = {server: tuple(r for r in self.everyone if places[r] == server) for server in places}
+        self.groups: dict[str, list[Group]] = {"intra_node": [some for some in members.values() if len(some) > 1]}
+        if len(members) > 1:
+            self.groups["inter_node"] = [tuple(some[0] for some in members.values())]
+
+    def all(self, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Every number, as samples of all ranks."""
+        tell("preparing a graph")
+        block = self._part()
+        found: dict[str, Any] = {"name": self._device_name()}
+        tell("matrix products")
+        found["gemm"] = [(2 * 3 * r * a * b, self.gemm(r, a, b)) for r, a, b in SHAPES]
+        if self.apart != self.everyone:
+            found["crowded"] = [(rows, self.gemm(rows, h_in, h_out, self.everyone)) for rows, h_in, h_out in SHAPES[:1]]
+        tell("aggregation")
+        found["gather"] = [(width, 2 * block.edges * width * 4, self.gather(block, width)) for width in WIDTHS]
+        tell("element-wise work")
+        found["touched"] = self.touched()
+        tell("the price of an operation")
+        found["launch"] = self.launch()
+        tell("the sampler")
+        found["draw"], found["lay"] = self.sampler()
+        for where, groups in self.groups.items():
+            for group in groups:
+                self.me.group(group)  # all ranks ask for all of them in the same order
+            for op in ("exchange", "send", "all_reduce") if groups else ():
+                tell(f"{op}s {'inside servers' if where == 'intra_node' else 'between servers'}, {len(groups[0])} ranks")
+                found[f"{op}.{where}"] = self.messages(op, [group[:2] for group in groups] if op == "send" else groups)
+        if self.device.type == "cuda" and self.groups["intra_node"]:
+            tell("computation beside transfers")
+            found["overlap"] = (BESIDE, self.overlap(BESIDE))
+        return found
+
+    def _part(self) -> Block:
+        """The half of a community graph as the executor lays it out: own rows in locality order, then the halo."""
+        graph = load(GRAPH)
+        assert isinstance(graph, Graph)
+        layout = Layout(graph, partition(graph, 2), servers=(0, 0), layers=1, first_varying=1)
+        piece, (indptr, indices) = layout.piece(self.rank % 2, 1), layout.block(self.rank % 2, 1)
+        return Block(indptr, indices, piece.local + piece.halo.size).mean().to(self.device)
+
+    def _device_name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        with suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+        return platform.processor() or platform.machine()
+
+    # -- computation -----------------------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _disturb(self) -> None:
+        """What an epoch does between two uses of the same rows: other data pass through the caches, Gloo's threads fall asleep."""
+        self.other.add_(1.0)
+
+    def _time(self, work: Callable[[], Any], divide: int = 1, among: Group | None = None) -> list[float]:
+        """Usual duration of `work` / divide [s] on every rank of `among` (those with a core each), all busy with it."""
+        mine, among = float("nan"), self.apart if among is None else among
+        if self.rank in among:
+            work(), work()  # fmt: skip
+        dist.barrier()
+        if self.rank in among:
+            samples, end = [], self._clock() + self.seconds
+            while self._clock() < end or len(samples) < 3:
+                self._disturb()
+                begin = self._clock()
+                work()
+                samples.append((self._clock() - begin) / divide)
+            mine = usual(samples)
+        everyone = self._gather(mine)
+        return [everyone[rank] for rank in among]
+
+    def _gather(self, mine: Any) -> list[Any]:
+        of_all: list[Any] = [None] * len(self.places)
+        dist.all_gather_object(of_all, mine)
+        return of_all
+
+    def gemm(self, rows: int, h_in: int, h_out: int, among: Group | None = None) -> list[float]:
+        """Forward and both gradients of a linear layer: 3 products."""
+        x, weight = (torch.randn(shape, device=self.device, requires_grad=True) for shape in ((rows, h_in), (h_out, h_in)))
+        grad = torch.randn(rows, h_out, device=self.device)
+        return self._time(lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad), among=among)
+
+    def gather(self, block: Block, width: int) -> list[float]:
+        """Aggregation over a part, forward and backward."""
+        x = torch.randn(block.n_src, width, device=self.device, requires_grad=True)
+        grad = torch.randn(block.n_dst, width, device=self.device)
+        return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))
+
+    def touched(self) -> list[float]:
+        """Seconds per byte read or written: relu, add and relu's gradient over tensors too many for the cache, as in an epoch."""
+        tensors = [torch.randn(10_000, 256, device=self.device) for _ in range(6)]
+
+        def work() -> None:
+            for a, b in zip(tensors[::2], tensors[1::2], strict=True):
+                torch.ops.aten.threshold_backward(torch.relu(a), a + b, 0)
+
+        return self._time(work, divide=3 * (2 + 3 + 3) * tensors[0].nbytes)
+
+    def launch(self) -> list[float]:
+        """Seconds per operation on tensors so small that only the framework's own time is left, half of them in the backward pass."""
+        block = Block(np.arange(9), np.arange(8), 8).mean().to(self.device)
+        x, weight = (torch.randn(8, 8, device=self.device, requires_grad=True) for _ in range(2))
+        depth = 10
+
+        def work() -> None:
+            h = x
+            for _ in range(depth):
+                h = (linear(aggregate(block, h), weight) + x).relu()
+            torch.autograd.grad(h, (x, weight), h.detach())
+
+        return self._time(work, divide=depth * 2 * 4)
+
+    def sampler(self) -> tuple[list[float], list[float]]:
+        """Seconds per edge that drawing and laying out take, by the executor's own clock: GraphSAGE's batches in data parallel."""
+        graph = load(GRAPH)
+        assert isinstance(graph, Graph)
+        workload = Workload(mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places))
+        sampler = Sampler(Batches(graph, workload, self.everyone, None, first_varying=1), self.rank, ["mean"] * len(FANOUTS))
+        seconds: dict[str, list[float]] = {"draw": [], "lay": []}
+        if self.rank in self.apart:
+            sampler[0]
+        dist.barrier()
+        end = self._clock() + 2 * self.seconds
+        for step in itertools.count(1) if self.rank in self.apart else ():
+            self._disturb()
+            made = sampler[step]
+            edges = sum(part.block.edges for part in made.share.parts)
+            for span in made.spans:
+                seconds[span.op].append(span.seconds / edges)
+            if step >= 3 and self._clock() > end:
+                break
+        draw, lay = (self._gather(usual(seconds[op]) if seconds[op] else None) for op in ("draw", "lay"))
+        return [each for each in draw if each is not None], [each for each in lay if each is not None]
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def messages(self, op: str, groups: Sequence[Group]) -> list[Sample]:
+        """The operation at growing sizes, in all groups at once, each with the core-seconds of a group's ranks."""
+        mine = next((group for group in groups if self.rank in group), None)
+        found: list[Sample] = []
+        for size in SIZES:
+            if (op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]) or (found and found[-1][1] > LONGEST):
+                break
+            work: Callable[[], Any] = getattr(self, f"_{op}")(size, mine) if mine else lambda: None
+            found.append((size, *self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5)))
+        return found
+
+    def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group], share: float) -> tuple[float, float]:
+        """Duration [s] of an operation in which ranks wait for each other, times `share`: of each sample the shortest over a group, since
+        the last to come does not wait. And what its ranks' processors worked on it in all [s]."""
+        work()
+        dist.barrier()
+        begin = self._clock()
+        self._disturb()
+        work()
+        slowest = max(self._gather(self._clock() - begin))
+        samples, busy = [], 0.0
+        for _ in range(min(60, max(5, int(self.seconds / max(slowest, 1e-5))))):  # equally many on all ranks
+            self._disturb()
+            worked, begin = time.process_time(), self._clock()
+            work()
+            samples.append((self._clock() - begin) * share)
+            busy += (time.process_time() - worked) * share
+        of_all = self._gather((samples, busy / len(samples)))
+        series = [np.min([of_all[rank][0] for rank in group], axis=0) for group in groups]
+        return usual(np.concatenate(series)), sum(of_all[rank][1] for rank in groups[0])
+
+    def _exchange(self, size: int, group: Group) -> Callable[[], None]:
+        """Every rank sends `size` bytes of scattered rows to every other, as a halo and its gradient's way home do."""
+        rows = max(1, size // (4 * ROW))
+        positions = np.random.default_rng(self.rank).permutation(4 * rows)[:rows]
+        take = np.array([rows * (peer in group and peer != self.rank) for peer in self.everyone])
+        plan = Exchange(self.me, [positions[: take[peer]] for peer in self.everyone], take)
+        x = torch.randn(4 * rows, ROW, device=self.device)
+        return lambda: plan.add_home(x, plan.backward(plan.forward(plan.pack(x))))
+
+    def _send(self, size: int, group: Group) -> Callable[[], None]:
+        """One message between two: half a ping-pong."""
+        buffer = torch.ones(size // 4, device=self.device)
+        first, second = group
+        turns, peer = ((dist.send, dist.recv), second) if self.rank == first else ((dist.recv, dist.send), first)
+
+        def ping_pong() -> None:
+            for turn in turns:
+                turn(buffer, peer, group=self.me.exchange_group)
+
+        return ping_pong
+
+    def _all_reduce(self, size: int, group: Group) -> Callable[[], Any]:
+        buffer = torch.zeros(size // 4, device=self.device)
+        return lambda: dist.all_reduce(buffer, group=self.me.group(group))
+
+    def overlap(self, size: int) -> list[float]:
+        """Seconds that computation loses while `size` bytes in all go to every other rank of the server and back on the comm lane."""
+        group = next(group for group in self.groups["intra_node"] if self.rank in group)
+        swap = self._exchange(size // (len(group) - 1), group)
+        x, weight = torch.randn(10_000, 256, device=self.device), torch.randn(256, 256, device=self.device)
+        alone, beside = [], []
+        for _ in range(12):
+            for samples in (alone, beside):
+                dist.barrier()
+                begin = self._clock()
+                moving = self.me.submit("comm", swap) if samples is beside else None
+                for _ in range(10):  # longer than the transfer
+                    linear(x, weight)
+                samples.append(self._clock() - begin)
+                if moving:
+                    moving.result()
+        return self._gather(statistics.median(beside) - statistics.median(alone))
+
+
+def usual(samples: Any) -> float:
+    """The lower quartile: what the work takes when nobody else disturbs it, on machines where somebody often does."""
+    return float(np.quantile(samples, 0.25))

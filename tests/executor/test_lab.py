@@ -1,0 +1,173 @@
+"""The emulated cluster: servers that reach each other, no faster than their cards, and vanish with the process that made them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from gnnplan.cli import app
+from gnnplan.executor import lab
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.plan import question, read
+
+GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
+
+
+def _here() -> str:
+    try:
+        lab.check()
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.timeout(120)
+needs_namespaces = pytest.mark.skipif(bool(_here()), reason=_here())
+TALK = """
+import os, socket, sys, time
+n = int(sys.argv[1])
+if os.environ["RANK"] == "0":
+    with socket.create_server(("", 4000)) as server:
+        peer, got = server.accept()[0], 0
+        begin = time.monotonic()
+        while got < n: got += len(peer.recv(1 << 20))
+        print(time.monotonic() - begin)
+else:
+    for _ in range(100):
+        try: peer = socket.create_connection((os.environ["MASTER_ADDR"], 4000)); break
+        except OSError: time.sleep(0.1)
+    peer.sendall(bytes(n))
+"""
+
+
+def alive(mark: str) -> set[int]:
+    """Processes that have the mark in their environment or are held by one that has."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.add(int(folder.name))
+    return found
+
+
+def gone(mark: str) -> bool:
+    limit = time.monotonic() + 20
+    while alive(mark) and time.monotonic() < limit:
+        time.sleep(0.1)
+    return not alive(mark)
+
+
+def plan(folder: Path, servers: int, each: int, *more: str) -> Path:
+    path = folder / "plan.json"
+    shape = ["--set", f"servers={servers}", "--set", f"gpus_per_server={each}"]
+    app(["plan", "--graph", GRAPH, *shape, "--hidden", "8", "-o", str(path), *more], standalone_mode=False)
+    return path
+
+
+@needs_namespaces
+def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
+    rate, nbytes = 5e6, 4_000_000
+
+    def seconds(places: list[int]) -> float:
+        ranks = lab.start(servers, places, [sys.executable, "-c", TALK, str(nbytes)], stdout=subprocess.PIPE)
+        took = float(ranks[0].communicate(timeout=60)[0])
+        assert not lab.wait(ranks, 10)
+        return took
+
+    with lab.lab(2, rate) as servers:
+        across, inside = seconds([0, 1]), seconds([0, 0])
+    burst = 2 * max(lab.PACKETS[0], rate * lab.BURST_S)
+    assert across > (nbytes - burst) / rate * 0.95
+    assert inside < across / 3  # of 0.8 s: loopback takes milliseconds
+
+
+@needs_namespaces
+def test_training_across_emulated_servers_is_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = plan(tmp_path, 2, 2, "--strategy", "graph_parallel")
+    for out, more in (("lab", ["--emulate", "100Mbit/s"]), ("plain", [])):
+        app(["run", str(path), "--epochs", "3", "--out", str(tmp_path / out), *more], standalone_mode=False)
+    told = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()] for out in ("lab", "plain")]
+    assert [row["loss"] for row in told[0]] == [row["loss"] for row in told[1]]
+    assert [row["bytes"] for row in told[0]] == [row["bytes"] for row in told[1]]
+    app(["validate", str(tmp_path / "lab")], standalone_mode=False)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Signals):
+    mark = f"MARK-{uuid.uuid4().hex}"
+    command = [sys.executable, "-m", "gnnplan", "run", str(plan(tmp_path, 2, 1)), "--epochs", "1000000", "--emulate", "unshaped", "--out",
+               str(tmp_path / "out")]  # fmt: skip
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen(command, env=os.environ | {"MARK": mark}, stdout=said, stderr=said, start_new_session=True)
+    try:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "out" / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < limit:
+            time.sleep(0.1)
+        assert process.poll() is None, (tmp_path / "said").read_text()
+        assert len(alive(mark)) >= 6  # itself, two ranks, three namespaces
+        process.send_signal(signalled)
+        process.wait(timeout=30)
+        assert gone(mark)
+    finally:
+        for pid in alive(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+@needs_namespaces
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(tmp_path: Path):
+    out, path = tmp_path / "out", plan(tmp_path, 2, 1, "--strategy", "graph_parallel")
+    job = question(read(path))
+    command = [sys.executable, "-m", "gnnplan.executor.launch", str(path), str(out), json.dumps({"epochs": 1_000_000, "timeout_s": 4.0})]
+    with lab.lab(2) as servers:
+        ranks = lab.start(servers, [0, 1], command, stderr=subprocess.DEVNULL)
+        limit = time.monotonic() + 60
+        while not (out / "metrics.jsonl").exists() and time.monotonic() < limit:
+            time.sleep(0.1)
+        servers[1].cut()
+        failed = lab.wait(ranks, patience=10)
+    assert set(failed) == set(range(job.ranks))
+    notes = [json.loads(note.read_text()) for note in out.glob("error.rank*.json")]
+    assert notes and all("did not answer" in note["message"] and note["doing"] for note in notes)
+
+
+@needs_namespaces
+def test_emulated_servers_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from gnnplan.executor.measure import measure
+
+    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
+    said: list[str] = []
+    cluster = measure(1, said.append, servers=2, emulated=25e6, seconds=0.05)
+    assert (cluster.servers, cluster.gpus_per_server, cluster.one_machine) == (2, 1, True)
+    assert cluster.inter_node and cluster.inter_node.bandwidth < 1.3 * 25e6  # no faster than the card, but for a burst
+    assert cluster.inter_node.bandwidth > 5e6
+    assert set(cluster.collectives) == {f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")}
+    assert any("between servers" in what for what in said)
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lab.shutil, "which", lambda tool: None if tool == "tc" else f"/usr/bin/{tool}")
+    with pytest.raises(SpecError, match="needs tc; apt-get install iproute2"):
+        lab.check()
+    monkeypatch.setattr(lab.shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
+    with pytest.raises(SpecError, match=r"needs root .* user 1000.* use sudo"):
+        lab.check()
+    monkeypatch.setattr(lab.sys, "platform", "darwin")
+    with pytest.raises(SpecError, match="needs Linux"):
+        lab.check()
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("servers", "rate", "said"), [(0, None, "1 to 200"), (201, None, "1 to 200"), (2, 10.0, "slowest that can be")])
+def test_no_such_lab(servers: int, rate: float | None, said: str):
+    with pytest.raises(SpecError, match=said), lab.lab(servers, rate):
+        pass
