@@ -28,7 +28,7 @@ def _here() -> str:
     return ""
 
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 needs_namespaces = pytest.mark.skipif(bool(_here()), reason=_here())
 TALK = """
 import os, socket, sys, time
@@ -77,9 +77,9 @@ def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
 
     def seconds(places: list[int]) -> float:
         ranks = lab.start(servers, places, [sys.executable, "-c", TALK, str(nbytes)], stdout=subprocess.PIPE)
-        took = float(ranks[0].communicate(timeout=60)[0])
+        took, _ = (rank.communicate(timeout=60)[0] for rank in ranks)
         assert not lab.wait(ranks, 10)
-        return took
+        return float(took)
 
     with lab.lab(2, rate) as servers:
         across, inside = seconds([0, 1]), seconds([0, 0])
@@ -108,7 +108,7 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(command, env=os.environ | {"MARK": mark}, stdout=said, stderr=said, start_new_session=True)
     try:
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 120
         while not (tmp_path / "out" / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < limit:
             time.sleep(0.1)
         assert process.poll() is None, (tmp_path / "said").read_text()
@@ -129,7 +129,7 @@ def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(tmp_pa
     command = [sys.executable, "-m", "gnnplan.executor.launch", str(path), str(out), json.dumps({"epochs": 1_000_000, "timeout_s": 4.0})]
     with lab.lab(2) as servers:
         ranks = lab.start(servers, [0, 1], command, stderr=subprocess.DEVNULL)
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 120
         while not (out / "metrics.jsonl").exists() and time.monotonic() < limit:
             time.sleep(0.1)
         servers[1].cut()

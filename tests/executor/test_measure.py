@@ -29,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.
     return started
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(240)
 def test_two_ranks(started: list[subprocess.Popen]) -> None:
     said: list[str] = []
     cluster = measure(2, said.append, seconds=0.05)
@@ -54,7 +54,7 @@ def test_two_ranks(started: list[subprocess.Popen]) -> None:
     assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("does", "said"), [("exit 3", "exit code 3"), ("export RANK=2", "ValueError: .*RANK")])
 def test_a_rank_that_fails_is_named_and_nothing_stays(started: list[subprocess.Popen], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                       does: str, said: str) -> None:  # fmt: skip
