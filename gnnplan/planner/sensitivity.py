@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from gnnplan.planner import scaled
 from gnnplan.planner.errors import GnnplanError
 from gnnplan.planner.search import Candidate, Found, search
-from gnnplan.planner.specs import Cluster, Device, Link
+from gnnplan.planner.specs import Cluster
 from gnnplan.planner.units import show_bytes
 from gnnplan.progress import Tell, silent
 
@@ -22,28 +23,28 @@ def sentences(found: Found, exact: bool, tell: Tell = silent) -> list[str]:
     out: list[str] = []
     tell("asking what would change the choice: links and devices")
     if cluster.servers > 1 and cluster.inter_node:
-        out += _of(found, "the bandwidth between servers", lambda c, f: _links(c, f, ["inter_node"]), cluster.inter_node.bandwidth)
+        out += _of(found, "the bandwidth between servers", lambda c, f: scaled.links(c, f, ["inter_node"]), cluster.inter_node.bandwidth)
     if cluster.gpus_per_server > 1:
         inside = ["intra_node", *(name for name in ("island", "switch") if getattr(cluster, name))]
         link = None if len(inside) > 1 else cluster.intra_node.bandwidth  # several: no one figure to name
-        out += _of(found, "the bandwidth inside servers", lambda c, f: _links(c, f, inside), link)
-    out += _of(found, "the device's speed", _device, None)
+        out += _of(found, "the bandwidth inside servers", lambda c, f: scaled.links(c, f, inside), link)
+    out += _of(found, "the device's speed", scaled.device, None)
     return out + list(_depths(found, exact, tell))
 
 
-def _of(found: Found, what: str, scaled: Scaled, bandwidth: float | None) -> Iterator[str]:
+def _of(found: Found, what: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
     """Of one number of the cluster: what doubling it gives, and where another family takes over, each way."""
     best, now = found.ranked[0], float(found.ranked[0].predicted.epoch_s)
-    _, twice = _fastest(found, scaled, 2.0)
+    _, twice = _fastest(found, faster, 2.0)
     yield f"twice {what}: {round(100 * (twice / now - 1)) + 0:+d} %"
     for factors, word in ((sorted(f for f in FACTORS if f < 1)[::-1], "below"), (sorted(f for f in FACTORS if f > 1), "above")):
         near = 1.0
         for far in factors:
-            winner, _ = _fastest(found, scaled, far)
+            winner, _ = _fastest(found, faster, far)
             if winner.strategy.name != best.strategy.name:
                 for _ in range(6):
                     middle = (near * far) ** 0.5
-                    other, _ = _fastest(found, scaled, middle)
+                    other, _ = _fastest(found, faster, middle)
                     if other.strategy.name == best.strategy.name:
                         near = middle
                     else:
@@ -54,25 +55,10 @@ def _of(found: Found, what: str, scaled: Scaled, bandwidth: float | None) -> Ite
             near = far
 
 
-def _fastest(found: Found, scaled: Scaled, factor: float) -> tuple[Candidate, float]:
-    times = [float(c.strategy.predict(replace(c.job, cluster=scaled(c.job.cluster, factor))).epoch_s) for c in found.ranked]
+def _fastest(found: Found, faster: Scaled, factor: float) -> tuple[Candidate, float]:
+    times = [float(c.strategy.predict(replace(c.job, cluster=faster(c.job.cluster, factor))).epoch_s) for c in found.ranked]
     first = min(range(len(times)), key=times.__getitem__)
     return found.ranked[first], times[first]
-
-
-def _links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
-    """These links `factor` times as fast, as `--set` would make them."""
-    links: dict[str, Link] = {name: getattr(cluster, name) for name in names}
-    faster = {name: link.model_copy(update={"bandwidth": link.bandwidth * factor}) for name, link in links.items()}
-    return cluster.model_copy(update=faster).carried(cluster)
-
-
-def _device(cluster: Cluster, factor: float) -> Cluster:
-    device: Device = cluster.device
-    faster = {"gemm": device.gemm * factor, "memory_bandwidth": device.memory_bandwidth * factor, "launch": device.launch / factor,
-              "gather": {width: rate * factor for width, rate in device.gather.items()},
-              "cache_bandwidth": device.cache_bandwidth and device.cache_bandwidth * factor}  # fmt: skip
-    return cluster.model_copy(update={"device": device.model_copy(update=faster)})
 
 
 def _depths(found: Found, exact: bool, tell: Tell) -> Iterator[str]:

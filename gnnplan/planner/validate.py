@@ -143,7 +143,7 @@ def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simul
     open_s, hidden_s = _exposed(measured, warm)
     exposed = _row("exposed communication", float(prediction.comm_s), _exposed(simulated, steady)[0], open_s)
     return {
-        "step": step, "operations": rows, "exposed": exposed, "hidden_s": hidden_s,
+        "epochs": epochs, "step": step, "operations": rows, "exposed": exposed, "hidden_s": hidden_s,
         "bytes": {"predicted": expected, "counted": counted, "setup_predicted": prediction.setup_bytes, "setup_counted": once,
                   "equal": volume, "epochs": compared},
         "order": {"equal": disorder is None, "first_difference": disorder},

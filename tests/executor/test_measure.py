@@ -55,7 +55,7 @@ def test_two_ranks(started: list[subprocess.Popen]) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("does", "said"), [("exit 3", "exit code 3"), ("export RANK=2", "ValueError: .*RANK")])
+@pytest.mark.parametrize(("does", "said"), [("exit 3", "exit code 3"), ("export GROUP_RANK=none", "ValueError: .*'none'")])
 def test_a_rank_that_fails_is_named_and_nothing_stays(started: list[subprocess.Popen], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                       does: str, said: str) -> None:  # fmt: skip
     broken = tmp_path / "python"

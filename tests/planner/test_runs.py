@@ -1,0 +1,107 @@
+"""Many runs: errors, rankings and regret by hand, and a refit that finds what was made slower."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gnnplan.planner import scaled
+from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import read_cluster
+from gnnplan.planner.graph import load
+from gnnplan.planner.job import Job
+from gnnplan.planner.runs import Run, errors, noise, refit, same_shape, summarise
+from gnnplan.planner.specs import Cluster, Link, Workload
+from gnnplan.planner.strategies import parse
+
+GRAPH = load("synthetic:community?vertices=600&edges=6000&features=32&classes=4&seed=0")
+SLOW = Link(bandwidth=1e8, latency=20e-6)  # decides
+CLUSTER = read_cluster("gnnpipe_a5000").model_copy(update={"servers": 2, "gpus_per_server": 2, "inter_node": SLOW})
+
+
+def run(strategy: str, measured: float, predicted: float | None = None, hidden: int = 16, epochs: Sequence[float] = (1.0,),
+        operations: Sequence[dict[str, Any]] = ()) -> Run:  # fmt: skip
+    """A run as `gnnplan validate` tells of it."""
+    job = Job(GRAPH.stats, GRAPH, Workload(hidden=hidden), CLUSTER, "metis")
+    chosen = parse(strategy).settle(job)
+    said = float(chosen.predict(job).epoch_s) if predicted is None else predicted
+    told = {"step": {"predicted_s": said, "simulated_s": said, "measured_s": measured}, "operations": list(operations),
+            "memory": {"of": "data", "predicted_bytes": 95.0, "measured_bytes": 100.0},
+            "bytes": {"equal": True}, "order": {"equal": strategy != "gnnpipe"}}  # fmt: skip
+    return Run(f"runs/{strategy}", job, chosen, told, tuple(epochs))
+
+
+def test_errors_are_of_what_was_measured():
+    pairs = [(1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (None, 1.0), (1.0, 0.0)]
+    assert errors(pairs) == {"n": 3, "mean": pytest.approx(1 / 3), "p95": 0.5, "max": 0.5}
+    assert errors([(None, 1.0)]) is None
+
+
+def test_regret_is_what_following_the_prediction_cost():
+    runs = [run("graph_parallel", 1.2, 1.0), run("pipegcn", 1.0, 1.1), run("gnnpipe", 3.0, 2.0)]
+    told = summarise(runs)
+    [one] = told["rankings"]
+    assert (one["choice"], one["fastest"], one["strategies"], one["right"]) == ("graph_parallel", "pipegcn", 3, False)
+    assert one["regret"] == pytest.approx(0.2) and one["tau"] == pytest.approx(1 / 3)  # two of three pairs in order
+    assert told["ranking"] == {"questions": 1, "tau": one["tau"], "regret": one["regret"], "worst_regret": one["regret"], "right": 0.0}
+    assert (told["bytes_equal"], told["order_equal"], told["memory"]["mean"]) == (3, 2, pytest.approx(0.05))
+
+
+def test_questions_are_not_mixed_and_one_strategy_is_no_ranking():
+    other = [run("pipegcn", 1.0, 1.0, hidden=32), run("pipegcn", 1.1, 1.0, hidden=32)]
+    told = summarise([run("graph_parallel", 1.0, 1.0), run("pipegcn", 2.0, 2.0), *other])
+    [one] = told["rankings"]
+    assert "sage 3x16, 2x2" in one["question"] and one["tau"] == 1.0 and told["ranking"]["right"] == 1.0
+
+
+def test_noise_is_that_of_repeated_runs_or_of_a_median():
+    again = [run("pipegcn", 0.9), run("pipegcn", 1.1), run("graph_parallel", 5.0, epochs=(1.0, 9.0))]
+    assert noise(again) == pytest.approx(0.1 * 2**0.5)
+    assert noise([run("pipegcn", 1.0, epochs=[1.0, 2.0, 3.0, 4.0, 5.0])]) == pytest.approx(1.25 * 2 / 1.35 / 5**0.5 / 3)
+    within = summarise([run("graph_parallel", 1.1, 1.0), run("graph_parallel", 1.3, 1.0), run("pipegcn", 1.1, 1.2)])
+    assert within["rankings"][0]["within_noise"] and not within["rankings"][0]["right"] and within["ranking"]["right"] == 1.0
+
+
+def test_doubt_falls_on_what_took_longer():
+    rows = [{"operation": "forward", "predicted_s": 1.0, "simulated_s": 1.0, "measured_s": 1.1},
+            {"operation": "halo:f", "predicted_s": 1.0, "simulated_s": 1.0, "measured_s": 3.0}]  # fmt: skip
+    first, second = summarise([run("graph_parallel", 5.0, operations=rows)])["doubt"]
+    assert (first["constant"], first["slower"], first["share"]) == ("between", 3.0, pytest.approx(0.4))
+    assert second["constant"] == "computation" and second["share"] == pytest.approx(0.02)
+
+
+def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
+    """The truth: half the computation, a third of the link between servers."""
+    slow = scaled.messages(scaled.device(CLUSTER, 0.5), 1 / 3, "inter_node")
+    runs = []
+    for hidden in (16, 64, 128, 256):
+        for strategy in ("graph_parallel", "pipegcn", "granndis(depth=1)", "gnnpipe(stages=2,chunks=4)"):
+            one = run(strategy, 1.0, hidden=hidden)
+            truth = float(one.strategy.predict(replace(one.job, cluster=slow)).epoch_s)
+            runs.append(run(strategy, truth, hidden=hidden))
+    cluster, report = refit(runs)
+    assert report["factors"]["computation"] == pytest.approx(0.5, rel=0.05)
+    assert report["factors"]["between"] == pytest.approx(1 / 3, rel=0.05)
+    assert report["before"]["mean"] > 0.3 and report["after"]["max"] < 0.03
+    assert not set(report["fitted"]) & {folder for folder in report["scored"] if folder not in report["fitted"]}
+    assert len(report["fitted"]) == len(report["scored"]) == 8
+    assert cluster.device.gemm == pytest.approx(CLUSTER.device.gemm * report["factors"]["computation"])
+    assert "refit on 8 runs" in next(iter(cluster.provenance.values()))
+
+
+def test_a_refit_needs_one_cluster_and_two_runs():
+    with pytest.raises(SpecError, match="at least 2 runs"):
+        refit([run("pipegcn", 1.0)])
+    other = run("pipegcn", 1.0)
+    other = replace(other, job=replace(other.job, cluster=read_cluster("dgx_a100")))
+    with pytest.raises(SpecError, match="planned on one cluster file, and these were on 2"):
+        refit([run("pipegcn", 1.0), other])
+
+
+def test_other_constants_keep_the_run_s_servers():
+    link = Link(bandwidth=1e9)
+    alone = Cluster(servers=1, gpus_per_server=4, device=CLUSTER.device, intra_node=link)
+    with pytest.raises(SpecError, match="no inter_node link"):
+        same_shape(alone, CLUSTER)
+    assert same_shape(alone.model_copy(update={"inter_node": link}), CLUSTER).ranks == 4
