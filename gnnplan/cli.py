@@ -636,11 +636,13 @@ def validate(
     if len(directories) > 1:
         return show_runs(directories, cluster, refit, as_json)
     run = examine(directories[0], cluster)
-    result = {**run.told, "strategy": {"name": run.strategy.name, **run.strategy.knobs()}}
+    assert run.planned
+    strategy = run.planned.strategy
+    result = {**run.told, "strategy": {"name": strategy.name, **strategy.knobs()}}
     if as_json:
         emit(result)
     else:
-        show_examined(str(run.strategy), result)
+        show_examined(run.strategy, result)
     if not (result["bytes"]["equal"] and result["order"]["equal"]):
         raise typer.Exit(1)
 
@@ -651,7 +653,7 @@ def examine(directory: Path, cluster: str | None = None) -> Run:
 
     from gnnplan.planner.files import read_cluster
     from gnnplan.planner.plan import chosen, question, read
-    from gnnplan.planner.runs import Run, epochs, same_shape
+    from gnnplan.planner.runs import Planned, Run, same_shape
     from gnnplan.planner.search import weigh
     from gnnplan.planner.trace import read_traces
     from gnnplan.planner.validate import compare, read_run
@@ -669,7 +671,7 @@ def examine(directory: Path, cluster: str | None = None) -> Run:
     played = play(schedule, job.cost)
     told = compare(candidate.predicted, candidate.memory, played.spans, played.epoch_s(batches), schedule, traces, metrics, ranks,
                    batches, candidate.strategy.drawn_steps(job))  # fmt: skip
-    return Run(str(directory), job, candidate.strategy, told, epochs(metrics))
+    return Run.of(str(directory), Planned(job, candidate.strategy), told, metrics)
 
 
 def show_examined(strategy: str, result: dict[str, Any]) -> None:

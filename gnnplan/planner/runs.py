@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -27,29 +27,36 @@ WIDEST = 10.0  # a factor beyond this explains nothing
 TRANSFERS = ("halo", "pipeline", "all_reduce", "moments", "exchange", "push", "pull", "fetch", "ask", "edges", "logits")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run: the question and the strategy, and what `validate.compare` says of it."""
+class Planned(NamedTuple):
+    """What a run was of, to predict it again."""
 
-    folder: str
     job: Job
     strategy: Strategy
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: what was asked, and what `validate.compare` says of it."""
+
+    folder: str
+    question: str  # equal for runs that can be ranked
+    name: str  # of the question, for people
+    servers: int
+    strategy: str
     told: dict[str, Any]
     epochs_s: tuple[float, ...]  # measured, without the first
+    planned: Planned | None = None  # where the plan is at hand
 
-    @property
-    def question(self) -> tuple[str, str, str, str]:
-        """Equal for runs that can be ranked."""
-        job = self.job
-        return job.stats.hash, job.workload.model_dump_json(), job.cluster.model_dump_json(exclude={"provenance"}), job.method
-
-    @property
-    def name(self) -> str:
-        """The question in words."""
-        job, c = self.job, self.job.cluster
-        what = f"{job.stats.name.split('?')[0]} {job.workload.model} {job.workload.layers}x{job.workload.hidden}"
+    @classmethod
+    def of(cls, folder: str, planned: Planned, told: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> Run:
+        """`metrics`: of the epochs, of which the first two warm up."""
+        job, c = planned.job, planned.job.cluster
+        asked = (job.stats.hash, job.workload.model_dump_json(), c.model_dump_json(exclude={"provenance"}), job.method)
         speed = f" at {c.inter_node.bandwidth * 8 / 1e6:.3g} Mbit/s" if c.servers > 1 and c.inter_node else ""
-        return f"{what}, {c.servers}x{c.gpus_per_server}{speed}"
+        shape = f"{job.workload.model} {job.workload.layers}x{job.workload.hidden}, {c.servers}x{c.gpus_per_server}{speed}"
+        epochs = tuple(float(row["epoch_s"]) for row in metrics[min(2, len(metrics) - 1) :])
+        name = f"{job.stats.name.split('?')[0]} {shape}"
+        return cls(folder, " ".join(asked), name, c.servers, str(planned.strategy), told, epochs, planned)
 
     @property
     def measured_s(self) -> float:
@@ -73,7 +80,7 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         for row in run.told["operations"]:
             by_op.setdefault(row["operation"], []).append(row)
-    rankings = [ranking(same) for same in _by(runs, lambda run: run.question) if len({str(run.strategy) for run in same}) > 1]
+    rankings = [ranking(same) for same in _by(runs, lambda run: run.question) if len({run.strategy for run in same}) > 1]
     memory = [run.told["memory"] for run in runs if run.told["memory"]["of"] == "data"]
     return {
         "runs": len(runs), "step": both([run.told["step"] for run in runs]),
@@ -96,7 +103,7 @@ def _by(runs: Sequence[Run], key: Callable[[Run], Any]) -> list[list[Run]]:
 def noise(runs: Sequence[Run]) -> float:
     """How far a run's median epoch is from that of the same run again, usually [share]: of repeated runs where there are some, else
     what a median of so many epochs is uncertain by (1.25 standard errors, from the quartiles)."""
-    again = [[run.measured_s for run in same] for same in _by(runs, lambda run: (run.question, str(run.strategy))) if len(same) > 1]
+    again = [[run.measured_s for run in same] for same in _by(runs, lambda run: (run.question, run.strategy)) if len(same) > 1]
     if again:
         return median(float(np.std(same, ddof=1)) / mean(same) for same in again)
 
@@ -109,8 +116,8 @@ def noise(runs: Sequence[Run]) -> float:
 
 def ranking(runs: Sequence[Run]) -> dict[str, Any]:
     """Runs of one question; repeated ones by their median."""
-    found = {str(same[0].strategy): (float(same[0].told["step"]["predicted_s"]), median(run.measured_s for run in same))
-             for same in _by(runs, lambda run: str(run.strategy))}  # fmt: skip
+    found = {same[0].strategy: (float(same[0].told["step"]["predicted_s"]), median(run.measured_s for run in same))
+             for same in _by(runs, lambda run: run.strategy)}  # fmt: skip
     choice, fastest = (min(found, key=lambda name, at=at: found[name][at]) for at in (0, 1))  # type: ignore[misc]
     regret = found[choice][1] / found[fastest][1] - 1
     tau = float(kendalltau(*zip(*found.values(), strict=True)).statistic)
@@ -132,11 +139,10 @@ def doubt(runs: Sequence[Run]) -> list[dict[str, Any]]:
     that this is off by."""
     kinds: dict[str, list[float]] = {}
     for run in runs:
-        servers = run.job.cluster.servers
         for row in run.told["operations"]:
             if row["predicted_s"] is not None:
                 moves = row["operation"].split(":")[0] in TRANSFERS
-                kind = ("between" if servers > 1 else "inside") if moves else "computation"
+                kind = ("between" if run.servers > 1 else "inside") if moves else "computation"
                 told = kinds.setdefault(kind, [0.0, 0.0])
                 told[0] += row["predicted_s"]
                 told[1] += row["measured_s"]
@@ -157,15 +163,21 @@ CONSTANTS: dict[str, Callable[[Cluster, float], Cluster]] = {
 
 def predicted_s(run: Run, factors: dict[str, float]) -> float:
     """The epoch with these constants that many times as fast [s]."""
-    cluster = run.job.cluster
+    assert run.planned
+    job, strategy = run.planned
+    return float(strategy.predict(replace(job, cluster=_faster(job.cluster, factors))).epoch_s)
+
+
+def _faster(cluster: Cluster, factors: dict[str, float]) -> Cluster:
     for name, factor in factors.items():
         cluster = CONSTANTS[name](cluster, factor)
-    return float(run.strategy.predict(replace(run.job, cluster=cluster)).epoch_s)
+    return cluster
 
 
 def refit(runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
     """The runs' cluster with constants fitted to every other question's runs, and how both score on the others. Raises SpecError."""
-    clusters = {run.job.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}).model_dump_json() for run in runs}
+    clusters = {run.planned.job.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}).model_dump_json(): run.planned.job.cluster
+                for run in runs if run.planned}  # fmt: skip
     if len(clusters) > 1:
         raise SpecError(f"--refit needs runs planned on one cluster file, and these were on {len(clusters)}; refit them one by one")
     questions = _by(runs, lambda run: run.question)
@@ -174,7 +186,7 @@ def refit(runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
     known, held = ([run for some in questions[at::2] for run in some] for at in (0, 1))
     if not held:
         raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
-    names = [name for name in CONSTANTS if name != "between" or any(run.job.cluster.servers > 1 for run in known)]
+    names = [name for name in CONSTANTS if name != "between" or any(run.servers > 1 for run in known)]
 
     def misses(logs: np.ndarray) -> np.ndarray:
         factors = dict(zip(names, np.exp(logs).tolist(), strict=True))
@@ -182,9 +194,7 @@ def refit(runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
 
     logs = least_squares(misses, np.zeros(len(names)), bounds=(-np.log(WIDEST), np.log(WIDEST)), diff_step=1e-3).x
     factors = dict(zip(names, np.exp(logs).tolist(), strict=True))
-    cluster = known[0].job.cluster
-    for name, factor in factors.items():
-        cluster = CONSTANTS[name](cluster, factor)
+    cluster = _faster(next(iter(clusters.values())), factors)
     source = f"refit on {len(known)} runs: " + ", ".join(f"{name} x {factor:.3f}" for name, factor in factors.items())
     told = {key: f"{source}; {before}" for key, before in cluster.provenance.items() if not key.startswith("cores")}
     report = {
@@ -200,8 +210,3 @@ def same_shape(cluster: Cluster, as_in: Cluster) -> Cluster:
     if cluster.inter_node is None and as_in.servers > 1:
         raise SpecError(f"the run had {as_in.servers} servers, and cluster {cluster.name} has no inter_node link; give one")
     return cluster.model_copy(update={"servers": as_in.servers, "gpus_per_server": as_in.gpus_per_server})
-
-
-def epochs(metrics: Sequence[dict[str, Any]]) -> tuple[float, ...]:
-    """Measured epochs, without the first two, which warm up [s]."""
-    return tuple(float(row["epoch_s"]) for row in metrics[min(2, len(metrics) - 1) :])

@@ -11,7 +11,7 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import read_cluster
 from gnnplan.planner.graph import load
 from gnnplan.planner.job import Job
-from gnnplan.planner.runs import Run, errors, noise, refit, same_shape, summarise
+from gnnplan.planner.runs import Planned, Run, errors, noise, refit, same_shape, summarise
 from gnnplan.planner.specs import Cluster, Link, Workload
 from gnnplan.planner.strategies import parse
 
@@ -29,7 +29,7 @@ def run(strategy: str, measured: float, predicted: float | None = None, hidden: 
     told = {"step": {"predicted_s": said, "simulated_s": said, "measured_s": measured}, "operations": list(operations),
             "memory": {"of": "data", "predicted_bytes": 95.0, "measured_bytes": 100.0},
             "bytes": {"equal": True}, "order": {"equal": strategy != "gnnpipe"}}  # fmt: skip
-    return Run(f"runs/{strategy}", job, chosen, told, tuple(epochs))
+    return Run.of(f"runs/{strategy}-{hidden}", Planned(job, chosen), told, [{"epoch_s": epoch} for epoch in (0.0, 0.0, *epochs)])
 
 
 def test_errors_are_of_what_was_measured():
@@ -77,14 +77,14 @@ def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
     runs = []
     for hidden in (16, 64, 128, 256):
         for strategy in ("graph_parallel", "pipegcn", "granndis(depth=1)", "gnnpipe(stages=2,chunks=4)"):
-            one = run(strategy, 1.0, hidden=hidden)
-            truth = float(one.strategy.predict(replace(one.job, cluster=slow)).epoch_s)
+            job, chosen = run(strategy, 1.0, hidden=hidden).planned
+            truth = float(chosen.predict(replace(job, cluster=slow)).epoch_s)
             runs.append(run(strategy, truth, hidden=hidden))
     cluster, report = refit(runs)
     assert report["factors"]["computation"] == pytest.approx(0.5, rel=0.05)
     assert report["factors"]["between"] == pytest.approx(1 / 3, rel=0.05)
     assert report["before"]["mean"] > 0.3 and report["after"]["max"] < 0.03
-    assert not set(report["fitted"]) & {folder for folder in report["scored"] if folder not in report["fitted"]}
+    assert not set(report["fitted"]) & set(report["scored"])
     assert len(report["fitted"]) == len(report["scored"]) == 8
     assert cluster.device.gemm == pytest.approx(CLUSTER.device.gemm * report["factors"]["computation"])
     assert "refit on 8 runs" in next(iter(cluster.provenance.values()))
@@ -94,7 +94,7 @@ def test_a_refit_needs_one_cluster_and_two_runs():
     with pytest.raises(SpecError, match="at least 2 runs"):
         refit([run("pipegcn", 1.0)])
     other = run("pipegcn", 1.0)
-    other = replace(other, job=replace(other.job, cluster=read_cluster("dgx_a100")))
+    other = replace(other, planned=other.planned._replace(job=replace(other.planned.job, cluster=read_cluster("dgx_a100"))))
     with pytest.raises(SpecError, match="planned on one cluster file, and these were on 2"):
         refit([run("pipegcn", 1.0), other])
 

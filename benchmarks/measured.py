@@ -1,0 +1,146 @@
+"""Predicted against measured, on clusters emulated on this machine: `python benchmarks/measured.py run DATASETS [JOB ...]`, then `table`.
+
+Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run, compare. What is
+missing is run; rows are appended to traces/measured/runs.csv, clusters are kept beside. Needs Linux, root and iproute2, and a machine that
+does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from accuracy import gnnplan
+
+from gnnplan.cli import examine
+from gnnplan.planner.runs import Run, summarise
+
+TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
+ROWS = TRACES / "runs.csv"
+EPOCHS = "12"
+JOBS = {
+    "squirrel": ("squirrel", ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5")),
+    "flickr": ("flickr", ("--model", "sage", "--layers", "3", "--hidden", "256")),
+    "physics": ("coauthor_physics", ("--model", "gcn", "--layers", "3", "--hidden", "128")),
+    "synthetic": ("synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0",
+                  ("--model", "sage", "--layers", "3", "--hidden", "256")),
+}  # fmt: skip
+RATES = ("100Mbit/s", "400Mbit/s", "2Gbit/s", "unshaped")
+CLUSTERS = [(1, 2, ""), (1, 4, ""), *((2, each, rate) for each in (1, 2) for rate in RATES)]  # servers, ranks of each, their cards
+FAMILIES = ("graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "pipegcn(narrow=True)", "gnnpipe")
+SHARING = ("granndis(depth=1)", "granndis")  # between servers
+FIELDS = ("date", "hardware", "job", "cluster", "strategy", "predicted_s", "simulated_s", "measured_s", "bytes_equal", "order_equal",
+          "memory_predicted", "memory_measured", "told", "epochs_s")  # fmt: skip
+
+
+def name(servers: int, each: int, rate: str) -> str:
+    """Of a cluster, as a file."""
+    return f"{servers}x{each}" + (f"_{rate.split('/')[0]}" if rate else "")
+
+
+def constants(servers: int, each: int, rate: str) -> Path:
+    """The cluster's file, measured if it is not there."""
+    path = TRACES / f"{name(servers, each, rate)}.yaml"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        emulated = ("--servers", str(servers), "--emulate", rate) if rate else ()
+        gnnplan("measure", "--ranks", str(each), *emulated, "-o", str(path))
+    return path
+
+
+def run(datasets: Path, jobs: list[str]) -> None:
+    """Everything that has no row yet."""
+    done = set()
+    if ROWS.exists():
+        with ROWS.open(newline="") as file:
+            done = {(row["job"], row["cluster"], row["strategy"]) for row in csv.DictReader(file)}
+    for cluster in CLUSTERS:
+        servers, _, rate = cluster
+        for job in jobs or JOBS:
+            graph, workload = JOBS[job]
+            source = graph if ":" in graph else str(datasets / f"{graph}.npz")
+            for strategy in FAMILIES + (SHARING if servers > 1 else ()):
+                if (job, name(*cluster), strategy) not in done:
+                    with tempfile.TemporaryDirectory() as scratch:
+                        plan, out = f"{scratch}/plan.json", f"{scratch}/run"
+                        asked = ("--graph", source, *workload, "--cluster", str(constants(*cluster)))
+                        gnnplan("plan", *asked, "--strategy", strategy, "-o", plan)
+                        emulated = ("--emulate", rate) if rate else ()
+                        gnnplan("run", plan, "--epochs", EPOCHS, "--eval-every", "0", "--out", out, "--timeout", "120", *emulated)
+                        append(job, name(*cluster), strategy, examine(Path(out)))
+
+
+def append(job: str, cluster: str, strategy: str, seen: Run) -> None:
+    """A row, and a line for whoever watches."""
+    step, told = seen.told["step"], seen.told
+    row = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": f"{os.cpu_count()} cores, {platform.machine()}, Gloo",
+        "job": job, "cluster": cluster, "strategy": strategy,
+        **{key: f"{step[key]:.6g}" for key in ("predicted_s", "simulated_s", "measured_s")},
+        "bytes_equal": told["bytes"]["equal"], "order_equal": told["order"]["equal"],
+        "memory_predicted": round(told["memory"]["predicted_bytes"]), "memory_measured": round(told["memory"]["measured_bytes"]),
+        "told": json.dumps(told["operations"]), "epochs_s": json.dumps([round(epoch, 6) for epoch in seen.epochs_s]),
+    }  # fmt: skip
+    new = not ROWS.exists()
+    with ROWS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(f"{job:10s} {cluster:14s} {strategy:28s} predicted {step['predicted_s']:.4f} s, measured {step['measured_s']:.4f} s "
+          f"({step['predicted_s'] / step['measured_s'] - 1:+.0%})", flush=True)  # fmt: skip
+
+
+def runs() -> list[Run]:
+    """The rows, as runs that can be summed up."""
+    with ROWS.open(newline="") as file:
+        return [Run(
+            "", f"{row['job']} {row['cluster']}", f"{row['job']}, {row['cluster']}", int(row["cluster"][0]), row["strategy"],
+            {"step": {key: float(row[key]) for key in ("predicted_s", "simulated_s", "measured_s")}, "operations": json.loads(row["told"]),
+             "memory": {"of": "data", "predicted_bytes": float(row["memory_predicted"]), "measured_bytes": float(row["memory_measured"])},
+             "bytes": {"equal": row["bytes_equal"] == "True"}, "order": {"equal": row["order_equal"] == "True"}},
+            tuple(json.loads(row["epochs_s"])),
+        ) for row in csv.DictReader(file)]  # fmt: skip
+
+
+def table() -> None:
+    """Markdown: errors by cluster and by operation, choices, what to doubt."""
+    seen = runs()
+    told = summarise(seen)
+
+    def line(what: str, of: dict[str, float] | None) -> str:
+        return f"| {what} | - | - | - | - |" if of is None else (
+            f"| {what} | {of['n']} | {of['mean']:.1%} | {of['p95']:.1%} | {of['max']:.1%} |")  # fmt: skip
+
+    print("| | runs | mean | 95 % have at most | largest |\n|---|--:|--:|--:|--:|")
+    for way in ("predicted", "simulated"):
+        print(line(f"step, {way}", told["step"][way]))
+    for cluster in dict.fromkeys(run.question.split()[1] for run in seen):
+        there = summarise([run for run in seen if run.question.endswith(f" {cluster}")])
+        print(line(f"step, predicted, {cluster}", there["step"]["predicted"]))
+    for op, of in sorted(told["operations"].items(), key=lambda item: -item[1]["share"]):
+        print(line(f"{op} ({of['share']:.0%} of the step), predicted", of["predicted"]))
+    print(line("memory", told["memory"]))
+    print(f"\nBytes as predicted in {told['bytes_equal']} of {told['runs']} runs. Noise of a median epoch: {told['noise']:.1%}.\n")
+    print("| question | strategies | tau | chosen | fastest | regret |\n|---|--:|--:|---|---|--:|")
+    for one in told["rankings"]:
+        names = f"{one['choice']} | {one['fastest']}"
+        print(f"| {one['question']} | {one['strategies']} | {one['tau']:.2f} | {names} | {one['regret']:.1%} |")
+    if every := told["ranking"]:
+        print(f"| all {every['questions']} || {every['tau']:.2f} | right or within noise | {every['right']:.0%} | {every['regret']:.1%} |")
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["run", datasets, *jobs]:
+            run(Path(datasets), jobs)
+        case ["table"]:
+            table()
+        case _:
+            raise SystemExit(__doc__)
