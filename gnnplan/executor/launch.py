@@ -224,6 +224,8 @@ def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | No
         if options.resume or restarted:
             must_go_on(out, last, epochs, restarted)
             checkpoints.go_on(last)
+            for name in (f"rank{rank.rank}.json", "weights.safetensors"):  # of a run that was done, and is to have more epochs
+                (out / name).unlink(missing_ok=True)
         make_folder(out)
         if new and rank.rank == 0:
             write(out / "plan.json", document)

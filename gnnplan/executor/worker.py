@@ -155,7 +155,8 @@ def die_with_parent() -> None:
 
 
 def attempt() -> str:
-    """How often the launcher has started its ranks anew. Its store outlives them, with the addresses of those that are gone."""
+    """How often the launcher has started its ranks anew. Its store outlives them, with the addresses of those that are gone (torch 2.13
+    keeps one for all attempts, and no longer puts the attempt before its keys)."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

@@ -23,7 +23,7 @@ from started import Start
 from gnnplan.cli import app
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),  # a minute on an idle machine of two cores
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"),
 ]
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
