@@ -229,8 +229,9 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
                 told = f"{len(operations[op])} sizes to {operations[op][-1][0]:,} B, each second one fitted; the others"
                 provenance[f"collectives.{op}.{where}"] = f"{source}, {told} {typical(errors):.0%} off, at most {max(errors):.0%}"
         fitted = [collectives[f"{op}.{where}"] for op in operations]
-        if fitted:  # the fastest; the others add software
-            links[where] = max(fitted, key=lambda link: link.bandwidth).model_copy(update={"efficiency": {}, "work": 0.0})
+        if fitted:  # the fastest, as it carries large messages; the others add software
+            sustained = {link.bandwidth * link.efficiency.get(max(link.efficiency, default=0.0), 1.0): link for link in fitted}
+            links[where] = sustained[max(sustained)].model_copy(update={"bandwidth": max(sustained), "efficiency": {}, "work": 0.0})
             provenance |= {f"{where}.{name}": f"{source}, its fastest operation" for name in ("bandwidth", "latency")}
     if "overlap" in found:
         nbytes, lost = found["overlap"]
