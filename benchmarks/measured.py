@@ -18,7 +18,7 @@ from pathlib import Path
 
 from accuracy import gnnplan
 
-from gnnplan.cli import examine
+from gnnplan.cli.validate import examine
 from gnnplan.planner.runs import Run, summarise
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"

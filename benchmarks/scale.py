@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.cli import app, ask
+from gnnplan.cli import app
+from gnnplan.cli.plan import ask
 from gnnplan.planner.errors import Infeasible, SpecError
 from gnnplan.planner.files import read_cluster, read_workload
 from gnnplan.planner.graph import Graph, load

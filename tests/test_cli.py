@@ -307,7 +307,7 @@ def test_run_says_one_document_and_leaves_all_files(trained: dict[str, Trained])
         assert len(told["peak_rss_bytes"]) == ranks and all(told[f"{part}_accuracy"] is not None for part in ("train", "val", "test"))
         assert f"epoch {EPOCHS}/{EPOCHS}" in run.stderr  # progress is on standard error
         per_rank = [f"{kind}{rank}.json" for kind in ("rank", "trace.rank") for rank in range(ranks)]
-        assert {path.name for path in run.out.iterdir()} == {"plan.json", "metrics.jsonl", "weights.safetensors", *per_rank}
+        assert {path.name for path in run.out.iterdir()} == {"plan.json", "options.json", "metrics.jsonl", "weights.safetensors", *per_rank}
         rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
         assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1)) and all(row["epoch_s"] > 0 for row in rows)
 
@@ -432,14 +432,14 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Ca
 
 
 def test_where_a_run_goes_by_default(plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import gnnplan.cli as cli
+    from gnnplan.cli import run as verb
     from gnnplan.executor import launch
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "community-graph_parallel-1").mkdir(parents=True)
     started: list[tuple] = []
     monkeypatch.setattr(launch, "start", lambda *words: started.append((*words[:3], words[3].by_gpu)))
-    monkeypatch.setattr(cli, "show_run", lambda out, as_json: None)
+    monkeypatch.setattr(verb, "show_run", lambda out, as_json: None)
     assert gnnplan("run", plan_file).code == 0
     out = Path("runs/community-graph_parallel-2")
     assert started == [(out / "plan.json", out, launch.Options(), (0, 1))]
@@ -472,7 +472,8 @@ def test_a_started_rank_says_what_is_wrong(plan_file: Path, gnnplan: Call, tmp_p
     monkeypatch.setattr(launch, "leave", leave)
     answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
     assert answer.code == 2 and not (tmp_path / "out").exists()
-    assert "error: rank 0 in set-up: the plan is for 2 ranks, but 1 were started; start 2, or plan again with --ranks 1" in answer.err
+    assert re.search(r"error: rank 0 \(server 0, .*\) in start: the plan is for 2 ranks, but 1 were started; start 2, or plan again "
+                     "with --ranks 1", answer.err)  # fmt: skip
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
     answer = gnnplan("run", plan_file, "--out", tmp_path / "old")

@@ -1,0 +1,56 @@
+"""What the verbs share: the app, options, and how answers are printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    help="Which parallel strategy to train a graph neural network with on your cluster: plan it, simulate it, run it, and see how "
+    "wrong the prediction was.\n\nStart with: gnnplan plan -o plan.json && gnnplan simulate plan.json && gnnplan run plan.json --out run "
+    "&& gnnplan validate run\n\nExit codes: 0 done, 1 a check failed, 2 bad input, 3 nothing fits, 4 a rank was lost.",
+)  # fmt: skip
+
+DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
+MOST_TASKS = 4_000_000  # that a simulation may have: a few GB and minutes
+GRAPH_HELP = ("a .npz, a folder of .npy, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of statistics, "
+              "or the name of a well-known graph, of which only statistics are here (reddit)")  # fmt: skip
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output and nothing else there.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a cluster or workload field: servers=16, intra_node.latency=5us.")]
+Method = Annotated[str, typer.Option("--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random.")]
+Directed = Annotated[bool, typer.Option("--directed", help="Keep the edges' direction; otherwise graphs are made undirected.")]
+
+
+def say(line: str = "") -> None:
+    """To people, on standard error."""
+    print(line, file=sys.stderr)
+
+
+def emit(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def numbers(text: str, what: str) -> list[int]:
+    from gnnplan.planner.errors import SpecError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SpecError(f"{what} {text!r} is not a list of whole numbers; write it as 2,4,8") from None
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table for people on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    view = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        view.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        view.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(view)
