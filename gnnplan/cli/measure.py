@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gnnplan.cli.common import Json, app, emit, say
 from gnnplan.cli.run import rate_of
+
+if TYPE_CHECKING:
+    from gnnplan.planner.specs import Cluster
 
 
 @app.command()
@@ -19,11 +22,16 @@ def measure(
     servers: Annotated[int, typer.Option(min=1, max=200, help="Servers; several are emulated on this machine.")] = 1,
     emulate: Annotated[str, typer.Option(metavar="RATE", help="What an emulated server's card moves: 400Mbit/s.")] = "unshaped",
     seconds: Annotated[float, typer.Option(min=0.01, max=60, help="Spent on each of some hundred numbers.")] = 0.25,
+    nccl_tests: Annotated[list[Path] | None, typer.Option(help="Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf, "
+                                                          "alltoall_perf, sendrecv_perf), on one server or a GPU of each.")] = None,
+    topology: Annotated[Path | None, typer.Option(help="Measure nothing: read what `nvidia-smi topo -m` printed.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster file or preset that both of these are read into.")] = None,
     as_json: Json = False,
 ) -> None:
     """Micro-benchmarks with all ranks active: the numbers that a plan uses, each with its provenance.
 
     Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or, started by torchrun or srun, of real ones.
+    Or read: gnnplan measure --cluster dgx_a100 --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml
     """
     import yaml
 
@@ -34,24 +42,38 @@ def measure(
     if output:
         must_be_writable(output)
     rate = rate_of(emulate)
-    if launch.started_by_launcher():
+    if nccl_tests or topology or cluster:
+        found = _read(cluster, nccl_tests or [], topology)
+    elif launch.started_by_launcher():
         first = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
-        cluster = measuring.measure_as_rank(say if first else lambda what: None, seconds)
-        if cluster is None:  # rank 0 has it
+        measured = measuring.measure_as_rank(say if first else lambda what: None, seconds)
+        if measured is None:  # rank 0 has it
             launch.leave(0)
+        found = measured
     else:
-        cluster = measuring.measure(ranks, say, servers, rate, seconds)
-    text = yaml.safe_dump(cluster.model_dump(mode="json"), sort_keys=False)
-    here = cluster.servers == 1
+        found = measuring.measure(ranks, say, servers, rate, seconds)
+    text = yaml.safe_dump(found.model_dump(mode="json"), sort_keys=False)
+    here = found.servers == 1 and not cluster  # what is read is of elsewhere
     if here:
         write_atomically(cache_dir() / "local.yaml", text, parents=True)
     if output:
         write_atomically(output, text)
     if as_json:
-        emit(cluster.model_dump(mode="json"))
+        emit(found.model_dump(mode="json"))
     else:
         print(text, end="")
     kept = [f"kept as preset 'local' in {cache_dir() / 'local.yaml'}"] * here + [f"written to {output}"] * bool(output)
     say(" and ".join(kept) or "kept nowhere; -o FILE writes it")
     if launch.started_by_launcher():
         launch.leave(0)
+
+
+def _read(cluster: str | None, tests: list[Path], wiring: Path | None) -> Cluster:
+    """What other tools have measured. Raises SpecError."""
+    from gnnplan.planner.errors import SpecError
+    from gnnplan.planner.files import read_cluster
+    from gnnplan.planner.readings import read
+
+    if not cluster or not (tests or wiring):
+        raise SpecError("--nccl-tests and --topology are read into --cluster, which says how fast a GPU computes: give it and one of them")
+    return read(read_cluster(cluster), tests, wiring)

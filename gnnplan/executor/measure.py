@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.optimize import isotonic_regression, least_squares
 
 from gnnplan.executor import lab
 from gnnplan.executor.kernels import keep_allocator
 from gnnplan.executor.memory import free_memory
-from gnnplan.executor.microbench import Bench, Sample
+from gnnplan.executor.microbench import Bench
+from gnnplan.planner.alphabeta import fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.specs import Cluster, Device, Link
 
@@ -165,39 +165,6 @@ def cores() -> int:
 # -- from samples to a cluster -------------------------------------------------------------------------------------------
 
 
-def fit(samples: Sequence[Sample], latencies: float = 1.0, wire: float = 1.0, moved: float = 1.0) -> tuple[Link, list[float]]:
-    """A link, and how far off it is at the sizes between those that it is fitted to [share].
-
-    An operation of n bytes sends `latencies` messages one after the other, `wire` * n bytes in all, past the busiest rank; `moved` * n by
-    all ranks. Alpha-beta by least squares of relative errors; then the share of beta that each size reaches, where the wire decides.
-
-    >>> sizes = [2**k for k in range(10, 25)]
-    >>> link, errors = fit([(n, 1e-4 + n / 1e9, n / 4e9) for n in sizes])
-    >>> f"{link.latency:.1e} {link.bandwidth:.1e} {link.work:.1e} {max(errors):.2f}"
-    '1.0e-04 1.0e+09 2.5e-10 0.00'
-    """
-    n, each, busy = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
-    message, each = n * wire / latencies, each / latencies
-    known = slice(None, None, 2 if len(n) > 3 else 1)
-
-    def seconds(logs: np.ndarray) -> np.ndarray:
-        return np.exp(logs[0]) + message[known] / np.exp(logs[1])
-
-    guess = np.log([each.min(), message.max() / each.max()])
-    alpha, beta = np.exp(least_squares(lambda logs: np.log(seconds(logs) / each[known]), guess, loss="soft_l1", f_scale=0.1).x).tolist()
-    efficiency: dict[float, float] = {}
-    decides = message[known] > alpha * beta
-    if decides.sum() > 2:
-        beyond = isotonic_regression(np.maximum(each[known] - alpha, 0.2 * each[known])[decides]).x
-        rates = message[known][decides] / beyond
-        beta = float(rates.max())
-        efficiency = dict(zip(message[known][decides].tolist(), (rates / beta).round(4).tolist(), strict=True))
-    large = n >= min(2**20, n.max())
-    link = Link(latency=alpha, bandwidth=beta, efficiency=efficiency, work=float(np.median(busy[large] / (n[large] * moved))))
-    told = link.latency + link.stretched(message) / link.bandwidth
-    return link, np.abs(told / each - 1)[1::2].tolist()
-
-
 def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, one_machine: bool) -> Cluster:
     """The cost model's numbers from all ranks' samples, and where each comes from."""
     typical = statistics.median
@@ -221,10 +188,9 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     collectives, links = {}, {}
     for where, operations in measured.items():
         meet = each if where == "intra_node" else servers
-        peers, ring = meet - 1, 2 * (meet - 1)
-        for op, shape in (("exchange", (peers, peers, meet * peers)), ("send", (1, 1, 1)), ("all_reduce", (ring, ring / meet, ring))):
+        for op, shape in shapes(meet).items():
             if op in operations:
-                link, errors = fit(operations[op], *shape)
+                link, errors = fit(operations[op], shape)
                 collectives[f"{op}.{where}"] = link
                 told = f"{len(operations[op])} sizes to {operations[op][-1][0]:,} B, each second one fitted; the others"
                 provenance[f"collectives.{op}.{where}"] = f"{source}, {told} {typical(errors):.0%} off, at most {max(errors):.0%}"

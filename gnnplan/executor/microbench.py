@@ -23,6 +23,7 @@ from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, linear
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
+from gnnplan.planner.alphabeta import Sample
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.minibatch import Batches
@@ -40,7 +41,6 @@ ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
 
 Group = tuple[int, ...]
-Sample = tuple[int, float, float]  # bytes of a message, duration [s], core-seconds of all that took part
 
 
 class Bench:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from gnnplan.executor import measure as module
-from gnnplan.executor.measure import fit, measure
+from gnnplan.executor.measure import measure
 from gnnplan.executor.microbench import WIDTHS
+from gnnplan.planner.alphabeta import Shape, fit
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.specs import Cluster, Link
 
@@ -73,7 +74,7 @@ SIZES = [2**k for k in range(10, 25)]
 def test_fit_survives_an_outlier() -> None:
     samples = [(n, 2 * 50e-6 + 3 * n / 2e9, n * 1e-10) for n in SIZES]
     samples[4] = (SIZES[4], 10 * samples[4][1], 0.0)
-    link, errors = fit(samples, latencies=2, wire=3, moved=2)
+    link, errors = fit(samples, Shape(latencies=2, wire=3, moved=2))
     assert link.latency == pytest.approx(50e-6, rel=0.2) and max(errors) < 0.1
     assert link.bandwidth == pytest.approx(2e9, rel=0.2) and link.work == pytest.approx(5e-11)
 

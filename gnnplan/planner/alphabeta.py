@@ -1,0 +1,63 @@
+"""From timed messages to a link: alpha-beta, and the share of beta that each size reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import isotonic_regression, least_squares
+
+from gnnplan.planner.specs import Link
+
+Sample = tuple[int, float, float]  # bytes of a message (a buffer), duration [s], core-seconds of all that took part
+
+
+class Shape(NamedTuple):
+    """An operation of n bytes sends `latencies` messages one after the other, `wire` * n bytes in all, past the busiest rank; `moved` * n
+    by all ranks."""
+
+    latencies: float = 1.0
+    wire: float = 1.0
+    moved: float = 1.0
+
+
+ONE = Shape()  # a message
+
+
+def shapes(ranks: int) -> dict[str, Shape]:
+    """Of the operations that are measured among so many ranks: all to all, one to another, a ring."""
+    peers, ring = ranks - 1, 2 * (ranks - 1)
+    return {"exchange": Shape(peers, peers, ranks * peers), "send": ONE, "all_reduce": Shape(ring, ring / ranks, ring)}
+
+
+def fit(samples: Sequence[Sample], shape: Shape = ONE) -> tuple[Link, list[float]]:
+    """A link, and how far off it is at the sizes between those that it is fitted to [share].
+
+    Alpha-beta by least squares of relative errors; then the share of beta that each size reaches, where the wire decides.
+
+    >>> sizes = [2**k for k in range(10, 25)]
+    >>> link, errors = fit([(n, 1e-4 + n / 1e9, n / 4e9) for n in sizes])
+    >>> f"{link.latency:.1e} {link.bandwidth:.1e} {link.work:.1e} {max(errors):.2f}"
+    '1.0e-04 1.0e+09 2.5e-10 0.00'
+    """
+    n, each, busy = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
+    message, each = n * shape.wire / shape.latencies, each / shape.latencies
+    known = slice(None, None, 2 if len(n) > 3 else 1)
+
+    def seconds(logs: np.ndarray) -> np.ndarray:
+        return np.asarray(np.exp(logs[0]) + message[known] / np.exp(logs[1]))
+
+    guess = np.log([each.min(), message.max() / each.max()])
+    alpha, beta = np.exp(least_squares(lambda logs: np.log(seconds(logs) / each[known]), guess, loss="soft_l1", f_scale=0.1).x).tolist()
+    efficiency: dict[float, float] = {}
+    decides = message[known] > alpha * beta
+    if decides.sum() > 2:
+        beyond = isotonic_regression(np.maximum(each[known] - alpha, 0.2 * each[known])[decides]).x
+        rates = message[known][decides] / beyond
+        beta = float(rates.max())
+        efficiency = dict(zip(message[known][decides].tolist(), (rates / beta).round(4).tolist(), strict=True))
+    large = n >= min(2**20, n.max())
+    link = Link(latency=alpha, bandwidth=beta, efficiency=efficiency, work=float(np.median(busy[large] / (n[large] * shape.moved))))
+    told = link.latency + link.stretched(message) / link.bandwidth
+    return link, np.abs(told / each - 1)[1::2].tolist()
