@@ -44,8 +44,8 @@ class _Agent(LocalElasticAgent):
 def run(arguments: Sequence[str], ranks: int, restarts: int, blame: Blame, again: Callable[[GnnplanError, int], None]) -> None:
     """So many processes of Python with these arguments, until they are done; none is left behind. `blame` says what a failure was by
     torch's failures of each; `again` hears of it and how many restarts are left, before one. Raises what `blame` has found."""
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own; what happened is ours to say
     numa = LaunchConfig(1, 1, ranks).numa_options  # torch's choice: a GPU's rank stays near it
     meeting = rendezvous.get_rendezvous_handler(
         RendezvousParameters("c10d", "127.0.0.1:0", uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", timeout=900))

@@ -239,14 +239,17 @@ def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | No
     except GnnplanError as error:
         return Failure(error.exit_code, str(error), str(at), number, server)
     except Exception as error:
+        where = error.__notes__[0].removeprefix("in ") if hasattr(error, "__notes__") else str(at)
         if ran_out(error):
             device = rank.device if rank else torch.device("cpu")
+            with suppress(GnnplanError):
+                predicted = predicted or filled(read(plan))
             said = f"memory ran out ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
-            return Failure(4, "\n".join([said, account(predicted), found(device), REMEDY]), str(at), number, server)
+            return Failure(4, "\n".join([said, account(predicted), found(device), REMEDY]), where, number, server)
         if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in LOST_PEER)):
-            return Failure(FAILED_WITH_OTHERS, f"its peers did not answer ({str(error).splitlines()[0][:200]})", str(at), number, server)
+            return Failure(FAILED_WITH_OTHERS, f"its peers did not answer ({str(error).splitlines()[0][:200]})", where, number, server)
         traceback.print_exc()
-        return Failure(4, f"{type(error).__name__}: {error}", str(at), number, server)
+        return Failure(4, f"{type(error).__name__}: {error}", where, number, server)
 
 
 def leave(code: int) -> NoReturn:

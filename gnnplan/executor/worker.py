@@ -70,9 +70,14 @@ class Rank:
     def span(self, label: Label, lane: str, nbytes: int = 0) -> Iterator[None]:
         """Record what happens inside under the schedule's label."""
         name = str(label)
-        self.doing.begin(lane, name)
         start = now()
-        yield
+        try:
+            self.doing.begin(lane, name)
+            yield
+        except BaseException as error:
+            if not hasattr(error, "__notes__"):
+                error.add_note(f"in {self.doing}")  # its lane may go on to other work before anybody hears of it
+            raise
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         if self.recording and label.step < self.traced:
