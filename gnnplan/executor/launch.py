@@ -210,6 +210,7 @@ def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | No
         if new and not (options.resume or restarted):
             must_be_new(out)  # rank 0 writes only when all ranks have met, so what is here is another run's
         if not new:
+            make_folder(out)
             at = doing.Doing(doing.seen(out, number))
             at.begin("phase", "start")
         must_meet()

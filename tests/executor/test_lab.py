@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from gnnplan.cli import app
 from gnnplan.executor import lab
+from gnnplan.executor.blame import blame
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.plan import question, read
 
@@ -132,11 +134,15 @@ def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(tmp_pa
         limit = time.monotonic() + 120
         while not (out / "metrics.jsonl").exists() and time.monotonic() < limit:
             time.sleep(0.1)
+        assert (out / "metrics.jsonl").exists()
         servers[1].cut()
         failed = lab.wait(ranks, patience=10)
     assert set(failed) == set(range(job.ranks))
     notes = [json.loads(note.read_text()) for note in out.glob("error.rank*.json")]
     assert notes and all("did not answer" in note["message"] and note["doing"] for note in notes)
+    words = r"ranks do not reach each other: rank 0 \(server 0\) in \S+.*, rank 1 \(server 1\) in \S+.* waited 4 s\. None of them died"
+    error = blame(failed, out, job.servers, 4.0)
+    assert re.match(words, str(error)) and error.exit_code == 4, str(error)
 
 
 @needs_namespaces
