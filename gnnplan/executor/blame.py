@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 from gnnplan.executor import checkpoint, doing
 from gnnplan.planner.errors import GnnplanError, LostRank
-from gnnplan.planner.files import write_atomically
 
 WAITED = ("imed out", "imeout")  # words of errors that say so, of torch and of the system
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
@@ -29,8 +29,10 @@ class Failure:
 
 
 def note(out: Path, failure: Failure) -> None:
-    """For the launcher. Raises SpecError."""
-    write_atomically(out / f"error.rank{failure.rank}.json", json.dumps(asdict(failure)))
+    """For the launcher, at once: who waited for the disk would be told to end before it has said why. Raises OSError."""
+    beside = out / f".error.rank{failure.rank}"
+    beside.write_text(json.dumps(asdict(failure)))
+    os.replace(beside, out / f"error.rank{failure.rank}.json")
 
 
 def forget(out: Path) -> None:

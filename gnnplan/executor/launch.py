@@ -172,7 +172,7 @@ def work(plan: Path, out: Path, options: Options) -> int:
     failure = _attempt(plan, out, options, new=False)
     if failure is None:
         return 0
-    with suppress(GnnplanError):  # a full disk must not hide the failure
+    with suppress(OSError):  # a full disk must not hide the failure
         note(out, failure)
     if failure.exit_code == FAILED_WITH_OTHERS:
         time.sleep(2.0)  # let the launcher see first who failed by itself
