@@ -356,8 +356,9 @@ class Cost:
         if self.cores:  # of both ends
             work = np.where(apart, self.link(op, "inter_node").work if apart.any() else 0.0, self.link(op, "intra_node").work)
             if most := float(work.max(initial=0.0)):
-                ends, those = self.machines[np.append(source, target)], np.tile(np.arange(source.size), 2)
-                halves = np.tile(work / (2 * most), 2)
+                copied = np.flatnonzero(work)
+                ends = self.machines[np.append(source[copied], target[copied])]
+                those, halves = np.tile(copied, 2), np.tile(work[copied] / (2 * most), 2)
                 copying = Link(bandwidth=self.cores / most, latency=0.0)
                 yield Way("cores", copying, np.zeros(source.size), lambda: [("cores", those, ends, halves)])
         if cluster.fabric and apart.any():

@@ -80,10 +80,12 @@ def _graph(**shape: Any) -> nx.DiGraph:
 
 
 def told(cluster: Cluster, seats: Sequence[int], port: Port) -> str:
-    """Which link a port is, in words: 'leaf 0 -> spine 0'."""
+    """Which link a port is, in words: 'leaf 0 -> spine 0'; or what else is shared."""
     kind, number = port
     if kind == "bridge":
         return f"the memory of server {number}"
+    if kind == "cores":
+        return "the cores of the machine" if cluster.one_machine else f"the cores of server {number}"
     if kind.startswith(("gpu", "island")):
         number = seats[number]
     edges = [edge for *edge, busy in graph(cluster).edges(data="port") if busy == (kind, number)]

@@ -1,23 +1,31 @@
 """Ranks on a CPU share its cores: by hand, against the closed form, and with messages that have to be copied."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.cost import Cost
+from gnnplan.planner.explain import tightest
 from gnnplan.planner.graph import load
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Compute, Label, Schedule, Send, Task
+from gnnplan.planner.search import weigh
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import parse
+from gnnplan.simulator.flows import Flows
 from gnnplan.simulator.player import play
 
 GRAPH = "synthetic:community?vertices=600&edges=6000&features=16&classes=4&seed=0"
 
 
+MINI = {"mode": "mini", "batch": 60, "fanout": (4, 4), "layers": 2, "hidden": 16}
+
+
 def machine(ranks: int, cores: int | None, servers: int = 1, work: float = 0.0, one_machine: bool = False, kind: str = "cpu") -> Cluster:
-    """A second of flops per flop; messages at 1 MB/s, of which a byte takes so many seconds of a core."""
+    """A second per million flops; messages at 1 MB/s, of which a byte takes so many seconds of a core."""
     link = Link(bandwidth=1e6, latency=0.0, work=work)
     device = Device(kind=kind, memory=1e9, gemm=1e6, memory_bandwidth=1e8, launch=1e-5)
     return Cluster(servers=servers, gpus_per_server=ranks // servers, device=device, intra_node=link, inter_node=link, cores=cores,
@@ -72,3 +80,39 @@ def test_prediction_is_the_simulation_where_ranks_share_cores(strategy: str):
     steps = 4
     predicted, played = float(chosen.predict(job).epoch_s), play(chosen.schedule(job, steps), job.cost).step_s
     assert played == pytest.approx(predicted, rel=type(chosen).claim if strategy == "pipegcn" else 1e-9)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(("strategy", "workload"), [
+    ("gnnpipe(stages=4,chunks=16)", {"layers": 4, "hidden": 16}), ("gnnpipe(stages=2,chunks=8)", {"layers": 4, "hidden": 16}),
+    ("data_parallel(prefetch=2)", MINI), ("gsplit(prefetch=2)", MINI), ("p3(prefetch=2)", MINI),
+    ("p3(pipelined=True)", MINI), ("p3(pipelined=True,prefetch=2)", MINI)])  # fmt: skip
+def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy: str, workload: dict[str, object], cores: int):
+    """A pipeline's stages that wait leave their share to others (predictions were half too slow); samplers that are ahead take theirs from
+    computation, and so do copies (predictions were up to a quarter too fast)."""
+    graph, fast = load(GRAPH), Link(bandwidth=1e7, latency=1e-6, work=1e-7)
+    cluster = machine(4, cores).model_copy(update={"intra_node": fast, "host_rates": {"draw": 3e4, "lay": 3e4}})
+    job = Job(graph.stats, graph, Workload(**workload), cluster, "metis")
+    chosen = parse(strategy).settle(job)
+    epoch = chosen.steps(job)
+    predicted, played = chosen.predict(job), play(chosen.schedule(job, 4 * epoch), job.cost).epoch_s(epoch)
+    assert float(predicted.epoch_s) == pytest.approx(played, rel=0.06)
+    assert float(predicted.compute_s + predicted.comm_s + predicted.bubble_s) == pytest.approx(float(predicted.epoch_s))
+
+
+@pytest.mark.parametrize(("one_machine", "said"), [(True, "the cores of the machine busy longest"), (False, r"the cores of server \d")])
+def test_a_plan_names_cores_that_messages_keep_busy(one_machine: bool, said: str):
+    graph, link = load(GRAPH), Link(bandwidth=1e9, latency=1e-6, work=3e-9)
+    cluster = machine(4, 1, servers=2, one_machine=one_machine).model_copy(update={"intra_node": link, "inter_node": link})
+    job = Job(graph.stats, graph, Workload(hidden=16), cluster, "metis")
+    [line] = tightest(weigh(job, parse("graph_parallel")))
+    assert re.search(said, line)
+
+
+def test_messages_that_nobody_copies_do_not_wait_for_cores():
+    """Two of one server, two between: these are copied, by a core that they fill."""
+    link = Link(bandwidth=1e6, latency=0.0)
+    cluster = machine(4, 1, servers=2, one_machine=True).model_copy(update={"inter_node": link.model_copy(update={"work": 1e-5})})
+    sent = np.zeros((4, 4))
+    sent[0, 1] = sent[2, 3] = sent[0, 2] = sent[1, 3] = 1e6
+    assert Flows.of(Cost.of(cluster), sent).finish().tolist() == pytest.approx([1.0, 20.0, 20.0, 1.0])

@@ -43,13 +43,14 @@ class _Way:
 def predict(pipe: GNNPipe, job: Job) -> Prediction:
     """A flow shop: chunk k leaves a stage or link when it has arrived, its predecessor has left and its own work is
     done; in the hybrid that is the slowest member's between one exchange and the next. For equal chunks this is
-    (K + stages - 1) slots forward and as many backward. Chunks in METIS' order. What passes a port bounds it from below."""
+    (K + stages - 1) slots forward and as many backward. Chunks in METIS' order. What passes a port, shared cores among them, bounds it
+    from below."""
     assert pipe.stages is not None and pipe.chunks is not None
     cost, k, b, ranks = job.cost, pipe.chunks, job.model.itemsize, range(pipe.stages)
     ways = _ways(pipe, job)
     kept = max(pipe.kept(job))
-    refresh = [cost.compute_s(pipe.refresh_work(job, s, kept)) * cost.crowd for s in ranks]
-    update = [cost.compute_s(job.model.update(pipe.weights(job, s))) * cost.crowd for s in ranks]
+    refresh = [cost.compute_s(pipe.refresh_work(job, s, kept)) for s in ranks]
+    update = [cost.compute_s(job.model.update(pipe.weights(job, s))) for s in ranks]
     reduced = [cost.all_reduce(pipe.weights(job, s) * b, pipe.group(job, s)) for s in ranks]
     sent = [_handed_on(pipe, job, s) for s in ranks[:-1]]
     links = [transfer.alone for transfer in sent]  # seconds of the mean chunk to the next stage
@@ -65,16 +66,18 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     several = any(map(np.ndim, [*refresh, *links, *exchanged["f"]]))  # clusters, else a number
     epoch = reduce(np.maximum, [(end if several else end.item()) + ring.alone + last
                                 for end, ring, last in zip(ends, reduced, update, strict=True)])  # fmt: skip
-    ports: dict[Port, Number] = {}  # seconds that each is busy
+    own = [ways["f"][s].members + ways["b"][s].members + refresh[s] + update[s] for s in ranks]  # of each member [.., g]
+    ports = cost.filled(np.concatenate([np.atleast_1d(seconds) for seconds in own], axis=-1))  # seconds that each is busy
     for busy, times in [(t.busy, 1) for t in reduced] + [(t.busy, 2 * k) for t in sent] + [(w.busy, 1) for w in ways["f"] + ways["b"]]:
         for port, seconds in busy.items():
             ports[port] = ports.get(port, 0.0) + times * seconds
     epoch = reduce(np.maximum, ports.values(), epoch)
-    busy_s = reduce(np.maximum, [_largest(ways["f"][s].members + ways["b"][s].members) + refresh[s] + update[s] for s in ranks])
+    busy_s = np.minimum(reduce(np.maximum, map(_largest, own)) * cost.crowd, epoch)
     # the first chunk's way through the pipeline, twice; the rest hides behind computation, and so may some of this
     moving = 2.0 * sum(links) + reduce(np.maximum, [f + b + r.alone for f, b, r in zip(*exchanged.values(), reduced, strict=True)])
     moving = np.minimum(moving, np.maximum(epoch - busy_s, 0.0))
-    by_op = {op: reduce(np.maximum, [_largest(w.members) for w in ways[way]]) for op, way in (("forward", "f"), ("backward", "b"))}
+    by_op = {op: reduce(np.maximum, [_largest(w.members) for w in ways[way]]) * cost.crowd
+             for op, way in (("forward", "f"), ("backward", "b"))}  # fmt: skip
     by_op["pipeline"] = 2 * k * reduce(np.maximum, links, 0.0)
     if pipe.members(job) > 1:
         by_op |= {f"halo:{way}": sum(seconds) for way, seconds in exchanged.items()}
@@ -103,7 +106,7 @@ def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
                  for piece in pieces]  # fmt: skip
         for kind, piece in zip(kinds, pieces, strict=True):
             if kind not in computed:
-                each_way = [cost.compute_s(work) * cost.crowd for work in pipe.work(job, piece, facts)]
+                each_way = [cost.compute_s(work) for work in pipe.work(job, piece, facts)]
                 forward, backward = (_slowest_and_each(seconds, facts.rows.shape) for seconds in each_way)
                 computed[kind] = forward, backward
         for number, way in enumerate("fb"):

@@ -254,6 +254,9 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
         exposed = moving + summing + (cost.together(compute + _total(hosted.items(), seconds)) - busiest)
     if prefetch:
         longer = np.maximum(beside.together(cost, seconds) + _total(early.items(), seconds), epoch)
+        if cost.cores:  # a sampler that is ahead takes them from computation
+            ports = _filled(cost, priced, ((what, times) for (_, what), times in done.items()))
+            longer = reduce(np.maximum, (busy for (kind, _), busy in ports.items() if kind == "cores"), longer)
         epoch, exposed = longer, exposed + longer - epoch
     waiting = np.maximum(epoch - busiest - exposed, 0.0)
     by_op: dict[str, Any] = {}
@@ -329,13 +332,20 @@ def _times(seconds: Number, times: int) -> Number:
 
 
 def busiest_port(job: Job, ops: Iterable[Op]) -> Number:
-    """Seconds that the port is busy with these operations that is so for longest."""
-    transfers = [op for op in ops if op.sent is not None or op.size or op.groups]
-    counted, known = Counter(map(_identity, transfers)), {_identity(op): op for op in transfers}
-    busy: dict[Port, Number] = {}
-    for what, op in known.items():
-        _load(busy, job.cost.exchange(op.sent) if op.sent is not None else _summing(job, op), counted[what])
-    return reduce(np.maximum, busy.values(), 0.0)
+    """Seconds that the port is busy with these operations that is so for longest; shared cores are one."""
+    using = [op for op in ops if job.cost.cores or op.sent is not None or op.size or op.groups]
+    counted, priced = Counter(map(_identity, using)), {what: _priced(job, op) for what, op in {_identity(op): op for op in using}.items()}
+    return reduce(np.maximum, _filled(job.cost, priced, counted.items()).values(), 0.0)
+
+
+def _filled(cost: Cost, priced: Mapping[object, _Priced], counted: Iterable[tuple[object, int]]) -> dict[Port, Number]:
+    """Seconds that each port is busy with operations, each as often as it is counted."""
+    counted = list(counted)
+    ports = cost.filled(_total(((what, times) for what, times in counted if priced[what].nbytes is None),
+                               {what: price.seconds for what, price in priced.items()}))  # fmt: skip
+    for what, times in counted:
+        _load(ports, priced[what].transfer, times)
+    return ports
 
 
 def _rings(job: Job, op: Op) -> list[tuple[tuple[int, ...], int]]:
