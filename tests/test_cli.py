@@ -370,14 +370,14 @@ def test_validate_says_1_where_bytes_or_order_differ(copied: Path, gnnplan: Call
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("metrics.jsonl", "", "no epoch in metrics.jsonl"),
-    ("metrics.jsonl", '{"epoch": 1, "lo', "damaged"),
+    ("metrics.jsonl", '{"epoch": 1, "lo', "metrics.jsonl: not JSON"),
     ("metrics.jsonl", "[1]\n", "every line needs numbers epoch, loss and epoch_s"),
     ("metrics.jsonl", '{"epoch": 1, "loss": "x", "epoch_s": 1}\n', "every line needs numbers"),
-    ("metrics.jsonl", None, "metrics.jsonl: No such file"),
+    ("metrics.jsonl", None, "metrics.jsonl: cannot be read .No such file"),
     ("rank0.json", '{"bytes": 3}', "rank.*json needs bytes and setup_bytes by operation"),
     ("rank0.json", "[]", "rank.*json needs bytes"),
-    ("trace.rank1.json", None, "the traces of ranks .1. are missing"),
-    ("trace.rank1.json", "{", "trace.rank1.json: not readable as JSON"),
+    ("trace.rank1.json", None, "that of rank 1 is missing"),
+    ("trace.rank1.json", "{", "trace.rank1.json: not JSON"),
     ("plan.json", None, "plan.json: cannot be read"),
     ("plan.json", "{}", "plan.json: not a plan"),
 ])  # fmt: skip

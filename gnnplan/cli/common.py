@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from gnnplan.planner.job import Job
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -54,3 +57,12 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         view.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(view)
+
+
+def must_be_playable(job: Job, steps: int) -> None:
+    """Raises SpecError before a schedule is written that cannot be: every rank has a task in every step at least."""
+    from gnnplan.planner.errors import SpecError
+
+    if steps * job.ranks > MOST_TASKS:
+        raise SpecError(f"{steps:,} batches on {job.ranks:,} ranks are more than the {MOST_TASKS:,} tasks that can be played; use a larger "
+                        "batch (--batch, --set batch=...)")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +79,7 @@ def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int
     cluster = with_ranks(cluster, ranks)
     head, mark, query = graph.partition("?")
     if not head.startswith("synthetic:") and head not in datasets():
-        graph = str(Path(head).resolve()) + mark + query  # a plan is run from other folders too
+        graph = os.path.realpath(head) + mark + query  # a plan is run from other folders too
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
     if cluster.ranks > stats.vertices:

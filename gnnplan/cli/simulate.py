@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import MOST_TASKS, Json, Set, app, emit, table
+from gnnplan.cli.common import MOST_TASKS, Json, Set, app, emit, must_be_playable, table
 from gnnplan.cli.plan import of
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def simulate(
         job = seated(job, strategy)
     must_be_there(slow, job.ranks)
     batches = strategy.steps(job)
+    must_be_playable(job, batches)
     schedule = strategy.schedule(job, batches)
     tasks, plays = len(schedule.tasks), repetitions if noise else 1
     if tasks * steps * plays > MOST_TASKS:
@@ -162,6 +163,8 @@ def show_sweep(base: Job, strategy: Any, sweep: list[str], settings: list[str], 
 
     def playing(candidate: Any) -> dict[str, float]:
         batches = candidate.strategy.steps(candidate.job)
+        if batches * candidate.job.ranks > MOST_TASKS:
+            return {}
         once = candidate.strategy.schedule(candidate.job, batches)
         if len(once.tasks) * steps * (repetitions if noise else 1) > MOST_TASKS:
             return {}

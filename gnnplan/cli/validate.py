@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import Json, app, emit, table
+from gnnplan.cli.common import Json, app, emit, must_be_playable, table
 
 if TYPE_CHECKING:
     from gnnplan.planner.runs import Run
@@ -78,6 +78,7 @@ def examine(directory: Path, cluster: str | None = None) -> Run:
         job = replace(job, cluster=same_shape(read_cluster(cluster), job.cluster))
     candidate = weigh(job, chosen(document))
     batches = candidate.strategy.steps(job)
+    must_be_playable(job, min(len(metrics), 5) * batches)
     schedule = candidate.strategy.schedule(job, min(len(metrics), 5) * batches)
     played = play(schedule, job.cost)
     told = compare(candidate.predicted, candidate.memory, played.spans, played.epoch_s(batches), schedule, traces, metrics, ranks,

@@ -168,7 +168,7 @@ class Checkpoints:
 
 def header(path: Path) -> dict[str, Any] | None:
     """What a checkpoint says of itself; None of a torn or foreign file."""
-    with suppress(OSError, SafetensorError, ValueError, TypeError, KeyError), safe_open(path, framework="pt") as file:
+    with suppress(OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError), safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()["gnnplan"])
         if isinstance(about["question"], dict) and isinstance(about["notes"], dict):
             return dict(about)
@@ -179,7 +179,7 @@ def stored(out: Path, ranks: Iterable[int]) -> dict[int, list[int]]:
     """Rank -> epochs that it has a file of, the first one first."""
     found: dict[int, list[int]] = {rank: [] for rank in ranks}
     for path in (out / "checkpoints").glob("epoch*"):
-        if (match := _FILE.fullmatch(path.name)) and int(match[2]) in found:
+        if (match := _FILE.fullmatch(path.name)) and int(match[2]) in found and path.is_file():
             found[int(match[2])].append(int(match[1]))
     return {rank: sorted(epochs) for rank, epochs in found.items()}
 

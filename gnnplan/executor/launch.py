@@ -14,15 +14,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gnnplan.executor import doing
 from gnnplan.executor.blame import FAILED_WITH_OTHERS, Failure, blame, forget, note
 from gnnplan.executor.starved import REMEDY, account, found, killings, ran_out
 from gnnplan.planner.errors import GnnplanError, SpecError
-from gnnplan.planner.files import make_folder, write_atomically
+from gnnplan.planner.files import MOST_SHOWN, make_folder, read_bytes, write_atomically
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.job import Job
 from gnnplan.planner.plan import chosen, question, read, write
@@ -30,6 +31,8 @@ from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.units import show_bytes, show_time
 
 LOST_PEER = ("onnection", "ocket", "gloo", "imed out", "NCCL", "peer")  # words of torch.distributed's errors
+MAX_OPTIONS = 1 << 16  # [B]
+MOST = 10**9  # epochs, restarts, seconds
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 
 
@@ -37,25 +40,30 @@ LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 class Options:
     """How a plan is run."""
 
-    epochs: int | None = None  # None: the workload's
-    eval_every: int = 10
-    timeout_s: float = 30.0  # that a rank waits for its peers
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    epochs: Annotated[int, Field(ge=1, le=MOST)] | None = None  # None: the workload's
+    eval_every: Annotated[int, Field(ge=0, le=MOST)] = 10
+    timeout_s: Annotated[float, Field(ge=1.0, le=MOST)] = 30.0  # that a rank waits for its peers
     staleness_errors: bool = False
-    checkpoint_every: int = 10  # epochs; 0: never
+    checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
     resume: bool = False  # go on from the last checkpoint in the run's folder
-    restarts: int = 0  # of all ranks, when one is lost
+    restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, when one is lost
 
     @classmethod
     def of(cls, out: Path, given: Mapping[str, Any], resume: bool) -> Options:
         """Those given (None: not), the rest as the run has them that is to be gone on with, or by default. Raises SpecError."""
         path, before = out / "options.json", {}
         if resume and path.exists():
+            remedy = "remove it, and give its options again"
+            written = read_bytes(path, MAX_OPTIONS, remedy)
             try:
-                before = dict(json.loads(path.read_text(encoding="utf-8")))
-                before = {name: value for name, value in before.items() if name not in ("resume", "restarts")}
-                cls(**before)
-            except (OSError, ValueError, TypeError) as error:
-                raise SpecError(f"{path} is damaged ({error}); remove it, and give its options again") from error
+                told = TypeAdapter(cls).validate_json(written, strict=True)
+            except ValidationError as error:
+                first = error.errors()[0]
+                what = ".".join(str(name)[:MOST_SHOWN] for name in first["loc"]) or "the file"
+                raise SpecError(f"{path} is damaged ({what}: {first['msg']}); {remedy}") from error
+            before = {name: value for name, value in asdict(told).items() if name not in ("resume", "restarts")}
         return cls(**before | {name: value for name, value in given.items() if value is not None}, resume=resume)
 
     def write(self, out: Path) -> None:

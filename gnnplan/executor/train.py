@@ -25,11 +25,12 @@ from gnnplan.executor.models import Net
 from gnnplan.executor.strategies import minibatch, open_worker, p3
 from gnnplan.executor.worker import Rank, now
 from gnnplan.planner.errors import GnnplanError, SpecError
-from gnnplan.planner.files import write_atomically
+from gnnplan.planner.files import read_bytes, write_atomically
 from gnnplan.planner.job import Job
 from gnnplan.planner.schedule import Label
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.trace import read_trace, trace_of, write_traces
+from gnnplan.planner.validate import MAX_METRICS
 
 TRACED_EPOCHS = 5  # at least, whatever the steps
 WATCHED_EPOCHS = 3  # whose memory is watched; then every buffer has been filled
@@ -190,7 +191,8 @@ def _open_metrics(path: Path, first: int) -> TextIO:
     """To append to, after the lines of the `first` epochs. Raises SpecError where they are not there."""
     if not path.exists() and not first:
         return open(path, "x", encoding="utf-8")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")] if path.exists() else []
+    text = read_bytes(path, MAX_METRICS).decode("utf-8", "replace") if path.exists() else ""
+    lines = [line for line in text.splitlines(True) if line.endswith("\n")]
     if len(lines) < first:
         raise SpecError(f"{path} has {len(lines)} epochs, but the checkpoint is of epoch {first}; put it back, or start anew with "
                         "another --out")  # fmt: skip

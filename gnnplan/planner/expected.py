@@ -28,7 +28,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri, pdtr
+from scipy.special import ndtri, pdtr, pdtrc
 
 from gnnplan.planner.estimate import mixing_of
 from gnnplan.planner.graph import GraphStats
@@ -86,10 +86,11 @@ def _lognormal(z: Floats, share: Floats, spread: float, mean: float) -> Floats:
 
 
 def taken(fanout: int, mean: Floats) -> Floats:
-    """E[min(degree, fanout)] of degrees by Poisson's law = sum over j < fanout of P(degree > j)."""
+    """E[min(degree, fanout)] of degrees by Poisson's law."""
     if fanout == ALL:
         return np.asarray(mean)
-    return np.asarray(sum(1.0 - pdtr(j, mean) for j in range(fanout)))
+    below = mean * pdtr(fanout - 2, mean) if fanout > 1 else 0.0  # of degrees below the fanout: k P(k) = mean P(k - 1)
+    return np.asarray(below + fanout * pdtrc(fanout - 1, mean))
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
+import math
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +19,15 @@ from pydantic import BaseModel, ValidationError
 
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.specs import Cluster, Workload
+from gnnplan.planner.units import show_bytes
 
 PRESETS = Path(__file__).resolve().parent.parent / "presets"
-MAX_YAML = 4 << 20  # [B]; a cluster or workload is a page of text
+MAX_YAML = 1 << 18  # [B]; a cluster or workload is a page of text
+MOST_SHOWN = 80  # characters of a wrong value that a message repeats
+MOST_MISTAKES = 20  # told at once
+MOST_DIGITS = 300  # of a whole number, which must fit a float
+_NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
+_SCALARS = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null")}
 Where = tuple[str | int, ...]  # ('device', 'memory')
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -71,6 +80,61 @@ def make_folder(path: Path) -> None:
         raise SpecError(f"{path}: the folder cannot be made ({error.strerror or error}); choose another place") from error
 
 
+# --- reading ---------------------------------------------------------------------------------------------------------------------------
+
+
+def must_be_file(path: str | Path, remedy: str = "give a file") -> None:
+    """Raises SpecError for what is absent, and for what reading might never come back from: a pipe, a socket, a device."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
+        raise SpecError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {remedy}") from error
+    if not stat.S_ISREG(mode):
+        what = "Is a directory" if stat.S_ISDIR(mode) else "Is a pipe, a socket or a device"
+        raise SpecError(f"{path}: cannot be read ({what}); {remedy}")
+
+
+def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> bytes:
+    """A whole file. Raises SpecError where it is none, is closed to us, or is larger than `most` [B]."""
+    must_be_file(path, remedy)
+    try:
+        with open(path, "rb") as stream:
+            raw = stream.read(most + 1)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from error
+    if len(raw) > most:
+        raise SpecError(f"{path}: larger than {show_bytes(most)}, so not what is expected here; {remedy}")
+    return raw
+
+
+def read_json(path: str | Path, most: int, remedy: str) -> Any:
+    """A file of one JSON document of at most `most` [B]. Raises SpecError."""
+    return from_json(path, read_bytes(path, most, remedy), remedy)
+
+
+def from_json(where: str | Path, raw: str | bytes, remedy: str) -> Any:
+    """Plain data, with finite numbers. Raises SpecError."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a number")
+
+    def number(digits: str) -> int:
+        if len(digits) > MOST_DIGITS:
+            raise ValueError(f"a number of {len(digits)} digits")
+        return int(digits)
+
+    def real(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(f"{text[:MOST_SHOWN]} is too large a number")
+        return value
+
+    try:
+        text = raw if isinstance(raw, str) else raw.decode("utf-8")
+        return json.loads(text, parse_constant=refuse, parse_int=number, parse_float=real)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: not JSON ({error}); {remedy}") from error
+
+
 # --- YAML with line numbers ------------------------------------------------------------------------------------------------------------
 
 
@@ -94,13 +158,7 @@ class Document:
 
 def read_yaml(path: str | Path) -> Document:
     """A YAML mapping. Raises SpecError (file, line) for bad syntax, duplicate keys, aliases and anything that is not plain data."""
-    try:
-        with open(path, "rb") as stream:
-            raw = stream.read(MAX_YAML + 1)
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if len(raw) > MAX_YAML:
-        raise SpecError(f"{path}: larger than {MAX_YAML:,} B, so not a specification; give the right file")
+    raw = read_bytes(path, MAX_YAML, "give the file of a specification")
     lines: dict[Where, int] = {}
     try:
         loader = yaml.SafeLoader(raw.decode())
@@ -129,7 +187,7 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, where: Where, lines: dict[W
             key_line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 raise SpecError(f"{path}:{key_line}: {_dotted(where)}: a key must be a word or a number")
-            key = loader.construct_object(key_node)
+            key = _scalar(loader, key_node, where, path, key_line)
             if key in mapping:
                 raise SpecError(f"{path}:{key_line}: {_dotted((*where, key))}: given twice, first in line {lines[(*where, key)]}; keep one")
             lines[(*where, key)] = key_line
@@ -137,11 +195,21 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, where: Where, lines: dict[W
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_plain(loader, child, (*where, i), lines, path, seen) for i, child in enumerate(node.value)]
-    return loader.construct_object(node)
+    return _scalar(loader, node, where, path, line)
+
+
+def _scalar(loader: yaml.SafeLoader, node: yaml.Node, where: Where, path: str, line: int) -> Any:
+    """Text, a number, a truth value, a date or nothing. Raises SpecError for a tag that its text does not suit ('!!timestamp soon')."""
+    if node.tag not in _SCALARS or (node.tag in _NUMBERS and len(node.value) > MOST_SHOWN):
+        raise SpecError(f"{path}:{line}: {_dotted(where)}: must be text or a number of at most {MOST_SHOWN} digits; write it so")
+    try:
+        return loader.construct_object(node)
+    except (ValueError, LookupError, AttributeError, OverflowError) as error:  # what PyYAML lets through
+        raise SpecError(f"{path}:{line}: {_dotted(where)}: not what its tag {node.tag.rpartition(':')[2]} says; leave it out") from error
 
 
 def _dotted(where: Where) -> str:
-    return ".".join(map(str, where)) or "the file"
+    return ".".join(str(name)[:MOST_SHOWN] for name in where) or "the file"
 
 
 def suggest(word: str, allowed: Iterable[str]) -> str:
@@ -149,7 +217,7 @@ def suggest(word: str, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     if not allowed:
         return ""
-    near = difflib.get_close_matches(str(word), allowed, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(word)[:MOST_SHOWN], allowed, n=1, cutoff=0.5)
     return (f"; did you mean {near[0]}? Allowed: " if near else "; allowed: ") + ", ".join(allowed)
 
 
@@ -235,10 +303,12 @@ def checked(kind: type[Model], data: Mapping[Any, Any], source: Document | str) 
         return kind.model_validate(data)
     except ValidationError as error:
         mistakes = []
-        for item in error.errors():
+        errors = error.errors(include_url=False, include_context=False)
+        for item in errors[:MOST_MISTAKES]:
             where, message = _mistake(kind, item["loc"], item["type"], item["msg"])
             mistakes.append(str(source.error(where, message)) if isinstance(source, Document) else
                             f"{source}{_dotted(where) if where else ''}".strip() + f": {message}")
+        mistakes += [f"and {len(errors) - MOST_MISTAKES:,} more mistakes"] * (len(errors) > MOST_MISTAKES)
         raise SpecError("\n".join(dict.fromkeys(mistakes))) from error
     except TypeError as error:  # from a validator that was given a list, a mapping or nothing
         name = source.path if isinstance(source, Document) else source.strip()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import io
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.files import cache_dir, read_yaml, suggest, write_atomically
+from gnnplan.planner.files import MOST_SHOWN, cache_dir, from_json, must_be_file, read_yaml, suggest, write_atomically
 from gnnplan.planner.units import show_bytes
 
 Array = NDArray[Any]
@@ -30,6 +30,9 @@ DATASETS = Path(__file__).resolve().parent.parent / "datasets"
 ARRAYS = ("src", "dst", "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", "train_mask", "val_mask", "test_mask", "meta")
 STAND_IN_FEATURES = 128
 LARGEST_ARRAY = 64 << 30  # [B]
+LONGEST_SOURCE = 4400  # a path of 4096, and parameters
+LONGEST_HEADER = 1 << 14  # [B] of an npy file; numpy reads at most 10,000 characters
+MOST_CLASSES = 1_000_000
 MOST_VERTICES = 2**31 - 1  # ids are int32
 MOST_FEATURES = 1_000_000
 SPREAD = 1.15  # of a graph whose degrees nobody counted: mean of ten real ones, 0.57 to 1.60 (tests/planner/test_cost.py)
@@ -108,6 +111,9 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     Makes it undirected unless `directed`, drops self-loops and duplicates, and notes what it changed.
     Raises SpecError naming the file, the array, the rule and the offending number.
     """
+    if len(source) > LONGEST_SOURCE:
+        raise SpecError(f"{source[:MOST_SHOWN]}...: a graph's name has at most {LONGEST_SOURCE:,} characters, this one "
+                        f"{len(source):,}; shorten it")  # fmt: skip
     head, _, query = source.partition("?")
     if head.startswith("synthetic:"):
         kind = head.removeprefix("synthetic:")
@@ -123,7 +129,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         if query:
             raise SpecError(f"{source}: a statistics file takes no parameters; write them into {head}")
         return _statistics(head, directed)
-    if suffix == ".npz" or Path(head).is_dir():
+    if suffix == ".npz" or os.path.isdir(head):
         options = _numbers(source, query, {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)})
         return _from_arrays(source, head, options, own_width="features=" in query, directed=directed)
     raise SpecError(f"{source}: a graph is a .npz file, a folder of .npy files, a .yaml file of statistics, the name of such a one that is "
@@ -283,14 +289,17 @@ def _split(labelled: Array, rng: np.random.Generator) -> tuple[Array, Array, Arr
 
 def _read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
     """The known arrays of an npz or a folder and the names of others; reads headers first, never pickles. A folder's x is mapped."""
-    folder = Path(path).is_dir()
+    folder = os.path.isdir(path)
     how = "each of its arrays with numpy.save" if folder else "it with numpy.savez_compressed"
     try:
-        return _from_folder(path) if folder and not path.endswith(".npz") else _from_zip(path)
+        if folder and not path.endswith(".npz"):
+            return _from_folder(path)
+        if not os.path.lexists(path):
+            raise SpecError(f"{path}: no such file")
+        must_be_file(path, f"write {how}")
+        return _from_zip(path)
     except SpecError:
         raise
-    except FileNotFoundError as error:
-        raise SpecError(f"{path}: no such file") from error
     except zipfile.BadZipFile as error:
         raise SpecError(f"{path}: not an npz file ({error}); write {how}") from error
     except Exception as error:  # whatever a damaged file makes zlib, zipfile or numpy raise is the file's fault
@@ -298,35 +307,42 @@ def _read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
 
 
 def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
-    arrays, others = {}, []
+    arrays, others, nbytes = {}, [], 0
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
             if name not in ARRAYS:
                 others.append(name)
                 continue
+            if name in arrays:
+                raise SpecError(f"{path}: {name}: is there twice; keep one")
             with archive.open(info) as stream:
-                _check_header(path, name, stream, info.file_size)
+                nbytes += _check_header(path, name, stream, info.file_size)
+            _must_fit(path, "what it holds", nbytes)
             with archive.open(info) as stream:
                 arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     return arrays, others
 
 
 def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
-    arrays, others = {}, []
+    arrays, others, nbytes = {}, [], 0
     for file in sorted(Path(path).iterdir()):
         if file.suffix != ".npy" or file.stem not in ARRAYS:
             others.append(file.name)
             continue
         mapped = file.stem == "x"
+        must_be_file(file)
         with file.open("rb") as stream:
-            _check_header(path, file.stem, stream, file.stat().st_size, mapped)
+            size = _check_header(path, file.stem, stream, file.stat().st_size, mapped)
+        nbytes += 0 if mapped else size
+        _must_fit(path, "what it holds", nbytes)
         arrays[file.stem] = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
     return arrays, others
 
 
-def _check_header(path: str, name: str, stream: Any, stored: int, mapped: bool = False) -> None:
-    """Refuse objects and sizes that lie, before anything is allocated; and what cannot be mapped as it is."""
+def _check_header(path: str, name: str, stream: Any, stored: int, mapped: bool = False) -> int:
+    """Its bytes. Refuse objects and sizes that lie, before anything is allocated; and what cannot be mapped as it is."""
+    stream = io.BytesIO(stream.read(LONGEST_HEADER))  # a header may say that it is itself of gigabytes
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
@@ -346,6 +362,7 @@ def _check_header(path: str, name: str, stream: Any, stored: int, mapped: bool =
         _must_fit(path, f"{name} of shape {shape}", nbytes)
     if nbytes > (stored := stored - stream.tell()):
         raise SpecError(f"{path}: {name}: shape {shape} needs {nbytes:,} B but only {stored:,} B are stored; the file is damaged")
+    return int(nbytes)
 
 
 def _typed(path: str, arrays: Mapping[str, Array], name: str, kinds: str, ndim: tuple[int, ...]) -> Array:
@@ -362,7 +379,7 @@ def _typed(path: str, arrays: Mapping[str, Array], name: str, kinds: str, ndim: 
 
 def _from_arrays(source: str, path: str, options: Mapping[str, Any], own_width: bool, directed: bool) -> Graph:
     arrays, others = _read_arrays(path)
-    notes = [f"ignored arrays: {', '.join(sorted(others))}"] if others else []
+    notes = [f"ignored arrays: {_named(others)}"] if others else []
     for name in ("src", "dst"):
         if name not in arrays:
             raise SpecError(f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required, "
@@ -403,18 +420,23 @@ def _from_arrays(source: str, path: str, options: Mapping[str, Any], own_width: 
     return _finish(stats, indptr, indices, x, y, train, val, test)
 
 
+def _named(others: list[str]) -> str:
+    """Names that a file's author has chosen: some of them, and no control characters for a terminal."""
+    told = [ascii(name)[1:-1][:MOST_SHOWN] for name in sorted(others)[:8]]
+    return ", ".join(told + [f"and {len(others) - 8:,} others"] * (len(others) > 8))
+
+
 def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
     if "meta" not in arrays:
         return {}
-    try:
-        meta = json.loads(str(_typed(path, arrays, "meta", "U", (0,))))
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: meta: not JSON ({error}); leave it out or write json.dumps(...)") from error
+    meta = from_json(f"{path}: meta", str(_typed(path, arrays, "meta", "U", (0,))), "leave it out or write json.dumps(...)")
     if not isinstance(meta, dict):
         raise SpecError(f"{path}: meta: must be a JSON object, is {type(meta).__name__}")
     for key in ("vertices", "classes"):
         if key in meta and (isinstance(meta[key], bool) or not isinstance(meta[key], int) or meta[key] < 0):
-            raise SpecError(f"{path}: meta.{key}: must be a whole number >= 0, is {meta[key]!r}")
+            raise SpecError(f"{path}: meta.{key}: must be a whole number >= 0, is {str(meta[key])[:MOST_SHOWN]}")
+    if meta.get("classes", 0) > MOST_CLASSES:
+        raise SpecError(f"{path}: meta.classes: must be at most {MOST_CLASSES:,}, is {str(meta['classes'])[:MOST_SHOWN]}")
     return meta
 
 
@@ -667,13 +689,13 @@ def _statistics(path: str, directed: bool) -> GraphStats:
 
     def whole(where: tuple[str | int, ...], value: Any, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise document.error(where, f"must be a whole number in [{low:,}, {high:,}], got {value!r}")
+            raise document.error(where, f"must be a whole number in [{low:,}, {high:,}], got {str(value)[:MOST_SHOWN]}")
         return value
 
     vertices = whole(("vertices",), data["vertices"], 1, 10**12)
     edges = whole(("edges",), data["edges"], 0, min(vertices * (vertices - 1), 10**14))
     features = whole(("features",), data["features"], 1, MOST_FEATURES)
-    classes = whole(("classes",), data["classes"], 0, 10**6)
+    classes = whole(("classes",), data["classes"], 0, MOST_CLASSES)
     fraction, name, multilabel = data.get("train_fraction", 0.6), data.get("name", Path(path).stem), data.get("multilabel", False)
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         raise document.error(("train_fraction",), f"must be a number in (0, 1], got {fraction!r}")

@@ -9,14 +9,13 @@ from typing import Any
 from gnnplan import __version__
 from gnnplan.planner.errors import Mismatch, SpecError
 from gnnplan.planner.explain import explain
-from gnnplan.planner.files import checked, suggest, write_atomically
+from gnnplan.planner.files import MOST_SHOWN, checked, read_json, suggest, write_atomically
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
 from gnnplan.planner.partition import METHODS
 from gnnplan.planner.search import Candidate, Found
 from gnnplan.planner.specs import Cluster, Workload
 from gnnplan.planner.strategies import Strategy, named
-from gnnplan.planner.units import show_bytes
 from gnnplan.progress import Tell, silent
 
 MAX_PLAN = 64 * 2**20  # [B]
@@ -61,19 +60,12 @@ def _answer(candidate: Candidate) -> dict[str, Any]:
 
 def read(path: str | Path) -> dict[str, Any]:
     """The document, checked in all that is used of it. Raises SpecError (not a plan) or Mismatch (another version's)."""
-    try:
-        if Path(path).stat().st_size > MAX_PLAN:
-            raise SpecError(f"{path} is larger than {show_bytes(MAX_PLAN)}: not a plan")
-        document: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror or error}); make one with `gnnplan plan -o {path}`") from error
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: not JSON ({error}); make one with `gnnplan plan -o plan.json`") from error
+    document: dict[str, Any] = read_json(path, MAX_PLAN, "make one with `gnnplan plan -o plan.json`")
     fields = ("gnnplan", "graph", "workload", "cluster", "partitioner", "best")
     if missing := [field for field in fields if field not in document] if isinstance(document, dict) else ["all"]:
         raise SpecError(f"{path}: not a plan (missing: {', '.join(missing)}); make one with `gnnplan plan -o plan.json`")
     if document["gnnplan"] != __version__:
-        raise Mismatch(f"{path} was made by gnnplan {document['gnnplan']}, this is {__version__}; plan again")
+        raise Mismatch(f"{path} was made by gnnplan {str(document['gnnplan'])[:MOST_SHOWN]}, this is {__version__}; plan again")
     _inspect(path, document)
     return document
 
@@ -136,8 +128,8 @@ def chosen(document: dict[str, Any]) -> Strategy:
 
 def seats(document: dict[str, Any]) -> tuple[int, ...]:
     """The GPU of every rank of a plan, counted over all servers. Raises SpecError."""
-    cluster, places = document["cluster"], document["best"].get("placement")
-    servers, each = int(cluster.get("servers", 1)), int(cluster.get("gpus_per_server", 1))
+    cluster, places = Cluster.model_validate(document["cluster"]), document["best"].get("placement")
+    servers, each = cluster.servers, cluster.gpus_per_server
     again = "make it again with `gnnplan plan`"
     if not isinstance(places, list) or not places:
         raise SpecError(f"must be a list with the rank, server and gpu of every rank; {again}")

@@ -9,6 +9,7 @@ A row that the model does not speak of is skipped and says why: other people's b
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,14 +26,17 @@ from gnnplan.planner import published_batches as mini_batches
 from gnnplan.planner import published_full as full_graph
 from gnnplan.planner import published_memory as their_memory
 from gnnplan.planner.errors import GnnplanError, Infeasible, SpecError
-from gnnplan.planner.files import PRESETS, read_cluster, suggest
+from gnnplan.planner.files import MOST_SHOWN, PRESETS, from_json, read_bytes, read_cluster, suggest
 from gnnplan.planner.graph import Graph, GraphStats, datasets, load
 from gnnplan.planner.job import Job, shape
 from gnnplan.planner.search import weigh
-from gnnplan.planner.specs import Cluster, Workload
+from gnnplan.planner.specs import MOST_RANKS, Cluster, Workload
 from gnnplan.planner.strategies import Strategy, named
 from gnnplan.planner.strategies.strategy import Prediction
 
+MAX_CSV = 1 << 26  # [B]
+SMALLEST = 1e-20  # of a figure, and one over the largest
+LARGEST = 10**12  # of a number among a strategy's parameters
 JOB = ("paper", "source", "testbed", "dataset", "model", "layers", "hidden", "num_nodes", "gpus_per_node")
 COLUMNS = (*JOB, "strategy", "strategy_params", "metric", "baseline", "value", "unit_as_printed", "note")
 # as printed -> the metrics' kinds that it can be of: values are SI already, so a unit of another kind is a mistake
@@ -75,7 +79,7 @@ class Question:
 def read(path: str | Path) -> list[dict[str, str]]:
     """The rows of a file, with their line numbers as 'line'. Raises SpecError naming file, line and remedy."""
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with io.StringIO(read_bytes(path, MAX_CSV).decode("utf-8-sig"), newline="") as file:
             reader = csv.DictReader(file)
             header = tuple(reader.fieldnames or ())
             if missing := [name for name in COLUMNS if name not in header]:
@@ -83,7 +87,7 @@ def read(path: str | Path) -> list[dict[str, str]]:
             if unknown := [name for name in header if name not in COLUMNS]:
                 raise SpecError(f"{path}:1: unknown columns: {', '.join(unknown)}{suggest(unknown[0], COLUMNS)}")
             rows = [{**{name: row[name] or "" for name in COLUMNS}, "line": str(reader.line_num)} for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (UnicodeDecodeError, csv.Error) as error:
         raise SpecError(f"{path}: cannot be read ({error})") from error
     for row in rows:
         _inspect(path, row)
@@ -95,10 +99,12 @@ def _inspect(path: str | Path, row: Row) -> None:
     try:
         value = float(row["value"])
     except ValueError:
-        raise SpecError(f"{where}value {row['value']!r} is not a number; write it in SI (seconds, bytes, counts), or as a "
+        raise SpecError(f"{where}value {row['value'][:MOST_SHOWN]!r} is not a number; write it in SI (seconds, bytes, counts), or as a "
                         "fraction") from None  # fmt: skip
     if not np.isfinite(value):
         raise SpecError(f"{where}value {row['value']!r} is not finite")
+    if (value and not SMALLEST <= abs(value) <= 1 / SMALLEST) or (row["metric"] == "slowdown_fraction_vs" and value <= -1):
+        raise SpecError(f"{where}value {row['value'][:MOST_SHOWN]!r} of {row['metric'][:MOST_SHOWN]} cannot be; write it in SI")
     unit, kind = row["unit_as_printed"], next((kind for end, kind in KINDS.items() if row["metric"].endswith(end)), "any")
     if unit not in UNITS:
         raise SpecError(f"{where}unit {unit!r} is unknown{suggest(unit, UNITS)}")
@@ -107,14 +113,17 @@ def _inspect(path: str | Path, row: Row) -> None:
     if value <= 0 and kind in ("time", "ratio", "rate") and not row["metric"].startswith(("comm_time_s", "reduce_time_s")):
         raise SpecError(f"{where}{row['metric']} must be above 0, is {row['value']}")
     for field in ("layers", "hidden", "num_nodes", "gpus_per_node"):
-        if row[field] and not (row[field].isdecimal() and (int(row[field]) or field == "gpus_per_node")):
-            raise SpecError(f"{where}{field} {row[field]!r} is not a whole number above 0; leave it empty where it is not stated")
-    try:
-        params = json.loads(row["strategy_params"] or "{}")
-    except ValueError as error:
-        raise SpecError(f"{where}strategy_params is not JSON ({error})") from None
+        if row[field] and not (len(row[field]) < 7 and row[field].isdecimal() and (int(row[field]) or field == "gpus_per_node")):
+            raise SpecError(f"{where}{field} {row[field][:MOST_SHOWN]!r} is not a whole number above 0 (and below a million); leave it "
+                            "empty where it is not stated")  # fmt: skip
+    params = from_json(f"{where}strategy_params", row["strategy_params"] or "{}", "write it as an object, or leave it empty")
     if not isinstance(params, dict):
         raise SpecError(f"{where}strategy_params is not a JSON object")
+    for name, value in params.items():
+        if not all(item is None or isinstance(item, str | bool) or (isinstance(item, int | float) and 0 <= item <= LARGEST)
+                   for item in (value if isinstance(value, list) else [value])):  # fmt: skip
+            raise SpecError(f"{where}strategy_params: {name} must be text or a number in [0, {LARGEST:.0e}], or a list of these, found "
+                            f"{str(value)[:MOST_SHOWN]}")  # fmt: skip
 
 
 def testbed(row: Row) -> Cluster:
@@ -214,6 +223,8 @@ def _testbed(row: Row, testbeds: Testbeds) -> Cluster:
     servers, gpus = int(row["num_nodes"]), int(row["gpus_per_node"])
     if not gpus or gpus > whole.gpus_per_server:
         raise Skip(f"{row['testbed']} has {whole.gpus_per_server} GPUs per server, and {gpus} are asked")
+    if servers * gpus > MOST_RANKS:
+        raise Skip(f"{servers * gpus:,} GPUs are more than can be planned ({MOST_RANKS:,})")
     if servers > 1 and whole.inter_node is None:
         raise Skip(f"{row['testbed']} is one server, and {servers} are asked")
     return whole.model_copy(update=shape(whole, servers, gpus))

@@ -7,6 +7,7 @@ once (cost.py, profile.py) and then work on arrays.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -21,6 +22,8 @@ HostWork = Literal["draw", "lay"]  # of a sampler: neighbours drawn, blocks laid
 Placement = Literal["island", "intra_node", "inter_node"]
 ALL = -1  # a fanout: every neighbour
 FANOUT = 10  # where none is given
+MOST = 10**12  # of what is counted: vertices, seeds of a batch, epochs
+MOST_BATCH_LAYERS = 1000  # of a mini-batch, which reaches a hop further by each
 MOST_RANKS = 4096  # a plan looks at every pair of them
 MOST_POINTS = 512  # of a fabric where servers are plugged in: ways between all pairs of them are kept
 
@@ -31,9 +34,9 @@ def _bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
     def check(value: str | float) -> float:
         number = quantity(value)
         if kind(value) not in ("", unit):
-            raise ValueError(f"{what} is given in {unit}, but {value!r} is in {kind(value)}. Check the unit")
+            raise ValueError(f"{what} is given in {unit}, but {value!r:.80} is in {kind(value)}. Check the unit")
         if not low <= number <= high:
-            raise ValueError(f"{what} must lie in [{low:g}, {high:g}] (SI: B, s, flop); {value!r} is {number:g}. Check the unit")
+            raise ValueError(f"{what} must lie in [{low:g}, {high:g}] (SI: B, s, flop); {value!r:.80} is {number:g}. Check the unit")
         return number
 
     return BeforeValidator(check)
@@ -115,8 +118,8 @@ def _lists(value: object) -> object:
         return value
     try:
         return json.loads(value)
-    except ValueError:
-        raise ValueError(f"must be lists of GPUs such as [[0, 1], [2, 3]], not {value!r}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"must be lists of GPUs such as [[0, 1], [2, 3]], not {value!r:.80}") from None
 
 
 GPUs = Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeValidator(_lists)]
@@ -184,9 +187,9 @@ class Cluster(Spec):
     peer_access: bool = True  # false: what GPUs send goes through their server's memory, but inside islands
     bridge: Link | None = None  # without peer access: to and from a server's memory, all its GPUs and cards together
     all_reduce: Algorithm | None = None  # None: the faster one of ring and tree with NCCL, a ring with Gloo
-    host_rates: dict[HostWork, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # [edges/s] of a rank's sampler
+    host_rates: dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]] = Field(default_factory=dict)  # [edges/s] of a sampler
     sampler: Literal["host", "device"] = "host"  # who draws neighbours; lists that a device has no room for it reads over the host link
-    cores: int | None = Field(None, ge=1)  # CPU ranks share these, per server; rates are of a rank that has one to itself
+    cores: int | None = Field(None, ge=1, le=100_000)  # CPU ranks share these, per server; rates are of one that has its own
     one_machine: bool = False  # all servers are played by one, whose cores they share
     collectives: dict[str, Link] = Field(default_factory=dict)
     price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # [$/h]
@@ -224,9 +227,9 @@ class Cluster(Spec):
         for name, lists in (("islands", self.islands), ("switches", self.switches), ("nics", self.nics)):
             named = [gpu for gpus in lists for gpu in gpus]
             if lists and sorted(named) != list(range(last + 1)):
-                wrong = {"twice": {g for g in named if named.count(g) > 1}, "not there": {g for g in named if g > last},
+                wrong = {"twice": {g for g, times in Counter(named).items() if times > 1}, "not there": {g for g in named if g > last},
                          "missing": set(range(last + 1)) - set(named)}  # fmt: skip
-                told = ", ".join(f"{what}: {', '.join(map(str, sorted(gpus)))}" for what, gpus in wrong.items() if gpus)
+                told = ", ".join(f"{what}: {', '.join(map(str, sorted(gpus)[:20]))}" for what, gpus in wrong.items() if gpus)
                 raise ValueError(f"{name} must hold each of a server's {last + 1} GPUs (0 to {last}) once ({told}); mend the lists or "
                                  "gpus_per_server")  # fmt: skip
             if not all(lists):
@@ -249,16 +252,16 @@ class Workload(Spec):
     hidden: int = Field(256, ge=1, le=1_000_000)  # SGC has none: it is as wide as there are classes
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     mode: Literal["full", "mini"] = "full"
-    batch: int = Field(1024, ge=1)
-    fanout: tuple[Annotated[int, Field(ge=1)], ...] | Literal["full"] | None = None  # from the seeds outwards; None: FANOUT per layer
+    batch: int = Field(1024, ge=1, le=MOST)
+    fanout: tuple[Annotated[int, Field(ge=1, le=MOST)], ...] | Literal["full"] | None = None  # seeds outwards; None: FANOUT per layer
     seed: int = Field(0, ge=0, lt=2**31)
     optimizer: Literal["adam", "sgd"] = "adam"
     lr: float = Field(0.01, gt=0.0, le=100.0)
-    epochs: int = Field(50, ge=1)
+    epochs: int = Field(50, ge=1, le=MOST)
     dtype: Literal["float32", "float64"] = "float32"
     alpha: float = Field(0.1, ge=0.0, le=1.0)  # GCNII: strength of the initial residual
-    theta: float = Field(0.5, gt=0.0)  # GCNII: beta_l = log(theta / l + 1)
-    heads: int = Field(4, ge=1)  # GAT: of hidden layers; the last has one
+    theta: float = Field(0.5, gt=0.0, le=1e6)  # GCNII: beta_l = log(theta / l + 1)
+    heads: int = Field(4, ge=1, le=10_000)  # GAT: of hidden layers; the last has one
     aggregation: Literal["softmax", "sum"] = "softmax"  # ResGCN+
     norm: Literal["none", "layer", "batch"] | None = None  # before the activation of hidden layers; None: 'layer' for resgcn, else 'none'
 
@@ -273,6 +276,9 @@ class Workload(Spec):
         if self.mode == "mini" and isinstance(self.fanout, tuple) and len(self.fanout) != self.layers:
             raise ValueError(f"fanout has a number per layer, from the seeds outwards (fanout: {len(self.fanout)} numbers, layers: "
                              f"{self.layers}); use {self.layers} numbers, or fanout=full")  # fmt: skip
+        if self.mode == "mini" and self.layers > MOST_BATCH_LAYERS:
+            raise ValueError(f"a mini-batch reaches a hop further by every layer, and {MOST_BATCH_LAYERS:,} are the most (layers: "
+                             f"{self.layers:,}); use fewer layers, or mode=full")  # fmt: skip
         if self.mode == "mini" and self.norm == "batch":
             raise ValueError("batch norm needs all vertices at once, and a mini-batch has some (norm: batch); use norm=layer or mode=full")
         return self

@@ -7,7 +7,6 @@ microseconds are for people: `start_s` and `end_s` in an event's args hold the t
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gnnplan.planner.errors import SpecError
-from gnnplan.planner.files import make_folder
+from gnnplan.planner.files import make_folder, read_json
 
 LANE_ORDER = ("compute", "comm", "send", "receive", "reduce", "copy", "host")  # top to bottom in the viewer: what matters first
+LONGEST = 1e12  # [s]
+MAX_TRACE = 1 << 30  # [B]; some million spans
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
 
 
@@ -77,8 +78,10 @@ def read_traces(directory: str | Path) -> list[Span]:
     if len(worlds) > 1:
         raise SpecError("traces of different runs: " + ", ".join(f"{path} has world_size {world}" for world, path in worlds.items())
                         + "; keep one run per folder")  # fmt: skip
-    if missing := set(range(next(iter(worlds)))) - files.keys():
-        raise SpecError(f"{directory}: world_size is {next(iter(worlds))}, but the traces of ranks {sorted(missing)} are missing")
+    if (world := next(iter(worlds))) != len(files) or max(files) >= world:
+        missing = next(rank for rank in range(len(files) + 1) if rank not in files)
+        raise SpecError(f"{directory}: world_size is {world}, but there are {len(files)} traces, and that of rank {missing} is missing; "
+                        "record them again")  # fmt: skip
     return spans
 
 
@@ -89,7 +92,7 @@ def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
         info = data["distributedInfo"]
         found, world = int(info["rank"]), int(info["world_size"])
         events = [e for e in data["traceEvents"] if e["ph"] == "X"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SpecError(f"{path}: distributedInfo or traceEvents lacks or garbles {error}; record it again") from error
     if found != rank:
         raise SpecError(f"{path}: distributedInfo.rank is {found!r}, the file's name says {rank}; do not rename traces")
@@ -138,10 +141,7 @@ def _replace(path: Path, data: dict[str, Any]) -> None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: not readable as JSON: {error}; record it again") from error
+    data = read_json(path, MAX_TRACE, "record it again")
     if not isinstance(data, dict):
         raise SpecError(f"{path}: a trace is a JSON object with traceEvents, this is a {type(data).__name__}")
     return data
@@ -152,9 +152,9 @@ def _span(path: Path, rank: int, index: int, event: dict[str, Any]) -> Span:
         args = event["args"]
         span = Span(str(event["name"]), str(args["op"]), rank, str(args["lane"]), float(args["start_s"]), float(args["end_s"]),
                     int(args["bytes"]), int(args["step"]))  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SpecError(f"{path}: span {index} of traceEvents lacks or garbles {error}; record it again") from error
-    if not -math.inf < span.start <= span.end < math.inf:
+    if not -LONGEST < span.start <= span.end < LONGEST:
         raise SpecError(f"{path}: span {index} ({span.label}) runs from {span.start} s to {span.end} s; a span ends after it starts")
     return span
 

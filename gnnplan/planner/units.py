@@ -36,12 +36,12 @@ def quantity(text: object) -> float:
     (25000000000.0, 50000000.0, 2e-06, 3.0)
     """
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
-        raise ValueError(f"needs a number with a unit such as 25GB/s, not {text!r}")
+        raise ValueError(f"needs a number with a unit such as 25GB/s, not {text!r:.80}")
     if not isinstance(text, str):
         return float(text)
     match = _PATTERN.match(text)
     if not match:
-        raise ValueError(f"{text!r} is not a number with a unit such as 25GB/s, 400Mbit/s, 24GiB, 10us")
+        raise ValueError(f"{text!r:.80} is not a number with a unit such as 25GB/s, 400Mbit/s, 24GiB, 10us")
     number, unit = float(match[1]), match[2]
     if unit in _TIME and not match[3]:
         return number * _TIME[unit]
@@ -50,7 +50,7 @@ def quantity(text: object) -> float:
             return number * _PREFIX[unit[: -len(base)]] * scale
     if unit in _PREFIX and not match[3]:
         return number * _PREFIX[unit]
-    raise ValueError(f"{text!r} has an unknown unit; use B, bit, FLOP with k, M, G, T (or Ki, Mi, Gi), or s, ms, us")
+    raise ValueError(f"{text!r:.80} has an unknown unit; use B, bit, FLOP with k, M, G, T (or Ki, Mi, Gi), or s, ms, us")
 
 
 def show_bytes(value: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.errors import SpecError
+from gnnplan.planner.files import from_json, read_bytes, read_json
 from gnnplan.planner.schedule import Schedule
 from gnnplan.planner.strategies.strategy import Memory, Prediction
-from gnnplan.planner.trace import LANE_ORDER, Span, overlap, recorded_order, transfer_times
+from gnnplan.planner.trace import LANE_ORDER, LONGEST, Span, overlap, recorded_order, transfer_times
 
+MAX_METRICS, MAX_RANK = 1 << 28, 1 << 28  # [B]
+_RANK = re.compile(r"rank(\d+)\.json")
 # all ranks meet: the transfer is the shortest span of the group
 TRANSFERS = ("halo", "moments", "all_reduce", "preload", "input_halo", "ask", "fetch", "fill", "ask_edges", "edges")
 
@@ -70,21 +73,25 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     """metrics.jsonl and rank*.json of a run. Raises SpecError."""
     make = f"make one with `gnnplan run plan.json --out {directory}`"
     try:
-        metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        ranks = [json.loads(p.read_text()) for p in sorted(directory.glob("rank*.json"), key=lambda p: int(p.stem[4:]))]
+        path = directory / "metrics.jsonl"
+        metrics = [from_json(path, line, make) for line in read_bytes(path, MAX_METRICS, make).splitlines()]
+        files = {int(match[1]): path for path in directory.iterdir() if (match := _RANK.fullmatch(path.name))}
+        ranks = [read_json(path, MAX_RANK, make) for _, path in sorted(files.items())]
+    except SpecError as error:
+        raise SpecError(f"{directory} is not a finished run ({error})") from error
     except OSError as error:
-        raise SpecError(f"{directory} is not a finished run ({error.filename}: {error.strerror}); {make}") from error
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{directory}: metrics.jsonl or a rank*.json is damaged ({error}); {make}") from error
+        raise SpecError(f"{directory} is not a finished run ({error.strerror}); {make}") from error
     if not metrics or not ranks:
         raise SpecError(f"{directory} is not a finished run (no {'rank*.json' if metrics else 'epoch in metrics.jsonl'}); {make}")
     for row in metrics:
-        if not (isinstance(row, dict) and all(isinstance(row.get(k), float | int) for k in ("epoch", "loss", "epoch_s"))):
-            raise SpecError(f"{directory}/metrics.jsonl: every line needs numbers epoch, loss and epoch_s, found {str(row)[:100]}; {make}")
+        if not (isinstance(row, dict) and all(type(row.get(k)) in (int, float) for k in ("epoch", "loss", "epoch_s"))
+                and 0 < row["epoch_s"] < LONGEST):
+            raise SpecError(f"{directory}/metrics.jsonl: every line needs numbers epoch, loss and epoch_s (above 0), found "
+                            f"{str(row)[:100]}; {make}")  # fmt: skip
     for rank in ranks:
         if not (isinstance(rank, dict) and all(_counts(rank.get(k, {} if k == "rows" else None)) for k in ("bytes", "setup_bytes", "rows"))
-                and isinstance(rank.get("peak_rss_bytes"), int) and isinstance(rank.get("peak_bytes"), int | None)):
-            raise SpecError(f"{directory}: a rank*.json needs bytes and setup_bytes by operation and peak_rss_bytes; {make}")
+                and _count(rank.get("peak_rss_bytes")) and "peak_bytes" in rank and _count(rank["peak_bytes"] or 0)):
+            raise SpecError(f"{directory}: a rank*.json needs bytes and setup_bytes by operation, peak_rss_bytes and peak_bytes; {make}")
     return metrics, ranks
 
 
@@ -107,7 +114,11 @@ def show_rows(rows: dict[str, int]) -> str:
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(nbytes, int) for nbytes in value.values())
+    return isinstance(value, dict) and all(map(_count, value.values()))
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simulated_step_s: float, schedule: Schedule,
@@ -158,7 +169,7 @@ def _memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     predicted = float(np.max(np.sum([use for name, use in memory.items() if name != "runtime" or not told], axis=0)))
     measured = max(rank["peak_bytes" if told else "peak_rss_bytes"] for rank in ranks)
     return {"of": "data" if told else "process", "predicted_bytes": predicted, "measured_bytes": measured,
-            "error": predicted / measured - 1}  # fmt: skip
+            "error": predicted / max(measured, 1) - 1}  # fmt: skip
 
 
 def _exposed(spans: Iterable[Span], steps: range) -> tuple[float, float]:
@@ -202,7 +213,7 @@ def _wrong(volume: bool, disorder: str | None, step: dict[str, Any], rows: list[
     missed = step["simulated_s"] - step["measured_s"]
     if abs(missed) <= 0.1 * step["measured_s"]:
         return "nothing by more than 10 % of the step"
-    gap, row = max(gaps, key=lambda pair: pair[0])
-    if gap >= 0.3 * abs(missed) and explained * missed > 0:
+    gap, row = max(gaps, key=lambda pair: pair[0], default=(0.0, {}))
+    if row and gap >= 0.3 * abs(missed) and explained * missed > 0:
         return f"cost: {row['operation']} was simulated {row['simulated_s'] or 0:.4f} s and measured {row['measured_s']:.4f} s per step"
     return f"schedule: operations fit, but the step was simulated {step['simulated_s']:.4f} s and measured {step['measured_s']:.4f} s"

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from scipy.special import pdtr
 
-from gnnplan.planner.expected import FULLEST, EstimatedBatch, EstimatedBatches, expected_frontier
+from gnnplan.planner.expected import FULLEST, EstimatedBatch, EstimatedBatches, expected_frontier, taken
 from gnnplan.planner.files import read_cluster
 from gnnplan.planner.graph import Graph, GraphStats, load
 from gnnplan.planner.job import Job
@@ -304,3 +305,11 @@ def test_shares_of_a_split_add_up_whoever_has_most(splitter: str, ranks: int) ->
     low, high = sorted(FULLEST[splitter])
     assert low <= edges[0] / edges.mean() * (1 + 1e-4) and edges[0] / edges.mean() <= high * (1 + 1e-4)
     assert np.ptp(edges[1:]) <= 1 <= edges[0] - edges[1]
+
+
+@pytest.mark.parametrize("fanout", [1, 2, 3, 10, 40])
+def test_what_is_taken_is_the_mean_of_the_smaller(fanout):
+    """E[min(X, k)] = sum over j < k of P(X > j), also of vertices without neighbours and of very many."""
+    mean = np.array([0.0, 1e-9, 0.3, 1.0, 7.0, 39.0, 1e6])
+    assert taken(fanout, mean) == pytest.approx(sum(1.0 - pdtr(j, mean) for j in range(fanout)), rel=1e-6, abs=1e-14)
+    assert taken(10**12, mean) == pytest.approx(mean)

@@ -114,8 +114,8 @@ def change_event(**fields):
         (lambda d: d["traceEvents"][-1].pop("args"), "span 2 .*'args'"),
         (change_event(bytes="many"), "span 0 .*many"),
         (change_event(end_s=-1.0), "ends after it starts"),
-        (change_event(start_s=float("nan")), "ends after it starts"),
-        (change_event(end_s=float("inf")), "ends after it starts"),
+        (change_event(start_s=float("nan")), "NaN is not a number"),
+        (change_event(end_s=float("inf")), "Infinity is not a number"),
     ],
 )
 def test_a_broken_file_names_itself_and_what_is_wrong(tmp_path, change, says):
@@ -138,7 +138,7 @@ def test_missing_ranks_and_empty_folders_are_errors(tmp_path):
         read_traces(tmp_path)
     write(tmp_path, world=3)
     (tmp_path / "trace.rank1.json").unlink()
-    with pytest.raises(SpecError, match=r"world_size is 3.*ranks \[1\] are missing"):
+    with pytest.raises(SpecError, match=r"world_size is 3.*rank 1 is missing"):
         read_traces(tmp_path)
 
 

@@ -50,6 +50,7 @@ from gnnplan.planner.strategies.gnnpipe_memory import memory
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
 TRICKS = ("shuffle", "historical_gradients", "period")
+MOST_CHUNKS = 100_000
 MOST_PAIRS = 2**20  # chunks x pairs of a stage's members that a candidate may have: more would take too long to look at
 
 
@@ -126,6 +127,8 @@ class GNNPipe(Strategy):
             fit = ", ".join(str(s) for s in range(1, min(job.ranks, layers) + 1) if job.ranks % s == 0)
             return (f"gnnpipe gives every stage equally many ranks (stages: {self.stages}, ranks: {job.ranks}); "
                     f"use stages in {{{fit}}} or --ranks {self.stages * max(1, job.ranks // self.stages)}")  # fmt: skip
+        if self.chunks > MOST_CHUNKS:
+            return f"gnnpipe: at most {MOST_CHUNKS:,} chunks are planned (chunks: {self.chunks:,}); use fewer, as 4 per rank"
         if self.chunks > vertices:
             return f"gnnpipe needs a vertex per chunk (vertices: {vertices}, chunks: {self.chunks}); use fewer chunks"
         if job.ranks > vertices * self.stages:

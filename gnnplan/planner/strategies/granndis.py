@@ -54,6 +54,7 @@ from gnnplan.planner.strategies import layerwise, layerwise_memory
 from gnnplan.planner.strategies.layerwise import Batches, Manner
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
 
+MOST = 10_000  # hops, and batches
 MAX_HOP, FANOUT = 1, 15  # the paper's defaults, Sec. 4.3
 DEGREES = ("global", "local")
 GROUPS = ("server", "island")
@@ -178,6 +179,8 @@ class GraNNDis(Strategy):
         for knob, value, least in (("max_hop", self.max_hop, MAX_HOP), ("fanout", self.fanout, FANOUT), ("batches", self.batches, 1)):
             if value is not None and value < 1:
                 raise SpecError(f"granndis: {knob} is at least 1, not {value}; use {knob}={least}, or leave it out")
+            if value is not None and value > MOST and knob != "fanout":
+                raise SpecError(f"granndis: {knob} is at most {MOST:,}, not {value:,}; use {knob}={least}, or leave it out")
         if self.degrees not in DEGREES:
             raise SpecError(f"granndis: degrees is 'global' (of the whole graph) or 'local' (among a {self.group}'s rows), "
                             f"not {self.degrees!r}")  # fmt: skip

@@ -168,6 +168,6 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
             knobs = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
             if len(knobs) == len(node.keywords):  # no **, no knob twice
                 return node.func.id, knobs
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # the last: parentheses too deep
         pass
-    raise SpecError(f"--strategy {text!r} is not a family with knobs; write it as 'gnnpipe(stages=4,chunks=16)'")
+    raise SpecError(f"--strategy {text!r:.200} is not a family with knobs; write it as 'gnnpipe(stages=4,chunks=16)'")
