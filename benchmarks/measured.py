@@ -118,6 +118,9 @@ def table() -> None:
         return f"| {what} | - | - | - | - |" if of is None else (
             f"| {what} | {of['n']} | {of['mean']:.1%} | {of['p95']:.1%} | {of['max']:.1%} |")  # fmt: skip
 
+    def order(tau: float | None) -> str:
+        return "-" if tau is None else f"{tau:.2f}"
+
     print("| | runs | mean | 95 % have at most | largest |\n|---|--:|--:|--:|--:|")
     for way in ("predicted", "simulated"):
         print(line(f"step, {way}", told["step"][way]))
@@ -131,9 +134,9 @@ def table() -> None:
     print("| question | strategies | tau | chosen | fastest | regret |\n|---|--:|--:|---|---|--:|")
     for one in told["rankings"]:
         names = f"{one['choice']} | {one['fastest']}"
-        print(f"| {one['question']} | {one['strategies']} | {one['tau']:.2f} | {names} | {one['regret']:.1%} |")
+        print(f"| {one['question']} | {one['strategies']} | {order(one['tau'])} | {names} | {one['regret']:.1%} |")
     if every := told["ranking"]:
-        print(f"| all {every['questions']} || {every['tau']:.2f} | right or within noise | {every['right']:.0%} | {every['regret']:.1%} |")
+        print(f"| all {every['questions']} || {order(every['tau'])} | right or within noise | {every['right']:.0%} | {every['regret']:.1%} |")
 
 
 if __name__ == "__main__":

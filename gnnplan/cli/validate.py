@@ -140,6 +140,9 @@ def show_runs(directories: list[Path], cluster: str | None, refitted: Path | Non
     if as_json:
         emit(result)
     else:
+        def order(tau: float | None) -> str:
+            return "-" if tau is None else f"{tau:.2f}"
+
         def told(of: dict[str, float] | None) -> list[str]:
             return ["-", "-", "-"] if of is None else [f"{of[what]:.1%}" for what in ("mean", "p95", "max")]
 
@@ -153,11 +156,11 @@ def show_runs(directories: list[Path], cluster: str | None, refitted: Path | Non
               f"median epoch comes out again within {result['noise']:.1%}")  # fmt: skip
         if result["rankings"]:
             table("choices", ["question", "strategies", "tau", "chosen", "fastest", "regret"], [
-                [one["question"], str(one["strategies"]), f"{one['tau']:.2f}", one["choice"], one["fastest"], f"{one['regret']:.1%}"]
+                [one["question"], str(one["strategies"]), order(one["tau"]), one["choice"], one["fastest"], f"{one['regret']:.1%}"]
                 for one in result["rankings"]])  # fmt: skip
             ranked = result["ranking"]
             print(f"the choice was right, or within noise, in {ranked['right']:.0%} of {ranked['questions']} questions; regret "
-                  f"{ranked['regret']:.1%} on average, tau {ranked['tau']:.2f}")  # fmt: skip
+                  f"{ranked['regret']:.1%} on average, tau {order(ranked['tau'])}")  # fmt: skip
         for one in result["doubt"]:
             if one["slower"]:
                 print(f"{one['constant']}: {one['slower']:.2f} times as long as predicted, {abs(one['share']):.1%} of the epochs")

@@ -24,7 +24,7 @@ from gnnplan.planner.strategies import Strategy
 
 DOUBT = 0.1  # e times a measured constant is as bad as an epoch missed by a tenth: what runs do not tell stays as it was
 WIDEST = 10.0  # a factor beyond this explains nothing
-TRANSFERS = ("halo", "pipeline", "all_reduce", "moments", "exchange", "push", "pull", "fetch", "ask", "edges", "logits")
+TRANSFERS = ("halo", "pipeline", "all_reduce", "moments", "ids", "push", "pull", "fetch", "ask", "ask_edges", "edges", "logits")
 
 
 class Planned(NamedTuple):
@@ -120,16 +120,18 @@ def ranking(runs: Sequence[Run]) -> dict[str, Any]:
              for same in _by(runs, lambda run: run.strategy)}  # fmt: skip
     choice, fastest = (min(found, key=lambda name, at=at: found[name][at]) for at in (0, 1))  # type: ignore[misc]
     regret = found[choice][1] / found[fastest][1] - 1
-    tau = float(kendalltau(*zip(*found.values(), strict=True)).statistic)
+    told, seen = zip(*found.values(), strict=True)
+    tau = float(kendalltau(told, seen).statistic) if min(len(set(told)), len(set(seen))) > 1 else None  # alike: there is no order
     return {"question": runs[0].name, "strategies": len(found), "choice": choice, "fastest": fastest, "regret": regret, "tau": tau,
             "right": choice == fastest, "within_noise": regret <= 2 * noise(runs)}  # fmt: skip
 
 
-def _all(rankings: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+def _all(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
     """Of all questions together; None of none."""
     if not rankings:
         return None
-    return {"questions": len(rankings), "tau": mean(one["tau"] for one in rankings), "regret": mean(one["regret"] for one in rankings),
+    taus = [one["tau"] for one in rankings if one["tau"] is not None]
+    return {"questions": len(rankings), "tau": mean(taus) if taus else None, "regret": mean(one["regret"] for one in rankings),
             "worst_regret": max(one["regret"] for one in rankings),
             "right": mean(one["right"] or one["within_noise"] for one in rankings)}  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Many runs: errors, rankings and regret by hand, and a refit that finds what was made slower."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import read_cluster
 from gnnplan.planner.graph import load
 from gnnplan.planner.job import Job
-from gnnplan.planner.runs import Planned, Run, errors, noise, refit, same_shape, summarise
+from gnnplan.planner.runs import TRANSFERS, Planned, Run, errors, noise, refit, same_shape, summarise
+from gnnplan.planner.schedule import Collective, Send
 from gnnplan.planner.specs import Cluster, Link, Workload
 from gnnplan.planner.strategies import parse
 
@@ -53,6 +55,29 @@ def test_questions_are_not_mixed_and_one_strategy_is_no_ranking():
     told = summarise([run("graph_parallel", 1.0, 1.0), run("pipegcn", 2.0, 2.0), *other])
     [one] = told["rankings"]
     assert "sage 3x16, 2x2" in one["question"] and one["tau"] == 1.0 and told["ranking"]["right"] == 1.0
+
+
+def test_predictions_that_are_alike_have_no_order_and_the_document_is_json():
+    """Kendall's tau of them is no number, which JSON does not have."""
+    alike = [run("pipegcn", 1.0, 1.0), run("pipegcn_f", 1.1, 1.0)]
+    told = summarise(alike)
+    assert told["rankings"][0]["tau"] is None and told["ranking"]["tau"] is None
+    ordered = [run("graph_parallel", 1.0, 1.0, hidden=32), run("pipegcn", 2.0, 2.0, hidden=32)]
+    both = summarise([*alike, *ordered])
+    assert both["ranking"]["tau"] == 1.0 and both["ranking"]["questions"] == 2
+    json.dumps([told, both], allow_nan=False)
+
+
+def test_every_transfer_of_a_schedule_is_one_when_constants_are_doubted():
+    graph = Job(GRAPH.stats, GRAPH, Workload(mode="mini", batch=60, fanout=(4, 4), layers=2, hidden=16), CLUSTER, "metis")
+    full = Job(GRAPH.stats, GRAPH, Workload(hidden=16, layers=4), CLUSTER, "metis")
+    moved = set()
+    for job, names in ((graph, ("gsplit", "p3", "data_parallel(cache=1000,features='spread',structure='spread')")),
+                       (full, ("graph_parallel", "gnnpipe(stages=2,chunks=4)"))):  # fmt: skip
+        for name in names:
+            schedule = parse(name).settle(job).schedule(job, 1)
+            moved |= {task.label.op for task in schedule.tasks if isinstance(task.work, Send | Collective)}
+    assert {"ids", "ask_edges", "fetch", "pull", "pipeline", "halo"} <= moved <= set(TRANSFERS)
 
 
 def test_noise_is_that_of_repeated_runs_or_of_a_median():
