@@ -52,6 +52,8 @@ def run(
     if launch.started_by_launcher():
         if restarts:
             raise SpecError("ranks that torchrun or srun has started are started anew by it; use torchrun --max-restarts, not --restarts")
+        if emulate is not None:
+            raise SpecError("--emulate starts ranks of its own, and torchrun or srun has started this one; use one of the two")
         if out is None:
             raise SpecError("--out is needed when torchrun or srun starts the ranks, so that all of them write to one folder")
         code = launch.follow(plan_file, out, options)

@@ -6,7 +6,7 @@ holds tensors by name (weights, the optimizer's, what a strategy carries from st
 and what the rank has counted so far. Random numbers are functions of (seed, epoch, ...): there are none to keep. No pickles.
 
 A file is whole or absent, and an epoch counts when all ranks have its file, wherever their disks are. A rank keeps its last two: it may
-be one ahead of another, and never two, since ranks meet at the end of every epoch.
+be one ahead of another, and never two, since each waits for its last file to be on the disk before ranks meet to write the next.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from gnnplan.planner.errors import GnnplanError, LostRank, SpecError
 
 PORT = 29500  # where ranks meet: nobody else lives in the namespace
@@ -52,6 +54,9 @@ def check() -> None:
         raise SpecError(f"an emulated cluster needs {', '.join(absent)}; apt-get install iproute2 util-linux")
     if os.geteuid():
         raise SpecError(f"an emulated cluster needs root for its network namespaces (this is user {os.geteuid()}); use sudo")
+    if torch.cuda.is_available():
+        raise SpecError("an emulated cluster's ranks are on the processor: NCCL would move what GPUs send past the emulated cards; use "
+                        "CUDA_VISIBLE_DEVICES=")  # fmt: skip
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from gnnplan.executor import lab
 from gnnplan.executor.kernels import keep_allocator
 from gnnplan.executor.memory import free_memory
 from gnnplan.executor.microbench import Bench
+from gnnplan.executor.worker import as_torchrun_has_it, die_with_parent
 from gnnplan.planner.alphabeta import fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.specs import Cluster, Device, Link
@@ -47,6 +49,8 @@ def measure(ranks: int, progress: Callable[[str], None] | None = None, servers: 
     """
     if min(ranks, servers) < 1:
         raise SpecError(f"ranks is {ranks} and servers {servers}; measure at least 1")
+    if emulated is not None and servers == 1:
+        raise SpecError("an emulated card is of what is between servers, and this is one server; give --servers 2 or more")
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.device_count() < ranks * servers:
         raise SpecError(f"every rank needs a CUDA device (ranks: {ranks * servers}, devices: {torch.cuda.device_count()}); "
@@ -73,11 +77,18 @@ def measure(ranks: int, progress: Callable[[str], None] | None = None, servers: 
 
 def measure_as_rank(tell: Callable[[str], None], seconds: float = SECONDS) -> Cluster | None:
     """Be one of the ranks that torchrun or srun started on real servers; rank 0 returns what all have found."""
-    memory = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    found = _attempt(seconds, tell, one_machine=False)
-    each = found["places"].count(0)
-    cluster = cluster_of(found, max(found["places"]) + 1, each, memory, one_machine=False) if dist.get_rank() == 0 else None
-    dist.barrier()
+    env = as_torchrun_has_it()
+    memory = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        found = _attempt(seconds, tell, one_machine=False)
+        counts = Counter(found["places"])
+        if len(set(counts.values())) > 1:
+            ranks = ", ".join(f"{count} on server {server}" for server, count in sorted(counts.items()))
+            raise SpecError(f"a cluster has equally many ranks on every server, and here are {ranks}; start as many on each")
+        cluster = cluster_of(found, len(counts), counts[0], memory, one_machine=False) if dist.get_rank() == 0 else None
+        dist.barrier()
+    except RuntimeError as error:  # torch's, of peers that are gone
+        raise LostRank(f"rank {env['RANK']} failed while measuring: {type(error).__name__}: {error}") from error
     return cluster
 
 
@@ -133,7 +144,7 @@ def _attempt(seconds: float, tell: Callable[[str], None], one_machine: bool) -> 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     dist.init_process_group("nccl" if cuda else "gloo", "env://", timeout=datetime.timedelta(seconds=STUCK))
     places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, int(os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0"))))
+    dist.all_gather_object(places, int(os.environ.get("GROUP_RANK", "0")))
     bench = Bench(dist.get_rank(), places, torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
                   None if cuda else cores(), one_machine, seconds)  # fmt: skip
     return {"places": places, **bench.all(tell)}
@@ -141,6 +152,7 @@ def _attempt(seconds: float, tell: Callable[[str], None], one_machine: bool) -> 
 
 def _main(folder: Path, seconds: float) -> None:
     rank = int(os.environ["RANK"])
+    die_with_parent()
 
     def tell(what: str) -> None:
         if rank == 0:

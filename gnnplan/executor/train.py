@@ -97,6 +97,9 @@ def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: i
             tested = worker.counts(worker.evaluate(step))
             rank.recording = True
         record.grown.append(resident())
+        if checkpoints and kept:  # before ranks meet: none may be two ahead of another, which would leave them without one in common
+            rank.doing.begin("phase", f"the checkpoint before epoch {epoch + 1}")
+            checkpoints.wait()
         rank.doing.begin("phase", f"the metrics of epoch {epoch + 1}")
         row = _row(rank, epoch, loss, counts, tested, seconds, sum(rank.sent.values()) - sent_before)
         if not math.isfinite(row["loss"]):

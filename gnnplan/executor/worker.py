@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -175,17 +175,25 @@ def _first_host(nodes: str) -> str:
     return head + re.split("[-,\\]]", rest)[0] if bracket else head
 
 
+def as_torchrun_has_it() -> MutableMapping[str, str]:
+    """The environment, in which srun's names for a rank are torchrun's too."""
+    env = os.environ
+    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:
+        env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": env["SLURM_LOCALID"]}
+        env.setdefault("GROUP_RANK", env.get("SLURM_NODEID", "0"))
+        env.setdefault("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", env["WORLD_SIZE"]))
+        env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
+        env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000))
+    return env
+
+
 def open_rank(timeout_s: float = 30.0, job: Job | None = None) -> Rank:
     """This process's rank from the launcher's environment (torchrun or Slurm), or the only rank without one. Launchers count the GPUs
     in use; which rank of a job sits there is for its seats to say.
 
     NCCL when every local rank has a GPU of its own; it refuses two ranks on one GPU, which go over Gloo with host staging.
     """
-    env = os.environ
-    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:  # srun
-        env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": env["SLURM_LOCALID"]}
-        env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
-        env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000))
+    env = as_torchrun_has_it()
     rank, size, local = (int(env.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", str(size))))
     torch.set_num_threads(max(1, int(env.get("GNNPLAN_THREADS", "1"))))

@@ -1,6 +1,7 @@
 """Measuring gives a usable cluster, says where each number comes from, and leaves nothing behind."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from gnnplan.executor.measure import measure
 from gnnplan.executor.microbench import WIDTHS
 from gnnplan.planner.alphabeta import Shape, fit
 from gnnplan.planner.errors import LostRank, SpecError
+from gnnplan.planner.files import read_cluster
 from gnnplan.planner.specs import Cluster, Link
 
 
@@ -72,6 +74,26 @@ def test_a_rank_that_fails_is_named_and_nothing_stays(started: list[subprocess.P
 SIZES = [2**k for k in range(10, 25)]
 
 
+@pytest.mark.timeout(240)
+def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
+    """One on each of two servers, by Slurm's names alone; the first has the cluster, and the port is of the job."""
+    srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0",
+            "SLURM_JOB_ID": str(os.getpid()), "GNNPLAN_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    command = [sys.executable, "-m", "gnnplan", "measure", "--seconds", "0.01", "-o"]
+    ranks = [subprocess.Popen([*command, str(tmp_path / f"{rank}.yaml")], env=os.environ | srun | {name: str(rank) for name in (
+        "SLURM_PROCID", "SLURM_NODEID")}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    cluster = read_cluster(str(tmp_path / "0.yaml"))
+    assert (cluster.servers, cluster.gpus_per_server, cluster.one_machine) == (2, 1, False)
+    assert set(cluster.collectives) == {f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")}
+    assert not (tmp_path / "1.yaml").exists() and "between servers" in said[0] and not said[1]
+
+
 def test_fit_survives_an_outlier() -> None:
     samples = [(n, 2 * 50e-6 + 3 * n / 2e9, n * 1e-10) for n in SIZES]
     samples[4] = (SIZES[4], 10 * samples[4][1], 0.0)
@@ -87,6 +109,11 @@ def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
     assert median(errors) < 0.03 and max(errors) < 0.12  # most at 2 MiB, where the truth has a corner that is not fitted
     plain = link.model_copy(update={"efficiency": {}})
     assert plain.latency + 2**24 / plain.bandwidth < 0.6 * (truth.latency + float(truth.stretched(2**24)) / truth.bandwidth)
+
+
+def test_a_card_between_no_servers_is_refused() -> None:
+    with pytest.raises(SpecError, match="this is one server; give --servers 2"):
+        measure(2, emulated=5e7)
 
 
 def test_no_ranks_is_refused() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import Case, Ranks, Result
 
+from gnnplan.executor import checkpoint, train
 from gnnplan.executor.checkpoint import Checkpoints, fill, latest, stored
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.errors import SpecError
@@ -61,6 +65,21 @@ def test_broken_off_and_resumed_is_unbroken(case: Case, run_ranks: Ranks, graphs
     assert not all(torch.equal(broken.weights[name], p) for name, p in before.items())  # there is something left to learn
     resumed = run_ranks(2, [replace(case, epochs=7, resume=str(broken.out))])[0]
     same(resumed, unbroken)
+
+
+def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(run_ranks: Ranks, graphs: dict[str, str],
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """One with a slow disk was still at epoch 20's when a fast one had 20 and 30 and no longer 10: lost then, they had none in common."""
+    fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
+
+    def meet(rank: Rank, epoch: int, *more: Any) -> dict[str, Any]:
+        there[epoch + 1] = stored(run_ranks.folder / f"run{run_ranks.runs}", [0])[0]
+        return row(rank, epoch, *more)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda file: (time.sleep(0.1), fsync(file)))
+    monkeypatch.setattr(train, "_row", meet)
+    run_ranks.alone(Case("graph_parallel", graphs["rough"], FULL, epochs=4, checkpoint_every=1))
+    assert there == {1: [], 2: [1], 3: [1, 2], 4: [2, 3]}
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------
