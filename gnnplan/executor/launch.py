@@ -236,7 +236,7 @@ def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | No
             for name in (f"rank{rank.rank}.json", "weights.safetensors"):  # of a run that was done, and is to have more epochs
                 (out / name).unlink(missing_ok=True)
         make_folder(out)
-        if new and rank.rank == 0:
+        if new and os.environ.get("LOCAL_RANK", "0") == "0":  # on every server, which may have a disk of its own
             write(out / "plan.json", document)
             options.write(out)
         at.begin("phase", "set-up")

@@ -169,7 +169,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
         lab.check()
     monkeypatch.setattr(lab.os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab.torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SpecError, match="ranks are on the processor: .* use CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(SpecError, match=r"ranks are on the processor: .* use CUDA_VISIBLE_DEVICES="):
         lab.check()
     monkeypatch.setattr(lab.sys, "platform", "darwin")
     with pytest.raises(SpecError, match="needs Linux"):

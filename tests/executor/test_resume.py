@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 from ranks import Case, Ranks, Result
 
+from gnnplan.cli import app
 from gnnplan.executor import checkpoint, train
 from gnnplan.executor.checkpoint import Checkpoints, fill, latest, stored
 from gnnplan.executor.worker import Rank
@@ -80,6 +84,34 @@ def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(run_ra
     monkeypatch.setattr(train, "_row", meet)
     run_ranks.alone(Case("graph_parallel", graphs["rough"], FULL, epochs=4, checkpoint_every=1))
     assert there == {1: [], 2: [1], 3: [1, 2], 4: [2, 3]}
+
+
+def test_servers_with_disks_of_their_own_resume_from_these(tmp_path: Path) -> None:
+    """A rank on each of two, as srun starts them: each finds plan and options in its own folder."""
+    plan = tmp_path / "plan.json"
+    graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
+    app(["plan", "--graph", graph, "--hidden", "8", "--set", "servers=2", "--set", "gpus_per_server=1", "--strategy", "pipegcn", "-o",
+         str(plan)], standalone_mode=False)  # fmt: skip
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0",
+             "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+
+    def run(job: int, *arguments: str) -> None:
+        ranks = []
+        for rank in map(str, range(2)):
+            command = [sys.executable, "-m", "gnnplan", "run", *(word.replace("RANK", rank) for word in arguments)]
+            env = os.environ | slurm | {"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_JOB_ID": str(os.getpid() + job)}
+            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        try:
+            said = [rank.communicate(timeout=80)[1] for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        assert [process.returncode for process in ranks] == [0, 0], said
+
+    run(1, str(plan), "--out", str(tmp_path / "serverRANK"), "--epochs", "4", "--checkpoint-every", "2", "--eval-every", "3")
+    run(2, "--resume", str(tmp_path / "serverRANK"), "--epochs", "7")
+    rows = [json.loads(line) for line in (tmp_path / "server0" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]  # with the options that it had
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------
