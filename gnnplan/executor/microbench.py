@@ -36,7 +36,7 @@ SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64,
 SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
 BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
-LONGEST = 0.4  # [s] that a message may take; larger ones are left out
+LONGEST = 1.6  # times what is spent on a number: what a message may take; larger ones are left out
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
 
@@ -204,7 +204,7 @@ class Bench:
         mine = next((group for group in groups if self.rank in group), None)
         found: list[Sample] = []
         for size in SIZES:
-            if (op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]) or (found and found[-1][1] > LONGEST):
+            if (op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]) or (found and found[-1][1] > LONGEST * self.seconds):
                 break
             work: Callable[[], Any] = getattr(self, f"_{op}")(size, mine) if mine else lambda: None
             found.append((size, *self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5)))
