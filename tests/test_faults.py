@@ -60,11 +60,12 @@ def test_a_rank_that_raises_ends_all_and_is_quoted(tmp_path: Path, start: Start)
     """Rank 1 fails in its fourth epoch, by a patch that Python loads before the program."""
     (tmp_path / "patch").mkdir()
     (tmp_path / "patch" / "sitecustomize.py").write_text("""
-import math, os
+import math, os, sys
 if os.environ.get("RANK") == "1":
     real, calls = math.isfinite, []
     def isfinite(value):
-        calls.append(value)
+        if sys._getframe(1).f_globals["__name__"] == "gnnplan.executor.train":  # readers of JSON ask too
+            calls.append(value)
         if len(calls) == 4:
             raise ZeroDivisionError("injected by the test")
         return real(value)
