@@ -251,7 +251,7 @@ def _attempt(plan: Path, out: Path, options: Options, new: bool) -> Failure | No
         where = error.__notes__[0].removeprefix("in ") if hasattr(error, "__notes__") else str(at)
         if ran_out(error):
             device = rank.device if rank else torch.device("cpu")
-            with suppress(GnnplanError):
+            with suppress(GnnplanError, MemoryError):
                 predicted = predicted or filled(read(plan))
             said = f"memory ran out ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
             return Failure(4, "\n".join([said, account(predicted), found(device), REMEDY]), where, number, server)

@@ -99,7 +99,7 @@ def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> byte
     must_be_file(path, remedy)
     try:
         with open(path, "rb") as stream:
-            raw = stream.read(most + 1)
+            raw = stream.read(min(os.fstat(stream.fileno()).st_size, most) + 1)  # no buffer of the size that is allowed
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from error
     if len(raw) > most:

@@ -3,6 +3,8 @@
 import os
 import stat
 import textwrap
+import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +15,7 @@ from gnnplan.planner.files import (
     PRESETS,
     apply_overrides,
     cache_dir,
+    read_bytes,
     read_cluster,
     read_workload,
     read_yaml,
@@ -281,3 +284,14 @@ def test_folders_are_made_only_when_asked_for(tmp_path):
         write_atomically(path, "x")
     write_atomically(path, "x", parents=True)
     assert path.read_text() == "x"
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path):
+    """A rank whose memory had run out could not read its plan of some kB to say what filled it: the buffer had the size that is allowed."""
+    (tmp_path / "small").write_bytes(b"x" * 100)
+    tracemalloc.start()
+    try:
+        assert len(read_bytes(tmp_path / "small", 64 << 20)) == 100
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
