@@ -192,7 +192,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
                   **{f"device.{name}": f"{source}, lower quartile" for name in ("memory_bandwidth", "gather", "launch")},
                   "host_rates": f"{source}, lower quartile", "cores": "counted", "one_machine": "as started"}  # fmt: skip
     if "crowded" in found:
-        crowd = found["crowded"][0][1]
+        crowd = found["crowded"]
         slower, shared = typical(crowd) / typical(found["gemm"][0][1]), len(crowd) / active
         provenance["cores"] += f"; {len(crowd)} ranks on them take {slower:.2f} times as long (shared equally: {shared:.2f})"
     measured = {where: {op: found[f"{op}.{where}"] for op in ("exchange", "send", "all_reduce") if f"{op}.{where}" in found}
