@@ -23,7 +23,7 @@ from gnnplan.planner.runs import Run, summarise
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
 ROWS = TRACES / "runs.csv"
-EPOCHS = "12"
+EPOCHS, LONG = 12, 3.0  # [s] a predicted epoch that half as many must do for
 JOBS = {
     "squirrel": ("squirrel", ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5")),
     "flickr": ("flickr", ("--model", "sage", "--layers", "3", "--hidden", "256")),
@@ -72,7 +72,9 @@ def run(datasets: Path, jobs: list[str]) -> None:
                         asked = ("--graph", source, *workload, "--cluster", str(constants(*cluster)))
                         gnnplan("plan", *asked, "--strategy", strategy, "-o", plan)
                         emulated = ("--emulate", rate) if rate else ()
-                        gnnplan("run", plan, "--epochs", EPOCHS, "--eval-every", "0", "--out", out, "--timeout", "120", *emulated)
+                        predicted = json.loads(Path(plan).read_text())["best"]["predicted"]["epoch_s"]
+                        epochs = str(EPOCHS // 2 if predicted > LONG else EPOCHS)
+                        gnnplan("run", plan, "--epochs", epochs, "--eval-every", "0", "--out", out, "--timeout", "120", *emulated)
                         append(job, name(*cluster), strategy, examine(Path(out)))
 
 

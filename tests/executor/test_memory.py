@@ -151,6 +151,7 @@ RUNS = {
     "attention": (2, Case("graph_parallel", THIN, {"model": "gat", "layers": 3, "hidden": 64, "heads": 2})),
     "propagation": (2, Case("graph_parallel", MANY, {"model": "sgc", "layers": 4, "dropout": 0.5})),
     "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
+    "pipegcn, narrow": (2, Case("pipegcn(narrow=True)", DENSE, {**SAGE, "hidden": 256})),  # wide rows leave beside the last layer's
     "pipegcn_gf": (2, Case("pipegcn_gf", DENSE, {**SAGE, "hidden": 126, "dropout": 0.5})),
     "recompute": (2, Case("granndis(depth=1)", DENSE, {**SAGE, "hidden": 122}, servers=2)),
     "sampling": (2, Case("granndis(max_hop=1,fanout=5)", THIN, {**RES, "hidden": 60}, servers=2)),

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.checkpoint import Resumable, fill
-from gnnplan.executor.comm import Exchange, all_reduce
-from gnnplan.executor.data import Targets, features, lengths_of, sparse_features
+from gnnplan.executor.comm import Exchange, all_reduce, view
+from gnnplan.executor.data import Targets, dtype_of, features, lengths_of, sparse_features
 from gnnplan.executor.kernels import Rows, SparseRows, dropout
 from gnnplan.executor.models import BatchNorm, Drop, Net
 from gnnplan.executor.share import Share, share_of
@@ -59,7 +59,6 @@ class Worker(Resumable):
     batch: int | None = None  # training vertices of all ranks where the share is of a batch
     pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
     leaving: dict[int, Tensor] = field(default_factory=dict)  # stale: a layer's halo gradients on their way home
-    smooth: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # s_t by way and layer
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # 'f:l2' -> per step ||used - true||^2 and ||true||^2
 
     @property
@@ -88,8 +87,23 @@ class Worker(Resumable):
         self.own_vertices = torch.from_numpy(share.own).to(device)
         self.vertices_in_all = share.everyone
         self.targets = Targets(job.graph, share.own, job.workload, device, self.batch)
+        dtype = dtype_of(job.workload)
+        self.leaves, self.comes = (torch.empty(numbers, dtype=dtype, device=device) for numbers in self._room_on_lane())
         self.features: Tensor | SparseRows = torch.empty(0)  # what layer 1, or the encoder, reads
         self.cached: Tensor | None = None
+
+    def _room_on_lane(self) -> tuple[int, int]:
+        """Numbers of the comm lane's own buffers, which stale exchanges use in turn: rows that leave, and those to be smoothed."""
+        leaves, comes = 0, 0
+        for layer in range(self.shapes.first_varying + 1, len(self.layers) + 1) if self.how.staleness else ():
+            exchange, width = self.exchanges[layer], self.shapes.exchanged_width(layer, self.how.narrow)
+            gives, takes = sum(exchange.gives) * width, sum(exchange.take) * width
+            leaves = max(leaves, gives)
+            comes = max(comes, takes * self._smooths("f"), gives * self._smooths("b"))
+        return leaves, comes
+
+    def _smooths(self, way: str) -> bool:
+        return ("f" if way == "f" else "g") in self.how.smoothing
 
     def keep(self, features: Tensor | SparseRows) -> None:
         """Features that stay, or layer 1's aggregate of them."""
@@ -132,16 +146,17 @@ class Worker(Resumable):
     def _outgoing(self, entered: _Step) -> Tensor:
         return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
 
-    def _halo(self, step: int, layer: int, way: str, rows: Tensor, home: Tensor | None = None, into: Tensor | None = None
-              ) -> Callable[[], Tensor]:  # fmt: skip
-        """What sends this rank's rows and receives others'; gradients ('b') are added to `home`. `into`: the buffer that they fill."""
+    def _halo(self, step: int, layer: int, way: str, rows: Tensor, home: Tensor | None = None, into: Tensor | None = None,
+              leaves: Tensor | None = None) -> Callable[[], Tensor]:  # fmt: skip
+        """What sends this rank's rows and receives others'; gradients ('b') are added to `home`. `into`: the buffer that they fill;
+        `leaves`: a flat one that this rank's own leave from."""
         exchange = self.exchanges[layer]
         label = Label("halo", step, way, layer)
         nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
 
         def swap() -> Tensor:
             with self.rank.span(label, "comm", nbytes):
-                received = exchange.forward(exchange.pack(rows), into) if way == "f" else exchange.backward(rows, into)
+                received = exchange.forward(exchange.pack(rows, leaves), into) if way == "f" else exchange.backward(rows, into)
                 if home is not None:
                     exchange.add_home(home, received)
                 return received
@@ -156,23 +171,24 @@ class Worker(Resumable):
     def _send_for_next(self, step: int, layer: int, way: str, rows: Tensor, used: Tensor | None) -> None:
         """On its own lane, however far that lags behind: `rows` stay what they are until they have left. What was used in this step makes
         room for what comes, unless it is still needed."""
-        compared = used if self.rank.staleness_errors else None
-        keeps = compared is not None or ("f" if way == "f" else "g") in self.how.smoothing
-        swap = self._halo(step, layer, way, rows, into=None if keeps else used)
-        self.pending[way, layer] = self.rank.submit("comm", lambda: self._smoothed(way, layer, swap(), compared))
+        if self._smooths(way):
+            exchange = self.exchanges[layer]
+            into: Tensor | None = view(self.comes, sum(exchange.take if way == "f" else exchange.gives), rows.shape[1])
+        else:
+            into = None if self.rank.staleness_errors else used
+        swap = self._halo(step, layer, way, rows, into=into, leaves=self.leaves)
+        self.pending[way, layer] = self.rank.submit("comm", lambda: self._smoothed(way, layer, swap(), used))
 
     def _smoothed(self, way: str, layer: int, received: Tensor, used: Tensor | None) -> Tensor:
-        """What the next step uses for what this step has `received`, v_t: s_t = gamma s_{t-1} + (1 - gamma) v_t, or v_t itself."""
+        """What the next step uses for what this step has `received`, v_t: s_t = gamma s_{t-1} + (1 - gamma) v_t in the place of s_{t-1},
+        which this step has `used`, or v_t itself."""
         if self.rank.staleness_errors:
             gap = received if used is None else used - received
             squares = float(gap.double().square().sum()), float(received.double().square().sum())
             self.errors.setdefault(f"{way}:l{layer}", []).append(squares)
-        if ("f" if way == "f" else "g") not in self.how.smoothing:
+        if not self._smooths(way):
             return received
-        last = self.smooth.get((way, layer))
-        smooth = received.mul_(1 - self.gamma) if last is None else received.lerp_(last, self.gamma)  # the last are still in use
-        self.smooth[way, layer] = smooth
-        return smooth
+        return received * (1 - self.gamma) if used is None else used.lerp_(received, 1 - self.gamma)
 
     def _moments(self, step: int, layer: int, entered: _Step) -> None:
         """Batch norm's moments of h_{l-1}: each vertex counts once, at its owner."""
@@ -266,8 +282,9 @@ class Worker(Resumable):
                 used = self._stale(layer, "b")
                 if used is not None:
                     self.exchanges[layer].add_home(gradient, used)
-                leaving = self.leaving.setdefault(layer, torch.empty_like(far)).copy_(far)
-                self._send_for_next(step, layer, "b", leaving, used)
+                if layer not in self.leaving:
+                    self.leaving[layer] = torch.empty_like(far)
+                self._send_for_next(step, layer, "b", self.leaving[layer].copy_(far), used)
             else:
                 self._halo(step, layer, "b", far, home=gradient)()
         self._moments_home(step, layer, entered, gradient)
@@ -348,7 +365,7 @@ class Worker(Resumable):
             future.result()
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, and where rows are stale those that the next step uses: smoothed ones are the smoothing's own buffers too."""
+        """Weights, and where rows are stale those that the next step uses."""
         return super().state() | {f"stale.{way}.{layer}": future.result() for (way, layer), future in self.pending.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -356,10 +373,7 @@ class Worker(Resumable):
         for name, tensor in state.items():
             if name.startswith("stale."):
                 way, layer = name.split(".")[1], int(name.split(".")[2])
-                rows = tensor.to(self.rank.device, copy=True)
-                self.pending[way, layer] = there(rows)
-                if ("f" if way == "f" else "g") in self.how.smoothing:
-                    self.smooth[way, layer] = rows
+                self.pending[way, layer] = there(tensor.to(self.rank.device, copy=True))
 
 
 def open_worker(rank: Rank, job: Job, layout: Layout, how: Manner, gamma: float = 0.0, degrees: str = "global", net: Net | None = None

@@ -45,13 +45,23 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
                 f = each.facts(layer)
                 structure = block(kind, model, model.layers[layer - 1], f.rows, f.sources, f.edges) + 8 * f.given
                 use["graph"] = use["graph"] + count * structure
-            if how.staleness and layer > model.first_varying:
-                late = each.facts(layer)  # rows that come, their gradients that leave, and those that come
-                use["halo"] = use["halo"] + (2 * late.taken + late.given) * model.exchanged_width(layer, how.narrow) * b
+        use["halo"] = use["halo"] + _late(job, each, how)
         use["graph"] = use["graph"] + count * 16 * f.rows  # labels and masks
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
     use["buffers"] = use["buffers"] + np.maximum(_arriving(job, layout) - training, 0.0)
     return use
+
+
+def _late(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> np.ndarray:
+    """Buffers of stale exchanges [B], which stay: per layer rows that come, their gradients that leave, and those that come; for all
+    layers in turn rows that leave and what is to be smoothed."""
+    kept, leaves, comes = np.zeros((3, job.ranks))
+    for layer in range(job.model.first_varying + 1, job.workload.layers + 1) if how.staleness else ():
+        f, width = layout.facts(layer), job.model.exchanged_width(layer, how.narrow) * job.model.itemsize
+        kept = kept + (2 * f.taken + f.given) * width
+        leaves = np.maximum(leaves, f.given * width)
+        comes = np.maximum(comes, np.maximum(f.taken * ("f" in how.smoothing), f.given * ("g" in how.smoothing)) * width)
+    return np.asarray(kept + leaves + comes)
 
 
 def fullest(steps: Sequence[Moments], ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,14 +125,9 @@ def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Mo
         varies, narrow = layer > model.first_varying, how.narrow and model.narrow_at(layer)
         width, halo = model.exchanged_width(layer, how.narrow) * b, f.taken * varies
         copies[layer] = f.sources * width * ((halo > 0) | (narrow and how.checkpoint))
-        if how.staleness:  # what has come stands beside them
-            m.at((f.given * varies + halo) * width)
-            m.keep(copies[layer])
-            m.at(halo * width, need.forward)
-        else:
-            m.keep(copies[layer])
-            m.at(f.given * varies * width)
-            m.at(need.forward)
+        m.keep(copies[layer])
+        m.at(f.given * varies * width * (not how.staleness))
+        m.at(need.forward)
         out = f.rows * model.layers[layer - 1].h_out * b
         if how.checkpoint:
             m.keep(out)
@@ -138,9 +143,6 @@ def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Mo
     m.at(most)
     m.keep(logits)
     m.free(before * how.checkpoint)  # h_L
-    if how.staleness and layers[-1] > model.first_varying:  # the last layer's rows are on their way while its backward pass runs
-        f, width = of(layers[-1])[0], model.exchanged_width(layers[-1], how.narrow) * b
-        gradient = gradient + (f.given + f.taken * ("f" in how.smoothing)) * width
     for layer in reversed(layers):
         f, need = of(layer)
         spec = model.layers[layer - 1]
@@ -154,7 +156,7 @@ def moments(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> tuple[Mo
             m.keep(initial)  # their gradient
         if layer > model.first_varying:
             width = model.exchanged_width(layer, how.narrow) * b
-            m.at((f.sources + f.given) * width)
+            m.at((f.sources + f.given * (not how.staleness)) * width)
             gradient = (f.sources - f.taken) * spec.h_in * b if how.narrow and model.narrow_at(layer) else f.sources * width
         m.free(copies[layer])
     products = [product for _, need in alike.values() for product in need.products]
