@@ -33,11 +33,11 @@ class Exchange:
         self.positions = torch.from_numpy(np.concatenate(give).astype(np.int64)).to(rank.device)  # of all peers, one after the other
         self.gives = [len(g) for g in give]
 
-    def pack(self, rows: Rows, leaves: Tensor | None = None) -> Rows:
-        """My rows for all peers, a copy [sum gives, H], in a flat buffer that is given: the source may be overwritten while they travel."""
-        if leaves is None or isinstance(rows, SparseRows):
+    def pack(self, rows: Rows, into: Tensor | None = None) -> Rows:
+        """My rows for all peers, a copy [sum gives, H], in a buffer that is given: the source may be overwritten while they travel."""
+        if into is None or isinstance(rows, SparseRows):
             return rows.index_select(0, self.positions)
-        return torch.index_select(rows, 0, self.positions, out=view(leaves, len(self.positions), rows.shape[1]))
+        return torch.index_select(rows, 0, self.positions, out=into)
 
     def forward(self, packed: Tensor, into: Tensor | None = None) -> Tensor:
         """Send packed rows, receive my halo [sum take, H], in a buffer that is given. Blocks until both are done."""
@@ -79,11 +79,6 @@ class Exchange:
     def nbytes(self, width: int, itemsize: int, way: str) -> int:
         """Bytes this rank sends."""
         return sum(self.gives if way == "f" else self.take) * width * itemsize
-
-
-def view(buffer: Tensor, rows: int, width: int) -> Tensor:
-    """The beginning of a flat buffer, as rows."""
-    return buffer[: rows * width].view(rows, width)
 
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:

@@ -89,8 +89,10 @@ def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: i
         tested = torch.full((3, 2), math.nan, dtype=torch.float64)
         evaluates = epoch == epochs - 1 or (eval_every and (epoch + 1) % eval_every == 0)
         kept = checkpoints is not None and checkpoints.due(epoch + 1)
-        if evaluates or kept:
+        if evaluates or kept:  # what is on its way is of this epoch, and the next need not wait for it
+            started = now()
             worker.drain()
+            seconds += now() - started
         if evaluates:
             rank.doing.begin("phase", f"the evaluation of epoch {epoch + 1}")
             rank.recording = False

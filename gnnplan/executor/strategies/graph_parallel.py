@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.checkpoint import Resumable, fill
-from gnnplan.executor.comm import Exchange, all_reduce, view
+from gnnplan.executor.comm import Exchange, all_reduce
 from gnnplan.executor.data import Targets, dtype_of, features, lengths_of, sparse_features
 from gnnplan.executor.kernels import Rows, SparseRows, dropout
 from gnnplan.executor.models import BatchNorm, Drop, Net
@@ -58,7 +58,7 @@ class Worker(Resumable):
     gamma: float = 0.0
     batch: int | None = None  # training vertices of all ranks where the share is of a batch
     pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
-    leaving: dict[int, Tensor] = field(default_factory=dict)  # stale: a layer's halo gradients on their way home
+    leaving: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # stale: rows and halo gradients on their way, by way and layer
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # 'f:l2' -> per step ||used - true||^2 and ||true||^2
 
     @property
@@ -87,20 +87,17 @@ class Worker(Resumable):
         self.own_vertices = torch.from_numpy(share.own).to(device)
         self.vertices_in_all = share.everyone
         self.targets = Targets(job.graph, share.own, job.workload, device, self.batch)
-        dtype = dtype_of(job.workload)
-        self.leaves, self.comes = (torch.empty(numbers, dtype=dtype, device=device) for numbers in self._room_on_lane())
+        self.comes = torch.empty(self._to_smooth(), dtype=dtype_of(job.workload), device=device)
         self.features: Tensor | SparseRows = torch.empty(0)  # what layer 1, or the encoder, reads
         self.cached: Tensor | None = None
 
-    def _room_on_lane(self) -> tuple[int, int]:
-        """Numbers of the comm lane's own buffers, which stale exchanges use in turn: rows that leave, and those to be smoothed."""
-        leaves, comes = 0, 0
+    def _to_smooth(self) -> int:
+        """Numbers of the buffer that the comm lane receives in what is then smoothed, one exchange after the other."""
+        most = 0
         for layer in range(self.shapes.first_varying + 1, len(self.layers) + 1) if self.how.staleness else ():
             exchange, width = self.exchanges[layer], self.shapes.exchanged_width(layer, self.how.narrow)
-            gives, takes = sum(exchange.gives) * width, sum(exchange.take) * width
-            leaves = max(leaves, gives)
-            comes = max(comes, takes * self._smooths("f"), gives * self._smooths("b"))
-        return leaves, comes
+            most = max(most, sum(exchange.take) * width * self._smooths("f"), sum(exchange.gives) * width * self._smooths("b"))
+        return most
 
     def _smooths(self, way: str) -> bool:
         return ("f" if way == "f" else "g") in self.how.smoothing
@@ -147,16 +144,17 @@ class Worker(Resumable):
         return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
 
     def _halo(self, step: int, layer: int, way: str, rows: Tensor, home: Tensor | None = None, into: Tensor | None = None,
-              leaves: Tensor | None = None) -> Callable[[], Tensor]:  # fmt: skip
-        """What sends this rank's rows and receives others'; gradients ('b') are added to `home`. `into`: the buffer that they fill;
-        `leaves`: a flat one that this rank's own leave from."""
+              packed: bool = False) -> Callable[[], Tensor]:  # fmt: skip
+        """What sends this rank's rows ('f': all of them, or `packed` for peers) and receives others'; gradients ('b') are added to `home`.
+        `into`: the buffer that they fill."""
         exchange = self.exchanges[layer]
         label = Label("halo", step, way, layer)
         nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
 
         def swap() -> Tensor:
             with self.rank.span(label, "comm", nbytes):
-                received = exchange.forward(exchange.pack(rows, leaves), into) if way == "f" else exchange.backward(rows, into)
+                outgoing = exchange.pack(rows) if way == "f" and not packed else rows
+                received = (exchange.forward if way == "f" else exchange.backward)(outgoing, into)
                 if home is not None:
                     exchange.add_home(home, received)
                 return received
@@ -169,15 +167,19 @@ class Worker(Resumable):
         return None if before is None else before.result()
 
     def _send_for_next(self, step: int, layer: int, way: str, rows: Tensor, used: Tensor | None) -> None:
-        """On its own lane, however far that lags behind: `rows` stay what they are until they have left. What was used in this step makes
-        room for what comes, unless it is still needed."""
+        """On its own lane, however far that lags behind: this layer's last ones have left, for what they brought has been `used`, and made
+        room. So is there room for what comes, unless that is still needed."""
+        exchange, key = self.exchanges[layer], (way, layer)
+        if key not in self.leaving:
+            self.leaving[key] = rows.new_empty(sum(exchange.gives if way == "f" else exchange.take), rows.shape[1])
+        leaving = exchange.pack(rows, self.leaving[key]) if way == "f" else self.leaving[key].copy_(rows)
         if self._smooths(way):
-            exchange = self.exchanges[layer]
-            into: Tensor | None = view(self.comes, sum(exchange.take if way == "f" else exchange.gives), rows.shape[1])
+            count = sum(exchange.take if way == "f" else exchange.gives)
+            into: Tensor | None = self.comes[: count * rows.shape[1]].view(count, rows.shape[1])
         else:
             into = None if self.rank.staleness_errors else used
-        swap = self._halo(step, layer, way, rows, into=into, leaves=self.leaves)
-        self.pending[way, layer] = self.rank.submit("comm", lambda: self._smoothed(way, layer, swap(), used))
+        swap = self._halo(step, layer, way, leaving, into=into, packed=True)
+        self.pending[key] = self.rank.submit("comm", lambda: self._smoothed(way, layer, swap(), used))
 
     def _smoothed(self, way: str, layer: int, received: Tensor, used: Tensor | None) -> Tensor:
         """What the next step uses for what this step has `received`, v_t: s_t = gamma s_{t-1} + (1 - gamma) v_t in the place of s_{t-1},
@@ -223,7 +225,7 @@ class Worker(Resumable):
                 entered.segment = self._first_segment(step)
             else:
                 entered.segment = self._segment(step, layer, entered, source, halo, x0)
-                if meets and stale:  # rows that are kept for the backward pass anyhow: no copy waits for its turn
+                if meets and stale:
                     assert entered.source is not None
                     self._send_for_next(step, layer, "f", entered.source.detach()[: entered.leaf.shape[0]], halo)
             out = self._kept(entered.segment)
@@ -282,9 +284,7 @@ class Worker(Resumable):
                 used = self._stale(layer, "b")
                 if used is not None:
                     self.exchanges[layer].add_home(gradient, used)
-                if layer not in self.leaving:
-                    self.leaving[layer] = torch.empty_like(far)
-                self._send_for_next(step, layer, "b", self.leaving[layer].copy_(far), used)
+                self._send_for_next(step, layer, "b", far, used)
             else:
                 self._halo(step, layer, "b", far, home=gradient)()
         self._moments_home(step, layer, entered, gradient)

@@ -53,15 +53,14 @@ def memory(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Bat
 
 
 def _late(job: Job, layout: Layout | EstimatedLayout, how: Manner) -> np.ndarray:
-    """Buffers of stale exchanges [B], which stay: per layer rows that come, their gradients that leave, and those that come; for all
-    layers in turn rows that leave and what is to be smoothed."""
-    kept, leaves, comes = np.zeros((3, job.ranks))
+    """Buffers of stale exchanges [B], which stay: per layer rows that leave and come, and gradients that leave and come; for all layers in
+    turn what is to be smoothed."""
+    kept, comes = np.zeros((2, job.ranks))
     for layer in range(job.model.first_varying + 1, job.workload.layers + 1) if how.staleness else ():
         f, width = layout.facts(layer), job.model.exchanged_width(layer, how.narrow) * job.model.itemsize
-        kept = kept + (2 * f.taken + f.given) * width
-        leaves = np.maximum(leaves, f.given * width)
+        kept = kept + 2 * (f.taken + f.given) * width
         comes = np.maximum(comes, np.maximum(f.taken * ("f" in how.smoothing), f.given * ("g" in how.smoothing)) * width)
-    return np.asarray(kept + leaves + comes)
+    return np.asarray(kept + comes)
 
 
 def fullest(steps: Sequence[Moments], ranks: int) -> tuple[np.ndarray, np.ndarray]:
