@@ -23,7 +23,7 @@ from gnnplan.planner.runs import Run, summarise
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
 ROWS = TRACES / "runs.csv"
-EPOCHS, LONG = 12, 3.0  # [s] a predicted epoch that half as many must do for, if it begins as it goes on
+EPOCHS, LONG = 12, 1.5  # [s] a predicted epoch that half as many must do for, if it begins as it goes on
 JOBS = {
     "squirrel": ("squirrel", ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5")),
     "flickr": ("flickr", ("--model", "sage", "--layers", "3", "--hidden", "256")),
@@ -31,8 +31,8 @@ JOBS = {
     "synthetic": ("synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0",
                   ("--model", "sage", "--layers", "3", "--hidden", "256")),
 }  # fmt: skip
-RATES = ("400Mbit/s", "100Mbit/s", "2Gbit/s", "unshaped")
-CLUSTERS = [*((2, each, rate) for rate in RATES for each in (2, 1)), (1, 2, ""), (1, 4, "")]  # servers, ranks of each, their cards
+CLUSTERS = [(2, 2, "400Mbit/s"), (2, 1, "400Mbit/s"), (2, 2, "100Mbit/s"), (1, 2, ""), (1, 4, ""), (2, 2, "unshaped"), (2, 1, "unshaped"),
+            (2, 1, "100Mbit/s"), (2, 2, "2Gbit/s"), (2, 1, "2Gbit/s")]  # servers, ranks of each, their cards
 FAMILIES = ("graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "pipegcn(narrow=True)", "gnnpipe")
 SHARING = ("granndis(depth=1)", "granndis")  # between servers
 FIELDS = ("date", "hardware", "job", "cluster", "strategy", "predicted_s", "simulated_s", "measured_s", "bytes_equal", "order_equal",

@@ -30,6 +30,7 @@ from gnnplan.executor import lab
 from gnnplan.executor.kernels import keep_allocator
 from gnnplan.executor.memory import free_memory
 from gnnplan.executor.microbench import Bench
+from gnnplan.executor.rehearsal import held_to
 from gnnplan.executor.worker import as_torchrun_has_it, die_with_parent
 from gnnplan.planner.alphabeta import fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
@@ -222,9 +223,12 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     if servers == 1:  # several played on this machine talk over the same loopback, so that `--set servers=2` asks a sensible question
         collectives |= {key.replace("intra", "inter"): link for key, link in collectives.items()}
         provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}
-    return Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=inside,
-                   inter_node=links.get("inter_node", inside), host_rates={what: 1 / typical(found[what]) for what in ("draw", "lay")},
-                   cores=cores(), one_machine=one_machine, collectives=collectives, provenance=provenance)  # fmt: skip
+    cluster = Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=inside,
+                      inter_node=links.get("inter_node", inside), host_rates={what: 1 / typical(found[what]) for what in ("draw", "lay")},
+                      cores=cores(), one_machine=one_machine, collectives=collectives)  # fmt: skip
+    cluster, told = held_to(cluster, found["steps"])
+    provenance |= {f"device.{name}": f"{provenance[f'device.{name}']}; {told}" for name in ("gemm", "memory_bandwidth", "gather", "launch")}
+    return cluster.model_copy(update={"provenance": provenance})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, linear
+from gnnplan.executor.rehearsal import PIECES, rehearse
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.alphabeta import Sample
@@ -76,6 +77,8 @@ class Bench:
         found["touched"] = self.touched()
         tell("the price of an operation")
         found["launch"] = self.launch()
+        tell("training steps")
+        found["steps"] = self.steps()
         tell("the sampler")
         found["draw"], found["lay"] = self.sampler()
         for where, groups in self.groups.items():
@@ -175,6 +178,15 @@ class Bench:
 
         return self._time(work, divide=depth * 2 * 4)
 
+    def steps(self) -> list[float]:
+        """Seconds that steps of pieces of training take, as the executor plays them: of each the slowest rank's, which others wait for."""
+        found = []
+        for piece in PIECES:
+            dist.barrier()
+            mine = rehearse(piece, self.device, self.me.backend, 2 * self.seconds) if self.rank in self.apart else 0.0
+            found.append(max(self._gather(mine)))
+        return found
+
     def sampler(self) -> tuple[list[float], list[float]]:
         """Seconds per edge that drawing and laying out take, by the executor's own clock: GraphSAGE's batches in data parallel."""
         graph = load(GRAPH)
@@ -211,24 +223,39 @@ class Bench:
         return found
 
     def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group], share: float) -> tuple[float, float]:
-        """Duration [s] of an operation in which ranks wait for each other, times `share`: of each sample the shortest over a group, since
-        the last to come does not wait. And what its ranks' processors worked on it in all [s]."""
+        """What an operation in which ranks wait for each other adds to a loop of computation [s], times `share`: so that it has in it what
+        ranks wait for those that come later than usual, as in every layer of a training. And what its ranks' processors worked on it in
+        all [s]."""
         work()
         dist.barrier()
         begin = self._clock()
         self._disturb()
         work()
         slowest = max(self._gather(self._clock() - begin))
-        samples, busy = [], 0.0
-        for _ in range(min(60, max(5, int(self.seconds / max(slowest, 1e-5))))):  # equally many on all ranks
+        rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5))))  # equally many on all ranks
+        alone = statistics.median(self._rounds(self._disturb, min(rounds, 20)))
+        dist.barrier()
+        busy = 0.0
+
+        def both() -> None:
+            nonlocal busy
             self._disturb()
-            worked, begin = time.process_time(), self._clock()
+            worked = time.process_time()
             work()
-            samples.append((self._clock() - begin) * share)
             busy += (time.process_time() - worked) * share
-        of_all = self._gather((samples, busy / len(samples)))
-        series = [np.min([of_all[rank][0] for rank in group], axis=0) for group in groups]
+
+        samples = [max(took - alone, 1e-7) * share for took in self._rounds(both, rounds)]
+        of_all = self._gather((samples, busy / rounds))
+        series = [np.mean([of_all[rank][0] for rank in group], axis=0) for group in groups]
         return usual(np.concatenate(series)), sum(of_all[rank][1] for rank in groups[0])
+
+    def _rounds(self, work: Callable[[], None], rounds: int) -> list[float]:
+        took = []
+        for _ in range(rounds):
+            begin = self._clock()
+            work()
+            took.append(self._clock() - begin)
+        return took
 
     def _exchange(self, size: int, group: Group) -> Callable[[], None]:
         """Every rank sends `size` bytes of scattered rows to every other, as a halo and its gradient's way home do."""
