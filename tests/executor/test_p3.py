@@ -8,7 +8,7 @@ import pytest
 import torch
 from plain import Plain, difference
 from ranks import Case, Ranks
-from test_minibatch_exactness import assert_as_one_process, batches_of, workload
+from test_minibatch_exactness import assert_as_one_process, batches_of, in_turn, workload
 from torch import Tensor
 
 from gnnplan.executor.models import GCNLayer, GENLayer
@@ -23,13 +23,16 @@ SETTINGS = [(2, 1, "p3"), (2, 2, "p3"), (3, 1, "p3(prefetch=2)"), (4, 2, "p3"), 
             (4, 2, "p3(over='rank',copies=2)"), (2, 2, "p3(copies=2)")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "servers", "strategy"), SETTINGS, ids=lambda value: str(value))
-def test_without_the_pipeline_it_is_one_process(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str) -> None:
+PAIRS = [("rough", "sage", {"dropout": 0.5}), ("sparse", "gat", {}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}),
+         ("sparse", "sage", {"dropout": 0.5}), ("rough", "sgc", {"dropout": 0.5}), ("rough", "gat", {"heads": 4}),
+         ("sparse", "sgc", {"layers": 1, "fanout": (3,)}), ("islands", "gcn", {"batch": 4, "fanout": "full", "norm": "layer"})]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda number: "-".join(map(str, SETTINGS[number])))
+def test_without_the_pipeline_it_is_one_process(run_ranks: Ranks, graphs: dict[str, str], number: int) -> None:
+    world, servers, strategy = SETTINGS[number]
     cases = [Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
-             for graph, model, more in (("rough", "sage", {"dropout": 0.5}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}),
-                                        ("sparse", "sage", {"dropout": 0.5}), ("sparse", "gat", {}), ("rough", "gat", {"heads": 4}),
-                                        ("rough", "sgc", {"dropout": 0.5}), ("sparse", "sgc", {"layers": 1, "fanout": (3,)}),
-                                        ("islands", "gcn", {"batch": 4, "fanout": "full", "norm": "layer"}))]  # fmt: skip
+             for graph, model, more in in_turn(PAIRS, number)]  # fmt: skip
     assert_as_one_process(run_ranks, world, cases)
 
 
