@@ -1,8 +1,8 @@
 """How much memory a rank really fills: the allocator's own count, not the pages that a process ever touched.
 
 On CUDA torch keeps the peak. On Linux CPUs the count is glibc's: bytes handed out and not yet freed, tensors and arrays
-alike, whatever thread or library asked for them. While a watch runs it is read every millisecond, or as seldom as to cost a hundredth
-of a core (many freed pieces make it slow): a shorter peak may be missed.
+alike, whatever thread or library asked for them. It is read a thousand times a second while a watch runs, so a peak that
+lasts less than a millisecond may be missed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import os
 import resource
 import threading
-import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from pathlib import Path
 import torch
 
 INTERVAL = 1e-3  # [s]
-SHARE = 0.01  # of a core
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -80,11 +78,8 @@ class MemoryWatch:
             self._thread.start()
 
     def _sample(self) -> None:
-        pause = INTERVAL
-        while not self._stop.wait(pause):
-            begin = time.thread_time()
+        while not self._stop.wait(INTERVAL):
             self._peak = max(self._peak, allocated() or 0)
-            pause = max(INTERVAL, (time.thread_time() - begin) / SHARE)
 
     def stop(self) -> int | None:
         """The peak growth until it was first called [B]; None where it cannot be known."""

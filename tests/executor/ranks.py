@@ -103,7 +103,7 @@ class Result:
 class World:
     """`world` processes that wait for cases. Not thread-safe; `close` leaves none behind."""
 
-    def __init__(self, world: int, folder: Path, cuda: bool = False) -> None:
+    def __init__(self, world: int, folder: Path, cuda: bool = False, memory: bool = False) -> None:
         folder.mkdir(parents=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -112,6 +112,8 @@ class World:
                             "GNNPLAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
         if not cuda:
             env["CUDA_VISIBLE_DEVICES"] = ""
+        if not memory:
+            env["SELDOM"] = "1"
         self.world, self.folder = world, folder
         self.errors: list[Path] = [folder / f"stderr{rank}" for rank in range(world)]
         self.processes: list[subprocess.Popen[str]] = []
@@ -177,10 +179,11 @@ class World:
 
 
 class Ranks:
-    """Worlds by size, started when first needed. Calling it runs cases."""
+    """Worlds by size, started when first needed. Calling it runs cases. `memory`: whether somebody looks at their peak memory; to look
+    for it every millisecond takes a quarter of their processors' time."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.worlds, self.runs = folder, dict[tuple[int, bool], World](), 0
+    def __init__(self, folder: Path, memory: bool = False) -> None:
+        self.folder, self.worlds, self.runs, self.memory = folder, dict[tuple[int, bool], World](), 0, memory
 
     def __call__(self, world: int, cases: Sequence[Case], cuda: bool = False) -> list[Result]:
         results = []
@@ -189,7 +192,7 @@ class Ranks:
             if key not in self.worlds or not self.worlds[key].alive:
                 if key in self.worlds:
                     self.worlds[key].close()
-                self.worlds[key] = World(world, self.folder / f"world{world}-{self.runs}", cuda)
+                self.worlds[key] = World(world, self.folder / f"world{world}-{self.runs}", cuda, self.memory)
             self.runs += 1
             results.append(self.worlds[key].run(case, Path(case.resume) if case.resume else self.folder / f"run{self.runs}"))
         return results
@@ -232,7 +235,10 @@ def main() -> None:
 
     import torch
 
-    from gnnplan.executor import train, worker  # noqa: F401
+    from gnnplan.executor import memory, train, worker  # noqa: F401
+
+    if "SELDOM" in os.environ:
+        memory.INTERVAL = 0.05
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)

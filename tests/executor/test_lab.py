@@ -108,7 +108,8 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
     command = [sys.executable, "-m", "gnnplan", "run", str(plan(tmp_path, 2, 1)), "--epochs", "1000000", "--emulate", "unshaped", "--out",
                str(tmp_path / "out")]  # fmt: skip
     with open(tmp_path / "said", "w") as said:
-        process = subprocess.Popen(command, env=os.environ | {"MARK": mark}, stdout=said, stderr=said, start_new_session=True)
+        process = subprocess.Popen(command, env=os.environ | {"MARK": mark}, stdout=said, stderr=said, start_new_session=True,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a job in the background ignores it
     try:
         limit = time.monotonic() + 120
         while not (tmp_path / "out" / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < limit:

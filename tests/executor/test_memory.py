@@ -168,7 +168,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def fresh_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Processes of our own: those of other tests have code for their shapes of products already."""
-    ranks = Ranks(tmp_path_factory.mktemp("memory"))
+    ranks = Ranks(tmp_path_factory.mktemp("memory"), memory=True)
     yield ranks
     ranks.close()
 
