@@ -32,7 +32,7 @@ from gnnplan.executor.memory import free_memory
 from gnnplan.executor.microbench import Bench
 from gnnplan.executor.rehearsal import held_to
 from gnnplan.executor.worker import as_torchrun_has_it, die_with_parent
-from gnnplan.planner.alphabeta import fit, shapes
+from gnnplan.planner.alphabeta import beside_cores, fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.specs import Cluster, Device, Link
 
@@ -204,13 +204,15 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
         for op, shape in shapes(meet).items():
             if op in operations:
                 link, errors = fit(operations[op], shape)
-                collectives[f"{op}.{where}"] = link
+                at_once = servers if one_machine and where == "intra_node" else 1
+                collectives[f"{op}.{where}"] = beside_cores(link, shape, at_once, cores())
                 told = f"{len(operations[op])} sizes to {operations[op][-1][0]:,} B, each second one fitted; the others"
                 provenance[f"collectives.{op}.{where}"] = f"{source}, {told} {typical(errors):.0%} off, at most {max(errors):.0%}"
         fitted = [collectives[f"{op}.{where}"] for op in operations]
         if fitted:  # the fastest, as it carries large messages; the others add software
             sustained = {link.bandwidth * link.efficiency.get(max(link.efficiency, default=0.0), 1.0): link for link in fitted}
-            links[where] = sustained[max(sustained)].model_copy(update={"bandwidth": max(sustained), "efficiency": {}, "work": 0.0})
+            software = {"efficiency": {}, "work": 0.0, "wake": 0.0}
+            links[where] = sustained[max(sustained)].model_copy(update={"bandwidth": max(sustained), **software})
             provenance |= {f"{where}.{name}": f"{source}, its fastest operation" for name in ("bandwidth", "latency")}
     if "overlap" in found:
         nbytes, lost = found["overlap"]

@@ -15,11 +15,12 @@ Sample = tuple[int, float, float]  # bytes of a message (a buffer), duration [s]
 
 class Shape(NamedTuple):
     """An operation of n bytes sends `latencies` messages one after the other, `wire` * n bytes in all, past the busiest rank; `moved` * n
-    by all ranks."""
+    in `messages` by all ranks."""
 
     latencies: float = 1.0
     wire: float = 1.0
     moved: float = 1.0
+    messages: float = 1.0
 
 
 ONE = Shape()  # a message
@@ -28,7 +29,8 @@ ONE = Shape()  # a message
 def shapes(ranks: int) -> dict[str, Shape]:
     """Of the operations that are measured among so many ranks: all to all, one to another, a ring."""
     peers, ring = ranks - 1, 2 * (ranks - 1)
-    return {"exchange": Shape(peers, peers, ranks * peers), "send": ONE, "all_reduce": Shape(ring, ring / ranks, ring)}
+    return {"exchange": Shape(peers, peers, ranks * peers, ranks * peers), "send": ONE,
+            "all_reduce": Shape(ring, ring / ranks, ring, ring * ranks)}  # fmt: skip
 
 
 def fit(samples: Sequence[Sample], shape: Shape = ONE) -> tuple[Link, list[float]]:
@@ -57,7 +59,17 @@ def fit(samples: Sequence[Sample], shape: Shape = ONE) -> tuple[Link, list[float
         rates = message[known][decides] / beyond
         beta = float(rates.max())
         efficiency = dict(zip(message[known][decides].tolist(), (rates / beta).round(4).tolist(), strict=True))
-    large = n >= min(2**20, n.max())
-    link = Link(latency=alpha, bandwidth=beta, efficiency=efficiency, work=float(np.median(busy[large] / (n[large] * shape.moved))))
+    large, small = n >= min(2**20, n.max()), n <= max(2**14, n.min())
+    work = float(np.median(busy[large] / (n[large] * shape.moved)))
+    wake = float(np.median(np.maximum(busy[small] - work * n[small] * shape.moved, 0.0))) / shape.messages
+    link = Link(latency=alpha, bandwidth=beta, efficiency=efficiency, work=work, wake=wake)
     told = link.latency + link.stretched(message) / link.bandwidth
     return link, np.abs(told / each - 1)[1::2].tolist()
+
+
+def beside_cores(link: Link, shape: Shape, groups: int, cores: int) -> Link:
+    """The link where the cores' time for its messages is told apart (Link.wake): what was measured with so many groups at once on so many
+    cores is latency only beyond that."""
+    each = groups * shape.messages / cores / shape.latencies  # messages to a core while one waits for one
+    wake = min(link.wake, 0.9 * link.latency / each)
+    return link.model_copy(update={"latency": link.latency - wake * each, "wake": wake})

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +35,8 @@ from gnnplan.planner.topology import Places, Port, routes
 
 Flows = tuple[np.ndarray, np.ndarray, np.ndarray]  # from rank, to rank, share of the hop's bytes
 TILE = 128  # [B] of a row that an aggregation on a GPU takes at once, of all rows before the next: a warp's line (GE-SpMM, SC 2020)
+COPIED = 1e9  # [B/s] that cores are said to copy at, each byte as many times as it takes (any number would do)
+LEAST_WORK = 1e-13  # [s] of a core for a byte, where only messages were said to take some
 HOST_RATE = 5e7  # [edges/s] of a sampler that nobody has measured: one core of an AMD EPYC (2026) draws 50 M, lays out 63 M
 Number = Any  # float or numpy array: closed forms are evaluated over many candidates at once
 
@@ -354,19 +356,23 @@ class Cost:
             yield Way("bridge", cluster.bridge, moved, lambda: [("bridge", those, ends, np.full(1, 2.0))])
         yield from way("nic", "inter_node", apart, apart, at.card)
         if self.cores:  # of both ends
-            work = np.where(apart, self.link(op, "inter_node").work if apart.any() else 0.0, self.link(op, "intra_node").work)
-            if most := float(work.max(initial=0.0)):
-                copied = np.flatnonzero(work)
-                ends = self.machines[np.append(source[copied], target[copied])]
-                those, halves = np.tile(copied, 2), np.tile(work[copied] / (2 * most), 2)
-                copying = Link(bandwidth=self.cores / most, latency=0.0)
-                yield Way("cores", copying, np.zeros(source.size), lambda: [("cores", those, ends, halves)])
+            places: tuple[tuple[Placement, np.ndarray], ...] = ("intra_node", ~apart), ("inter_node", apart)
+            for place, copied in places:
+                if copied.any() and ((link := self.link(op, place)).work or link.wake):
+                    yield self._copies(link, source, target, np.flatnonzero(copied))
         if cluster.fabric and apart.any():
             ways, start, end = routes(cluster.fabric, cluster.servers), at.server[source], at.server[target]
             hops = np.where(apart, ways.hops[ways.at[start % cluster.servers], ways.at[end % cluster.servers]], 0)
             if hops.any():
                 yield Way("fabric", self._between(op, cluster.fabric), hops, lambda: [("fabric", *ways.passes(start, end))],
                           lambda nbytes: {"fabric": ways.bytes_by_link(start[apart], end[apart], nbytes[apart])})  # fmt: skip
+
+    def _copies(self, link: Link, source: np.ndarray, target: np.ndarray, copied: np.ndarray) -> Way:
+        """What these messages ask of the cores at both ends."""
+        assert self.cores
+        ends, work = self.machines[np.append(source[copied], target[copied])], max(link.work, LEAST_WORK)
+        those, halves = np.tile(copied, 2), np.full(2 * copied.size, work * COPIED / (2 * self.cores))
+        return Way("cores", _woken(link.wake / work), np.zeros(source.size), lambda: [("cores", those, ends, halves)])
 
     def _between(self, op: str, fabric: Fabric) -> Link:
         """A leaf's uplinks together, or a cable of the ring: as wide as the cards below, but for its oversubscription."""
@@ -397,7 +403,17 @@ class Cost:
 def _add(busy: dict[Port, Number], loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> None:
     """Seconds of each port that is used, for `times` its load [B]; Python's own floats where there is one bandwidth."""
     for port, load in loads.items():
-        busy.update({(port, i): nbytes * times / bandwidth for i, nbytes in enumerate(load.tolist()) if nbytes})
+        seconds = {(port, i): nbytes * times / bandwidth for i, nbytes in enumerate(load.tolist()) if nbytes}
+        if port == "cores":  # of messages inside servers and between them
+            seconds = {key: busy.get(key, 0.0) + more for key, more in seconds.items()}
+        busy.update(seconds)
+
+
+@cache
+def _woken(least: float) -> Link:
+    """Cores that are busy with a message of n bytes as long as with copying n + `least`."""
+    sizes = [2.0**power for power in range(41)] if least else []
+    return Link(bandwidth=COPIED, latency=0.0, efficiency={size: size / (size + least) for size in sizes})
 
 
 def slowest(seconds: Number) -> Number:

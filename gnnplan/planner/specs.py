@@ -64,6 +64,7 @@ class Link(Spec):
     latency: Latency = 10e-6
     efficiency: dict[Size, Share] = Field(default_factory=dict)  # size of a message -> share of the bandwidth that it reaches; empty: all
     work: Annotated[float, Field(ge=0.0, le=1e-3)] = 0.0  # of CPU ranks: seconds of a core that a byte takes, at both ends together
+    wake: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # and a message, however small
 
     def stretched(self, nbytes: Number, messages: int = 1) -> Number:
         """So many bytes, in equal messages, take as long as how many at the whole bandwidth: log-log between the sizes told, flat

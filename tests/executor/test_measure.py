@@ -12,7 +12,7 @@ import pytest
 from gnnplan.executor import measure as module
 from gnnplan.executor.measure import measure
 from gnnplan.executor.microbench import WIDTHS
-from gnnplan.planner.alphabeta import Shape, fit
+from gnnplan.planner.alphabeta import Shape, beside_cores, fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.files import read_cluster
 from gnnplan.planner.specs import Cluster, Link
@@ -100,6 +100,18 @@ def test_fit_survives_an_outlier() -> None:
     link, errors = fit(samples, Shape(latencies=2, wire=3, moved=2))
     assert link.latency == pytest.approx(50e-6, rel=0.2) and max(errors) < 0.1
     assert link.bandwidth == pytest.approx(2e9, rel=0.2) and link.work == pytest.approx(5e-11)
+
+
+def test_fit_tells_a_messages_cost_from_its_bytes() -> None:
+    """Two groups of three at once on two cores: what their messages keep these busy is latency no longer, and no time is lost."""
+    shape = shapes(3)["exchange"]
+    samples = [(n, 2 * 500e-6 + 2 * n / 1e9, 6 * (60e-6 + n * 1e-9)) for n in SIZES]
+    link, _ = fit(samples, shape)
+    assert (link.wake, link.work) == pytest.approx((60e-6, 1e-9), rel=0.1)
+    told = beside_cores(link, shape, groups=2, cores=2)
+    assert 2 * told.latency + 2 * 6 * link.wake / 2 == pytest.approx(2 * link.latency)
+    most = beside_cores(link.model_copy(update={"wake": 1.0}), shape, groups=2, cores=2)
+    assert most.latency == pytest.approx(0.1 * link.latency) and 2 * most.latency + 6 * most.wake == pytest.approx(2 * link.latency)
 
 
 def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:

@@ -24,9 +24,10 @@ GRAPH = "synthetic:community?vertices=600&edges=6000&features=16&classes=4&seed=
 MINI = {"mode": "mini", "batch": 60, "fanout": (4, 4), "layers": 2, "hidden": 16}
 
 
-def machine(ranks: int, cores: int | None, servers: int = 1, work: float = 0.0, one_machine: bool = False, kind: str = "cpu") -> Cluster:
-    """A second per million flops; messages at 1 MB/s, of which a byte takes so many seconds of a core."""
-    link = Link(bandwidth=1e6, latency=0.0, work=work)
+def machine(ranks: int, cores: int | None, servers: int = 1, work: float = 0.0, one_machine: bool = False, kind: str = "cpu",
+            wake: float = 0.0) -> Cluster:  # fmt: skip
+    """A second per million flops; messages at 1 MB/s, of which a byte (and a message) takes so many seconds of a core."""
+    link = Link(bandwidth=1e6, latency=0.0, work=work, wake=wake)
     device = Device(kind=kind, memory=1e9, gemm=1e6, memory_bandwidth=1e8, launch=1e-5)
     return Cluster(servers=servers, gpus_per_server=ranks // servers, device=device, intra_node=link, inter_node=link, cores=cores,
                    one_machine=one_machine)  # fmt: skip
@@ -72,10 +73,26 @@ def test_copies_take_a_core_from_computation():
     assert {port: seconds for port, seconds in apart.busy.items() if port[0] == "cores"} == {("cores", 0): 0.5, ("cores", 1): 0.5}
 
 
+@pytest.mark.parametrize("work", [0.0, 1e-9, 1e-6])
+def test_a_message_takes_a_core_however_small(work: float):
+    """PipeGCN among ranks that share cores was predicted at half its time: small messages were latency, in which others compute."""
+    cluster = machine(4, 2, servers=2, work=work, wake=0.25, one_machine=True)
+    for nbytes in (1, 1000, 100_000):
+        each = 0.25 + work * nbytes
+        one = Cost.of(cluster).send(0, Send(1, nbytes)).busy
+        assert one["cores", 0] == pytest.approx(each / 2, rel=0.02)  # two cores
+        all_to_all = Cost.of(cluster).exchange(nbytes * (1.0 - np.eye(4)))  # four inside servers, eight between
+        assert all_to_all.busy["cores", 0] == pytest.approx(12 * each / 2, rel=0.02)
+    tasks = [Task(Label("send", 0), 0, "comm", Send(1, 1)), Task(Label("forward", 0), 1, "compute", Compute(flops=1e6))]
+    sent, computed = play(Schedule(2, 1, tasks), Cost.of(machine(2, 1, work=work, wake=0.25))).times
+    assert (sent[1], computed[1]) == pytest.approx((0.5, 1.25), rel=0.01)
+
+
+@pytest.mark.parametrize("wake", [0.0, 1e-3])
 @pytest.mark.parametrize("strategy", ["graph_parallel", "granndis(depth=1)", "pipegcn"])
-def test_prediction_is_the_simulation_where_ranks_share_cores(strategy: str):
+def test_prediction_is_the_simulation_where_ranks_share_cores(strategy: str, wake: float):
     graph = load(GRAPH)
-    job = Job(graph.stats, graph, Workload(hidden=16), machine(4, 2, servers=2, work=4e-7, one_machine=True), "metis")
+    job = Job(graph.stats, graph, Workload(hidden=16), machine(4, 2, servers=2, work=4e-7, one_machine=True, wake=wake), "metis")
     chosen = parse(strategy).settle(job)
     steps = 4
     predicted, played = float(chosen.predict(job).epoch_s), play(chosen.schedule(job, steps), job.cost).step_s
