@@ -204,8 +204,11 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
         for op, shape in shapes(meet).items():
             if op in operations:
                 link, errors = fit(operations[op], shape)
-                at_once = servers if one_machine and where == "intra_node" else 1
-                collectives[f"{op}.{where}"] = beside_cores(link, shape, at_once, cores())
+                if device["kind"] == "cpu":  # ranks on GPUs share no cores: all of it is latency
+                    inside = where == "intra_node"
+                    at_once, machines = (servers, 1) if one_machine and inside else (1, 1 if one_machine or inside else servers)
+                    link = beside_cores(link, shape, at_once, machines * cores())
+                collectives[f"{op}.{where}"] = link
                 told = f"{len(operations[op])} sizes to {operations[op][-1][0]:,} B, each second one fitted; the others"
                 provenance[f"collectives.{op}.{where}"] = f"{source}, {told} {typical(errors):.0%} off, at most {max(errors):.0%}"
         fitted = [collectives[f"{op}.{where}"] for op in operations]

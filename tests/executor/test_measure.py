@@ -114,6 +114,18 @@ def test_fit_tells_a_messages_cost_from_its_bytes() -> None:
     assert most.latency == pytest.approx(0.1 * link.latency) and 2 * most.latency + 6 * most.wake == pytest.approx(2 * link.latency)
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+def test_only_ranks_that_share_cores_have_less_latency(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    """On GPUs nobody counts the cores' time for a message, which was taken from its latency all the same."""
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
+    samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
+    found = {"name": "a device", "gemm": [(1e9, [1e-3, 1e-3])], "gather": [(64, 1e9, [0.1, 0.1])], "touched": [1e-10, 1e-10],
+             "launch": [1e-5, 1e-5], "draw": [1e-8], "lay": [1e-8], "steps": [0.01] * 5, "send.intra_node": samples}  # fmt: skip
+    link = module.cluster_of(found, 1, 2, 1e9, one_machine=True).collectives["send.intra_node"]
+    plain, _ = fit(samples)
+    assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency
+
+
 def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
     """A link that is half as fast beyond 1 MiB (a cache is full), as loopback is."""
     truth = Link(bandwidth=4e9, latency=20e-6, efficiency={2**18: 1.0, 2**21: 0.5})
