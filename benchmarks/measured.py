@@ -65,10 +65,9 @@ def run(datasets: Path, jobs: list[str]) -> None:
         for job in jobs or JOBS:
             graph, workload = JOBS[job]
             source = graph if ":" in graph else str(datasets / f"{graph}.npz")
-            alike = ("narrow",) if "gcnii" in workload else ()  # where no layer is narrower than its input
-            families = [family for family in FAMILIES + (SHARING if servers > 1 else ()) if not any(knob in family for knob in alike)]
-            for strategy in families:
-                if (job, name(*cluster), strategy) not in done:
+            for strategy in FAMILIES + (SHARING if servers > 1 else ()):
+                alike = "narrow" in strategy and "gcnii" in workload  # no layer is narrower than its input
+                if not alike and (job, name(*cluster), strategy) not in done:
                     with tempfile.TemporaryDirectory() as scratch:
                         plan, out = f"{scratch}/plan.json", f"{scratch}/run"
                         asked = ("--graph", source, *workload, "--cluster", str(constants(*cluster)))

@@ -76,9 +76,14 @@ class Exchange:
                 handle.wait()
         return rank.unstaged(incoming) if into is None or incoming is into else into.copy_(incoming)
 
+    def rows(self, way: str) -> tuple[int, int]:
+        """That this rank sends, and that it receives."""
+        ways = sum(self.gives), sum(self.take)
+        return ways if way == "f" else ways[::-1]
+
     def nbytes(self, width: int, itemsize: int, way: str) -> int:
         """Bytes this rank sends."""
-        return sum(self.gives if way == "f" else self.take) * width * itemsize
+        return self.rows(way)[0] * width * itemsize
 
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:

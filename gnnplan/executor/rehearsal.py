@@ -18,7 +18,7 @@ from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.worker import Rank, now
 from gnnplan.planner import scaled
 from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.job import Job
+from gnnplan.planner.job import Job, with_ranks
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import GraphParallel
 
@@ -38,8 +38,7 @@ class Piece:
     def job(self, cluster: Cluster = _ANY) -> Job:
         graph = load(f"synthetic:community?vertices={self.vertices}&edges={self.edges}&features=64&classes=8&seed=5")
         assert isinstance(graph, Graph)
-        alone = cluster.model_copy(update={"servers": 1, "gpus_per_server": 1, "islands": (), "switches": (), "nics": ()})
-        return Job(graph.stats, graph, Workload(**self.workload), alone)
+        return Job(graph.stats, graph, Workload(**self.workload), with_ranks(cluster, 1))
 
 
 PIECES = (  # from what the framework's own time decides to what fits no cache

@@ -95,8 +95,8 @@ class Worker(Resumable):
         """Numbers of the buffer that the comm lane receives in what is then smoothed, one exchange after the other."""
         most = 0
         for layer in range(self.shapes.first_varying + 1, len(self.layers) + 1) if self.how.staleness else ():
-            exchange, width = self.exchanges[layer], self.shapes.exchanged_width(layer, self.how.narrow)
-            most = max(most, sum(exchange.take) * width * self._smooths("f"), sum(exchange.gives) * width * self._smooths("b"))
+            rows = [self.exchanges[layer].rows(way)[1] for way in "fb" if self._smooths(way)]
+            most = max(most, *(count * self.shapes.exchanged_width(layer, self.how.narrow) for count in rows), 0)
         return most
 
     def _smooths(self, way: str) -> bool:
@@ -169,13 +169,13 @@ class Worker(Resumable):
     def _send_for_next(self, step: int, layer: int, way: str, rows: Tensor, used: Tensor | None) -> None:
         """On its own lane, however far that lags behind: this layer's last ones have left, for what they brought has been `used`, and made
         room. So is there room for what comes, unless that is still needed."""
-        exchange, key = self.exchanges[layer], (way, layer)
+        exchange, key, width = self.exchanges[layer], (way, layer), rows.shape[1]
+        sends, receives = exchange.rows(way)
         if key not in self.leaving:
-            self.leaving[key] = rows.new_empty(sum(exchange.gives if way == "f" else exchange.take), rows.shape[1])
+            self.leaving[key] = rows.new_empty(sends, width)
         leaving = exchange.pack(rows, self.leaving[key]) if way == "f" else self.leaving[key].copy_(rows)
         if self._smooths(way):
-            count = sum(exchange.take if way == "f" else exchange.gives)
-            into: Tensor | None = self.comes[: count * rows.shape[1]].view(count, rows.shape[1])
+            into: Tensor | None = self.comes[: receives * width].view(receives, width)
         else:
             into = None if self.rank.staleness_errors else used
         swap = self._halo(step, layer, way, leaving, into=into, packed=True)
