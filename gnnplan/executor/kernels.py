@@ -558,6 +558,16 @@ def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return mask.view(torch.uint8).to(x.dtype).mul_(scale).mul_(x)  # bool -> float is 4x slower than uint8 -> float, x * bool 3x
 
 
+# -- gradients -----------------------------------------------------------------------------------------------------------
+
+
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """torch.autograd.backward, but without its check of symbolic shapes: to import sympy for it takes a rank 0.4 s and 30 MB. The engine
+    checks shapes as well."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 # -- allocator -----------------------------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,7 @@ def train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: in
 
 def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: int, eval_every: int,
            report: Callable[[dict[str, Any]], None], checkpoints: Checkpoints | None) -> Net:  # fmt: skip
-    _use_libraries()
+    has_onednn()  # what oneDNN loads when it is first used is the process's, not the run's
     watch = MemoryWatch(rank.device)
     steps, first = strategy.steps(job), checkpoints.first if checkpoints else 0
     worker: Worker = open_worker(rank, job, strategy, first * steps)
@@ -128,12 +128,6 @@ def _train(rank: Rank, job: Job, strategy: Strategy, out: Path | None, epochs: i
     if out:
         _leave(rank, out, worker, setup, record, watch.stop())
     return worker.net
-
-
-def _use_libraries() -> None:
-    """What libraries load when they are first used (backward from a gradient imports sympy) is the process's, not the run's."""
-    torch.autograd.backward(torch.zeros(1, requires_grad=True).exp(), torch.zeros(1))
-    has_onednn()
 
 
 def _row(rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int) -> dict[str, Any]:

@@ -63,13 +63,14 @@ def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tens
 @pytest.mark.parametrize(("model", "world", "servers", "copies"), [
     *[(model, *ranks, 1) for model in ("gcn", "sage", "gat", "sgc") for ranks in ((2, 1), (4, 2))], ("gat", 4, 4, 2), ("sage", 2, 1, 2)])
 def test_the_pipeline_is_the_recursion(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, copies: int) -> None:
-    for optimizer, graph in (("sgd", "rough"), ("adam", "sparse")):
-        case = Case(f"p3(pipelined=True,copies={copies})", graphs[graph], workload(model, dropout=0.5, optimizer=optimizer, lr=0.02),
-                    servers, epochs=4, eval_every=1)  # fmt: skip
-        losses, weights = train_with_a_delay_of_three(case)
-        result = run_ranks(world, [case])[0]
-        assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
-        assert difference(result.weights, weights) <= 1e-9, str(case)
+    """Every model with both optimizers and graphs."""
+    optimizer, graph = (("sgd", "rough"), ("adam", "sparse"))[(servers + (model in ("gcn", "gat"))) % 2]
+    case = Case(f"p3(pipelined=True,copies={copies})", graphs[graph], workload(model, dropout=0.5, optimizer=optimizer, lr=0.02),
+                servers, epochs=4, eval_every=1)  # fmt: skip
+    losses, weights = train_with_a_delay_of_three(case)
+    result = run_ranks(world, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
+    assert difference(result.weights, weights) <= 1e-9, str(case)
 
 
 def test_a_layer_without_the_calls_is_named(monkeypatch: pytest.MonkeyPatch, graphs: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from gnnplan.executor.checkpoint import Resumable
 from gnnplan.executor.comm import Arrival, Exchange, send
 from gnnplan.executor.data import Targets, dtype_of, features, lengths_of, sparse_features, weighted_block
-from gnnplan.executor.kernels import Block, SparseRows, aggregate_transposed, dropout
+from gnnplan.executor.kernels import Block, SparseRows, aggregate_transposed, backward, dropout
 from gnnplan.executor.models import Drop, Net, keep
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.chunks import Chunks
@@ -377,7 +377,7 @@ class Worker(Resumable):
                         passage.gradient = self._layer_backward(chunk, layer, kept.pop(layer), passage.gradient, last)
                     else:
                         assert passage.encoded is not None and passage.gradient is not None
-                        torch.autograd.backward(passage.encoded, passage.gradient if x0 is None else passage.gradient + x0.grad)
+                        backward([passage.encoded], [passage.gradient if x0 is None else passage.gradient + x0.grad])
             if chunk.exchange and piece[0] in self.varying:
                 assert passage.gradient is not None
                 own, far = passage.gradient[: chunk.size], passage.gradient[chunk.size :]
@@ -399,7 +399,7 @@ class Worker(Resumable):
             assert last is not None
             last.backward()
         else:
-            torch.autograd.backward(part.out, gradient)
+            backward([part.out], [gradient])
         if part.x is None or part.read is None or part.rows is None:
             return None
         slope, net = self.slope[layer], self.net.layer(layer)
@@ -408,7 +408,7 @@ class Worker(Resumable):
         slope.index_add_(0, chunk.sources, to_read)
         if part.rows.grad is not None:
             slope[chunk.rows] += part.rows.grad
-        torch.autograd.backward(part.prepared, chunk.of(slope))
+        backward([part.prepared], [chunk.of(slope)])
         gradient = part.x.grad
         if self.carried:
             for place in (chunk.rows, chunk.far):

@@ -19,7 +19,7 @@ from torch import Tensor
 from gnnplan.executor.checkpoint import Resumable, fill
 from gnnplan.executor.comm import Exchange, all_reduce
 from gnnplan.executor.data import Targets, dtype_of, features, lengths_of, sparse_features
-from gnnplan.executor.kernels import Rows, SparseRows, dropout
+from gnnplan.executor.kernels import Rows, SparseRows, backward, dropout
 from gnnplan.executor.models import BatchNorm, Drop, Net
 from gnnplan.executor.share import Share, share_of
 from gnnplan.executor.worker import Rank, there
@@ -271,7 +271,7 @@ class Worker(Resumable):
         assert entered.segment is not None and home is not None
         with self.rank.span(Label("backward", step, layer=layer), "compute"):
             gradient = self._through_projection(above, home)
-            torch.autograd.backward(entered.segment() if entered.out is None else entered.out, gradient)
+            backward([entered.segment() if entered.out is None else entered.out], [gradient])
             entered.out = entered.segment = None
         if not entered.leaf.requires_grad:
             return None
@@ -297,9 +297,9 @@ class Worker(Resumable):
         assert above.projected is not None and above.own is not None and above.projection is not None
         projected = above.projection() if self.how.checkpoint else above.projected
         if above.own.grad is None:  # the layer does not read its own rows but through the aggregate
-            torch.autograd.backward(projected[0], gradient)
+            backward([projected[0]], [gradient])
         else:
-            torch.autograd.backward(projected, (gradient, above.own.grad))
+            backward(projected, (gradient, above.own.grad))
         above.projected = above.own = above.source = None
         assert above.leaf.grad is not None
         return above.leaf.grad
@@ -347,7 +347,7 @@ class Worker(Resumable):
             with self.rank.span(Label("encode", step, "b"), "compute"):
                 assert gradient is not None
                 gradient = self._through_projection(above, gradient)
-                torch.autograd.backward(encoded, gradient if self.x0 is None else gradient + self.x0.grad)
+                backward([encoded], [gradient if self.x0 is None else gradient + self.x0.grad])
         return loss, logits
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from gnnplan.executor import comm
 from gnnplan.executor.checkpoint import Resumable, fill, named
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.data import Targets, counts_of, dtype_of, sparse_rows, weighted_block
-from gnnplan.executor.kernels import Rows, dropout
+from gnnplan.executor.kernels import Rows, backward, dropout
 from gnnplan.executor.learner import Gradients, Learner
 from gnnplan.executor.models import CALLS, Net
 from gnnplan.executor.sampler import Arriving, Sampled, Sampler, drawing_device
@@ -285,7 +285,7 @@ class Worker(Resumable):
             loss = targets.loss(leaf)
             loss.backward()
         with self.rank.span(Label("backward", step), "compute"):
-            torch.autograd.backward(h, leaf.grad)
+            backward([h], [leaf.grad])
             assert summed.grad is not None
             flight.gradient = summed.grad
         flight.pushed = self._move(Label("pull", step, "b", 1), flight.exchange, flight.gradient.repeat(len(self.rail) - 1, 1), "b")
@@ -301,7 +301,7 @@ class Worker(Resumable):
             gradient = torch.empty_like(flight.partial)
             gradient[flight.own] = flight.gradient
             gradient[flight.exchange.positions] = pushed
-            torch.autograd.backward(flight.partial, gradient)
+            backward([flight.partial], [gradient])
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """(This rank's part of what its batches add to the mean loss over all training vertices, their logits). In the pipeline batches
