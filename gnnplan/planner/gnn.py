@@ -178,10 +178,19 @@ class Model:
         return () if self.aggregate_cached(layer) else ((edges, spec.h_out if spec.projects_first else spec.h_in, distinct),) * spec.sums
 
     def product(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
-        """Rows times a matrix; sparse rows gather one of its rows per number."""
+        """Rows times a matrix; sparse rows gather one of its rows per number, once it is turned."""
         if sparse:
-            return Compute(0.0, ((rows * self.nonzeros, h_out, h_in),), itemsize=self.itemsize)
+            return Compute(0.0, ((rows * self.nonzeros, h_out, h_in),), 2.0 * h_in * h_out * self.itemsize, itemsize=self.itemsize)
         return Compute(2.0 * rows * h_in * h_out, itemsize=self.itemsize)
+
+    def matrix_gradient(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
+        """Of a product's matrix: of sparse rows by their transpose, in whose order the numbers are put (4 B more of each say how). Each
+        gathers a row of the gradient: of many more than the matrix has. What comes out is turned, and added."""
+        if not sparse:
+            return self.product(h_in, h_out, rows)
+        numbers = rows * self.nonzeros
+        touched = numbers * (2 * self.itemsize + 4) + 3.0 * h_in * h_out * self.itemsize
+        return Compute(0.0, ((numbers, h_out, rows),), touched, 3, self.itemsize)
 
     def prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> tuple[Number, int]:
         """Bytes touched and framework operations of norm, activation and dropout on a layer's inputs. A word of dropout's hash serves
@@ -198,12 +207,14 @@ class Model:
         forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
         constant = layer <= self.first_varying
         aggregated = self._gathers(layer, rows, edges, rows)  # by transposed edges, of destinations' gradients
-        before = forward.gathers[: len(forward.gathers) - len(aggregated)]  # sparse rows'
-        gathers = () if constant and not spec.projects_first else before + aggregated
+        gathers = () if constant and not spec.projects_first else aggregated
         if spec.heads:  # weights depend on rows: a product along every edge for theirs, and the rows' own
             gathers = gathers + aggregated
-        return Compute(forward.flops * (1 if constant else 2), gathers,
+        work = Compute(forward.flops * (1 if constant else 2), gathers,
                        forward.touched + 2 * rows * spec.h_out * self.itemsize, 2 * forward.launches, self.itemsize)  # fmt: skip
+        if not self.reads_sparse(layer):
+            return work
+        return self.matrix_gradient(spec.h_in, spec.h_out, sources + (spec.matrices - 1) * rows, sparse=True) + work
 
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward of a narrow layer's projection, done at the end of the layer before."""
@@ -225,7 +236,7 @@ class Model:
         touched = touched + prepared
         again = Compute() if constant_input else product
         return (product + Compute(0.0, (), touched, 6, self.itemsize),
-                product + again + Compute(0.0, (), touched, 10, self.itemsize))  # fmt: skip
+                self.matrix_gradient(*shape, rows, sparse) + again + Compute(0.0, (), touched, 10, self.itemsize))  # fmt: skip
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         return self.rowwise(self.encoder, rows, constant_input=True)

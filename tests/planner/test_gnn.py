@@ -65,25 +65,25 @@ def test_a_softmax_costs_two_sums():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_sparse_features_are_multiplied_first(dropout: float):
-    """A matrix row per number is gathered: 40 columns of which 3 are not zero, 16 hidden, on 10 rows, 20 sources and 50 edges. Nothing
-    is as wide as the features, and nothing of them is cached."""
+    """A row of the matrix per number is gathered, and for its gradient a row of the output's: 40 columns of which 3 are not zero,
+    16 hidden, on 10 rows, 20 sources and 50 edges. Nothing is as wide as the features, and nothing of them is cached."""
     gcn, sage, gat = (describe(Workload(model=name, hidden=16, dropout=dropout), 40, 5, 3.0) for name in ("gcn", "sage", "gat"))
     for model in (gcn, sage, gat):
         assert [model.reads_sparse(layer) for layer in (0, 1, 2)] == [False, True, False] and not model.aggregate_cached(1)
         assert model.layers[0].projects_first and model.aggregating_first.layers[0].projects_first
         assert model.forward(1, 10, 20, 50).flops == model.backward(1, 10, 20, 50).flops == 0.0
     assert gcn.forward(1, 10, 20, 50).gathers == ((20 * 3, 16, 40), (50 + 10, 16, 20))
-    assert gcn.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 40), (50 + 10, 16, 10))  # transposed: gradients of 10 rows are read
+    assert gcn.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20), (50 + 10, 16, 10))  # transposed: gradients of 10 rows are read
     assert sage.forward(1, 10, 20, 50).gathers == (((20 + 10) * 3, 16, 40), (50, 16, 20))
-    assert sage.backward(1, 10, 20, 50).gathers == (((20 + 10) * 3, 16, 40), (50, 16, 10))
-    assert gat.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 40), (60, 16, 10), (60, 16, 10))
+    assert sage.backward(1, 10, 20, 50).gathers == (((20 + 10) * 3, 16, 20 + 10), (50, 16, 10))
+    assert gat.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20), (60, 16, 10), (60, 16, 10))
     assert describe(Workload(model="gcn", hidden=64, dropout=dropout), 40, 5, 3.0).layers[0].projects_first  # though it widens
     dense = describe(Workload(model="gcn", hidden=16, dropout=dropout), 40, 5)
     assert gcn.forward(1, 10, 20, 50).touched < dense.forward(1, 10, 20, 50).touched or not dropout
     assert gcn.forward(2, 10, 20, 50) == dense.forward(2, 10, 20, 50)
     encoding = describe(Workload(model="gcnii", hidden=16, dropout=dropout), 40, 5, 3.0)
     assert [encoding.reads_sparse(layer) for layer in (0, 1)] == [True, False]
-    assert [work.gathers for work in encoding.encode(10)] == [((30, 16, 40),), ((30, 16, 40),)] and encoding.encode(10)[1].flops == 0.0
+    assert [work.gathers for work in encoding.encode(10)] == [((30, 16, 40),), ((30, 16, 10),)] and encoding.encode(10)[1].flops == 0.0
     assert encoding.finish(10)[0].flops == 2 * 10 * 16 * 5 and not encoding.finish(10)[0].gathers
     assert gcn.features_moved(10) == 10 * 3 * 2 * 4 and dense.features_moved(10) == 10 * 40 * 4
 
