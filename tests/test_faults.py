@@ -35,7 +35,8 @@ def test_a_killed_rank_ends_all_and_is_named(ranks: int, victim: int, strategy: 
     run.until_training()
     os.kill(run.rank(victim), signal.SIGKILL)
     assert run.ended() == 4, run.stderr
-    words = rf"^error: rank {victim} \(server 0\) was lost in (\S.* of )?epoch \d+: killed by SIGKILL\. All ranks were stopped; \d+ finished"
+    lost = rf"^error: rank {victim} \(server 0\) was lost in (\S.* of )?epoch \d+: "
+    words = rf"{lost}killed by SIGKILL\. All ranks were stopped; \d+ finished"
     assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
     run.check_metrics()
     said = json.loads(run.stdout)
