@@ -24,6 +24,7 @@ from gnnplan.planner.runs import Run, summarise
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
 ROWS = TRACES / "runs.csv"
 EPOCHS, LONG = 12, 1.5  # [s] a predicted epoch that half as many must do for, if it begins as it goes on
+SETTLED, MOST = 12.0, 100  # [s] that short epochs are repeated for, and how often at most: a process takes seconds to come to its pace
 JOBS = {
     "squirrel": ("squirrel", ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5")),
     "flickr": ("flickr", ("--model", "sage", "--layers", "3", "--hidden", "256")),
@@ -74,8 +75,9 @@ def run(datasets: Path, jobs: list[str]) -> None:
                         gnnplan("plan", *asked, "--strategy", strategy, "-o", plan)
                         predicted = json.loads(Path(plan).read_text())["best"]["predicted"]["epoch_s"]
                         settled = "pipegcn" not in strategy  # whose exchanges lag more from step to step, until they lag by one
-                        epochs = str(EPOCHS // 2 if predicted > LONG and settled else EPOCHS)
-                        gnnplan("run", plan, "--epochs", epochs, "--eval-every", "0", "--checkpoint-every", "0",
+                        least = EPOCHS // 2 if predicted > LONG and settled else EPOCHS
+                        epochs = min(max(least, int(SETTLED / predicted)), MOST)
+                        gnnplan("run", plan, "--epochs", str(epochs), "--eval-every", "0", "--checkpoint-every", "0",
                                 "--out", out, "--timeout", "120", *(("--emulate", rate) if rate else ()))  # fmt: skip
                         append(job, name(*cluster), strategy, examine(Path(out)))
 

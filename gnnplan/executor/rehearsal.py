@@ -22,7 +22,7 @@ from gnnplan.planner.job import Job, with_ranks
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import GraphParallel
 
-LEAST = 8  # steps of a piece, the first two not counted
+LEAST = 12  # steps of a piece, of which the later half count: a process comes to its pace when its memory has been handed out
 _ANY = Cluster(servers=1, gpus_per_server=1, device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
                intra_node=Link(bandwidth=1e9))  # fmt: skip
 
@@ -66,7 +66,7 @@ def rehearse(piece: Piece, device: torch.device, backend: str, seconds: float) -
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         steps.append(now() - begin)
-    return median(steps[2:])
+    return median(steps[len(steps) // 2 :])
 
 
 def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
