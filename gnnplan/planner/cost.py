@@ -29,9 +29,9 @@ from scipy.special import ndtr, ndtri
 
 from gnnplan.planner.collectives import Algorithm, AllReduce, Phase, all_reduce
 from gnnplan.planner.graph import SPREAD
+from gnnplan.planner.places import Places, Port, routes
 from gnnplan.planner.schedule import Collective, Compute, Send
 from gnnplan.planner.specs import Cluster, Fabric, HostWork, Link, Placement
-from gnnplan.planner.topology import Places, Port, routes
 
 Flows = tuple[np.ndarray, np.ndarray, np.ndarray]  # from rank, to rank, share of the hop's bytes
 TILE = 128  # [B] of a row that an aggregation on a GPU takes at once, of all rows before the next: a warp's line (GE-SpMM, SC 2020)

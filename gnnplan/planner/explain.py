@@ -16,12 +16,13 @@ from gnnplan.planner.estimate import EstimatedLayout
 from gnnplan.planner.graph import Graph
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
+from gnnplan.planner.places import Port
 from gnnplan.planner.search import Candidate, Found, search
 from gnnplan.planner.sensitivity import sentences
 from gnnplan.planner.specs import ALL
 from gnnplan.planner.strategies import FAMILIES, GraNNDis, GSplit, Strategy, parse
 from gnnplan.planner.strategies.granndis import FANOUT, MAX_HOP
-from gnnplan.planner.topology import Port, told
+from gnnplan.planner.topology import told
 from gnnplan.planner.units import show_bytes, show_time
 from gnnplan.progress import Tell, silent
 

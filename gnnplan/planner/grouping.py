@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cost import Cost
+from gnnplan.planner.places import Places, routes
 from gnnplan.planner.specs import Cluster
-from gnnplan.planner.topology import Places, routes
 
 PROVEN = 8  # GPUs up to which every seating is looked at
 EFFORT = 10_000_000  # messages to weigh beyond that: a second or so

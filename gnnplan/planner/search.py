@@ -87,12 +87,16 @@ def weigh_thriftily(job: Job, strategy: Strategy) -> Candidate:
 
 
 def seated(job: Job, strategy: Strategy) -> Job:
-    """The job with its ranks on those of its GPUs where the strategy's traffic is fastest. Raises SpecError (unsuitable)."""
+    """The job with its ranks on those of its GPUs where the strategy's traffic is fastest, or in order where that is predicted to be
+    faster: seating weighs exchanges one by one, but those of a pipeline's stages are under way together. Raises SpecError (unsuitable)."""
     strategy = strategy.settle(job)
     strategy.check(job)
     gpus = tuple(sorted(job.cost.seats))
     in_order = job.seated(gpus)
-    return job.seated(seat(job.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order)))
+    chosen = job.seated(seat(job.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order)))
+    if chosen.seats == in_order.seats:
+        return chosen
+    return min((chosen, in_order), key=lambda seating: float(strategy.predict(seating).epoch_s))
 
 
 def search(job: Job, exact: bool = False, forced: Strategy | None = None, may_use_fewer: bool = True, tell: Tell = silent) -> Found:

@@ -12,46 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx as nx
 import numpy as np
 from scipy.sparse import csr_array, identity
 from scipy.sparse.linalg import splu
 
+from gnnplan.planner.places import Places, Port
 from gnnplan.planner.specs import Cluster, Fabric
 
-Port = tuple[str, int]  # ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', card), the same with 'in';
-# ('bridge', server), ('fabric', link)
 Node = tuple[str, int]
-
-
-class Places(NamedTuple):
-    """Of every rank: what it shares with others, numbered over the whole cluster. int [ranks], but for `uplinked`."""
-
-    server: np.ndarray
-    island: np.ndarray
-    switch: np.ndarray
-    card: np.ndarray
-    uplinked: np.ndarray  # bool: its way to the card leaves the switch
-
-    @classmethod
-    def of(cls, cluster: Cluster, seats: Sequence[int]) -> Places:
-        each = cluster.gpus_per_server
-        server, gpu = np.divmod(np.asarray(seats, dtype=np.int64), each)
-
-        def numbered(lists: Sequence[Sequence[int]]) -> np.ndarray:
-            where = np.zeros(each, dtype=np.int64)
-            for number, gpus in enumerate(lists):
-                where[list(gpus)] = number
-            return np.asarray(server * len(lists) + where[gpu])
-
-        everyone = (tuple(range(each)),)
-        cards, switches = cluster.nics or everyone, cluster.switches or everyone
-        own = [any(set(card) <= set(switch) for switch in switches) for card in cards]
-        card = numbered(cards)
-        return cls(server, numbered(cluster.islands or tuple((g,) for g in range(each))), numbered(switches), card,
-                   ~np.asarray(own)[card % len(cards)])  # fmt: skip
 
 
 def graph(cluster: Cluster) -> nx.DiGraph:
@@ -188,8 +159,3 @@ class Routes:
             out.append((message, link[step], part))
         messages, links, parts = (np.concatenate(column) for column in zip(*out, strict=True))
         return messages, links, parts
-
-
-@lru_cache(maxsize=32)
-def routes(fabric: Fabric, servers: int) -> Routes:
-    return Routes(fabric, servers)

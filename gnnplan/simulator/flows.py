@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from gnnplan.planner.cost import Cost, Transfer
-from gnnplan.planner.topology import Port
+from gnnplan.planner.places import Port
 
 PATIENCE = 0.005  # share of the port bound after which rates are found anew
 

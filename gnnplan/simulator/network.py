@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import simpy
 
 from gnnplan.planner.cost import Transfer
-from gnnplan.planner.topology import Port
+from gnnplan.planner.places import Port
 
 
 def max_min(shares: Sequence[Mapping[Port, float]]) -> list[float]:

@@ -127,11 +127,15 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
 @needs_namespaces
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(tmp_path: Path):
+    """And once it is back in its place, training goes on to what an unbroken one comes to."""
     out, path = tmp_path / "out", plan(tmp_path, 2, 1, "--strategy", "graph_parallel")
     job = question(read(path))
-    command = [sys.executable, "-m", "gnnplan.executor.launch", str(path), str(out), json.dumps({"epochs": 1_000_000, "timeout_s": 4.0})]
+
+    def command(**options: object) -> list[str]:
+        return [sys.executable, "-m", "gnnplan.executor.launch", str(path), str(out), json.dumps({"checkpoint_every": 2, **options})]
+
     with lab.lab(2) as servers:
-        ranks = lab.start(servers, [0, 1], command, stderr=subprocess.DEVNULL)
+        ranks = lab.start(servers, [0, 1], command(epochs=1_000_000, timeout_s=4.0), stderr=subprocess.DEVNULL)
         limit = time.monotonic() + 120
         while not (out / "metrics.jsonl").exists() and time.monotonic() < limit:
             time.sleep(0.1)
@@ -144,6 +148,13 @@ def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(tmp_pa
     words = r"ranks do not reach each other: rank 0 \(server 0\) in \S+.*, rank 1 \(server 1\) in \S+.* waited 4 s\. None of them died"
     error = blame(failed, out, job.servers, 4.0)
     assert re.match(words, str(error)) and error.exit_code == 4, str(error)
+    last = int(re.search(r"go on from epoch (\d+) with", str(error))[1])
+    with lab.lab(2) as servers:
+        assert not lab.wait(lab.start(servers, [0, 1], command(epochs=last + 2, resume=True), stderr=subprocess.DEVNULL), patience=10)
+    app(["run", str(path), "--epochs", str(last + 2), "--out", str(tmp_path / "unbroken")], standalone_mode=False)
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (out, tmp_path / "unbroken")]
+    assert [(row["epoch"], row["loss"]) for row in rows[0]] == [(row["epoch"], row["loss"]) for row in rows[1]]
+    assert (out / "weights.safetensors").read_bytes() == (tmp_path / "unbroken" / "weights.safetensors").read_bytes()
 
 
 @needs_namespaces

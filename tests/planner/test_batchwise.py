@@ -72,7 +72,7 @@ def variants(job: Job) -> Iterator[Strategy]:
 
 
 @given(jobs())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_the_closed_form_of_an_epoch_is_its_simulation(job: Job):
     """Sampling in line: exactly. Ahead: the longer of sampler and rank, which neither simulation nor their sum contradict. P3's several
     groups, which sum apart and share ports: from above, to 3 %."""

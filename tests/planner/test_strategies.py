@@ -117,7 +117,7 @@ def some(law_examples: int = 12) -> Any:
 
 
 @given(jobs())
-@some(25)
+@some(15)
 def test_critical_path_simulated_serial(job: Job):
     for strategy in variants(job):
         schedule = strategy.schedule(job, STEPS)
@@ -128,7 +128,7 @@ def test_critical_path_simulated_serial(job: Job):
 
 
 @given(jobs())
-@some(25)
+@some(15)
 def test_closed_form_is_the_simulation_within_the_claim(job: Job):
     """Transfers of a synchronous step or of a pipeline do not meet on a wire, so contention does not matter. A stale step's
     all-reduce does meet exchanges: its closed form lies between the two simulations and close to the contended one. So do a
@@ -179,7 +179,7 @@ def test_parts_of_the_epoch_add_up(job: Job):
 
 
 @given(jobs(), st.sampled_from(["intra", "inter", "latency", "gemm", "memory_bandwidth", "launch"]), st.floats(1.0, 50.0))
-@some(20)
+@some(12)
 def test_better_hardware_is_never_slower(job: Job, what: str, factor: float):
     c = job.cluster
     assert c.inter_node
@@ -256,7 +256,7 @@ def crossing(schedule: Schedule, job: Job, steps: int = 1) -> dict[str, int]:
 
 
 @given(jobs())
-@some(20)
+@some(12)
 def test_bytes_of_the_schedule_are_those_of_predict(job: Job):
     for known in (job, replace(job, stats=replace(job.stats, known=False), graph=None, _layouts={}, _chunks={})):
         for strategy in variants(known):
@@ -270,7 +270,7 @@ def test_bytes_of_the_schedule_are_those_of_predict(job: Job):
 
 
 @given(jobs())
-@some(20)
+@some(12)
 def test_stale_moves_the_same_bytes_and_is_never_slower(job: Job):
     """Without contention; a tax on computation beside a transfer would be a price that synchronous steps do not pay."""
     c = job.cluster

@@ -21,11 +21,12 @@ from gnnplan.planner.files import apply_overrides
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.grouping import Phase, fewer, seat, seatings, weigher
 from gnnplan.planner.job import Job
+from gnnplan.planner.places import routes
 from gnnplan.planner.schedule import Send
 from gnnplan.planner.search import search, weigh
 from gnnplan.planner.specs import Cluster, Device, Fabric, Link, Workload
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.topology import attached, fabric_graph, graph, route, routes, told
+from gnnplan.planner.topology import attached, fabric_graph, graph, route, told
 from gnnplan.simulator.player import play
 
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)

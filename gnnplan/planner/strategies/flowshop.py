@@ -18,9 +18,9 @@ import numpy as np
 from gnnplan.planner.chunks import ChunkFacts
 from gnnplan.planner.cost import Number, Transfer
 from gnnplan.planner.job import Job
+from gnnplan.planner.places import Port
 from gnnplan.planner.schedule import Send
 from gnnplan.planner.strategies.strategy import Prediction
-from gnnplan.planner.topology import Port
 
 if TYPE_CHECKING:
     from gnnplan.planner.strategies.gnnpipe import GNNPipe

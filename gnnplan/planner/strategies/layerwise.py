@@ -19,10 +19,10 @@ from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import Job
 from gnnplan.planner.layout import Layout
+from gnnplan.planner.places import Port
 from gnnplan.planner.schedule import Collective, Compute, Host, Label, Load, Schedule, Task, Work, ring
 from gnnplan.planner.specs import HostWork
 from gnnplan.planner.strategies.strategy import Prediction
-from gnnplan.planner.topology import Port
 
 Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; none: one step over the whole layout
 
