@@ -47,25 +47,20 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     from below."""
     assert pipe.stages is not None and pipe.chunks is not None
     cost, k, b, ranks = job.cost, pipe.chunks, job.model.itemsize, range(pipe.stages)
-    ways = _ways(pipe, job)
     kept = max(pipe.kept(job))
     refresh = [cost.compute_s(pipe.refresh_work(job, s, kept)) for s in ranks]
     update = [cost.compute_s(job.model.update(pipe.weights(job, s))) for s in ranks]
     reduced = [cost.all_reduce(pipe.weights(job, s) * b, pipe.group(job, s)) for s in ranks]
     sent = [_handed_on(pipe, job, s) for s in ranks[:-1]]
     links = [transfer.alone for transfer in sent]  # seconds of the mean chunk to the next stage
-    ready: Number = 0.0  # when each chunk reaches the stage
-    ends: list[np.ndarray] = []
-    for stage in ranks:
-        ready, end = _through(ready, ways["f"][stage].alone, refresh[stage], links[stage] if stage + 1 < pipe.stages else None)
-        ends.append(end)
-    ready = 0.0
-    for stage in reversed(ranks):
-        ready, ends[stage] = _through(ready, ways["b"][stage].alone, ends[stage], links[stage - 1] if stage else None)
+    after = [ring.alone + last for ring, last in zip(reduced, update, strict=True)]
+    ways = _ways(pipe, job)
+    epoch = _last(ways, refresh, links, after)
+    slower = _beside_others(ways, epoch)
+    if any(np.any(factor > 1) for factor in slower):
+        ways = _ways(pipe, job, slower)
+        epoch = _last(ways, refresh, links, after)
     exchanged = {way: [w.exchanged for w in ways[way]] for way in ways}
-    several = any(map(np.ndim, [*refresh, *links, *exchanged["f"]]))  # clusters, else a number
-    epoch = reduce(np.maximum, [(end if several else end.item()) + ring.alone + last
-                                for end, ring, last in zip(ends, reduced, update, strict=True)])  # fmt: skip
     own = [ways["f"][s].members + ways["b"][s].members + refresh[s] + update[s] for s in ranks]  # of each member [.., g]
     ports = cost.filled(np.concatenate([np.atleast_1d(seconds) for seconds in own], axis=-1))  # seconds that each is busy
     for busy, times in [(t.busy, 1) for t in reduced] + [(t.busy, 2 * k) for t in sent] + [(w.busy, 1) for w in ways["f"] + ways["b"]]:
@@ -87,9 +82,41 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     return Prediction(epoch, busy_s, moving, np.maximum(epoch - busy_s - moving, 0.0), nbytes, by_link, once, by_op)
 
 
-def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
+def _last(ways: Mapping[str, list[_Way]], refresh: list[Number], links: list[Number], after: list[Number]) -> Number:
+    """When the last stage has all chunks behind it, forward and backward, and what comes after them [s]."""
+    stages = range(len(after))
+    ready: Number = 0.0  # when each chunk reaches the stage
+    ends: list[np.ndarray] = []
+    for stage in stages:
+        ready, end = _through(ready, ways["f"][stage].alone, refresh[stage], links[stage] if stage + 1 < len(after) else None)
+        ends.append(end)
+    ready = 0.0
+    for stage in reversed(stages):
+        ready, ends[stage] = _through(ready, ways["b"][stage].alone, ends[stage], links[stage - 1] if stage else None)
+    several = any(map(np.ndim, [*refresh, *links, *(way.exchanged for way in ways["f"])]))  # clusters, else a number
+    return reduce(np.maximum, [(end if several else end.item()) + more for end, more in zip(ends, after, strict=True)])
+
+
+def _beside_others(ways: Mapping[str, list[_Way]], epoch: Number) -> list[Number]:
+    """How many times as long each stage's exchanges take because other stages' pass the same ports: those are there for a share of the
+    epoch, and a port's bandwidth is then halved. Shared cores are no such port: computation takes most of them (`Cost.filled`)."""
+    loads: list[dict[Port, Number]] = []
+    for forward, backward in zip(ways["f"], ways["b"], strict=True):
+        ports = {port for way in (forward, backward) for port in way.busy if port[0] != "cores"}
+        loads.append({port: forward.busy.get(port, 0.0) + backward.busy.get(port, 0.0) for port in ports})
+    out: list[Number] = []
+    for stage, mine in enumerate(loads):
+        others = [{port: load[port] for port in mine if port in load} for place, load in enumerate(loads) if place != stage]
+        met = [mine[port] * sum(load.get(port, 0.0) for load in others) for port in mine if any(port in load for load in others)]
+        most = reduce(np.maximum, mine.values(), 0.0)
+        out.append(1.0 + reduce(np.maximum, met) / np.maximum(most * epoch, 1e-30) if met else 1.0)
+    return out
+
+
+def _ways(pipe: GNNPipe, job: Job, slower: Sequence[Number] = ()) -> dict[str, list[_Way]]:
     """Every stage forward ('f') and backward ('b'), were it never to wait. Pieces that are alike share their work, and groups that sit
-    alike the seconds of their exchanges, stages that are alike in both all their seconds; but each group fills ports of its own."""
+    alike the seconds of their exchanges, stages that are alike in both all their seconds; but each group fills ports of its own.
+    `slower`: of each stage, how many times as long its exchanges take."""
     assert pipe.stages is not None
     model, facts, cost = job.model.aggregating_first, pipe.facts(job), job.cost
     sends = {"f": facts.sends, "b": facts.sends.transpose(0, 2, 1)}
@@ -112,13 +139,13 @@ def _ways(pipe: GNNPipe, job: Job) -> dict[str, list[_Way]]:
         for number, way in enumerate("fb"):
             width, times = sum(crossing), sum(map(bool, crossing))
             through = cost.exchange(sends[way].sum(0) * width, group, times * len(sends[way])) if width else Transfer(0.0, {})
-            key = (way, tuple(kinds), alike if width else None)
+            key = (way, tuple(kinds), (alike, stage if slower else None) if width else None)
             if key not in known:
                 seconds = []
                 for each in filter(None, crossing):
                     if (alike, way, each) not in moved:
                         moved[alike, way, each] = _columns([cost.exchange(rows * each, group).alone for rows in sends[way]])
-                    seconds.append(moved[alike, way, each])
+                    seconds.append(moved[alike, way, each] * (slower[stage] if slower else 1.0))
                 both = [computed[kind][number] for kind in kinds]
                 chunks: Number = sum([slowest for slowest, _ in both] + seconds)
                 known[key] = _alone(chunks, way), sum(each for _, each in both), sum(map(_sum, seconds))
