@@ -1,7 +1,7 @@
 """How wrong predictions are: plan, run and validate jobs on this machine: `python benchmarks/accuracy.py [--record]`.
 
 Needs `gnnplan measure --ranks 2` first (preset 'local') and an idle machine. Prints a row per job; --record writes them to
-gnnplan/traces/accuracy.csv, which tells a plan what differences are noise.
+traces/accuracy.csv.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-RECORD = Path(__file__).resolve().parent.parent / "gnnplan" / "traces" / "accuracy.csv"
+RECORD = Path(__file__).resolve().parent.parent / "traces" / "accuracy.csv"
 WORKLOADS = (("sage", 256, 0.0), ("gcn", 64, 0.0), ("gcn", 64, 0.5))
 SERVERS = ("--set", "servers=2", "--set", "gpus_per_server=1")
 STRATEGIES = {"graph_parallel": (), "graph_parallel(narrow=True)": (), "pipegcn": (), "gnnpipe": (), "granndis(depth=1)": SERVERS,

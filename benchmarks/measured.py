@@ -1,8 +1,10 @@
-"""Predicted against measured, on clusters emulated on this machine: `python benchmarks/measured.py run DATASETS [JOB ...]`, then `table`.
+"""Predicted against measured, on clusters emulated on this machine: `python benchmarks/measured.py run DATASETS [JOB ...]`, then
+`table` and `tell`.
 
-Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run, compare. What is
-missing is run; rows are appended to traces/measured/runs.csv, clusters are kept beside. Needs Linux, root and iproute2, and a machine that
-does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them.
+Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run,
+compare. What is missing is run; rows are appended to traces/measured/runs.csv, clusters are kept beside. Needs Linux, root and iproute2, and a machine that
+does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them; `tell` writes gnnplan/traces/measured.csv, by
+which a plan knows what differences are noise.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from accuracy import gnnplan
+from accuracy import gnnplan, write
 
 from gnnplan.cli.validate import examine
 from gnnplan.planner.runs import Run, summarise
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
 ROWS = TRACES / "runs.csv"
+TOLD = Path(__file__).resolve().parent.parent / "gnnplan" / "traces" / "measured.csv"
 EPOCHS, LONG = 12, 1.5  # [s] a predicted epoch that half as many must do for, if it begins as it goes on
 SETTLED, MOST = 12.0, 100  # [s] that short epochs are repeated for, and how often at most: a process takes seconds to come to its pace
 JOBS = {
@@ -146,11 +149,19 @@ def table() -> None:
               f"| {every['regret']:.1%} |")  # fmt: skip
 
 
+def tell() -> None:
+    """What a plan needs to know of the rows."""
+    write(TOLD, [{"job": run.question, "strategy": run.strategy, **{key: run.told["step"][key] for key in ("predicted_s", "measured_s")}}
+                 for run in runs()])  # fmt: skip
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["run", datasets, *jobs]:
             run(Path(datasets), jobs)
         case ["table"]:
             table()
+        case ["tell"]:
+            tell()
         case _:
             raise SystemExit(__doc__)

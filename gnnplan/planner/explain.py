@@ -156,8 +156,8 @@ def within_noise(found: Found) -> list[str]:
 
 @cache
 def prediction_error() -> float | None:
-    """Median |predicted / measured - 1| of the steps in traces/accuracy.csv."""
-    rows = _rows("accuracy.csv")
+    """Median |predicted / measured - 1| of the epochs in traces/measured.csv."""
+    rows = _rows("measured.csv")
     return median(abs(float(row["predicted_s"]) / float(row["measured_s"]) - 1) for row in rows) if rows else None
 
 
