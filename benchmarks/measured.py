@@ -1,10 +1,10 @@
 """Predicted against measured, on clusters emulated on this machine: `python benchmarks/measured.py run DATASETS [JOB ...]`, then
 `table` and `tell`.
 
-Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run,
-compare. What is missing is run; rows are appended to traces/measured/runs.csv, clusters are kept beside. Needs Linux, root and iproute2, and a machine that
-does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them; `tell` writes gnnplan/traces/measured.csv, by
-which a plan knows what differences are noise.
+Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run, compare.
+What is missing is run; rows are appended to traces/measured/runs.csv, clusters are kept beside. Needs Linux, root and iproute2, and
+a machine that does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them; `tell` writes
+gnnplan/traces/measured.csv, by which a plan knows what differences are noise.
 """
 
 from __future__ import annotations
