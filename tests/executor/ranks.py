@@ -21,9 +21,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+T = TypeVar("T")
 SECONDS = 90  # per case, the start of the ranks included; much, for a busy disk may hold up rank 0 for long
+
+
+def in_turn(found: list[T], number: int) -> list[T]:
+    """Every other one: settings one after the other share them out."""
+    return found[number % 2 :: 2]
 
 
 @dataclass(frozen=True)

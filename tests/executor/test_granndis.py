@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from plain import Plain, difference
-from ranks import Case, Ranks, Result
+from ranks import Case, Ranks, Result, in_turn
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -55,7 +55,7 @@ def test_full_preload_is_one_process_at_any_number_of_layers(run_ranks: Ranks, s
 @pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, SINGLE)])
 def test_islands_preload_exactly(run_ranks: Ranks, skewed: str, servers: int, islands: str) -> None:
     """At every depth one process; and islands of one GPU are servers of one GPU, to the last bit."""
-    for model, layers in (("gcn", 3), ("sage", 4), ("gcnii", 3), ("gat", 2))[servers - 1 :: 2]:
+    for model, layers in in_turn([("gcn", 3), ("sage", 4), ("gcnii", 3), ("gat", 2)], servers - 1):
         case = Case("", skewed, workload(model, layers=layers, heads=2), servers, epochs=3, eval_every=2, islands=islands)
         alone = run_ranks.alone(replace(case, strategy="graph_parallel"))
         depths = [*range(1, layers), None]

@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
 from plain import Plain, difference
-from ranks import Case, Ranks
+from ranks import Case, Ranks, in_turn
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,8 +22,6 @@ from gnnplan.executor.kernels import Shapes
 from gnnplan.planner.sampling import Frontier, frontier, seeds_of
 
 pytestmark = pytest.mark.timeout(110)
-
-T = TypeVar("T")
 
 MODELS = ("gcn", "sage", "gat", "gcnii", "resgcn", "sgc")
 SPLITS = [
@@ -38,11 +35,6 @@ SPLITS = [
 PAIRS = [("rough", "sage", {"dropout": 0.5}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}), ("sparse", "gcn", {"dropout": 0.5}),
          ("sparse", "gcnii", {}), ("rough", "resgcn", {"dropout": 0.5}), ("rough", "sgc", {"dropout": 0.5}),
          ("islands", "sage", {"batch": 4, "fanout": "full"})]  # fmt: skip
-
-
-def in_turn(pairs: list[T], number: int) -> list[T]:
-    """Every other one: settings one after the other share them out."""
-    return pairs[number % 2 :: 2]
 
 
 def workload(model: str, **more: object) -> dict[str, object]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from plain import Plain, difference
-from ranks import Case, Ranks
-from test_minibatch_exactness import assert_as_one_process, batches_of, in_turn, workload
+from ranks import Case, Ranks, in_turn
+from test_minibatch_exactness import assert_as_one_process, batches_of, workload
 from torch import Tensor
 
 from gnnplan.executor.models import GCNLayer, GENLayer

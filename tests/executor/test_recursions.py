@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from plain import Plain, Read, difference
-from ranks import Case, Ranks
+from ranks import Case, Ranks, in_turn
 from torch import Tensor
 
 from gnnplan.planner.strategies import parse
@@ -218,10 +218,10 @@ def test_gnnpipe_with_the_papers_period(run_ranks: Ranks, graphs: dict[str, str]
 def test_the_hybrid_is_the_pipeline(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, stages: int, chunks: int) -> None:
     """A row of another member is fresh or historical when one of its own would be, so the recursion does not know of groups. Models
     share the graphs out, each world has them all."""
-    for graph, directed, shuffle, historical_gradients, period, dropout in (
+    for graph, directed, shuffle, historical_gradients, period, dropout in in_turn([
         ("rough", False, True, False, 1, 0.5), ("multi", False, True, True, 3, 0.5), ("rough", True, False, True, 1, 0.0),
         ("islands", False, True, False, 3, 0.5), ("sparse", False, True, False, 1, 0.5),
-    )[(MODELS.index(model) + stages) % 2 :: 2]:  # fmt: skip
+    ], MODELS.index(model) + stages):  # fmt: skip
         tricks = f"shuffle={shuffle},historical_gradients={historical_gradients},period={period}"
         more = ",checkpoint=True" if graph in ("multi", "islands") else ""
         case = Case(f"gnnpipe(stages={stages},chunks={chunks},{tricks}{more})", graphs[graph], workload(model, dropout, optimizer="sgd"),

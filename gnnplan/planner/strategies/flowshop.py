@@ -100,16 +100,17 @@ def _last(ways: Mapping[str, list[_Way]], refresh: list[Number], links: list[Num
 def _beside_others(ways: Mapping[str, list[_Way]], epoch: Number) -> list[Number]:
     """How many times as long each stage's exchanges take because other stages' pass the same ports: those are there for a share of the
     epoch, and a port's bandwidth is then halved. Shared cores are no such port: computation takes most of them (`Cost.filled`)."""
-    loads: list[dict[Port, Number]] = []
-    for forward, backward in zip(ways["f"], ways["b"], strict=True):
-        ports = {port for way in (forward, backward) for port in way.busy if port[0] != "cores"}
-        loads.append({port: forward.busy.get(port, 0.0) + backward.busy.get(port, 0.0) for port in ports})
+    stages: list[dict[Port, Number]] = [{} for _ in ways["f"]]
+    everyone: dict[Port, Number] = {}
+    for of_stages in ways.values():
+        for mine, way in zip(stages, of_stages, strict=True):
+            for port, seconds in way.busy.items():
+                if port[0] != "cores":
+                    mine[port], everyone[port] = mine.get(port, 0.0) + seconds, everyone.get(port, 0.0) + seconds
     out: list[Number] = []
-    for stage, mine in enumerate(loads):
-        others = [{port: load[port] for port in mine if port in load} for place, load in enumerate(loads) if place != stage]
-        met = [mine[port] * sum(load.get(port, 0.0) for load in others) for port in mine if any(port in load for load in others)]
-        most = reduce(np.maximum, mine.values(), 0.0)
-        out.append(1.0 + reduce(np.maximum, met) / np.maximum(most * epoch, 1e-30) if met else 1.0)
+    for mine in stages:
+        met = reduce(np.maximum, [seconds * (everyone[port] - seconds) for port, seconds in mine.items()], 0.0)
+        out.append(1.0 + met / np.maximum(reduce(np.maximum, mine.values(), 0.0) * epoch, 1e-30))
     return out
 
 
