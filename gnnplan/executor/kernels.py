@@ -329,7 +329,7 @@ class _SparseLinear(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, pattern: Pattern, values: Tensor) -> Tensor:
         ctx.pattern = pattern
         ctx.save_for_backward(values)
-        return _spmm(pattern.indptr, pattern.columns, values, weight.t().contiguous())
+        return _spmm(pattern.indptr, pattern.columns, values, weight.t().contiguous())  # no copy of a weight that lies turned (Net._turn)
 
     @staticmethod
     @once_differentiable

@@ -23,7 +23,7 @@ class Gradients:
         self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
         offset = 0
         for p in self.parameters:
-            p.grad = self.flat[offset : offset + p.numel()].view_as(p)
+            p.grad = self.flat[offset : offset + p.numel()].as_strided(p.shape, p.stride())  # numbers in the order of p's in memory
             offset += p.numel()
 
     def reduce(self, rank: Rank, step: int) -> None:

@@ -186,12 +186,12 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     gather = {width: nbytes / typical(samples) for width, nbytes, samples in found["gather"]}
     device = {"name": found["name"], "kind": "cuda" if torch.cuda.is_available() else "cpu", "memory": memory, "gemm": gemm,
               "memory_bandwidth": 1 / typical(found["touched"]), "gather": gather, "launch": typical(found["launch"])}  # fmt: skip
-    active = len(found["gemm"][0][1])
+    active = found["active"]
     source = f"measured {datetime.date.today().isoformat()} on {found['name']}, {active} rank{'s' * (active > 1)} active"
     spread = f"shapes within {min(flops / seconds) / gemm - 1:+.0%} and {max(flops / seconds) / gemm - 1:+.0%}"
     provenance = {"device.memory": f"{source}, what is free", "device.gemm": f"{source}, {len(flops)} shapes together, {spread}",
-                  **{f"device.{name}": f"{source}, lower quartile" for name in ("memory_bandwidth", "gather", "launch")},
-                  "host_rates": f"{source}, lower quartile", "cores": "counted", "one_machine": "as started"}  # fmt: skip
+                  **{f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", "gather", "launch")},
+                  "host_rates": f"{source}, median", "cores": "counted", "one_machine": "as started"}  # fmt: skip
     if "crowded" in found:
         crowd = found["crowded"]
         slower, shared = typical(crowd) / typical(found["gemm"][0][1]), len(crowd) / active
@@ -231,7 +231,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     cluster = Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=inside,
                       inter_node=links.get("inter_node", inside), host_rates={what: 1 / typical(found[what]) for what in ("draw", "lay")},
                       cores=cores(), one_machine=one_machine, collectives=collectives)  # fmt: skip
-    cluster, told = held_to(cluster, found["steps"])
+    cluster, told = held_to(cluster, [typical(rounds) for rounds in found["steps"]])
     provenance |= {f"device.{name}": f"{provenance[f'device.{name}']}; {told}" for name in ("gemm", "memory_bandwidth", "gather", "launch")}
     return cluster.model_copy(update={"provenance": provenance})
 

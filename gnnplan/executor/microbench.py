@@ -7,12 +7,13 @@ inside servers, among the ranks of every server at once, and between servers, am
 from __future__ import annotations
 
 import itertools
+import operator
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, linear
-from gnnplan.executor.rehearsal import PIECES, rehearse
+from gnnplan.executor.rehearsal import PIECES, Rehearsal
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.alphabeta import Sample
@@ -40,6 +41,7 @@ BESIDE = 2**23  # moved, there and back, beside computation, to see what that lo
 LONGEST = 1.6  # times what is spent on a number: what a message may take; larger ones are left out
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
+ROUNDS = 3  # in which computation is timed, with messages between them: a machine's pace changes from one ten seconds to the next
 WARM = 2**29  # bytes that a rank has touched before it times anything: the allocator keeps them
 
 Group = tuple[int, ...]
@@ -68,32 +70,43 @@ class Bench:
         machines, and short benchmarks would see little else: a training has touched its own after some epochs."""
         if self.device.type == "cpu" and self.rank in self.apart:
             torch.zeros(WARM // 4).fill_(1.0)
-        tell("preparing a graph")
+        tell("preparing graphs")
         block = self._part()
-        found: dict[str, Any] = {"name": self._device_name()}
-        tell("matrix products")
-        found["gemm"] = [(2 * 3 * r * a * b, self.gemm(r, a, b)) for r, a, b in SHAPES]
-        if self.apart != self.everyone:
-            found["crowded"] = self.gemm(*SHAPES[0], self.everyone)
-        tell("aggregation")
-        found["gather"] = [(width, 2 * block.edges * width * 4, self.gather(block, width)) for width in WIDTHS]
-        tell("element-wise work")
-        found["touched"] = self.touched()
-        tell("the price of an operation")
-        found["launch"] = self.launch()
-        tell("training steps")
-        found["steps"] = self.steps()
-        tell("the sampler")
-        found["draw"], found["lay"] = self.sampler()
-        for where, groups in self.groups.items():
-            for group in groups:
-                self.me.group(group)  # all ranks ask for all of them in the same order
-            for op in ("exchange", "send", "all_reduce") if groups else ():
+        rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES] if self.rank in self.apart else []
+        messages = [(op, where) for where, groups in self.groups.items() for op in ("exchange", "send", "all_reduce") if groups]
+        for group in itertools.chain(*self.groups.values()):
+            self.me.group(group)  # all ranks ask for all of them in the same order
+        found: dict[str, Any] = {"name": self._device_name(), "active": len(self.apart)}
+        timed: dict[str, list[list[float]]] = {}
+        for number in range(ROUNDS):
+            for what, of_each in self.computation(block, rehearsals, tell).items():
+                timed[what] = [*map(operator.add, timed[what], of_each)] if what in timed else of_each
+            for op, where in messages[number::ROUNDS]:
+                groups = self.groups[where]
                 tell(f"{op}s {'inside servers' if where == 'intra_node' else 'between servers'}, {len(groups[0])} ranks")
                 found[f"{op}.{where}"] = self.messages(op, [group[:2] for group in groups] if op == "send" else groups)
+        found["gemm"] = [(2 * 3 * r * a * b, samples) for (r, a, b), samples in zip(SHAPES, timed["gemm"], strict=True)]
+        found["gather"] = [(width, 2 * block.edges * width * 4, samples) for width, samples in zip(WIDTHS, timed["gather"], strict=True)]
+        found |= {"touched": timed["touched"][0], "launch": timed["launch"][0], "steps": timed["steps"]}
+        if self.apart != self.everyone:
+            found["crowded"] = self.gemm(*SHAPES[0], self.everyone)
+        tell("the sampler")
+        found["draw"], found["lay"] = self.sampler()
         if self.device.type == "cuda" and self.groups["intra_node"]:
             tell("computation beside transfers")
             found["overlap"] = (BESIDE, self.overlap(BESIDE))
+        return found
+
+    def computation(self, block: Block, rehearsals: Sequence[Rehearsal], tell: Callable[[str], None]) -> dict[str, list[list[float]]]:
+        """A round of what computes: of each shape, width, .. samples of several ranks."""
+        tell("matrix products")
+        found = {"gemm": [self.gemm(*shape) for shape in SHAPES]}
+        tell("aggregation")
+        found["gather"] = [self.gather(block, width) for width in WIDTHS]
+        tell("element-wise work, the price of an operation")
+        found |= {"touched": [self.touched()], "launch": [self.launch()]}
+        tell("training steps")
+        found["steps"] = [[self.step(rehearsals[i] if rehearsals else None)] for i in range(len(PIECES))]
         return found
 
     def _part(self) -> Block:
@@ -125,19 +138,19 @@ class Bench:
         self.other.add_(1.0)
 
     def _time(self, work: Callable[[], Any], divide: int = 1, among: Group | None = None) -> list[float]:
-        """Usual duration of `work` / divide [s] on every rank of `among` (those with a core each), all busy with it."""
+        """Median duration of `work` / divide [s], of a round, on every rank of `among` (those with a core each), all busy with it."""
         mine, among = float("nan"), self.apart if among is None else among
         if self.rank in among:
             work(), work()  # fmt: skip
         dist.barrier()
         if self.rank in among:
-            samples, end = [], self._clock() + self.seconds
+            samples, end = [], self._clock() + self.seconds / ROUNDS
             while self._clock() < end or len(samples) < 3:
                 self._disturb()
                 begin = self._clock()
                 work()
                 samples.append((self._clock() - begin) / divide)
-            mine = usual(samples)
+            mine = median(samples)
         everyone = self._gather(mine)
         return [everyone[rank] for rank in among]
 
@@ -182,14 +195,10 @@ class Bench:
 
         return self._time(work, divide=depth * 2 * 4)
 
-    def steps(self) -> list[float]:
-        """Seconds that steps of pieces of training take, as the executor plays them: of each the slowest rank's, which others wait for."""
-        found = []
-        for piece in PIECES:
-            dist.barrier()
-            mine = rehearse(piece, self.device, self.me.backend, 2 * self.seconds) if self.rank in self.apart else 0.0
-            found.append(max(self._gather(mine)))
-        return found
+    def step(self, rehearsal: Rehearsal | None) -> float:
+        """Seconds that steps of a training take, as the executor plays them: the slowest rank's, which others wait for."""
+        dist.barrier()
+        return max(self._gather(rehearsal.play(self.seconds) if rehearsal else 0.0))
 
     def sampler(self) -> tuple[list[float], list[float]]:
         """Seconds per edge that drawing and laying out take, by the executor's own clock: GraphSAGE's batches in data parallel."""
@@ -210,7 +219,7 @@ class Bench:
                 seconds[span.op].append(span.seconds / edges)
             if step >= 3 and self._clock() > end:
                 break
-        draw, lay = (self._gather(usual(seconds[op]) if seconds[op] else None) for op in ("draw", "lay"))
+        draw, lay = (self._gather(median(seconds[op]) if seconds[op] else None) for op in ("draw", "lay"))
         return [each for each in draw if each is not None], [each for each in lay if each is not None]
 
     # -- messages --------------------------------------------------------------------------------------------------
@@ -237,7 +246,7 @@ class Bench:
         work()
         slowest = max(self._gather(self._clock() - begin))
         rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5))))  # equally many on all ranks
-        alone = statistics.median(self._rounds(self._disturb, min(rounds, 20)))
+        alone = median(self._rounds(self._disturb, min(rounds, 20)))
         dist.barrier()
         busy = 0.0
 
@@ -251,7 +260,7 @@ class Bench:
         samples = [max(took - alone, 1e-7) * share for took in self._rounds(both, rounds)]
         of_all = self._gather((samples, busy / rounds))
         series = [np.mean([of_all[rank][0] for rank in group], axis=0) for group in groups]
-        return usual(np.concatenate(series)), sum(of_all[rank][1] for rank in groups[0])
+        return float(np.median(np.concatenate(series))), sum(of_all[rank][1] for rank in groups[0])
 
     def _rounds(self, work: Callable[[], None], rounds: int) -> list[float]:
         took = []
@@ -302,9 +311,4 @@ class Bench:
                 samples.append(self._clock() - begin)
                 if moving:
                     moving.result()
-        return self._gather(statistics.median(beside) - statistics.median(alone))
-
-
-def usual(samples: Any) -> float:
-    """The lower quartile: what the work takes when nobody else disturbs it, on machines where somebody often does."""
-    return float(np.quantile(samples, 0.25))
+        return self._gather(median(beside) - median(alone))

@@ -346,7 +346,16 @@ class Net(nn.Module):
         self.initial = shapes.hands_on_initial  # layers read the encoder's output x0; it and they end in ReLU
         self.relu = [shapes.relu_after(n) for n in range(self.total + 1)]
         self.to(torch.float64 if workload.dtype == "float64" else torch.float32)
+        if shapes.nonzeros and 1 in self.which:
+            self._turn()
         self._initialise(workload.seed)
+
+    def _turn(self) -> None:
+        """What multiplies sparse features lies column by column in memory: they gather columns, which `linear` would have to turn else."""
+        first = self.layer(1) if self.encoder is None else self.encoder
+        for name, parameter in first.named_parameters():  # type: ignore[attr-defined]
+            if name.startswith("weight"):
+                parameter.data = parameter.data.t().contiguous().t()
 
     def _initialise(self, seed: int) -> None:
         """Glorot for matrices, zero for biases, one for norms' weights; every matrix from its own stream (seed, place in the model,

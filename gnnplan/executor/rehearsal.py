@@ -22,7 +22,7 @@ from gnnplan.planner.job import Job, with_ranks
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import GraphParallel
 
-LEAST = 12  # steps of a piece, of which the later half count: a process comes to its pace when its memory has been handed out
+LEAST = 6  # steps of a piece at once, of which the later half count: a process comes to its pace when its memory has been handed out
 _ANY = Cluster(servers=1, gpus_per_server=1, device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
                intra_node=Link(bandwidth=1e9))  # fmt: skip
 
@@ -50,23 +50,30 @@ PIECES = (  # from what the framework's own time decides to what fits no cache
 )
 
 
-def rehearse(piece: Piece, device: torch.device, backend: str, seconds: float) -> float:
-    """Seconds of a usual step, for as long as told."""
-    job = piece.job()
-    rank = Rank(0, 1, device, backend, traced=0)
-    worker = open_worker(rank, job, GraphParallel())
-    learner = Learner(rank, job.workload, [Gradients(worker.net.parameters(), worker.reduce_group)])
-    steps: list[float] = []
-    end = now() + seconds
-    while now() < end or len(steps) < LEAST:
-        begin = now()
-        learner.zero()
-        worker.step(len(steps))
-        learner.update(len(steps))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        steps.append(now() - begin)
-    return median(steps[len(steps) // 2 :])
+class Rehearsal:
+    """A piece's training on this rank."""
+
+    def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
+        job = piece.job()
+        self.rank = Rank(0, 1, device, backend, traced=0)
+        self.worker = open_worker(self.rank, job, GraphParallel())
+        self.learner = Learner(self.rank, job.workload, [Gradients(self.worker.net.parameters(), self.worker.reduce_group)])
+        self.done = 0
+
+    def play(self, seconds: float) -> float:
+        """Go on for so long: seconds of the median step, of the later half."""
+        steps: list[float] = []
+        end = now() + seconds
+        while now() < end or len(steps) < LEAST:
+            begin = now()
+            self.learner.zero()
+            self.worker.step(self.done)
+            self.learner.update(self.done)
+            if self.rank.device.type == "cuda":
+                torch.cuda.synchronize(self.rank.device)
+            steps.append(now() - begin)
+            self.done += 1
+        return median(steps[len(steps) // 2 :])
 
 
 def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:

@@ -145,7 +145,8 @@ class Cost:
     def compute_s(self, work: Compute) -> Number:
         """Roofline by kind of work, plus a fixed price per framework operation [s], of a rank that shares its core with none."""
         device = self.cluster.device
-        seconds = work.flops / device.gemm + work.touched / device.memory_bandwidth + work.launches * device.launch
+        seconds = np.maximum(work.flops / device.gemm, work.streamed / device.memory_bandwidth)  # few columns: memory decides
+        seconds = seconds + work.touched / device.memory_bandwidth + work.launches * device.launch
         for rows, width, distinct in work.gathers:
             bytes_each, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
             seconds = seconds + rows * bytes_each / self.gather_rate(width, distinct * min(bytes_each, TILE), rows / distinct)

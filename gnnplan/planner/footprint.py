@@ -165,7 +165,7 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
     def product(n: Number, through_relu: bool = False, matrices: int = 1) -> Number:
         """What the backward pass of a product holds of a block of its n rows, and of matrices that are turned and added up."""
         block = np.minimum(n, Product(n, spec.h_in, spec.h_out).block) * (max(spec.h_in * varies, spec.h_out) + spec.h_out * through_relu)
-        if sparse:  # numbers in the order of columns, and the gradient turned
+        if sparse:  # numbers in the order of columns, and the gradient before it is added
             return (n * model.nonzeros + spec.h_in * spec.h_out) * b
         return (block + (2 * matrices + 1) * spec.h_in * spec.h_out) * b
 
@@ -206,7 +206,6 @@ def footprint(kind: str, model: Model, layer: int, rows: Number, sources: Number
             t.take(r_out * spec.bias)
             t.free(gathered * spec.bias)
         elif first:
-            t.touch(spec.h_in * spec.h_out * b * sparse)  # the weight turned
             t.take(0.0 if narrow else s_out, r_out)
             t.free(0.0 if narrow else s_out)
             t.take(r_out * spec.bias, r_out if kind == "sage" or relu else 0.0)

@@ -178,14 +178,14 @@ class Model:
         return () if self.aggregate_cached(layer) else ((edges, spec.h_out if spec.projects_first else spec.h_in, distinct),) * spec.sums
 
     def product(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
-        """Rows times a matrix; sparse rows gather one of its rows per number, once it is turned."""
+        """Rows times a matrix; sparse rows gather one of its columns per number, which lie together in memory."""
         if sparse:
-            return Compute(0.0, ((rows * self.nonzeros, h_out, h_in),), 2.0 * h_in * h_out * self.itemsize, itemsize=self.itemsize)
-        return Compute(2.0 * rows * h_in * h_out, itemsize=self.itemsize)
+            return Compute(0.0, ((rows * self.nonzeros, h_out, h_in),), itemsize=self.itemsize)
+        return Compute(2.0 * rows * h_in * h_out, itemsize=self.itemsize, streamed=rows * (h_in + h_out) * self.itemsize)
 
     def matrix_gradient(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
         """Of a product's matrix: of sparse rows by their transpose, in whose order the numbers are put (4 B more of each say how). Each
-        gathers a row of the gradient: of many more than the matrix has. What comes out is turned, and added."""
+        gathers a row of the gradient: of many more than the matrix has. What comes out is added to what other rows gave."""
         if not sparse:
             return self.product(h_in, h_out, rows)
         numbers = rows * self.nonzeros
@@ -197,7 +197,7 @@ class Model:
         four columns, of sparse rows a single number."""
         passes, launches = 0, 0
         if self.dropout and spec.drops:
-            passes, launches = 6, 8
+            passes, launches = 6, MASK + 3
         if spec.activates:
             passes, launches = passes + (2 if spec.norm == "none" else 6), launches + (1 if spec.norm == "none" else 4)
         return passes * rows * (4 * self.nonzeros if sparse else spec.h_in) * self.itemsize, launches
@@ -210,8 +210,9 @@ class Model:
         gathers = () if constant and not spec.projects_first else aggregated
         if spec.heads:  # weights depend on rows: a product along every edge for theirs, and the rows' own
             gathers = gathers + aggregated
-        work = Compute(forward.flops * (1 if constant else 2), gathers,
-                       forward.touched + 2 * rows * spec.h_out * self.itemsize, 2 * forward.launches, self.itemsize)  # fmt: skip
+        times, masked = 1 if constant else 2, bool(self.dropout) and spec.drops and not (narrow and self.narrow_at(layer))
+        work = Compute(forward.flops * times, gathers, forward.touched + 2 * rows * spec.h_out * self.itemsize,
+                       2 * (forward.launches - MASK * masked), self.itemsize, streamed=forward.streamed * times)  # fmt: skip
         if not self.reads_sparse(layer):
             return work
         return self.matrix_gradient(spec.h_in, spec.h_out, sources + (spec.matrices - 1) * rows, sparse=True) + work
@@ -253,6 +254,7 @@ class Model:
         return Compute(0.0, (), 8.0 * weights * self.itemsize, 20, self.itemsize)
 
 
+MASK = 5  # operations that hash a dropout mask, which the backward pass finds made
 EDGE_PASSES = 10  # reads and writes of a number per edge and head: logit, maximum, exponential, sum, weight
 
 

@@ -48,10 +48,11 @@ class Compute:
     launches: float = 0.0  # framework operations
     itemsize: int = 4  # [B] per number
     beside: float = 0.0  # bytes that move beside it and tax it (overlap) [B]
+    streamed: float = 0.0  # that the products read and write [B], while they compute
 
     def __add__(self, other: Compute) -> Compute:
-        return Compute(self.flops + other.flops, self.gathers + other.gathers, self.touched + other.touched,
-                       self.launches + other.launches, self.itemsize, self.beside + other.beside)  # fmt: skip
+        return Compute(self.flops + other.flops, self.gathers + other.gathers, self.touched + other.touched, self.launches + other.launches,
+                       self.itemsize, self.beside + other.beside, self.streamed + other.streamed)  # fmt: skip
 
     def at(self, i: int) -> Compute:
         """Entry i of its arrays."""
@@ -59,7 +60,7 @@ class Compute:
             return float(value[i]) if getattr(value, "ndim", 0) else float(value)
 
         gathers = tuple((pick(rows), width, pick(distinct)) for rows, width, distinct in self.gathers)
-        return Compute(pick(self.flops), gathers, pick(self.touched), self.launches, self.itemsize, pick(self.beside))
+        return Compute(pick(self.flops), gathers, pick(self.touched), self.launches, self.itemsize, pick(self.beside), pick(self.streamed))
 
 
 @dataclass(frozen=True, slots=True)

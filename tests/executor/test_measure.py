@@ -119,8 +119,8 @@ def test_only_ranks_that_share_cores_have_less_latency(monkeypatch: pytest.Monke
     """On GPUs nobody counts the cores' time for a message, which was taken from its latency all the same."""
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
-    found = {"name": "a device", "gemm": [(1e9, [1e-3, 1e-3])], "gather": [(64, 1e9, [0.1, 0.1])], "touched": [1e-10, 1e-10],
-             "launch": [1e-5, 1e-5], "draw": [1e-8], "lay": [1e-8], "steps": [0.01] * 5, "send.intra_node": samples}  # fmt: skip
+    found = {"name": "a device", "active": 2, "gemm": [(1e9, [1e-3, 1e-3])], "gather": [(64, 1e9, [0.1, 0.1])], "touched": [1e-10, 1e-10],
+             "launch": [1e-5, 1e-5], "draw": [1e-8], "lay": [1e-8], "steps": [[0.01]] * 5, "send.intra_node": samples}  # fmt: skip
     link = module.cluster_of(found, 1, 2, 1e9, one_machine=True).collectives["send.intra_node"]
     plain, _ = fit(samples)
     assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency
