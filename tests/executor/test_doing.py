@@ -22,7 +22,9 @@ def test_the_file_says_what_every_lane_is_in(tmp_path: Path) -> None:
         with rank.span(Label("halo", 2, "f", 2), "comm"):
             assert read(path) == str(rank.doing) == "forward:l1:s2 and halo:f:l2:s2 of epoch 3"
         assert read(path) == "forward:l1:s2 of epoch 3"
-    assert read(path) == "epoch 3"
+    assert read(path) == "what follows forward:l1:s2 of epoch 3"  # a rank that is killed there had no operation to name
+    rank.doing.begin("phase", "epoch 4")
+    assert read(path) == "the beginning of epoch 4"
     rank.doing.begin("phase", "x" * (SLOT + 9))  # never into its neighbour's place
     assert read(path) == "x" * SLOT
     forget(tmp_path)
@@ -42,7 +44,7 @@ def test_an_error_of_a_lane_that_went_on_to_other_work(tmp_path: Path) -> None:
             pass
 
     failed, _ = rank.submit("comm", fails), rank.submit("comm", goes_on).result()
-    assert str(rank.doing) == "epoch 1"
+    assert str(rank.doing) == "what follows halo:f:l3:s0 of epoch 1"
     with pytest.raises(ZeroDivisionError) as caught:
         failed.result()
     assert caught.value.__notes__ == ["in halo:f:l2:s0 of epoch 1"]
