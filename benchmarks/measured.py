@@ -2,8 +2,8 @@
 `table` and `tell`.
 
 Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run, compare.
-What is missing is run; rows are appended to traces/measured/runs.csv, clusters are kept beside. Needs Linux, root and iproute2, and
-a machine that does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them; `tell` writes
+What is missing is run; rows are appended to traces/measured/runs.csv, what was measured of clusters is kept beside. Needs Linux, root and
+iproute2, and a machine that does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them; `tell` writes
 gnnplan/traces/measured.csv, by which a plan knows what differences are noise.
 """
 
@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,6 +28,8 @@ TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
 ROWS = TRACES / "runs.csv"
 TOLD = Path(__file__).resolve().parent.parent / "gnnplan" / "traces" / "measured.csv"
 EPOCHS, LONG = 12, 1.5  # [s] a predicted epoch that half as many must do for, if it begins as it goes on
+MEASURED: dict[str, tuple[Path, float]] = {}  # the last file of each cluster, and since when [s]
+FRESH = 180.0  # [s] that constants are used for: other tenants come and go, and the machine is another one some minutes later
 SETTLED, MOST = 12.0, 100  # [s] that short epochs are repeated for, and how often at most: a process takes seconds to come to its pace
 JOBS = {
     "squirrel": ("squirrel", ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5")),
@@ -39,8 +42,8 @@ CLUSTERS = [(2, 2, "400Mbit/s"), (2, 1, "400Mbit/s"), (2, 2, "100Mbit/s"), (1, 2
             (2, 1, "100Mbit/s"), (2, 2, "2Gbit/s"), (2, 1, "2Gbit/s")]  # servers, ranks of each, their cards
 FAMILIES = ("graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "pipegcn(narrow=True)", "gnnpipe")
 SHARING = ("granndis(depth=1)", "granndis")  # between servers
-FIELDS = ("date", "hardware", "job", "cluster", "strategy", "predicted_s", "simulated_s", "measured_s", "bytes_equal", "order_equal",
-          "memory_predicted", "memory_measured", "told", "epochs_s")  # fmt: skip
+FIELDS = ("date", "hardware", "job", "cluster", "strategy", "constants", "predicted_s", "simulated_s", "measured_s", "bytes_equal",
+          "order_equal", "memory_predicted", "memory_measured", "told", "epochs_s")  # fmt: skip
 
 
 def name(servers: int, each: int, rate: str) -> str:
@@ -49,12 +52,15 @@ def name(servers: int, each: int, rate: str) -> str:
 
 
 def constants(servers: int, each: int, rate: str) -> Path:
-    """The cluster's file, measured if it is not there."""
-    path = TRACES / f"{name(servers, each, rate)}.yaml"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    """The cluster's file, by this process and fresh, or measured anew."""
+    cluster = name(servers, each, rate)
+    path, since = MEASURED.get(cluster, (None, 0.0))
+    if path is None or time.monotonic() - since > FRESH:
+        TRACES.mkdir(parents=True, exist_ok=True)
+        path = TRACES / f"{cluster}.{len(list(TRACES.glob(f'{cluster}.*.yaml'))) + 1}.yaml"
         emulated = ("--servers", str(servers), "--emulate", rate) if rate else ()
         gnnplan("measure", "--ranks", str(each), *emulated, "-o", str(path))
+        MEASURED[cluster] = path, time.monotonic()
     return path
 
 
@@ -74,7 +80,8 @@ def run(datasets: Path, jobs: list[str]) -> None:
                 if not alike and (job, name(*cluster), strategy) not in done:
                     with tempfile.TemporaryDirectory() as scratch:
                         plan, out = f"{scratch}/plan.json", f"{scratch}/run"
-                        asked = ("--graph", source, *workload, "--cluster", str(constants(*cluster)))
+                        measured = constants(*cluster)
+                        asked = ("--graph", source, *workload, "--cluster", str(measured))
                         gnnplan("plan", *asked, "--strategy", strategy, "-o", plan)
                         predicted = json.loads(Path(plan).read_text())["best"]["predicted"]["epoch_s"]
                         settled = "pipegcn" not in strategy  # whose exchanges lag more from step to step, until they lag by one
@@ -82,15 +89,15 @@ def run(datasets: Path, jobs: list[str]) -> None:
                         epochs = min(max(least, int(SETTLED / predicted)), MOST)
                         gnnplan("run", plan, "--epochs", str(epochs), "--eval-every", "0", "--checkpoint-every", "0",
                                 "--out", out, "--timeout", "120", *(("--emulate", rate) if rate else ()))  # fmt: skip
-                        append(job, name(*cluster), strategy, examine(Path(out)))
+                        append(job, name(*cluster), strategy, measured.stem, examine(Path(out)))
 
 
-def append(job: str, cluster: str, strategy: str, seen: Run) -> None:
+def append(job: str, cluster: str, strategy: str, constants: str, seen: Run) -> None:
     """A row, and a line for whoever watches."""
     step, told = seen.told["step"], seen.told
     row = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": f"{os.cpu_count()} cores, {platform.machine()}, Gloo",
-        "job": job, "cluster": cluster, "strategy": strategy,
+        "job": job, "cluster": cluster, "strategy": strategy, "constants": constants,
         **{key: f"{step[key]:.6g}" for key in ("predicted_s", "simulated_s", "measured_s")},
         "bytes_equal": told["bytes"]["equal"], "order_equal": told["order"]["equal"],
         "memory_predicted": round(told["memory"]["predicted_bytes"]), "memory_measured": round(told["memory"]["measured_bytes"]),
