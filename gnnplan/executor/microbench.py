@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, linear
-from gnnplan.executor.rehearsal import PIECES, Rehearsal
+from gnnplan.executor.rehearsal import PIECES, SMALL, Rehearsal
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.alphabeta import Sample
@@ -72,7 +72,7 @@ class Bench:
             torch.zeros(WARM // 4).fill_(1.0)
         tell("preparing graphs")
         block = self._part()
-        rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES] if self.rank in self.apart else []
+        rehearsals = [Rehearsal(piece, self.device, self.me.backend) if self.rank in self.apart else None for piece in (SMALL, *PIECES)]
         messages = [(op, where) for where, groups in self.groups.items() for op in ("exchange", "send", "all_reduce") if groups]
         for group in itertools.chain(*self.groups.values()):
             self.me.group(group)  # all ranks ask for all of them in the same order
@@ -97,16 +97,18 @@ class Bench:
             found["overlap"] = (BESIDE, self.overlap(BESIDE))
         return found
 
-    def computation(self, block: Block, rehearsals: Sequence[Rehearsal], tell: Callable[[str], None]) -> dict[str, list[list[float]]]:
+    def computation(self, block: Block, rehearsals: Sequence[Rehearsal | None], tell: Callable[[str], None]
+                    ) -> dict[str, list[list[float]]]:  # fmt: skip
         """A round of what computes: of each shape, width, .. samples of several ranks."""
         tell("matrix products")
         found = {"gemm": [self.gemm(*shape) for shape in SHAPES]}
         tell("aggregation")
         found["gather"] = [self.gather(block, width) for width in WIDTHS]
-        tell("element-wise work, the price of an operation")
-        found |= {"touched": [self.touched()], "launch": [self.launch()]}
+        tell("element-wise work")
+        found["touched"] = [self.touched()]
         tell("training steps")
-        found["steps"] = [[self.step(rehearsals[i] if rehearsals else None)] for i in range(len(PIECES))]
+        (small,), *found["steps"] = ([self.step(rehearsal)] for rehearsal in rehearsals)
+        found["launch"] = [[small / SMALL.launches()]]
         return found
 
     def _part(self) -> Block:
@@ -180,20 +182,6 @@ class Bench:
                 torch.ops.aten.threshold_backward(torch.relu(a), a + b, 0)
 
         return self._time(work, divide=3 * (2 + 3 + 3) * tensors[0].nbytes)
-
-    def launch(self) -> list[float]:
-        """Seconds per operation on tensors so small that only the framework's own time is left, half of them in the backward pass."""
-        block = Block(np.arange(9), np.arange(8), 8).mean().to(self.device)
-        x, weight = (torch.randn(8, 8, device=self.device, requires_grad=True) for _ in range(2))
-        depth = 10
-
-        def work() -> None:
-            h = x
-            for _ in range(depth):
-                h = (linear(aggregate(block, h), weight) + x).relu()
-            torch.autograd.grad(h, (x, weight), h.detach())
-
-        return self._time(work, divide=depth * 2 * 4)
 
     def step(self, rehearsal: Rehearsal | None) -> float:
         """Seconds that steps of a training take, as the executor plays them: the slowest rank's, which others wait for."""

@@ -19,6 +19,7 @@ from gnnplan.executor.worker import Rank, now
 from gnnplan.planner import scaled
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job, with_ranks
+from gnnplan.planner.schedule import Compute
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import GraphParallel
 
@@ -40,7 +41,13 @@ class Piece:
         assert isinstance(graph, Graph)
         return Job(graph.stats, graph, Workload(**self.workload), with_ranks(cluster, 1))
 
+    def launches(self) -> float:
+        """Operations of a step, as the cost model counts them: each is worth what is left of a step without rows to speak of."""
+        works = (task.work for task in GraphParallel().schedule(self.job(), 1).tasks)
+        return sum(work.launches for work in works if isinstance(work, Compute))
 
+
+SMALL = Piece(100, 400, {"model": "gcnii", "layers": 6, "hidden": 16, "dropout": 0.5})
 PIECES = (  # from what the framework's own time decides to what fits no cache
     Piece(700, 14_000, {"model": "gcnii", "layers": 6, "hidden": 64, "dropout": 0.5}),
     Piece(3_000, 150_000, {"model": "gcnii", "layers": 6, "hidden": 64, "dropout": 0.5}),
