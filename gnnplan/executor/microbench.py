@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from gnnplan.executor.kernels import Block, aggregate, linear
 from gnnplan.executor.rehearsal import PIECES, SMALL, Rehearsal
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
-from gnnplan.planner.alphabeta import Sample
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.minibatch import Batches
@@ -38,13 +37,14 @@ SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64,
 SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
 BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
-LONGEST = 1.6  # times what is spent on a number: what a message may take; larger ones are left out
+LONGEST = 0.8  # times what is spent on a number: what a message may take; larger ones are left out
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
-ROUNDS = 3  # in which computation is timed, with messages between them: a machine's pace changes from one ten seconds to the next
+ROUNDS = 3  # in which everything is timed in turn: a machine's pace changes from one ten seconds to the next
 WARM = 2**29  # bytes that a rank has touched before it times anything: the allocator keeps them
 
 Group = tuple[int, ...]
+Sent = tuple[list[float], list[float]]  # how long operations of a size took, and core-seconds of a group's ranks, round by round [s]
 
 
 class Bench:
@@ -73,18 +73,21 @@ class Bench:
         tell("preparing graphs")
         block = self._part()
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) if self.rank in self.apart else None for piece in (SMALL, *PIECES)]
-        messages = [(op, where) for where, groups in self.groups.items() for op in ("exchange", "send", "all_reduce") if groups]
+        messages: dict[tuple[str, str], dict[int, Sent]] = {
+            (op, where): {} for where, groups in self.groups.items() for op in ("exchange", "send", "all_reduce") if groups}  # fmt: skip
         for group in itertools.chain(*self.groups.values()):
             self.me.group(group)  # all ranks ask for all of them in the same order
         found: dict[str, Any] = {"name": self._device_name(), "active": len(self.apart)}
         timed: dict[str, list[list[float]]] = {}
-        for number in range(ROUNDS):
+        for _ in range(ROUNDS):
             for what, of_each in self.computation(block, rehearsals, tell).items():
                 timed[what] = [*map(operator.add, timed[what], of_each)] if what in timed else of_each
-            for op, where in messages[number::ROUNDS]:
+            for (op, where), sent in messages.items():
                 groups = self.groups[where]
                 tell(f"{op}s {'inside servers' if where == 'intra_node' else 'between servers'}, {len(groups[0])} ranks")
-                found[f"{op}.{where}"] = self.messages(op, [group[:2] for group in groups] if op == "send" else groups)
+                self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
+        for (op, where), sent in messages.items():
+            found[f"{op}.{where}"] = [(size, median(took), mean(worked)) for size, (took, worked) in sent.items()]
         found["gemm"] = [(2 * 3 * r * a * b, samples) for (r, a, b), samples in zip(SHAPES, timed["gemm"], strict=True)]
         found["gather"] = [(width, 2 * block.edges * width * 4, samples) for width, samples in zip(WIDTHS, timed["gather"], strict=True)]
         found |= {"touched": timed["touched"][0], "launch": timed["launch"][0], "steps": timed["steps"]}
@@ -212,28 +215,29 @@ class Bench:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def messages(self, op: str, groups: Sequence[Group]) -> list[Sample]:
-        """The operation at growing sizes, in all groups at once, each with the core-seconds of a group's ranks."""
+    def messages(self, op: str, groups: Sequence[Group], sent: dict[int, Sent]) -> None:
+        """A round of the operation at growing sizes, in all groups at once, noted in `sent` by size."""
         mine = next((group for group in groups if self.rank in group), None)
-        found: list[Sample] = []
-        for size in SIZES:
-            if (op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]) or (found and found[-1][1] > LONGEST * self.seconds):
+        for size in (*sent,) or SIZES:  # those of the first round
+            if op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]:
                 break
+            first = size not in sent
             work: Callable[[], Any] = getattr(self, f"_{op}")(size, mine) if mine else lambda: None
-            found.append((size, *self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5)))
-        return found
+            self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5, sent.setdefault(size, ([], [])))
+            if first and median(sent[size][0]) > LONGEST * self.seconds:
+                break
 
-    def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group], share: float) -> tuple[float, float]:
-        """What an operation in which ranks wait for each other adds to a loop of computation [s], times `share`: so that it has in it what
-        ranks wait for those that come later than usual, as in every layer of a training. And what its ranks' processors worked on it in
-        all [s]."""
+    def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group], share: float, sent: Sent) -> None:
+        """Into `sent`: what an operation in which ranks wait for each other adds to a loop of computation [s], times `share`: so that it
+        has in it what ranks wait for those that come later than usual, as in every layer of a training. And what a group's processors
+        worked on it in all [s]."""
         work()
         dist.barrier()
         begin = self._clock()
         self._disturb()
         work()
         slowest = max(self._gather(self._clock() - begin))
-        rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5))))  # equally many on all ranks
+        rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5)))) // ROUNDS + 1  # equally many on all ranks
         alone = median(self._rounds(self._disturb, min(rounds, 20)))
         dist.barrier()
         busy = 0.0
@@ -247,8 +251,9 @@ class Bench:
 
         samples = [max(took - alone, 1e-7) * share for took in self._rounds(both, rounds)]
         of_all = self._gather((samples, busy / rounds))
-        series = [np.mean([of_all[rank][0] for rank in group], axis=0) for group in groups]
-        return float(np.median(np.concatenate(series))), sum(of_all[rank][1] for rank in groups[0])
+        for group in groups:
+            sent[0].extend(np.mean([of_all[rank][0] for rank in group], axis=0).tolist())
+        sent[1].append(sum(of_all[rank][1] for rank in groups[0]))
 
     def _rounds(self, work: Callable[[], None], rounds: int) -> list[float]:
         took = []

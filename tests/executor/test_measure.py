@@ -12,10 +12,12 @@ import pytest
 from gnnplan.executor import measure as module
 from gnnplan.executor.measure import measure
 from gnnplan.executor.microbench import WIDTHS
+from gnnplan.executor.rehearsal import SMALL
 from gnnplan.planner.alphabeta import Shape, beside_cores, fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.files import read_cluster
 from gnnplan.planner.specs import Cluster, Link
+from gnnplan.planner.strategies import GraphParallel
 
 
 @pytest.fixture
@@ -92,6 +94,14 @@ def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
     assert (cluster.servers, cluster.gpus_per_server, cluster.one_machine) == (2, 1, False)
     assert set(cluster.collectives) == {f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")}
     assert not (tmp_path / "1.yaml").exists() and "between servers" in said[0] and not said[1]
+
+
+def test_an_operation_costs_what_the_planner_counts_them_for() -> None:
+    """A step of almost no rows is its operations: their price is defined by the planner's count of them, whatever they are."""
+    cluster = read_cluster("pipegcn_2080ti")
+    slow = cluster.device.model_copy(update={"launch": 1.0, "cache": None})
+    predicted = GraphParallel().predict(SMALL.job(cluster.model_copy(update={"device": slow}))).epoch_s
+    assert SMALL.launches() > 0 and float(predicted) == pytest.approx(SMALL.launches(), rel=1e-3)
 
 
 def test_fit_survives_an_outlier() -> None:

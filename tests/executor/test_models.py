@@ -18,7 +18,9 @@ from torch import Tensor
 
 from gnnplan.executor.data import weighted_block
 from gnnplan.executor.kernels import Block
+from gnnplan.executor.learner import Gradients
 from gnnplan.executor.models import BatchNorm, GATLayer, GCNIILayer, GCNLayer, GENLayer, Net, SAGELayer, keep
+from gnnplan.executor.optimizer import Adam
 from gnnplan.planner import gnn
 from gnnplan.planner.gnn import describe
 from gnnplan.planner.graph import Graph, load
@@ -335,3 +337,25 @@ def test_a_model_of_112_layers_trains(run_ranks: Ranks, graphs: dict[str, str], 
     losses = run_ranks.alone(Case("graph_parallel", graphs["rough"], how, epochs=8)).losses
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.8 * losses[0] and max(losses[4:]) < losses[0]
+
+
+@pytest.mark.parametrize(("model", "turned"), [
+    ("gcn", ["layers.1.weight"]), ("sage", ["layers.1.weight", "layers.1.weight_self"]), ("gat", ["layers.1.weight"]),
+    ("gcnii", ["encoder.weight"]), ("resgcn", ["encoder.weight"]),
+])  # fmt: skip
+def test_what_multiplies_sparse_features_lies_column_by_column(model: str, turned: list[str]) -> None:
+    """Every chunk of a pipeline turned the matrix and its gradient anew. The gradient, Adam's moments and the sum over ranks lie alike, and
+    numbers are those of dense features."""
+    workload = Workload(model=model, layers=3, hidden=4)
+    sparse, dense = (Net(describe(workload, 50, 3, nonzeros), workload) for nonzeros in (2.5, 0.0))
+    assert [name for name, p in sparse.named_parameters() if p.ndim == 2 and not p.is_contiguous()] == turned
+    gradients, plain = (Gradients(net.parameters(), (0,)) for net in (sparse, dense))
+    adam, theirs = Adam(gradients.parameters, 0.1), Adam(plain.parameters, 0.1)
+    for (name, p), q, mean in zip(sparse.named_parameters(), dense.parameters(), adam.mean, strict=True):
+        assert p.stride() == p.grad.stride() == mean.stride(), name
+        assert torch.equal(p, q), name
+        q.grad.copy_(random(*q.shape, dtype=torch.float32))
+        p.grad.copy_(q.grad)
+    assert torch.equal(gradients.flat.sort().values, plain.flat.sort().values)  # views of the buffer that is summed
+    adam.step(), theirs.step()  # fmt: skip
+    assert all(torch.equal(p, q) for p, q in zip(sparse.parameters(), dense.parameters(), strict=True))

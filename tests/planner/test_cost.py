@@ -29,6 +29,8 @@ COST = Cost.of(Cluster(servers=2, gpus_per_server=2, device=DEVICE, all_reduce="
     (Compute(gathers=((1e5, 10, 1e3),), itemsize=8), 8.0),
     (Compute(gathers=((1e5, 10, 1e3), (1e5, 1000, 1e3))), 8.0),
     (Compute(beside=4e6), 2.0),  # 4 s beside it, half of which it loses
+    (Compute(flops=1e9, streamed=5e7), 1.0),
+    (Compute(flops=1e9, streamed=2e8), 2.0),  # a product of few columns waits for its rows
     (Compute(flops=1e9) + Compute(touched=1e8, launches=2), 3.0),
 ])  # fmt: skip
 def test_compute(work: Compute, seconds: float):

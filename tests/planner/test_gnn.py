@@ -4,7 +4,7 @@ import pytest
 
 from gnnplan.planner.errors import SpecError
 from gnnplan.planner.files import apply_overrides, read_cluster, read_workload
-from gnnplan.planner.gnn import describe
+from gnnplan.planner.gnn import MASK, describe
 from gnnplan.planner.graph import load
 from gnnplan.planner.job import Job
 from gnnplan.planner.specs import Workload
@@ -28,6 +28,23 @@ def test_attention_brings_its_logits():
     assert [model.narrow_at(layer) for layer in (1, 2, 3, 4)] == [False, False, True, False]  # 16 + 4 is more than 16; features never cross
     assert not model.aggregate_cached(1) and all(layer.projects_first for layer in model.aggregating_first.layers)
     assert describe(Workload(model="gat", hidden=3, layers=1), 40, 5).layers[0].heads == 1
+
+
+def test_a_product_reads_and_writes_rows():
+    """Layer 2 of three, 16 -> 16: both ways, and the gradients of rows and of the matrix as much again each."""
+    model = describe(Workload(model="gcn", hidden=16), 40, 5)
+    assert model.forward(2, 10, 20, 50).streamed == 10 * (16 + 16) * 4
+    assert model.backward(2, 10, 20, 50).streamed == 2 * 10 * (16 + 16) * 4
+    assert describe(Workload(model="gcn", hidden=16), 40, 5, 2.5).forward(1, 10, 20, 50).streamed == 0  # sparse rows: gathered
+
+
+def test_a_mask_is_made_in_the_forward_pass_alone():
+    """What dropout adds forward, it adds twice backward (as everything), but for the mask's own operations."""
+    more = []
+    for way in ("forward", "backward"):
+        without, dropped = (getattr(describe(Workload(model="gcn", hidden=16, dropout=p), 40, 5), way)(2, 10, 20, 50) for p in (0.0, 0.5))
+        more.append(dropped.launches - without.launches)
+    assert more == [MASK + 3, 2 * 3]
 
 
 def test_residual_blocks_and_norms():
