@@ -8,6 +8,7 @@ lasts less than a millisecond may be missed.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import threading
@@ -67,6 +68,7 @@ class MemoryWatch:
     """Peak growth of allocated bytes since it began [B]."""
 
     def __init__(self, device: torch.device) -> None:
+        gc.collect()  # or circles that end while it watches would be taken off the peak
         self.device, self._stop = device, threading.Event()
         self._before = self._peak = allocated() or 0
         self._thread: threading.Thread | None = None
