@@ -31,7 +31,7 @@ from gnnplan.executor.kernels import keep_allocator
 from gnnplan.executor.memory import free_memory
 from gnnplan.executor.microbench import Bench
 from gnnplan.executor.rehearsal import held_to
-from gnnplan.executor.worker import as_torchrun_has_it, die_with_parent
+from gnnplan.executor.worker import as_torchrun_has_it, die_with_parent, wait_in_turn
 from gnnplan.planner.alphabeta import beside_cores, fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.specs import Cluster, Device, Link
@@ -143,6 +143,8 @@ def _attempt(seconds: float, tell: Callable[[str], None], one_machine: bool) -> 
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if not cuda:
+        wait_in_turn()
     dist.init_process_group("nccl" if cuda else "gloo", "env://", timeout=datetime.timedelta(seconds=STUCK))
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, int(os.environ.get("GROUP_RANK", "0")))
