@@ -32,7 +32,7 @@ from gnnplan.executor.memory import free_memory
 from gnnplan.executor.microbench import Bench
 from gnnplan.executor.rehearsal import held_to
 from gnnplan.executor.worker import as_torchrun_has_it, die_with_parent, wait_in_turn
-from gnnplan.planner.alphabeta import beside_cores, fit, shapes
+from gnnplan.planner.alphabeta import Shape, beside_cores, beyond, fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.specs import Cluster, Device, Link
 
@@ -201,13 +201,16 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     measured = {where: {op: found[f"{op}.{where}"] for op in ("exchange", "send", "all_reduce") if f"{op}.{where}" in found}
                 for where in ("intra_node", "inter_node")}  # fmt: skip
     collectives, links = {}, {}
+    within: dict[str, tuple[Link, Shape]] = {}  # exchanges inside servers, which those among all have in them
     for where, operations in measured.items():
-        meet = each if where == "intra_node" else servers
-        for op, shape in shapes(meet).items():
+        inside = where == "intra_node"
+        for op, shape in (shapes(each) if inside else shapes(servers, each)).items():
             if op in operations:
-                link, errors = fit(operations[op], shape)
+                samples = operations[op] if inside or op not in within else beyond(operations[op], *within[op], servers)
+                link, errors = fit(samples, shape)
+                if inside and op == "exchange":
+                    within[op] = link, shape
                 if device["kind"] == "cpu":  # ranks on GPUs share no cores: all of it is latency
-                    inside = where == "intra_node"
                     at_once, machines = (servers, 1) if one_machine and inside else (1, 1 if one_machine or inside else servers)
                     link = beside_cores(link, shape, at_once, machines * cores())
                 collectives[f"{op}.{where}"] = link
@@ -223,15 +226,15 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
         nbytes, lost = found["overlap"]
         device["overlap_tax"] = min(1.0, max(0.0, typical(lost) / (2 * nbytes / collectives["exchange.intra_node"].bandwidth)))
         provenance["device.overlap_tax"] = f"{source}, {nbytes} bytes there and back beside matrix products"
-    inside = links.get("intra_node", Link(bandwidth=1e9, latency=50e-6))
+    intra = links.get("intra_node", Link(bandwidth=1e9, latency=50e-6))
     if "intra_node" not in links:
         told = "assumed: one rank of a server has nobody to measure with"
         provenance |= {"intra_node.bandwidth": told, "intra_node.latency": told}
     if servers == 1:  # several played on this machine talk over the same loopback, so that `--set servers=2` asks a sensible question
         collectives |= {key.replace("intra", "inter"): link for key, link in collectives.items()}
         provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}
-    cluster = Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=inside,
-                      inter_node=links.get("inter_node", inside), host_rates={what: 1 / typical(found[what]) for what in ("draw", "lay")},
+    cluster = Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=intra,
+                      inter_node=links.get("inter_node", intra), host_rates={what: 1 / typical(found[what]) for what in ("draw", "lay")},
                       cores=cores(), one_machine=one_machine, collectives=collectives)  # fmt: skip
     cluster, told = held_to(cluster, [typical(rounds) for rounds in found["steps"]])
     provenance |= {f"device.{name}": f"{provenance[f'device.{name}']}; {told}" for name in ("gemm", "memory_bandwidth", "gather", "launch")}

@@ -1,7 +1,8 @@
 """One rank's micro-benchmarks: what it does in step with the others, on every machine that takes part.
 
 Computation is timed with as many ranks busy as there are cores (all, on GPUs): what a core does when none is shared. Messages are timed
-inside servers, among the ranks of every server at once, and between servers, among the first rank of each.
+inside servers, among the ranks of every server at once, and between servers, among the first rank of each; exchanges between servers
+among all ranks, as a training has them: what ranks wait for each other is not more with more peers.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Bench:
             for what, of_each in self.computation(block, rehearsals, tell).items():
                 timed[what] = [*map(operator.add, timed[what], of_each)] if what in timed else of_each
             for (op, where), sent in messages.items():
-                groups = self.groups[where]
+                groups = [self.everyone] if (op, where) == ("exchange", "inter_node") else self.groups[where]
                 tell(f"{op}s {'inside servers' if where == 'intra_node' else 'between servers'}, {len(groups[0])} ranks")
                 self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
         for (op, where), sent in messages.items():

@@ -15,22 +15,32 @@ Sample = tuple[int, float, float]  # bytes of a message (a buffer), duration [s]
 
 class Shape(NamedTuple):
     """An operation of n bytes sends `latencies` messages one after the other, `wire` * n bytes in all, past the busiest rank; `moved` * n
-    in `messages` by all ranks."""
+    in `messages` by all ranks. So many ranks share the `port` that limits it."""
 
     latencies: float = 1.0
     wire: float = 1.0
     moved: float = 1.0
     messages: float = 1.0
+    port: float = 1.0
 
 
 ONE = Shape()  # a message
 
 
-def shapes(ranks: int) -> dict[str, Shape]:
-    """Of the operations that are measured among so many ranks: all to all, one to another, a ring."""
-    peers, ring = ranks - 1, 2 * (ranks - 1)
-    return {"exchange": Shape(peers, peers, ranks * peers, ranks * peers), "send": ONE,
-            "all_reduce": Shape(ring, ring / ranks, ring, ring * ranks)}  # fmt: skip
+def shapes(places: int, each: int = 1) -> dict[str, Shape]:
+    """Of the operations that are measured between so many places: all to all, of the ranks that each place has; one to another; a ring."""
+    ranks, peers, ring = places * each, (places - 1) * each, 2 * (places - 1)
+    return {"exchange": Shape(peers, peers, ranks * peers, ranks * peers, each), "send": ONE,
+            "all_reduce": Shape(ring, ring / places, ring, ring * places)}  # fmt: skip
+
+
+def beyond(samples: Sequence[Sample], inside: Link, shape: Shape, groups: int) -> list[Sample]:
+    """Samples of an exchange among all ranks of several servers, without what those inside servers (of this link and shape, in so many
+    groups at once) take of it: their cores' time, and of its own time what they take however small they are, since bytes inside and between
+    servers pass other ports at the same time."""
+    started = inside.latency * shape.latencies
+    return [(n, max(took - started, 0.1 * took), max(busy - groups * (inside.wake * shape.messages + inside.work * n * shape.moved), 0.0))
+            for n, took, busy in samples]  # fmt: skip
 
 
 def fit(samples: Sequence[Sample], shape: Shape = ONE) -> tuple[Link, list[float]]:
@@ -64,7 +74,7 @@ def fit(samples: Sequence[Sample], shape: Shape = ONE) -> tuple[Link, list[float
     wake = float(np.median(np.maximum(busy[small] - work * n[small] * shape.moved, 0.0))) / shape.messages
     link = Link(latency=alpha, bandwidth=beta, efficiency=efficiency, work=work, wake=wake)
     told = link.latency + link.stretched(message) / link.bandwidth
-    return link, np.abs(told / each - 1)[1::2].tolist()
+    return link.model_copy(update={"bandwidth": beta * shape.port}), np.abs(told / each - 1)[1::2].tolist()
 
 
 def beside_cores(link: Link, shape: Shape, groups: int, cores: int) -> Link:
