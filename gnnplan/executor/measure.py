@@ -192,7 +192,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     source = f"measured {datetime.date.today().isoformat()} on {found['name']}, {active} rank{'s' * (active > 1)} active"
     spread = f"shapes within {min(flops / seconds) / gemm - 1:+.0%} and {max(flops / seconds) / gemm - 1:+.0%}"
     provenance = {"device.memory": f"{source}, what is free", "device.gemm": f"{source}, {len(flops)} shapes together, {spread}",
-                  **{f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", "gather", "launch")},
+                  **{f"device.{name}": f"{source}, median, fastest round" for name in ("memory_bandwidth", "gather", "launch")},
                   "host_rates": f"{source}, median", "cores": "counted", "one_machine": "as started"}  # fmt: skip
     if "crowded" in found:
         crowd = found["crowded"]

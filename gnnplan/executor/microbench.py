@@ -8,13 +8,12 @@ among all ranks, as a training has them: what ranks wait for each other is not m
 from __future__ import annotations
 
 import itertools
-import operator
 import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -41,11 +40,11 @@ BESIDE = 2**23  # moved, there and back, beside computation, to see what that lo
 LONGEST = 0.8  # times what is spent on a number: what a message may take; larger ones are left out
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
-ROUNDS = 3  # in which everything is timed in turn: a machine's pace changes from one ten seconds to the next
+ROUNDS = 3  # in which everything is timed in turn; the fastest counts: others may take a machine's pace from it for ten seconds and more
 WARM = 2**29  # bytes that a rank has touched before it times anything: the allocator keeps them
 
 Group = tuple[int, ...]
-Sent = tuple[list[float], list[float]]  # how long operations of a size took, and core-seconds of a group's ranks, round by round [s]
+Sent = tuple[float, float]  # how long an operation of a size took, and core-seconds of a group's ranks [s]
 
 
 class Bench:
@@ -82,13 +81,13 @@ class Bench:
         timed: dict[str, list[list[float]]] = {}
         for _ in range(ROUNDS):
             for what, of_each in self.computation(block, rehearsals, tell).items():
-                timed[what] = [*map(operator.add, timed[what], of_each)] if what in timed else of_each
+                timed[what] = [min(rounds, key=median) for rounds in zip(timed.get(what, of_each), of_each, strict=True)]
             for (op, where), sent in messages.items():
                 groups = [self.everyone] if (op, where) == ("exchange", "inter_node") else self.groups[where]
                 tell(f"{op}s {'inside servers' if where == 'intra_node' else 'between servers'}, {len(groups[0])} ranks")
                 self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
         for (op, where), sent in messages.items():
-            found[f"{op}.{where}"] = [(size, median(took), mean(worked)) for size, (took, worked) in sent.items()]
+            found[f"{op}.{where}"] = [(size, *of_it) for size, of_it in sent.items()]
         found["gemm"] = [(2 * 3 * r * a * b, samples) for (r, a, b), samples in zip(SHAPES, timed["gemm"], strict=True)]
         found["gather"] = [(width, 2 * block.edges * width * 4, samples) for width, samples in zip(WIDTHS, timed["gather"], strict=True)]
         launches = SMALL.launches()
@@ -217,19 +216,20 @@ class Bench:
     # -- messages --------------------------------------------------------------------------------------------------
 
     def messages(self, op: str, groups: Sequence[Group], sent: dict[int, Sent]) -> None:
-        """A round of the operation at growing sizes, in all groups at once, noted in `sent` by size."""
+        """A round of the operation at growing sizes, in all groups at once; `sent` has the fastest by size."""
         mine = next((group for group in groups if self.rank in group), None)
         for size in (*sent,) or SIZES:  # those of the first round
             if op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]:
                 break
             first = size not in sent
             work: Callable[[], Any] = getattr(self, f"_{op}")(size, mine) if mine else lambda: None
-            self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5, sent.setdefault(size, ([], [])))
-            if first and median(sent[size][0]) > LONGEST * self.seconds:
+            told = self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5)
+            sent[size] = min(sent.get(size, told), told)
+            if first and told[0] > LONGEST * self.seconds:
                 break
 
-    def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group], share: float, sent: Sent) -> None:
-        """Into `sent`: what an operation in which ranks wait for each other adds to a loop of computation [s], times `share`: so that it
+    def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group], share: float) -> Sent:
+        """What an operation in which ranks wait for each other adds to a loop of computation [s], times `share`: so that it
         has in it what ranks wait for those that come later than usual, as in every layer of a training. And what a group's processors
         worked on it in all [s]."""
         work()
@@ -252,9 +252,8 @@ class Bench:
 
         samples = [max(took - alone, 1e-7) * share for took in self._rounds(both, rounds)]
         of_all = self._gather((samples, busy / rounds))
-        for group in groups:
-            sent[0].extend(np.mean([of_all[rank][0] for rank in group], axis=0).tolist())
-        sent[1].append(sum(of_all[rank][1] for rank in groups[0]))
+        took = [np.mean([of_all[rank][0] for rank in group], axis=0) for group in groups]
+        return float(np.median(took)), sum(of_all[rank][1] for rank in groups[0])
 
     def _rounds(self, work: Callable[[], None], rounds: int) -> list[float]:
         took = []
