@@ -194,10 +194,10 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     provenance = {"device.memory": f"{source}, what is free", "device.gemm": f"{source}, {len(flops)} shapes together, {spread}",
                   **{f"device.{name}": f"{source}, median, fastest round" for name in ("memory_bandwidth", "gather", "launch")},
                   "host_rates": f"{source}, median", "cores": "counted", "one_machine": "as started"}  # fmt: skip
-    if "crowded" in found:
-        crowd = found["crowded"]
-        slower, shared = typical(crowd) / typical(found["gemm"][0][1]), len(crowd) / active
-        provenance["cores"] += f"; {len(crowd)} ranks on them take {slower:.2f} times as long (shared equally: {shared:.2f})"
+    crowding = max(1.0, statistics.geometric_mean(found.get("crowding", [1.0])))
+    if "crowding" in found:
+        provenance["crowding"] = (f"{source}, and all {servers * each}: {len(found['crowding'])} trainings, "
+                                  f"{min(found['crowding']):.2f} to {max(found['crowding']):.2f}")  # fmt: skip
     measured = {where: {op: found[f"{op}.{where}"] for op in ("exchange", "send", "all_reduce") if f"{op}.{where}" in found}
                 for where in ("intra_node", "inter_node")}  # fmt: skip
     collectives, links = {}, {}
@@ -235,7 +235,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
         provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}
     cluster = Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=intra,
                       inter_node=links.get("inter_node", intra), host_rates={what: 1 / typical(found[what]) for what in ("draw", "lay")},
-                      cores=cores(), one_machine=one_machine, collectives=collectives)  # fmt: skip
+                      cores=cores(), crowding=crowding, one_machine=one_machine, collectives=collectives)  # fmt: skip
     cluster, told = held_to(cluster, [typical(rounds) for rounds in found["steps"]])
     provenance |= {f"device.{name}": f"{provenance[f'device.{name}']}; {told}" for name in ("gemm", "memory_bandwidth", "gather", "launch")}
     return cluster.model_copy(update={"provenance": provenance})

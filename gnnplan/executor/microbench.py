@@ -40,7 +40,8 @@ BESIDE = 2**23  # moved, there and back, beside computation, to see what that lo
 LONGEST = 0.8  # times what is spent on a number: what a message may take; larger ones are left out
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
-ROUNDS = 3  # in which everything is timed in turn; the fastest counts: others may take a machine's pace from it for ten seconds and more
+ROUNDS = 3  # in which everything is timed in turn. Of computation the fastest counts: others may take a machine's pace from it for ten
+# seconds and more. Of messages the median: ranks that share cores find one rhythm or another, and a training sees all of them
 WARM = 2**29  # bytes that a rank has touched before it times anything: the allocator keeps them
 
 Group = tuple[int, ...]
@@ -72,8 +73,8 @@ class Bench:
             torch.zeros(WARM // 4).fill_(1.0)
         tell("preparing graphs")
         block = self._part()
-        rehearsals = [Rehearsal(piece, self.device, self.me.backend) if self.rank in self.apart else None for piece in (SMALL, *PIECES)]
-        messages: dict[tuple[str, str], dict[int, Sent]] = {
+        rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in (SMALL, *PIECES)]
+        messages: dict[tuple[str, str], dict[int, list[Sent]]] = {
             (op, where): {} for where, groups in self.groups.items() for op in ("exchange", "send", "all_reduce") if groups}  # fmt: skip
         for group in itertools.chain(*self.groups.values()):
             self.me.group(group)  # all ranks ask for all of them in the same order
@@ -87,13 +88,14 @@ class Bench:
                 tell(f"{op}s {'inside servers' if where == 'intra_node' else 'between servers'}, {len(groups[0])} ranks")
                 self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
         for (op, where), sent in messages.items():
-            found[f"{op}.{where}"] = [(size, *of_it) for size, of_it in sent.items()]
+            found[f"{op}.{where}"] = [(size, *map(median, zip(*rounds, strict=True))) for size, rounds in sent.items()]
         found["gemm"] = [(2 * 3 * r * a * b, samples) for (r, a, b), samples in zip(SHAPES, timed["gemm"], strict=True)]
         found["gather"] = [(width, 2 * block.edges * width * 4, samples) for width, samples in zip(WIDTHS, timed["gather"], strict=True)]
         launches = SMALL.launches()
         found |= {"touched": timed["touched"][0], "launch": [took / launches for took in timed["small"][0]], "steps": timed["steps"]}
         if self.apart != self.everyone:
-            found["crowded"] = self.gemm(*SHAPES[0], self.everyone)
+            tell(f"training steps, {len(self.everyone)} ranks")
+            found["crowding"] = self.crowding(rehearsals)
         tell("the sampler")
         found["draw"], found["lay"] = self.sampler()
         if self.device.type == "cuda" and self.groups["intra_node"]:
@@ -101,7 +103,7 @@ class Bench:
             found["overlap"] = (BESIDE, self.overlap(BESIDE))
         return found
 
-    def computation(self, block: Block, rehearsals: Sequence[Rehearsal | None], tell: Callable[[str], None]
+    def computation(self, block: Block, rehearsals: Sequence[Rehearsal], tell: Callable[[str], None]
                     ) -> dict[str, list[list[float]]]:  # fmt: skip
         """A round of what computes: of each shape, width, .. samples of several ranks."""
         tell("matrix products")
@@ -186,10 +188,24 @@ class Bench:
 
         return self._time(work, divide=3 * (2 + 3 + 3) * tensors[0].nbytes)
 
-    def step(self, rehearsal: Rehearsal | None) -> float:
+    def step(self, rehearsal: Rehearsal) -> float:
         """Seconds that steps of a training take, as the executor plays them: the slowest rank's, which others wait for."""
         dist.barrier()
-        return max(self._gather(rehearsal.play(self.seconds) if rehearsal else 0.0))
+        return max(self._gather(rehearsal.play(self.seconds) if self.rank in self.apart else 0.0))
+
+    def crowding(self, rehearsals: Sequence[Rehearsal]) -> list[float]:
+        """How many times as long processors work on a step of each training when all ranks take turns on them as when each has its own."""
+        return [self._worked(rehearsal, self.everyone) / self._worked(rehearsal, self.apart) for rehearsal in rehearsals]
+
+    def _worked(self, rehearsal: Rehearsal, among: Group) -> float:
+        """Seconds of a processor that a step of a rank takes, all of `among` at once."""
+        dist.barrier()
+        done, begin = rehearsal.done, time.process_time()
+        if self.rank in among:
+            rehearsal.play(self.seconds)
+        worked = (time.process_time() - begin) / max(rehearsal.done - done, 1)
+        everyone = self._gather(worked)
+        return median(everyone[rank] for rank in among)
 
     def sampler(self) -> tuple[list[float], list[float]]:
         """Seconds per edge that drawing and laying out take, by the executor's own clock: GraphSAGE's batches in data parallel."""
@@ -215,17 +231,17 @@ class Bench:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def messages(self, op: str, groups: Sequence[Group], sent: dict[int, Sent]) -> None:
-        """A round of the operation at growing sizes, in all groups at once; `sent` has the fastest by size."""
+    def messages(self, op: str, groups: Sequence[Group], sent: dict[int, list[Sent]]) -> None:
+        """A round of the operation at growing sizes, in all groups at once, noted in `sent` by size."""
         mine = next((group for group in groups if self.rank in group), None)
         for size in (*sent,) or SIZES:  # those of the first round
             if op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]:
                 break
             first = size not in sent
             work: Callable[[], Any] = getattr(self, f"_{op}")(size, mine) if mine else lambda: None
-            told = self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5)
-            sent[size] = min(sent.get(size, told), told)
-            if first and told[0] > LONGEST * self.seconds:
+            rounds = sent.setdefault(size, [])
+            rounds.append(self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5))
+            if first and rounds[0][0] > LONGEST * self.seconds:
                 break
 
     def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group], share: float) -> Sent:

@@ -11,7 +11,8 @@ A transfer keeps *ports* busy. Which ones follows from where two GPUs sit:
 
 Alone a transfer takes its latency plus its busiest port: no schedule can be faster than the sum of what has to pass a port,
 and on a non-blocking fabric max-min fair flows come within 0.5 % of that bound. The simulator shares ports between transfers that
-overlap. Ranks on a CPU share its cores as transfers share ports: with k at work on c cores each has min(1, c / k) of one. All-reduces
+overlap. Ranks on a CPU share its cores as transfers share ports: with k at work on c cores each has min(1, c / k) of one, and where they
+take turns each of them computes `crowding` times as long. All-reduces
 visit servers one after the other, in them islands, in them switches (collectives.py); where servers have several cards each has its
 share (as NCCL does it).
 """
@@ -111,7 +112,12 @@ class Cost:
     @cached_property
     def crowd(self) -> float:
         """How many times as long ranks compute, all at once."""
-        return max(1.0, float(np.bincount(self.machines).max()) / self.cores) if self.cores else 1.0
+        return float(self._slower(np.bincount(self.machines).max())) if self.cores else 1.0
+
+    def _slower(self, ranks: Number) -> Number:
+        """How many times as long so many compute on a machine: they share its cores, and what these have in their caches."""
+        assert self.cores
+        return np.where(ranks > self.cores, ranks / self.cores * self.cluster.crowding, 1.0)
 
     def together(self, seconds: Number) -> Number:
         """Ranks begin at once, each with so many seconds of a core or device to compute [.., ranks] -> when the last has ended [s]. Of
@@ -122,8 +128,7 @@ class Cost:
         each = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats)))
         for machine in set(self.machines.tolist()):
             mine = np.sort(each[..., self.machines == machine], axis=-1)
-            left = np.arange(mine.shape[-1], 0, -1)
-            steps = np.diff(mine, axis=-1, prepend=0.0) * np.maximum(1.0, left / self.cores)
+            steps = np.diff(mine, axis=-1, prepend=0.0) * self._slower(np.arange(mine.shape[-1], 0, -1))
             out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
         return out
 
@@ -131,14 +136,20 @@ class Cost:
         """Seconds that each machine's cores are busy while its ranks compute so long [.., ranks]."""
         if not self.cores:
             return {}
-        shares, keep = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats))) / self.cores, np.ndim(seconds) > 1
+        shares, keep = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats))) * self._share, np.ndim(seconds) > 1
         return {("cores", machine): shares[..., self.machines == machine].sum(-1, keepdims=keep) for machine in set(self.machines.tolist())}
 
     def computing(self, rank: int, lane: str, seconds: float) -> Transfer | None:
         """Work of a rank's lane as what it keeps busy beside others; None: nothing that others use."""
         if not self.cores:
             return None
-        return Transfer(0.0, {(f"lane {lane}", rank): seconds, ("cores", int(self.machines[rank])): seconds / self.cores})
+        return Transfer(0.0, {(f"lane {lane}", rank): seconds, ("cores", int(self.machines[rank])): seconds * self._share})
+
+    @cached_property
+    def _share(self) -> float:
+        """Of a machine's cores, that a second of one rank takes [s]."""
+        assert self.cores
+        return (self.cluster.crowding if self.crowd > 1.0 else 1.0) / self.cores
 
     # -- compute ---------------------------------------------------------------------------------------------------
 

@@ -191,6 +191,7 @@ class Cluster(Spec):
     host_rates: dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]] = Field(default_factory=dict)  # [edges/s] of a sampler
     sampler: Literal["host", "device"] = "host"  # who draws neighbours; lists that a device has no room for it reads over the host link
     cores: int | None = Field(None, ge=1, le=100_000)  # CPU ranks share these, per server; rates are of one that has its own
+    crowding: Annotated[float, Field(ge=1.0, le=10.0)] = 1.0  # times as long a core computes whose ranks take turns: caches are another's
     one_machine: bool = False  # all servers are played by one, whose cores they share
     collectives: dict[str, Link] = Field(default_factory=dict)
     price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # [$/h]
