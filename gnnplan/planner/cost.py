@@ -112,12 +112,13 @@ class Cost:
     @cached_property
     def crowd(self) -> float:
         """How many times as long ranks compute, all at once."""
-        return float(self._slower(np.bincount(self.machines).max())) if self.cores else 1.0
+        return max(1.0, float(np.bincount(self.machines).max()) * self._share) if self.cores else 1.0
 
-    def _slower(self, ranks: Number) -> Number:
-        """How many times as long so many compute on a machine: they share its cores, and what these have in their caches."""
+    @cached_property
+    def _share(self) -> float:
+        """Of its machine's cores, that a rank keeps busy: more than one where they take turns, for its caches are then another's."""
         assert self.cores
-        return np.where(ranks > self.cores, ranks / self.cores * self.cluster.crowding, 1.0)
+        return (self.cluster.crowding if np.bincount(self.machines).max() > self.cores else 1.0) / self.cores
 
     def together(self, seconds: Number) -> Number:
         """Ranks begin at once, each with so many seconds of a core or device to compute [.., ranks] -> when the last has ended [s]. Of
@@ -128,7 +129,7 @@ class Cost:
         each = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats)))
         for machine in set(self.machines.tolist()):
             mine = np.sort(each[..., self.machines == machine], axis=-1)
-            steps = np.diff(mine, axis=-1, prepend=0.0) * self._slower(np.arange(mine.shape[-1], 0, -1))
+            steps = np.diff(mine, axis=-1, prepend=0.0) * np.maximum(1.0, np.arange(mine.shape[-1], 0, -1) * self._share)
             out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
         return out
 
@@ -144,12 +145,6 @@ class Cost:
         if not self.cores:
             return None
         return Transfer(0.0, {(f"lane {lane}", rank): seconds, ("cores", int(self.machines[rank])): seconds * self._share})
-
-    @cached_property
-    def _share(self) -> float:
-        """Of a machine's cores, that a second of one rank takes [s]."""
-        assert self.cores
-        return (self.cluster.crowding if self.crowd > 1.0 else 1.0) / self.cores
 
     # -- compute ---------------------------------------------------------------------------------------------------
 

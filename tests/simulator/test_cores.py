@@ -54,12 +54,14 @@ def test_by_hand(cluster: Cluster, seconds: list[float], expected: list[float]):
 
 
 @settings(deadline=None)
-@given(seconds=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=8), cores=st.integers(1, 5))
-def test_closed_form_is_the_simulation_and_lies_between_its_bounds(seconds: list[float], cores: int):
-    cluster = machine(len(seconds), cores)
+@given(seconds=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=8), cores=st.integers(1, 5), crowding=st.sampled_from([1.0, 1.3]))
+def test_closed_form_is_the_simulation_and_lies_between_its_bounds(seconds: list[float], cores: int, crowding: float):
+    cluster = machine(len(seconds), cores).model_copy(update={"crowding": crowding})
     last = float(Cost.of(cluster).together(np.array(seconds)))
     assert max(ends(cluster, seconds)) == pytest.approx(last)
-    assert max(*seconds, sum(seconds) / cores) * (1 - 1e-9) <= last <= sum(seconds) * (1 + 1e-9) + 1e-12
+    assert max(*seconds, sum(seconds) / cores) * (1 - 1e-9) <= last <= crowding * sum(seconds) * (1 + 1e-9) + 1e-12
+    if len(seconds) > cores:
+        assert last >= crowding * sum(seconds) / cores * (1 - 1e-9)
 
 
 def test_copies_take_a_core_from_computation():
