@@ -194,7 +194,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     provenance = {"device.memory": f"{source}, what is free", "device.gemm": f"{source}, {len(flops)} shapes together, {spread}",
                   **{f"device.{name}": f"{source}, median, fastest round" for name in ("memory_bandwidth", "gather", "launch")},
                   "host_rates": f"{source}, median", "cores": "counted", "one_machine": "as started"}  # fmt: skip
-    crowding = max(1.0, statistics.geometric_mean(found.get("crowding", [1.0])))
+    crowding = min(max(1.0, statistics.geometric_mean(found.get("crowding", [1.0]))), 10.0)  # as a cluster file may have it
     if "crowding" in found:
         provenance["crowding"] = (f"{source}, and all {servers * each}: {len(found['crowding'])} trainings, "
                                   f"{min(found['crowding']):.2f} to {max(found['crowding']):.2f}")  # fmt: skip

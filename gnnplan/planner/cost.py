@@ -12,9 +12,8 @@ A transfer keeps *ports* busy. Which ones follows from where two GPUs sit:
 Alone a transfer takes its latency plus its busiest port: no schedule can be faster than the sum of what has to pass a port,
 and on a non-blocking fabric max-min fair flows come within 0.5 % of that bound. The simulator shares ports between transfers that
 overlap. Ranks on a CPU share its cores as transfers share ports: with k at work on c cores each has min(1, c / k) of one, and where they
-take turns each of them computes `crowding` times as long. All-reduces
-visit servers one after the other, in them islands, in them switches (collectives.py); where servers have several cards each has its
-share (as NCCL does it).
+take turns each of them computes `crowding` times as long. All-reduces visit servers one after the other, in them islands, in them switches
+(collectives.py); where servers have several cards each has its share (as NCCL does it).
 """
 
 from __future__ import annotations
