@@ -143,7 +143,7 @@ def _attempt(seconds: float, tell: Callable[[str], None], one_machine: bool) -> 
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if not cuda:
+    else:
         wait_in_turn()
     dist.init_process_group("nccl" if cuda else "gloo", "env://", timeout=datetime.timedelta(seconds=STUCK))
     places: list[Any] = [None] * dist.get_world_size()

@@ -144,13 +144,13 @@ class Bench:
         """What an epoch does between two uses of the same rows: other data pass through the caches, Gloo's threads fall asleep."""
         self.other.add_(1.0)
 
-    def _time(self, work: Callable[[], Any], divide: int = 1, among: Group | None = None) -> list[float]:
-        """Median duration of `work` / divide [s], of a round, on every rank of `among` (those with a core each), all busy with it."""
-        mine, among = float("nan"), self.apart if among is None else among
-        if self.rank in among:
+    def _time(self, work: Callable[[], Any], divide: int = 1) -> list[float]:
+        """Median duration of `work` / divide [s], of a round, on every rank that has a core, all busy with it."""
+        mine, takes_part = float("nan"), self.rank in self.apart
+        if takes_part:
             work(), work()  # fmt: skip
         dist.barrier()
-        if self.rank in among:
+        if takes_part:
             samples, end = [], self._clock() + self.seconds / ROUNDS
             while self._clock() < end or len(samples) < 3:
                 self._disturb()
@@ -159,18 +159,18 @@ class Bench:
                 samples.append((self._clock() - begin) / divide)
             mine = median(samples)
         everyone = self._gather(mine)
-        return [everyone[rank] for rank in among]
+        return [everyone[rank] for rank in self.apart]
 
     def _gather(self, mine: Any) -> list[Any]:
         of_all: list[Any] = [None] * len(self.places)
         dist.all_gather_object(of_all, mine)
         return of_all
 
-    def gemm(self, rows: int, h_in: int, h_out: int, among: Group | None = None) -> list[float]:
+    def gemm(self, rows: int, h_in: int, h_out: int) -> list[float]:
         """Forward and both gradients of a linear layer: 3 products."""
         x, weight = (torch.randn(shape, device=self.device, requires_grad=True) for shape in ((rows, h_in), (h_out, h_in)))
         grad = torch.randn(rows, h_out, device=self.device)
-        return self._time(lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad), among=among)
+        return self._time(lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad))
 
     def gather(self, block: Block, width: int) -> list[float]:
         """Aggregation over a part, forward and backward."""
