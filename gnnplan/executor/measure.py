@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -18,11 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from statistics import geometric_mean, median
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,7 +31,9 @@ from gnnplan.executor.memory import free_memory
 from gnnplan.executor.microbench import Bench
 from gnnplan.executor.rehearsal import held_to
 from gnnplan.executor.worker import as_torchrun_has_it, die_with_parent, wait_in_turn
+from gnnplan.planner import scaled
 from gnnplan.planner.alphabeta import Shape, beside_cores, beyond, fit, shapes
+from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.specs import Cluster, Device, Link
 
@@ -182,19 +183,13 @@ def cores() -> int:
 
 def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, one_machine: bool) -> Cluster:
     """The cost model's numbers from all ranks' samples, and where each comes from."""
-    typical = statistics.median
-    flops, seconds = np.array([(flops, typical(samples)) for flops, samples in found["gemm"]]).T
-    gemm = flops.sum() / seconds.sum()  # wide layers decide, as they do in an epoch
-    gather = {width: nbytes / typical(samples) for width, nbytes, samples in found["gather"]}
-    device = {"name": found["name"], "kind": "cuda" if torch.cuda.is_available() else "cpu", "memory": memory, "gemm": gemm,
-              "memory_bandwidth": 1 / typical(found["touched"]), "gather": gather, "launch": typical(found["launch"])}  # fmt: skip
     active = found["active"]
     source = f"measured {datetime.date.today().isoformat()} on {found['name']}, {active} rank{'s' * (active > 1)} active"
-    spread = f"shapes within {min(flops / seconds) / gemm - 1:+.0%} and {max(flops / seconds) / gemm - 1:+.0%}"
-    provenance = {"device.memory": f"{source}, what is free", "device.gemm": f"{source}, {len(flops)} shapes together, {spread}",
-                  **{f"device.{name}": f"{source}, median, fastest round" for name in ("memory_bandwidth", "gather", "launch")},
-                  "host_rates": f"{source}, median", "cores": "counted", "one_machine": "as started"}  # fmt: skip
-    crowding = min(max(1.0, statistics.geometric_mean(found.get("crowding", [1.0]))), 10.0)  # as a cluster file may have it
+    device, provenance = _device(found, source)
+    device["memory"] = memory
+    provenance |= {"device.memory": f"{source}, what is free", "host_rates": f"{source}, median", "cores": "counted",
+                   "one_machine": "as started"}  # fmt: skip
+    crowding = min(max(1.0, geometric_mean(found.get("crowding", [1.0]))), 10.0)  # as a cluster file may have it
     if "crowding" in found:
         provenance["crowding"] = (f"{source}, and all {servers * each}: {len(found['crowding'])} trainings, "
                                   f"{min(found['crowding']):.2f} to {max(found['crowding']):.2f}")  # fmt: skip
@@ -215,7 +210,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
                     link = beside_cores(link, shape, at_once, machines * cores())
                 collectives[f"{op}.{where}"] = link
                 told = f"{len(operations[op])} sizes to {operations[op][-1][0]:,} B, each second one fitted; the others"
-                provenance[f"collectives.{op}.{where}"] = f"{source}, {told} {typical(errors):.0%} off, at most {max(errors):.0%}"
+                provenance[f"collectives.{op}.{where}"] = f"{source}, {told} {median(errors):.0%} off, at most {max(errors):.0%}"
         fitted = [collectives[f"{op}.{where}"] for op in operations]
         if fitted:  # the fastest, as it carries large messages; the others add software
             sustained = {link.bandwidth * link.efficiency.get(max(link.efficiency, default=0.0), 1.0): link for link in fitted}
@@ -224,7 +219,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
             provenance |= {f"{where}.{name}": f"{source}, its fastest operation" for name in ("bandwidth", "latency")}
     if "overlap" in found:
         nbytes, lost = found["overlap"]
-        device["overlap_tax"] = min(1.0, max(0.0, typical(lost) / (2 * nbytes / collectives["exchange.intra_node"].bandwidth)))
+        device["overlap_tax"] = min(1.0, max(0.0, median(lost) / (2 * nbytes / collectives["exchange.intra_node"].bandwidth)))
         provenance["device.overlap_tax"] = f"{source}, {nbytes} bytes there and back beside matrix products"
     intra = links.get("intra_node", Link(bandwidth=1e9, latency=50e-6))
     if "intra_node" not in links:
@@ -234,11 +229,38 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
         collectives |= {key.replace("intra", "inter"): link for key, link in collectives.items()}
         provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}
     cluster = Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=intra,
-                      inter_node=links.get("inter_node", intra), host_rates={what: 1 / typical(found[what]) for what in ("draw", "lay")},
-                      cores=cores(), crowding=crowding, one_machine=one_machine, collectives=collectives)  # fmt: skip
-    cluster, told = held_to(cluster, [typical(rounds) for rounds in found["steps"]])
-    provenance |= {f"device.{name}": f"{provenance[f'device.{name}']}; {told}" for name in ("gemm", "memory_bandwidth", "gather", "launch")}
-    return cluster.model_copy(update={"provenance": provenance})
+                      inter_node=links.get("inter_node", intra),
+                      host_rates={what: 1 / median(found[what]) for what in ("draw", "lay")}, cores=cores(), crowding=crowding,
+                      one_machine=one_machine, collectives=collectives)  # fmt: skip
+    cluster, told = held_to(cluster, [median(rounds) for rounds in found["steps"]])
+    slower = {f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather", "launch")} & provenance.keys()
+    return cluster.model_copy(update={"provenance": provenance | {name: f"{provenance[name]}; {told}" for name in slower}})
+
+
+def _device(found: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What computes, by its kernels alone, and where each number comes from."""
+    cuda = torch.cuda.is_available()
+    touched = {size: 1 / median(samples) for size, samples in found["touched"]}
+    gather: dict[int, dict[float, float]] = {}
+    for width, among, nbytes, samples in found["gather"]:
+        gather.setdefault(width, {})[among] = nbytes / median(samples)
+    device = Device(name=found["name"], kind="cuda" if cuda else "cpu", memory=1e9, gemm=1e12, memory_bandwidth=touched[max(touched)],
+                    memory_rates={} if cuda else touched, hash_rate=1 / median(found["hashed"]), gather=gather,
+                    launch=median(found["launch"]))  # fmt: skip
+    edges, attended = found["weighed"]
+    plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
+    flops, seconds = [], []  # of a product and its two gradients
+    for rows, h_in, h_out, samples in found["gemm"]:
+        streamed, tensor = 3 * rows * (h_in + h_out) * 4, rows * max(h_in, h_out) * 4  # as the model counts them
+        reading = 0.0 if cuda else streamed / float(plain.memory_rate(tensor))
+        flops.append(3 * 2 * rows * h_in * h_out)
+        seconds.append(max(median(samples) - reading, median(samples) / 2))
+    gemm = sum(flops) / sum(seconds)  # wide layers decide, as they do in an epoch
+    off = [n / s / gemm - 1 for n, s in zip(flops, seconds, strict=True)]
+    provenance = {"device.gemm": f"{source}, {len(flops)} shapes together, shapes within {min(off):+.0%} and {max(off):+.0%}"}
+    told = ("memory_bandwidth", *(() if cuda else ("memory_rates",)), "hash_rate", "edge_rate", "gather", "launch")
+    provenance |= {f"device.{name}": f"{source}, median, fastest round" for name in told}
+    return device.model_dump() | {"gemm": gemm, "edge_rate": 2 * edges / median(attended)}, provenance
 
 
 if __name__ == "__main__":

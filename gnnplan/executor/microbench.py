@@ -21,19 +21,21 @@ import torch
 import torch.distributed as dist
 
 from gnnplan.executor.comm import Exchange
-from gnnplan.executor.kernels import Block, aggregate, linear
+from gnnplan.executor.kernels import Block, aggregate, attend, dropout, linear
 from gnnplan.executor.rehearsal import PIECES, SMALL, Rehearsal
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.layout import Layout
 from gnnplan.planner.minibatch import Batches
-from gnnplan.planner.partition import partition
 from gnnplan.planner.specs import Workload
 
-GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=8&classes=16&seed=0"
-WIDTHS = (16, 64, 128, 256, 512)
+SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=8&classes=16&seed=0"
+GRAPHS = ((2_500, 125_000), (20_000, 1_000_000), (80_000, 800_000))  # vertices, edges: rows fit a core's cache, the chip's, or none
+WIDTHS = (16, 64, 256)
 SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64, 64), (2_500, 512, 512))  # rows, H_in, H_out
+TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))  # rows, width; the framework's own time would be most of a smaller one's
+SAMPLED = (20_000, 1_000_000)  # vertices, edges
 SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
 BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
@@ -72,7 +74,7 @@ class Bench:
         if self.device.type == "cpu" and self.rank in self.apart:
             torch.zeros(WARM // 4).fill_(1.0)
         tell("preparing graphs")
-        block = self._part()
+        blocks = [self._block(*size) for size in GRAPHS]
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in (SMALL, *PIECES)]
         messages: dict[tuple[str, str], dict[int, list[Sent]]] = {
             (op, where): {} for where, groups in self.groups.items() for op in ("exchange", "send", "all_reduce") if groups}  # fmt: skip
@@ -81,7 +83,7 @@ class Bench:
         found: dict[str, Any] = {"name": self._device_name(), "active": len(self.apart)}
         timed: dict[str, list[list[float]]] = {}
         for _ in range(ROUNDS):
-            for what, of_each in self.computation(block, rehearsals, tell).items():
+            for what, of_each in self.computation(blocks, rehearsals, tell).items():
                 timed[what] = [min(rounds, key=median) for rounds in zip(timed.get(what, of_each), of_each, strict=True)]
             for (op, where), sent in messages.items():
                 groups = [self.everyone] if (op, where) == ("exchange", "inter_node") else self.groups[where]
@@ -89,10 +91,13 @@ class Bench:
                 self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
         for (op, where), sent in messages.items():
             found[f"{op}.{where}"] = [(size, *map(median, zip(*rounds, strict=True))) for size, rounds in sent.items()]
-        found["gemm"] = [(2 * 3 * r * a * b, samples) for (r, a, b), samples in zip(SHAPES, timed["gemm"], strict=True)]
-        found["gather"] = [(width, 2 * block.edges * width * 4, samples) for width, samples in zip(WIDTHS, timed["gather"], strict=True)]
+        found["gemm"] = [(*shape, samples) for shape, samples in zip(SHAPES, timed["gemm"], strict=True)]
+        found["gather"] = [(width, block.n_src * width * 4, 2 * block.edges * width * 4, samples) for (block, width), samples in
+                           zip(itertools.product(blocks, WIDTHS), timed["gather"], strict=True)]  # fmt: skip
         launches = SMALL.launches()
-        found |= {"touched": timed["touched"][0], "launch": [took / launches for took in timed["small"][0]], "steps": timed["steps"]}
+        found["touched"] = [(rows * width * 4, samples) for (rows, width), samples in zip(TENSORS, timed["touched"], strict=True)]
+        found |= {"hashed": timed["hashed"][0], "weighed": (blocks[1].edges, timed["weighed"][0]),
+                  "launch": [took / launches for took in timed["small"][0]], "steps": timed["steps"]}  # fmt: skip
         if self.apart != self.everyone:
             tell(f"training steps, {len(self.everyone)} ranks")
             found["crowding"] = self.crowding(rehearsals)
@@ -103,26 +108,26 @@ class Bench:
             found["overlap"] = (BESIDE, self.overlap(BESIDE))
         return found
 
-    def computation(self, block: Block, rehearsals: Sequence[Rehearsal], tell: Callable[[str], None]
+    def computation(self, blocks: Sequence[Block], rehearsals: Sequence[Rehearsal], tell: Callable[[str], None]
                     ) -> dict[str, list[list[float]]]:  # fmt: skip
         """A round of what computes: of each shape, width, .. samples of several ranks."""
         tell("matrix products")
         found = {"gemm": [self.gemm(*shape) for shape in SHAPES]}
         tell("aggregation")
-        found["gather"] = [self.gather(block, width) for width in WIDTHS]
+        found["gather"] = [self.gather(block, width) for block in blocks for width in WIDTHS]
         tell("element-wise work")
-        found["touched"] = [self.touched()]
+        found |= {"touched": [self.touched(*shape) for shape in TENSORS], "hashed": [self.hashed()], "weighed": [self.weighed(blocks[1])]}
         tell("training steps")
         small, *steps = ([self.step(rehearsal)] for rehearsal in rehearsals)
         return found | {"small": [small], "steps": steps}
 
-    def _part(self) -> Block:
-        """The half of a community graph as the executor lays it out: own rows in locality order, then the halo."""
-        graph = load(GRAPH)
+    def _block(self, vertices: int, edges: int) -> Block:
+        """A community graph as the executor lays it out: rows in locality order."""
+        graph = load(SYNTHETIC.format(vertices, edges))
         assert isinstance(graph, Graph)
-        layout = Layout(graph, partition(graph, 2), servers=(0, 0), layers=1, first_varying=1)
-        piece, (indptr, indices) = layout.piece(self.rank % 2, 1), layout.block(self.rank % 2, 1)
-        return Block(indptr, indices, piece.local + piece.halo.size).mean().to(self.device)
+        layout = Layout(graph, np.zeros(vertices, np.int32), servers=(0,), layers=1, first_varying=1)
+        indptr, indices = layout.block(0, 1)
+        return Block(indptr, indices, vertices).mean().to(self.device)
 
     def _device_name(self) -> str:
         if self.device.type == "cuda":
@@ -173,20 +178,33 @@ class Bench:
         return self._time(lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad))
 
     def gather(self, block: Block, width: int) -> list[float]:
-        """Aggregation over a part, forward and backward."""
+        """Aggregation over a graph, forward and backward."""
         x = torch.randn(block.n_src, width, device=self.device, requires_grad=True)
         grad = torch.randn(block.n_dst, width, device=self.device)
         return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))
 
-    def touched(self) -> list[float]:
-        """Seconds per byte read or written: relu, add and relu's gradient over tensors too many for the cache, as in an epoch."""
-        tensors = [torch.randn(10_000, 256, device=self.device) for _ in range(6)]
+    def touched(self, rows: int, width: int) -> list[float]:
+        """Seconds per byte read or written: relu, add and relu's gradient over several tensors, as in an epoch."""
+        tensors = [torch.randn(rows, width, device=self.device) for _ in range(6)]
 
         def work() -> None:
             for a, b in zip(tensors[::2], tensors[1::2], strict=True):
                 torch.ops.aten.threshold_backward(torch.relu(a), a + b, 0)
 
         return self._time(work, divide=3 * (2 + 3 + 3) * tensors[0].nbytes)
+
+    def hashed(self) -> list[float]:
+        """Seconds per number of dropout."""
+        x, vertices = torch.randn(*TENSORS[0], device=self.device), torch.arange(TENSORS[0][0], device=self.device)
+        return self._time(lambda: dropout(x, 0, 0, 0, vertices, 0.5), divide=x.numel())
+
+    def weighed(self, block: Block) -> list[float]:
+        """Seconds that attention takes more than its three sums of rows (one forward): one head of the least width, both ways."""
+        rows, width = block.n_src, WIDTHS[0]
+        z, of_source, of_reader = (torch.randn(shape, device=self.device, requires_grad=True) for shape in ((rows, width), rows, rows))
+        grad = torch.randn(rows, width, device=self.device)
+        both = self._time(lambda: torch.autograd.grad(attend(block, z, of_source, of_reader), (z, of_source, of_reader), grad))
+        return [max(took - 1.5 * sums, took / 2) for took, sums in zip(both, self.gather(block, width), strict=True)]
 
     def step(self, rehearsal: Rehearsal) -> float:
         """Seconds that steps of a training take, as the executor plays them: the slowest rank's, which others wait for."""
@@ -209,7 +227,7 @@ class Bench:
 
     def sampler(self) -> tuple[list[float], list[float]]:
         """Seconds per edge that drawing and laying out take, by the executor's own clock: GraphSAGE's batches in data parallel."""
-        graph = load(GRAPH)
+        graph = load(SYNTHETIC.format(*SAMPLED))
         assert isinstance(graph, Graph)
         workload = Workload(mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places))
         sampler = Sampler(Batches(graph, workload, self.everyone, None, first_varying=1), self.rank, ["mean"] * len(FANOUTS))

@@ -30,7 +30,7 @@ from scipy.special import ndtr, ndtri
 from gnnplan.planner.collectives import Algorithm, AllReduce, Phase, all_reduce
 from gnnplan.planner.graph import SPREAD
 from gnnplan.planner.places import Places, Port, routes
-from gnnplan.planner.schedule import Collective, Compute, Send
+from gnnplan.planner.schedule import WEIGHED, WORKED, Collective, Compute, Send
 from gnnplan.planner.specs import Cluster, Fabric, HostWork, Link, Placement
 
 Flows = tuple[np.ndarray, np.ndarray, np.ndarray]  # from rank, to rank, share of the hop's bytes
@@ -149,12 +149,16 @@ class Cost:
 
     def compute_s(self, work: Compute) -> Number:
         """Roofline by kind of work, plus a fixed price per framework operation [s], of a rank that shares its core with none."""
-        device = self.cluster.device
-        seconds = np.maximum(work.flops / device.gemm, work.streamed / device.memory_bandwidth)  # few columns: memory decides
-        seconds = seconds + work.touched / device.memory_bandwidth + work.launches * device.launch
+        device, bandwidth = self.cluster.device, self.memory_rate(work.tensor)
+        computing, reading = work.flops / device.gemm, work.streamed / bandwidth
+        # a GPU has other warps that compute while some wait for memory (few columns: memory decides), a core does one after the other
+        seconds = np.maximum(computing, reading) if device.kind == "cuda" else computing + reading
+        seconds = seconds + work.touched / bandwidth + work.launches * device.launch
+        seconds = seconds + work.worked / (device.hash_rate or device.memory_bandwidth / (WORKED * work.itemsize))
+        seconds = seconds + work.weighed / (device.edge_rate or device.memory_bandwidth / (WEIGHED * work.itemsize))
         for rows, width, distinct in work.gathers:
             bytes_each, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
-            seconds = seconds + rows * bytes_each / self.gather_rate(width, distinct * min(bytes_each, TILE), rows / distinct)
+            seconds = seconds + rows * bytes_each / self.gather_rate(width, distinct * self._at_once(bytes_each), rows / distinct)
         return seconds + work.beside * device.overlap_tax / self.link("exchange", "intra_node").bandwidth
 
     def load_s(self, nbytes: Number) -> Number:
@@ -166,26 +170,50 @@ class Cost:
         """A sampler's work for one rank [s]."""
         return edges / self.cluster.host_rates.get(what, HOST_RATE)
 
+    def memory_rate(self, tensor: Number = 0.0) -> Number:
+        """Of element-wise work on tensors of such a size [B/s]: small ones are still in a cache when the next operation reads them.
+        Log-log between the sizes that were measured, flat outside."""
+        if self._touched is None or (np.ndim(tensor) == 0 and not tensor):
+            return self.cluster.device.memory_bandwidth
+        return np.exp(np.interp(np.log(np.maximum(tensor, 1.0)), *self._touched))
+
     def gather_rate(self, width: int, among: Number = np.inf, times: Number = 1.0) -> Number:
-        """Aggregation rate at a row width [B of gathered rows/s]: log-log between the measured widths, flat outside.
+        """Aggregation rate at a row width [B of gathered rows/s], of rows of `among` bytes in all, each read so many `times`. Log-log
+        between the sizes and widths that were measured, flat outside.
 
         Where nobody measured it, a roofline of memory and cache, which keeps the rows that are read most. Rows are read by degree, and
-        degrees are lognormal with this spread s: of `among` bytes, each read so many `times`, the share c that the cache holds is read in
+        degrees are lognormal with this spread s: the share c that the cache holds is read in
 
             share(c) = Phi(s + Phi^-1(c))        (the Lorenz curve of a lognormal; c = 1: everything)
 
         of all readings; the rest, and every row the first time, comes from memory.
         """
         device = self.cluster.device
-        points = device.gather
-        if not points and device.cache:
+        if self._gathered:
+            widths, curves = self._gathered
+            place = float(np.interp(np.log(max(width, 1)), widths, np.arange(len(widths))))
+            below, beyond = int(place), place % 1
+            logs = [(share, np.interp(np.log(among), *curves[at])) for at, share in ((below, 1 - beyond), (below + 1, beyond)) if share]
+            return np.exp(sum(share * rate for share, rate in logs))
+        if device.cache:
             held = np.clip(device.cache / among, 1e-12, 1.0)
             missed = np.clip(np.maximum(1.0 - ndtr(self.spread + ndtri(held)), 1.0 / np.maximum(times, 1.0)), 0.0, 1.0)
             return 1.0 / np.maximum(missed / device.memory_bandwidth, 1.0 / (device.cache_bandwidth or 3 * device.memory_bandwidth))
-        if not points:
-            return device.memory_bandwidth / 2
-        widths = sorted(points)
-        return float(np.exp(np.interp(np.log(max(width, 1)), np.log(widths), np.log([points[w] for w in widths]))))
+        return device.memory_bandwidth / 2
+
+    def _at_once(self, row: int) -> int:
+        """Bytes of a row that are read before the next one's."""
+        return row if self._gathered else min(row, TILE)
+
+    @cached_property
+    def _touched(self) -> tuple[np.ndarray, np.ndarray] | None:
+        return _curve(self.cluster.device.memory_rates) if self.cluster.device.memory_rates else None
+
+    @cached_property
+    def _gathered(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]] | None:
+        """What was measured of aggregation, in logarithms: widths, and of each sizes and rates."""
+        points = self.cluster.device.gather
+        return (np.log(sorted(points)), [_curve(points[width]) for width in sorted(points)]) if points else None
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
@@ -413,6 +441,12 @@ def _add(busy: dict[Port, Number], loads: Mapping[str, np.ndarray], times: float
         if port == "cores":  # of messages inside servers and between them
             seconds = {key: busy.get(key, 0.0) + more for key, more in seconds.items()}
         busy.update(seconds)
+
+
+def _curve(rates: Mapping[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes and rates, in logarithms."""
+    sizes, values = np.log(np.array(sorted(rates.items()))).T
+    return sizes, values
 
 
 @cache

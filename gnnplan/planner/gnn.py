@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from gnnplan.planner.cost import Number
-from gnnplan.planner.schedule import Compute
+from gnnplan.planner.schedule import WORKED, Compute
 from gnnplan.planner.specs import Workload
 
 
@@ -161,15 +161,16 @@ class Model:
         product = self.product(spec.h_in, spec.h_out, products, sparse)
         touched = 0 if cached else 2 * sources * (spec.h_out if narrow or sparse else spec.h_in) * b
         touched = touched + (3 if spec.weights else 0) * rows * spec.h_out * b
-        launches = 6 + 2 * spec.matrices
+        launches, worked = 6 + 2 * spec.matrices, 0.0 * rows
         if not narrow:
-            prepared, more = self.prepare(spec, sources, sparse)
-            touched, launches = touched + prepared, launches + more
-        if spec.sums > 1:
-            touched = touched + 8 * sources * spec.h_in * b  # exponentials of the messages
-        if spec.heads:
-            touched, launches = touched + EDGE_PASSES * (edges + rows) * spec.heads * b, launches + 12 * spec.heads
-        return product + Compute(0.0, self._gathers(layer, rows, edges, sources if read is None else read), touched, launches, b)
+            prepared, hashed, more = self.prepare(spec, sources, sparse)
+            touched, worked, launches = touched + prepared, worked + hashed, launches + more
+        if spec.sums > 1:  # exponentials of the messages
+            touched, worked = touched + 2 * sources * spec.h_in * b, worked + sources * spec.h_in
+        launches += 12 * spec.heads
+        return product + Compute(0.0, self._gathers(layer, rows, edges, sources if read is None else read), touched, launches, b,
+                                 tensor=self._tensor(sources, spec.h_out if sparse or narrow else spec.h_in), worked=worked,
+                                 weighed=(edges + rows) * float(spec.heads))  # fmt: skip
 
     def _gathers(self, layer: int, rows: Number, edges: Number, distinct: Number) -> tuple[tuple[Number, int, Number], ...]:
         """Of a layer's aggregation."""
@@ -181,7 +182,11 @@ class Model:
         """Rows times a matrix; sparse rows gather one of its columns per number, which lie together in memory."""
         if sparse:
             return Compute(0.0, ((rows * self.nonzeros, h_out, h_in),), itemsize=self.itemsize)
-        return Compute(2.0 * rows * h_in * h_out, itemsize=self.itemsize, streamed=rows * (h_in + h_out) * self.itemsize)
+        return Compute(2.0 * rows * max(h_in, VECTOR) * max(h_out, VECTOR), itemsize=self.itemsize,
+                       streamed=rows * (h_in + h_out) * self.itemsize, tensor=self._tensor(rows, max(h_in, h_out)))  # fmt: skip
+
+    def _tensor(self, rows: Number, width: int) -> Number:
+        return 1.0 * rows * width * self.itemsize
 
     def matrix_gradient(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
         """Of a product's matrix: of sparse rows by their transpose, in whose order the numbers are put (4 B more of each say how). Each
@@ -192,15 +197,16 @@ class Model:
         touched = numbers * (2 * self.itemsize + 4) + 3.0 * h_in * h_out * self.itemsize
         return Compute(0.0, ((numbers, h_out, rows),), touched, 3, self.itemsize)
 
-    def prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> tuple[Number, int]:
-        """Bytes touched and framework operations of norm, activation and dropout on a layer's inputs. A word of dropout's hash serves
-        four columns, of sparse rows a single number."""
-        passes, launches = 0, 0
+    def prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> tuple[Number, Number, int]:
+        """Bytes touched, numbers hashed and framework operations of norm, activation and dropout on a layer's inputs. A word of dropout's
+        hash serves four columns, of sparse rows a single number."""
+        touched, hashed, launches = 0.0 * rows, 0.0 * rows, 0
         if self.dropout and spec.drops:
-            passes, launches = 6, MASK + 3
+            hashed, launches = rows * (4 * self.nonzeros if sparse else spec.h_in), MASK + 3
         if spec.activates:
-            passes, launches = passes + (2 if spec.norm == "none" else 6), launches + (1 if spec.norm == "none" else 4)
-        return passes * rows * (4 * self.nonzeros if sparse else spec.h_in) * self.itemsize, launches
+            passes, more = (2, 1) if spec.norm == "none" else (6, 4)
+            touched, launches = passes * rows * spec.h_in * self.itemsize, launches + more
+        return touched, hashed, launches
 
     def backward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False) -> Compute:
         """Weight gradients, and the gradient of the inputs where they vary."""
@@ -211,8 +217,9 @@ class Model:
         if spec.heads:  # weights depend on rows: a product along every edge for theirs, and the rows' own
             gathers = gathers + aggregated
         times, masked = 1 if constant else 2, bool(self.dropout) and spec.drops and not (narrow and self.narrow_at(layer))
-        work = Compute(forward.flops * times, gathers, forward.touched + 2 * rows * spec.h_out * self.itemsize,
-                       2 * (forward.launches - MASK * masked), self.itemsize, streamed=forward.streamed * times)  # fmt: skip
+        touched = forward.touched + (2 * rows * spec.h_out + WORKED * forward.worked) * self.itemsize  # masks and weights are kept
+        work = Compute(forward.flops * times, gathers, touched, 2 * (forward.launches - MASK * masked), self.itemsize,
+                       streamed=forward.streamed * times, tensor=forward.tensor, weighed=forward.weighed)  # fmt: skip
         if not self.reads_sparse(layer):
             return work
         return self.matrix_gradient(spec.h_in, spec.h_out, sources + (spec.matrices - 1) * rows, sparse=True) + work
@@ -233,11 +240,12 @@ class Model:
         sparse = constant_input and self.nonzeros > 0
         product = self.product(*shape, rows, sparse)
         touched = 2 * rows * ((0 if sparse else shape[0]) + shape[1]) * self.itemsize
-        prepared, _ = self.prepare(before or Layer(*shape, 1, 0, False, False, drops=not self.activates_last), rows, sparse)
-        touched = touched + prepared
+        first = before or Layer(*shape, 1, 0, False, False, drops=not self.activates_last)
+        prepared, hashed, _ = self.prepare(first, rows, sparse)
+        forward = Compute(0.0, (), touched + prepared, 6, self.itemsize, worked=hashed)
+        backward = Compute(0.0, (), touched + prepared + WORKED * hashed * self.itemsize, 10, self.itemsize)
         again = Compute() if constant_input else product
-        return (product + Compute(0.0, (), touched, 6, self.itemsize),
-                self.matrix_gradient(*shape, rows, sparse) + again + Compute(0.0, (), touched, 10, self.itemsize))  # fmt: skip
+        return product + forward, self.matrix_gradient(*shape, rows, sparse) + again + backward
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         return self.rowwise(self.encoder, rows, constant_input=True)
@@ -246,7 +254,8 @@ class Model:
         """Decoder and loss on a rank's own rows."""
         before = self.layers[-1] if self.activates_last else None  # the same norm and activation as before the last layer
         forward, backward = self.rowwise(self.decoder, rows, constant_input=False, before=before)
-        loss = Compute(0.0, (), 6 * rows * max(self.classes, 1) * self.itemsize, 12, self.itemsize)
+        each = 0.5 if self.classes >= VECTOR else 0.5 * SHORT  # training rows, which are about half of all
+        loss = Compute(launches=12, itemsize=self.itemsize, worked=each * rows * max(self.classes, 1))
         return forward + loss, backward + loss
 
     def update(self, weights: int) -> Compute:
@@ -255,7 +264,8 @@ class Model:
 
 
 MASK = 5  # operations that hash a dropout mask, which the backward pass finds made
-EDGE_PASSES = 10  # reads and writes of a number per edge and head: logit, maximum, exponential, sum, weight
+VECTOR = 16  # numbers that a processor takes at once: a product computes as many columns at least, and throws some away
+SHORT = 5  # hashed numbers that an exponential of the loss is worth in rows shorter than that, which are taken one by one
 
 
 def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:

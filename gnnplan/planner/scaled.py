@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gnnplan.planner.specs import Cluster, Link, Placement
+
+DEVICE = ("gemm", "memory_bandwidth", "cache_bandwidth", "hash_rate", "edge_rate")  # rates that are one number
 
 
 def links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
@@ -17,9 +19,13 @@ def links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
 def device(cluster: Cluster, factor: float) -> Cluster:
     """All that the device computes `factor` times as fast."""
     own = cluster.device
-    rates = {name: rate * factor for name in ("gemm", "memory_bandwidth", "cache_bandwidth") if (rate := getattr(own, name)) is not None}
-    gather = {width: rate * factor for width, rate in own.gather.items()}
-    return cluster.model_copy(update={"device": own.model_copy(update={**rates, "gather": gather, "launch": own.launch / factor})})
+    plain = {name: rate * factor for name in DEVICE if (rate := getattr(own, name)) is not None}
+    by_size = {"memory_rates": _times(own.memory_rates, factor), "gather": {width: _times(of, factor) for width, of in own.gather.items()}}
+    return cluster.model_copy(update={"device": own.model_copy(update={**plain, **by_size, "launch": own.launch / factor})})
+
+
+def _times(rates: Mapping[float, float], factor: float) -> dict[float, float]:
+    return {size: rate * factor for size, rate in rates.items()}
 
 
 def messages(cluster: Cluster, factor: float, where: Placement) -> Cluster:

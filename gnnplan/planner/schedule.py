@@ -10,8 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gnnplan.planner.specs import HostWork
 
+# Reads and writes that a number on which many instructions are spent is worth where nothing but memory limits a device; and an edge's
+# weight: logit, maximum, exponential, sum, weight
+WORKED, WEIGHED = 6, 10
 LANES = ("host", "copy", "compute", "comm", "send", "receive", "reduce")
 
 
@@ -43,16 +48,20 @@ class Compute:
     """Work of one rank. Fields may be numpy arrays, then all that is made of them is an array too."""
 
     flops: float = 0.0  # dense matrix products [flop]
-    gathers: tuple[tuple[float, int, float], ...] = ()  # aggregation: (rows gathered, row width [numbers], of so many distinct) per call
+    gathers: tuple[tuple[Any, int, Any], ...] = ()  # aggregation: (rows gathered, row width [numbers], of so many distinct) per call
     touched: float = 0.0  # element-wise: bytes read and written [B]
     launches: float = 0.0  # framework operations
     itemsize: int = 4  # [B] per number
     beside: float = 0.0  # bytes that move beside it and tax it (overlap) [B]
     streamed: float = 0.0  # that the products read and write [B], while they compute
+    tensor: float = 0.0  # the largest that is touched or streamed, one of many [B]; 0: any
+    worked: float = 0.0  # what many instructions are spent on: dropout's hash, exponentials [numbers]
+    weighed: float = 0.0  # edges times heads whose weight attention makes of a logit, or its gradient
 
     def __add__(self, other: Compute) -> Compute:
         return Compute(self.flops + other.flops, self.gathers + other.gathers, self.touched + other.touched, self.launches + other.launches,
-                       self.itemsize, self.beside + other.beside, self.streamed + other.streamed)  # fmt: skip
+                       self.itemsize, self.beside + other.beside, self.streamed + other.streamed,
+                       np.maximum(self.tensor, other.tensor), self.worked + other.worked, self.weighed + other.weighed)  # fmt: skip
 
     def at(self, i: int) -> Compute:
         """Entry i of its arrays."""
@@ -60,7 +69,8 @@ class Compute:
             return float(value[i]) if getattr(value, "ndim", 0) else float(value)
 
         gathers = tuple((pick(rows), width, pick(distinct)) for rows, width, distinct in self.gathers)
-        return Compute(pick(self.flops), gathers, pick(self.touched), self.launches, self.itemsize, pick(self.beside), pick(self.streamed))
+        return Compute(pick(self.flops), gathers, pick(self.touched), self.launches, self.itemsize, pick(self.beside), pick(self.streamed),
+                       pick(self.tensor), pick(self.worked), pick(self.weighed))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,10 @@ def _bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
 Bandwidth = Annotated[float, _bounded(1e3, 1e14, "a bandwidth [B/s]", "B/s")]
 Latency = Annotated[float, _bounded(0.0, 10.0, "a latency [s]", "s")]
 Bytes = Annotated[float, _bounded(1e6, 1e15, "a memory size [B]", "B")]
-Size = Annotated[float, _bounded(1.0, 1e13, "the size of a message [B]", "B")]
+Size = Annotated[float, _bounded(1.0, 1e13, "a size [B]", "B")]
+PerSecond = Annotated[float, Field(ge=1e3, le=1e15)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Rates = Annotated[dict[Size, Bandwidth], BeforeValidator(lambda told: told if isinstance(told, dict) else {1.0: told})]  # by size
 Number = Any  # float or numpy array
 Rate = Annotated[float, _bounded(1e6, 1e18, "a compute rate [flop/s]", "flop/s")]
 
@@ -106,7 +108,10 @@ class Device(Spec):
     memory: Bytes  # [B] that a rank may fill
     gemm: Rate  # dense matrix product, fp32 [flop/s], as reached
     memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s], as reached
-    gather: dict[int, Bandwidth] = Field(default_factory=dict)  # row width -> aggregation [B gathered/s]; empty: memory_bandwidth / 2
+    memory_rates: Rates = Field(default_factory=dict)  # the same by the size of a tensor; empty: memory_bandwidth at all sizes
+    hash_rate: PerSecond | None = None  # dropout [numbers/s]; None: memory decides
+    edge_rate: PerSecond | None = None  # attention, but for its sums [weights of an edge/s]; None: memory decides
+    gather: dict[int, Rates] = Field(default_factory=dict)  # row width -> bytes of the rows read from -> aggregation [B gathered/s]
     cache: Annotated[float, _bounded(1e4, 1e10, "a cache [B]", "B")] | None = None  # [B] that all of it shares (L2)
     cache_bandwidth: Bandwidth | None = None  # of rows that are there [B/s]; None: 3 x memory_bandwidth
     launch: Latency = 8e-6  # one framework operation, however small [s]

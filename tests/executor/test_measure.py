@@ -11,7 +11,7 @@ import pytest
 
 from gnnplan.executor import measure as module
 from gnnplan.executor.measure import measure
-from gnnplan.executor.microbench import WIDTHS
+from gnnplan.executor.microbench import GRAPHS, TENSORS, WIDTHS
 from gnnplan.executor.rehearsal import SMALL
 from gnnplan.planner.alphabeta import Shape, beside_cores, beyond, fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
@@ -42,12 +42,14 @@ def test_two_ranks(started: list[subprocess.Popen]) -> None:
     assert (cluster.servers, cluster.gpus_per_server) == (1, 2)
     assert cluster.inter_node == cluster.intra_node  # several servers played on this machine talk over the same loopback
     device = cluster.device
-    numbers = [device.gemm, device.memory, device.memory_bandwidth, device.launch, *device.gather.values()]
+    numbers = [device.gemm, device.memory, device.memory_bandwidth, device.launch, device.hash_rate, device.edge_rate]
+    numbers += [rate for rates in (device.memory_rates, *device.gather.values()) for rate in rates.values()]
     numbers += cluster.host_rates.values()
     numbers += [n for link in (cluster.intra_node, *cluster.collectives.values()) for n in (link.bandwidth, link.latency)]
     assert all(math.isfinite(n) and n > 0 for n in numbers) and device.overlap_tax == 0 and cluster.one_machine
     assert all(0 < link.work < 1e-6 for link in cluster.collectives.values())  # seconds of a core per byte
     assert set(device.gather) == set(WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
+    assert all(len(rates) == len(GRAPHS) for rates in device.gather.values()) and len(device.memory_rates) == len(TENSORS)
     places = ("intra_node", "inter_node")
     assert set(cluster.collectives) == {f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places}
     told = {"device.name", "device.kind", "device.overlap_tax", "device.cache", "device.cache_bandwidth"}  # rates by width stand for them
@@ -143,8 +145,9 @@ def test_only_ranks_that_share_cores_have_less_latency(monkeypatch: pytest.Monke
     """On GPUs nobody counts the cores' time for a message, which was taken from its latency all the same."""
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
-    found = {"name": "a device", "active": 2, "gemm": [(1e9, [1e-3, 1e-3])], "gather": [(64, 1e9, [0.1, 0.1])], "touched": [1e-10, 1e-10],
-             "launch": [1e-5, 1e-5], "draw": [1e-8], "lay": [1e-8], "steps": [[0.01]] * 5, "send.intra_node": samples}  # fmt: skip
+    found = {"name": "a device", "active": 2, "gemm": [(1000, 64, 64, [1e-3, 1e-3])], "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
+             "touched": [(1e6, [1e-10, 1e-10])], "hashed": [1e-9, 1e-9], "weighed": (1000, [1e-4, 1e-4]), "launch": [1e-5, 1e-5],
+             "draw": [1e-8], "lay": [1e-8], "steps": [[0.01]] * 5, "send.intra_node": samples}  # fmt: skip
     link = module.cluster_of(found, 1, 2, 1e9, one_machine=True).collectives["send.intra_node"]
     plain, _ = fit(samples)
     assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency

@@ -37,6 +37,37 @@ def test_compute(work: Compute, seconds: float):
     assert COST.compute_s(work) == pytest.approx(seconds)
 
 
+CORE = Device(kind="cpu", memory=1e9, gemm=1e9, memory_bandwidth=1e8, memory_rates={1e3: 4e8, 1e5: 1e8}, hash_rate=1e6, edge_rate=1e5,
+              gather={16: {1e3: 4e8, 1e5: 1e8}, 64: 4e8}, launch=0.5)  # fmt: skip
+
+
+@pytest.mark.parametrize(("work", "on_gpu", "on_core"), [
+    (Compute(flops=1e9, streamed=5e7), 1.0, 1.5),  # a core computes or waits for memory, one after the other
+    (Compute(touched=4e8), 4.0, 4.0),
+    (Compute(touched=4e8, tensor=1e2), 4.0, 1.0),  # small tensors are still in its cache
+    (Compute(touched=4e8, tensor=1e4), 4.0, 2.0),
+    (Compute(flops=1e9, streamed=4e8, tensor=1e9), 4.0, 5.0),
+    (Compute(worked=2e6), 0.48, 2.0),  # instructions, where a device that has not been measured has six passes over memory
+    (Compute(weighed=2e5), 0.08, 2.0),
+])  # fmt: skip
+def test_a_core_is_measured_where_a_gpu_waits_for_memory(work: Compute, on_gpu: float, on_core: float):
+    core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
+    assert (COST.compute_s(work), core.compute_s(work)) == pytest.approx((on_gpu, on_core))
+
+
+def test_rows_of_many_bytes_are_gathered_slower():
+    """Log-log in the bytes that are read from, flat outside; a rate alone is that of all sizes. Arrays as one by one."""
+    core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
+    sizes = np.array([1e2, 1e3, 1e4, 1e5, 1e9])
+    assert core.gather_rate(16, sizes) == pytest.approx([4e8, 4e8, 2e8, 1e8, 1e8])
+    assert core.gather_rate(64, sizes) == pytest.approx(4e8)
+    assert core.gather_rate(32, sizes) == pytest.approx([core.gather_rate(32, size) for size in sizes])
+    assert core.gather_rate(32, 1e5) == pytest.approx(2e8)  # halfway between the widths
+    works = [Compute(gathers=((1e5, 16, distinct),)) for distinct in (10.0, 1e4)]
+    near, far = (core.compute_s(work) for work in works)
+    assert far == pytest.approx(4 * near) == 1e5 * 64 / 1e8
+
+
 def test_gather_rates_between_widths_are_log_log_and_flat_outside():
     assert [COST.gather_rate(width) for width in (1, 10, 100, 1000, 5000)] == pytest.approx([1e6, 1e6, 1e7, 1e8, 1e8])
     plain = Cost.of(COST.cluster.model_copy(update={"device": DEVICE.model_copy(update={"gather": {}})}))

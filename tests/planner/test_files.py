@@ -201,7 +201,7 @@ def test_overrides_go_where_they_belong():
     cluster, workload = apply_overrides(read_cluster("pipegcn_2080ti"), Workload(), [
         "servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "device.gather.64=5GB/s", "fanout=3,2",
         "collectives.all_reduce.inter_node.bandwidth=2GB/s"])  # fmt: skip
-    assert (cluster.servers, cluster.inter_node.bandwidth, cluster.device.gather) == (16, 25e9, {64: 5e9})
+    assert (cluster.servers, cluster.inter_node.bandwidth, cluster.device.gather) == (16, 25e9, {64: {1.0: 5e9}})
     assert cluster.collectives["all_reduce.inter_node"].bandwidth == 2e9
     assert cluster.provenance["servers"] == cluster.provenance["inter_node.bandwidth"] == "--set"
     assert (workload.hidden, workload.fanout) == (256, (3, 2))

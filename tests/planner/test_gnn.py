@@ -67,11 +67,11 @@ def test_sgc_is_one_matrix_and_one_bias():
     assert model.weights == 40 * 5 + 5 and [model.weights_of(range(layer, layer + 1)) for layer in (1, 2, 3)] == [40 * 5, 0, 5]
     assert describe(Workload(model="sgc", layers=1), 40, 5).weights == 40 * 5 + 5
     assert not any(model.relu_after(layer) for layer in (0, 1, 2, 3)) and not model.narrows and model.prepares_linearly
-    assert [model.forward(layer, 10, 20, 50).flops for layer in (1, 2, 3)] == [2 * 20 * 40 * 5, 0, 0]
+    assert [model.forward(layer, 10, 20, 50).flops for layer in (1, 2, 3)] == [2 * 20 * 40 * 16, 0, 0]  # a vector of columns at least
     assert [model.forward(layer, 10, 20, 50).gathers for layer in (1, 2, 3)] == [((50 + 10, 5, 20),)] * 3
-    assert [model.backward(layer, 10, 20, 50).flops for layer in (1, 2, 3)] == [2 * 20 * 40 * 5, 0, 0]
+    assert [model.backward(layer, 10, 20, 50).flops for layer in (1, 2, 3)] == [2 * 20 * 40 * 16, 0, 0]
     cached = describe(Workload(model="sgc", hidden=16), 40, 5)
-    assert cached.aggregate_cached(1) and cached.forward(1, 10, 20, 50).flops == 2 * 10 * 40 * 5
+    assert cached.aggregate_cached(1) and cached.forward(1, 10, 20, 50).flops == 2 * 10 * 40 * 16
     assert [cached.forward(layer, 10, 20, 50) == model.forward(layer, 10, 20, 50) for layer in (1, 2, 3)] == [False, True, True]
 
 
@@ -96,12 +96,12 @@ def test_sparse_features_are_multiplied_first(dropout: float):
     assert gat.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20), (60, 16, 10), (60, 16, 10))
     assert describe(Workload(model="gcn", hidden=64, dropout=dropout), 40, 5, 3.0).layers[0].projects_first  # though it widens
     dense = describe(Workload(model="gcn", hidden=16, dropout=dropout), 40, 5)
-    assert gcn.forward(1, 10, 20, 50).touched < dense.forward(1, 10, 20, 50).touched or not dropout
+    assert gcn.forward(1, 10, 20, 50).worked < dense.forward(1, 10, 20, 50).worked or not dropout
     assert gcn.forward(2, 10, 20, 50) == dense.forward(2, 10, 20, 50)
     encoding = describe(Workload(model="gcnii", hidden=16, dropout=dropout), 40, 5, 3.0)
     assert [encoding.reads_sparse(layer) for layer in (0, 1)] == [True, False]
     assert [work.gathers for work in encoding.encode(10)] == [((30, 16, 40),), ((30, 16, 10),)] and encoding.encode(10)[1].flops == 0.0
-    assert encoding.finish(10)[0].flops == 2 * 10 * 16 * 5 and not encoding.finish(10)[0].gathers
+    assert encoding.finish(10)[0].flops == 2 * 10 * 16 * 16 and not encoding.finish(10)[0].gathers
     assert gcn.features_moved(10) == 10 * 3 * 2 * 4 and dense.features_moved(10) == 10 * 40 * 4
 
 

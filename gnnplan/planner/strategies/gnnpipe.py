@@ -44,7 +44,7 @@ from gnnplan.planner.errors import SpecError
 from gnnplan.planner.gnn import Model
 from gnnplan.planner.grouping import Phase
 from gnnplan.planner.job import Job
-from gnnplan.planner.schedule import Collective, Compute, Label, Recv, Schedule, Send, Task, all_reduce
+from gnnplan.planner.schedule import WORKED, Collective, Compute, Label, Recv, Schedule, Send, Task, all_reduce
 from gnnplan.planner.strategies import flowshop
 from gnnplan.planner.strategies.gnnpipe_memory import memory
 from gnnplan.planner.strategies.strategy import Memory, Prediction, Strategy
@@ -185,13 +185,14 @@ class GNNPipe(Strategy):
         """Forward and backward of a piece; arrays over sub-chunks [K g]."""
         rows, edges, sources = _floats(facts.rows), _floats(facts.edges), _floats(facts.sources)
         given, taken = _floats(facts.sends.sum(2)), _floats(facts.sends.sum(1))
+        kept = np.tile(_floats(np.array(self.kept(job))), len(facts.rows))
         model, width = job.model.aggregating_first, self.exchanged(job, piece)
         b = model.itemsize
         forward = backward = Compute(itemsize=b)
         if width:  # rows are packed, laid out beside the others', prepared; their gradients the same way back
-            dropped = 6 * taken if model.dropout and model.layers[piece[0] - 1].drops else 0
-            forward = Compute(touched=(2.0 * given + 2 * rows + 4 * taken + dropped) * width * b, launches=4, itemsize=b)
-            backward = Compute(touched=(3.0 * given + 2 * rows + 4 * taken + dropped) * width * b, launches=4, itemsize=b)
+            dropped = taken if model.dropout and model.layers[piece[0] - 1].drops else 0.0 * taken
+            forward = Compute(touched=(2.0 * given + 2 * rows + 4 * taken) * width * b, launches=4, itemsize=b, worked=dropped * width)
+            backward = Compute(touched=(3.0 * given + 2 * rows + 4 * taken + WORKED * dropped) * width * b, launches=4, itemsize=b)
         if 0 in piece:
             forward, backward = model.encode(rows)
         for layer in piece:
@@ -203,10 +204,13 @@ class GNNPipe(Strategy):
             if self.checkpoint and layer > model.first_varying and layer < len(model.layers):
                 again, spec = model.forward(layer, rows, projected, edges, read=sources), model.layers[layer - 1]
                 backward = backward + (again if spec.heads or spec.sums > 1 else replace(again, gathers=()))
-            if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):  # what is read is gathered, its gradients scattered
-                forward = forward + Compute(touched=2.0 * sources * model.input_width(layer) * b, launches=1, itemsize=b)
-            if layer > model.first_varying:
-                backward = backward + Compute(touched=3.0 * sources * model.input_width(layer) * b, launches=2, itemsize=b)
+            wide = model.input_width(layer)
+            if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):  # what is read is picked from all that is kept,
+                forward = forward + Compute(gathers=((3.0 * sources, wide, kept),), launches=1, itemsize=b)
+            if layer > model.first_varying:  # its gradients are made and added there, to scattered rows one by one
+                scattered = sources - rows
+                backward = backward + Compute(gathers=((6.0 * scattered, wide, kept),), touched=(3.0 * rows + 2.0 * scattered) * wide * b,
+                                              launches=3, itemsize=b)  # fmt: skip
         if len(model.layers) in piece:
             last = model.finish(rows)
             forward, backward = forward + last[0], backward + last[1]
@@ -221,10 +225,11 @@ class GNNPipe(Strategy):
         """At the start of a step a rank's historical rows, its own and those it reads, are laid out for every layer of the stage."""
         model, stages = self.shape(job)
         varying = [model.layers[layer - 1] for layer in stages[stage] if layer > model.first_varying]
-        passes = sum((4 + (6 if model.dropout and spec.drops else 0)) * spec.h_in for spec in varying)
-        dropped = model.dropout and 1 in stages[stage] and not model.encoder and not model.nonzeros  # sparse rows: by each chunk
-        inputs = 6 * model.features if dropped else 0
-        return Compute(touched=float(rows * (passes + inputs) * model.itemsize), launches=4, itemsize=model.itemsize)
+        dropped = [spec.h_in for spec in varying if model.dropout and spec.drops]
+        if model.dropout and 1 in stages[stage] and not model.encoder and not model.nonzeros:  # sparse rows: by each chunk
+            dropped.append(model.features)
+        return Compute(touched=float(4 * rows * sum(spec.h_in for spec in varying) * model.itemsize), launches=4, itemsize=model.itemsize,
+                       worked=float(rows * sum(dropped)))  # fmt: skip
 
     def weights(self, job: Job, stage: int) -> int:
         model, stages = self.shape(job)
