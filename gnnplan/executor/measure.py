@@ -233,8 +233,9 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
                       host_rates={what: 1 / median(found[what]) for what in ("draw", "lay")}, cores=cores(), crowding=crowding,
                       one_machine=one_machine, collectives=collectives)  # fmt: skip
     cluster, told = held_to(cluster, [median(rounds) for rounds in found["steps"]])
-    slower = {f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather", "launch")} & provenance.keys()
-    return cluster.model_copy(update={"provenance": provenance | {name: f"{provenance[name]}; {told}" for name in slower}})
+    slower = {f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather")} & provenance.keys()
+    provenance |= {name: f"{provenance[name]}; {told}" for name in slower} | {"device.launch": f"{source}; {told}"}
+    return cluster.model_copy(update={"provenance": provenance})
 
 
 def _device(found: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -245,8 +246,7 @@ def _device(found: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[st
     for width, among, nbytes, samples in found["gather"]:
         gather.setdefault(width, {})[among] = nbytes / median(samples)
     device = Device(name=found["name"], kind="cuda" if cuda else "cpu", memory=1e9, gemm=1e12, memory_bandwidth=touched[max(touched)],
-                    memory_rates={} if cuda else touched, hash_rate=1 / median(found["hashed"]), gather=gather,
-                    launch=median(found["launch"]))  # fmt: skip
+                    memory_rates={} if cuda else touched, hash_rate=1 / median(found["hashed"]), gather=gather)  # fmt: skip
     edges, attended = found["weighed"]
     plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
     flops, seconds = [], []  # of a product and its two gradients
@@ -258,7 +258,7 @@ def _device(found: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[st
     gemm = sum(flops) / sum(seconds)  # wide layers decide, as they do in an epoch
     off = [n / s / gemm - 1 for n, s in zip(flops, seconds, strict=True)]
     provenance = {"device.gemm": f"{source}, {len(flops)} shapes together, shapes within {min(off):+.0%} and {max(off):+.0%}"}
-    told = ("memory_bandwidth", *(() if cuda else ("memory_rates",)), "hash_rate", "edge_rate", "gather", "launch")
+    told = ("memory_bandwidth", *(() if cuda else ("memory_rates",)), "hash_rate", "edge_rate", "gather")
     provenance |= {f"device.{name}": f"{source}, median, fastest round" for name in told}
     return device.model_dump() | {"gemm": gemm, "edge_rate": 2 * edges / median(attended)}, provenance
 

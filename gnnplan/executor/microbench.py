@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, attend, dropout, linear
-from gnnplan.executor.rehearsal import PIECES, SMALL, Rehearsal
+from gnnplan.executor.rehearsal import PIECES, Rehearsal
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.graph import Graph, load
@@ -75,7 +75,7 @@ class Bench:
             torch.zeros(WARM // 4).fill_(1.0)
         tell("preparing graphs")
         blocks = [self._block(*size) for size in GRAPHS]
-        rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in (SMALL, *PIECES)]
+        rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
         messages: dict[tuple[str, str], dict[int, list[Sent]]] = {
             (op, where): {} for where, groups in self.groups.items() for op in ("exchange", "send", "all_reduce") if groups}  # fmt: skip
         for group in itertools.chain(*self.groups.values()):
@@ -94,10 +94,8 @@ class Bench:
         found["gemm"] = [(*shape, samples) for shape, samples in zip(SHAPES, timed["gemm"], strict=True)]
         found["gather"] = [(width, block.n_src * width * 4, 2 * block.edges * width * 4, samples) for (block, width), samples in
                            zip(itertools.product(blocks, WIDTHS), timed["gather"], strict=True)]  # fmt: skip
-        launches = SMALL.launches()
         found["touched"] = [(rows * width * 4, samples) for (rows, width), samples in zip(TENSORS, timed["touched"], strict=True)]
-        found |= {"hashed": timed["hashed"][0], "weighed": (blocks[1].edges, timed["weighed"][0]),
-                  "launch": [took / launches for took in timed["small"][0]], "steps": timed["steps"]}  # fmt: skip
+        found |= {"hashed": timed["hashed"][0], "weighed": (blocks[1].edges, timed["weighed"][0]), "steps": timed["steps"]}
         if self.apart != self.everyone:
             tell(f"training steps, {len(self.everyone)} ranks")
             found["crowding"] = self.crowding(rehearsals)
@@ -118,8 +116,7 @@ class Bench:
         tell("element-wise work")
         found |= {"touched": [self.touched(*shape) for shape in TENSORS], "hashed": [self.hashed()], "weighed": [self.weighed(blocks[1])]}
         tell("training steps")
-        small, *steps = ([self.step(rehearsal)] for rehearsal in rehearsals)
-        return found | {"small": [small], "steps": steps}
+        return found | {"steps": [[self.step(rehearsal)] for rehearsal in rehearsals]}
 
     def _block(self, vertices: int, edges: int) -> Block:
         """A community graph as the executor lays it out: rows in locality order."""

@@ -1,17 +1,19 @@
 """A few training steps of one rank, played by the executor, to which micro-benchmarks are held.
 
 Kernels timed one by one, again and again on the same rows, are faster than they are in a training: there they find other rows in the
-caches, autograd between them, and memory that has still to be handed out. How many times as long as the planner predicts from kernels
-alone these steps take is one number, the mean over pieces of several sizes and models, and the device is that much slower.
+caches, autograd between them, and memory that has still to be handed out. Two numbers are found from these steps: the price of a framework
+operation, and how many times as long as the planner predicts from kernels alone all else takes, over pieces of several sizes and models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import geometric_mean, median
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import least_squares
 
 from gnnplan.executor.learner import Gradients, Learner
 from gnnplan.executor.strategies import open_worker
@@ -19,7 +21,6 @@ from gnnplan.executor.worker import Rank, now
 from gnnplan.planner import scaled
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job, with_ranks
-from gnnplan.planner.schedule import Compute
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import GraphParallel
 
@@ -41,14 +42,14 @@ class Piece:
         assert isinstance(graph, Graph)
         return Job(graph.stats, graph, Workload(**self.workload), with_ranks(cluster, 1))
 
-    def launches(self) -> float:
-        """Operations of a step, as the cost model counts them: each is worth what is left of a step without rows to speak of."""
-        works = (task.work for task in GraphParallel().schedule(self.job(), 1).tasks)
-        return sum(work.launches for work in works if isinstance(work, Compute))
+    def seconds(self, cluster: Cluster, launch: float) -> float:
+        """Of a step, as the cost model has it, at so many seconds of the framework for an operation."""
+        device = cluster.device.model_copy(update={"launch": launch})
+        return float(GraphParallel().predict(self.job(cluster.model_copy(update={"device": device}))).epoch_s)
 
 
-SMALL = Piece(100, 400, {"model": "gcnii", "layers": 6, "hidden": 16, "dropout": 0.5})
 PIECES = (  # from what the framework's own time decides to what fits no cache
+    Piece(100, 400, {"model": "gcnii", "layers": 6, "hidden": 16, "dropout": 0.5}),
     Piece(700, 14_000, {"model": "gcnii", "layers": 6, "hidden": 64, "dropout": 0.5}),
     Piece(3_000, 150_000, {"model": "gcnii", "layers": 6, "hidden": 64, "dropout": 0.5}),
     Piece(12_000, 120_000, {"model": "gcn", "layers": 3, "hidden": 128, "dropout": 0.5}),
@@ -84,8 +85,18 @@ class Rehearsal:
 
 
 def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
-    """The cluster with its device as slow as the pieces' steps were, and in words by how much."""
-    slower = [took / float(GraphParallel().predict(piece.job(cluster)).epoch_s) for piece, took in zip(PIECES, steps, strict=True)]
-    usual = geometric_mean(slower)
-    return scaled.device(cluster, 1 / usual), (f"training steps took {usual:.2f} times as long as their kernels ({len(slower)} pieces, "
-                                               f"{min(slower):.2f} to {max(slower):.2f})")  # fmt: skip
+    """The cluster as slow as the pieces' steps were, and in words by how much: least squares of log(predicted / took) in the price of an
+    operation and in what all kernels take more."""
+    kernels = np.array([piece.seconds(cluster, 0.0) for piece in PIECES])
+    launches = np.array([piece.seconds(cluster, 1e-3) for piece in PIECES]) / 1e-3 - kernels / 1e-3
+
+    def predicted(logs: np.ndarray) -> np.ndarray:
+        launch, slower = np.exp(logs)
+        return launches * launch + kernels * slower
+
+    found = least_squares(lambda logs: np.log(predicted(logs) / steps), np.log([steps[0] / launches[0], 1.0]))
+    (launch, slower), off = np.exp(found.x).tolist(), predicted(found.x) / steps - 1
+    held = scaled.device(cluster, 1 / slower)
+    told = (f"training steps took {slower:.2f} times as long as their kernels, and an operation {1e6 * launch:.1f} us "
+            f"({len(steps)} pieces, then predicted within {min(off):+.0%} and {max(off):+.0%})")  # fmt: skip
+    return held.model_copy(update={"device": held.device.model_copy(update={"launch": min(launch, 0.1)})}), told

@@ -12,12 +12,12 @@ import pytest
 from gnnplan.executor import measure as module
 from gnnplan.executor.measure import measure
 from gnnplan.executor.microbench import GRAPHS, TENSORS, WIDTHS
-from gnnplan.executor.rehearsal import SMALL
+from gnnplan.executor.rehearsal import PIECES, held_to
+from gnnplan.planner import scaled
 from gnnplan.planner.alphabeta import Shape, beside_cores, beyond, fit, shapes
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.files import read_cluster
-from gnnplan.planner.specs import Cluster, Link
-from gnnplan.planner.strategies import GraphParallel
+from gnnplan.planner.specs import Cluster, Device, Link
 
 
 @pytest.fixture
@@ -98,12 +98,17 @@ def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
     assert not (tmp_path / "1.yaml").exists() and "between servers" in said[0] and not said[1]
 
 
-def test_an_operation_costs_what_the_planner_counts_them_for() -> None:
-    """A step of almost no rows is its operations: their price is defined by the planner's count of them, whatever they are."""
-    cluster = read_cluster("pipegcn_2080ti")
-    slow = cluster.device.model_copy(update={"launch": 1.0, "cache": None})
-    predicted = GraphParallel().predict(SMALL.job(cluster.model_copy(update={"device": slow}))).epoch_s
-    assert SMALL.launches() > 0 and float(predicted) == pytest.approx(SMALL.launches(), rel=1e-3)
+def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are() -> None:
+    """Steps of a device that is 1.3 times as slow as its kernels, with 25 us of the framework for an operation; and one of them taken by
+    a neighbour. An operation's price was once that of the smallest piece alone: where that was slow, all kernels were said to be fast."""
+    core = Device(kind="cpu", memory=1e9, gemm=1e11, memory_bandwidth=2e10)
+    kernels = Cluster(device=core, intra_node=Link(bandwidth=1e9))
+    slow = scaled.device(kernels, 1 / 1.3)
+    truth = [piece.seconds(slow, 25e-6) for piece in PIECES]
+    held, told = held_to(kernels, truth)
+    assert (held.device.launch, held.device.gemm) == pytest.approx((25e-6, slow.device.gemm), rel=1e-3) and "25.0 us" in told
+    held, _ = held_to(kernels, [1.4 * truth[0], *truth[1:]])
+    assert held.device.launch < 1.25 * 25e-6 and held.device.gemm == pytest.approx(slow.device.gemm, rel=0.1)
 
 
 def test_fit_survives_an_outlier() -> None:
@@ -146,8 +151,8 @@ def test_only_ranks_that_share_cores_have_less_latency(monkeypatch: pytest.Monke
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
     found = {"name": "a device", "active": 2, "gemm": [(1000, 64, 64, [1e-3, 1e-3])], "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
-             "touched": [(1e6, [1e-10, 1e-10])], "hashed": [1e-9, 1e-9], "weighed": (1000, [1e-4, 1e-4]), "launch": [1e-5, 1e-5],
-             "draw": [1e-8], "lay": [1e-8], "steps": [[0.01]] * 5, "send.intra_node": samples}  # fmt: skip
+             "touched": [(1e6, [1e-10, 1e-10])], "hashed": [1e-9, 1e-9], "weighed": (1000, [1e-4, 1e-4]),
+             "draw": [1e-8], "lay": [1e-8], "steps": [[0.01]] * 6, "send.intra_node": samples}  # fmt: skip
     link = module.cluster_of(found, 1, 2, 1e9, one_machine=True).collectives["send.intra_node"]
     plain, _ = fit(samples)
     assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency
