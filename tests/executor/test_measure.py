@@ -108,7 +108,7 @@ def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are() ->
     held, told = held_to(kernels, truth)
     assert (held.device.launch, held.device.gemm) == pytest.approx((25e-6, slow.device.gemm), rel=1e-3) and "25.0 us" in told
     held, _ = held_to(kernels, [1.4 * truth[0], *truth[1:]])
-    assert held.device.launch < 1.25 * 25e-6 and held.device.gemm == pytest.approx(slow.device.gemm, rel=0.1)
+    assert held.device.launch < 34e-6 and held.device.gemm == pytest.approx(slow.device.gemm, rel=0.05)  # 35 us by the smallest alone
 
 
 def test_fit_survives_an_outlier() -> None:
