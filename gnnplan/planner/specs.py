@@ -111,7 +111,8 @@ class Device(Spec):
     memory_rates: Rates = Field(default_factory=dict)  # the same by the size of a tensor; empty: memory_bandwidth at all sizes
     hash_rate: PerSecond | None = None  # dropout [numbers/s]; None: memory decides
     edge_rate: PerSecond | None = None  # attention, but for its sums [weights of an edge/s]; None: memory decides
-    gather: dict[int, Rates] = Field(default_factory=dict)  # row width -> bytes of the rows read from -> aggregation [B gathered/s]
+    # row width -> bytes of the rows read from -> aggregation [B gathered/s]
+    gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(default_factory=dict)
     cache: Annotated[float, _bounded(1e4, 1e10, "a cache [B]", "B")] | None = None  # [B] that all of it shares (L2)
     cache_bandwidth: Bandwidth | None = None  # of rows that are there [B/s]; None: 3 x memory_bandwidth
     launch: Latency = 8e-6  # one framework operation, however small [s]
