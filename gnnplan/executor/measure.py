@@ -43,7 +43,7 @@ STUCK = 60  # [s] without an answer from a peer means that it is gone
 
 def measure(ranks: int, progress: Callable[[str], None] | None = None, servers: int = 1, emulated: float | None = None,
             seconds: float = SECONDS) -> Cluster:  # fmt: skip
-    """`ranks` ranks on each of so many servers, as measured now; half a minute. `progress` is told what is being measured;
+    """`ranks` ranks on each of so many servers, as measured now; a minute or two. `progress` is told what is being measured;
     `seconds` are spent on each number.
 
     Several servers are emulated on this machine, their cards `emulated` [B/s] wide (None: unshaped; lab.py). NCCL where every rank has a
