@@ -185,8 +185,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     """The cost model's numbers from all ranks' samples, and where each comes from."""
     active = found["active"]
     source = f"measured {datetime.date.today().isoformat()} on {found['name']}, {active} rank{'s' * (active > 1)} active"
-    device, provenance = _device(found, source)
-    device["memory"] = memory
+    device, provenance = _device(found, memory, source)
     provenance |= {"device.memory": f"{source}, what is free", "host_rates": f"{source}, median", "cores": "counted",
                    "one_machine": "as started"}  # fmt: skip
     crowding = min(max(1.0, geometric_mean(found.get("crowding", [1.0]))), 10.0)  # as a cluster file may have it
@@ -238,14 +237,14 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     return cluster.model_copy(update={"provenance": provenance})
 
 
-def _device(found: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _device(found: dict[str, Any], memory: float, source: str) -> tuple[dict[str, Any], dict[str, str]]:
     """What computes, by its kernels alone, and where each number comes from."""
     cuda = torch.cuda.is_available()
     touched = {size: 1 / median(samples) for size, samples in found["touched"]}
     gather: dict[int, dict[float, float]] = {}
     for width, among, nbytes, samples in found["gather"]:
         gather.setdefault(width, {})[among] = nbytes / median(samples)
-    device = Device(name=found["name"], kind="cuda" if cuda else "cpu", memory=1e9, gemm=1e12, memory_bandwidth=touched[max(touched)],
+    device = Device(name=found["name"], kind="cuda" if cuda else "cpu", memory=memory, gemm=1e12, memory_bandwidth=touched[max(touched)],
                     memory_rates={} if cuda else touched, hash_rate=1 / median(found["hashed"]), gather=gather)  # fmt: skip
     edges, attended = found["weighed"]
     plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))

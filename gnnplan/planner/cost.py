@@ -170,7 +170,7 @@ class Cost:
         """A sampler's work for one rank [s]."""
         return edges / self.cluster.host_rates.get(what, HOST_RATE)
 
-    def memory_rate(self, tensor: Number = 0.0) -> Number:
+    def memory_rate(self, tensor: Number) -> Number:
         """Of element-wise work on tensors of such a size [B/s]: small ones are still in a cache when the next operation reads them.
         Log-log between the sizes that were measured, flat outside."""
         if self._touched is None or (np.ndim(tensor) == 0 and not tensor):

@@ -161,10 +161,10 @@ class Model:
         product = self.product(spec.h_in, spec.h_out, products, sparse)
         touched = 0 if cached else 2 * sources * (spec.h_out if narrow or sparse else spec.h_in) * b
         touched = touched + (3 if spec.weights else 0) * rows * spec.h_out * b
-        launches, worked = 6 + 2 * spec.matrices, 0.0 * rows
+        launches, worked = 6 + 2 * spec.matrices, 0.0
         if not narrow:
-            prepared, hashed, more = self.prepare(spec, sources, sparse)
-            touched, worked, launches = touched + prepared, worked + hashed, launches + more
+            prepared, worked, more = self.prepare(spec, sources, sparse)
+            touched, launches = touched + prepared, launches + more
         if spec.sums > 1:  # exponentials of the messages
             touched, worked = touched + 2 * sources * spec.h_in * b, worked + sources * spec.h_in
         launches += 12 * spec.heads
@@ -200,7 +200,7 @@ class Model:
     def prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> tuple[Number, Number, int]:
         """Bytes touched, numbers hashed and framework operations of norm, activation and dropout on a layer's inputs. A word of dropout's
         hash serves four columns, of sparse rows a single number."""
-        touched, hashed, launches = 0.0 * rows, 0.0 * rows, 0
+        touched, hashed, launches = 0.0, 0.0, 0
         if self.dropout and spec.drops:
             hashed, launches = rows * (4 * self.nonzeros if sparse else spec.h_in), MASK + 3
         if spec.activates:

@@ -190,7 +190,7 @@ class GNNPipe(Strategy):
         b = model.itemsize
         forward = backward = Compute(itemsize=b)
         if width:  # rows are packed, laid out beside the others', prepared; their gradients the same way back
-            dropped = taken if model.dropout and model.layers[piece[0] - 1].drops else 0.0 * taken
+            dropped = taken if model.dropout and model.layers[piece[0] - 1].drops else 0.0
             forward = Compute(touched=(2.0 * given + 2 * rows + 4 * taken) * width * b, launches=4, itemsize=b, worked=dropped * width)
             backward = Compute(touched=(3.0 * given + 2 * rows + 4 * taken + WORKED * dropped) * width * b, launches=4, itemsize=b)
         if 0 in piece:
