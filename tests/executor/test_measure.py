@@ -153,7 +153,9 @@ def test_only_ranks_that_share_cores_have_less_latency(monkeypatch: pytest.Monke
     found = {"name": "a device", "active": 2, "gemm": [(1000, 64, 64, [1e-3, 1e-3])], "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
              "touched": [(1e6, [1e-10, 1e-10])], "hashed": [1e-9, 1e-9], "weighed": (1000, [1e-4, 1e-4]),
              "draw": [1e-8], "lay": [1e-8], "steps": [[0.01]] * 6, "send.intra_node": samples}  # fmt: skip
-    link = module.cluster_of(found, 1, 2, 1e9, one_machine=True).collectives["send.intra_node"]
+    cluster = module.cluster_of(found, 1, 2, 1e9, one_machine=True)
+    link, device = cluster.collectives["send.intra_node"], cluster.device
+    assert (not device.memory_rates, device.hash_rate is None, device.edge_rate is None) == (cuda,) * 3  # of cores alone
     plain, _ = fit(samples)
     assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency
 
