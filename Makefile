@@ -22,7 +22,7 @@ demo: .venv/.installed  ## measure this machine, then plan, simulate, run on two
 test: .venv/.installed  ## lint, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: .venv/.installed  ## timings: ratios measured side by side, never asserted
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planner.py

@@ -264,9 +264,6 @@ RUNS = {  # name -> ranks, strategy, words before 'run'
 }
 
 
-of_the_trained = pytest.mark.xdist_group("trained")  # once, whoever else tests beside
-
-
 class Trained(NamedTuple):
     out: Path
     code: int
@@ -299,7 +296,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
             process.kill()
 
 
-@of_the_trained
 @pytest.mark.timeout(150)
 def test_run_says_one_document_and_leaves_all_files(trained: dict[str, Trained]):
     for name, (ranks, _, _) in RUNS.items():
@@ -316,7 +312,6 @@ def test_run_says_one_document_and_leaves_all_files(trained: dict[str, Trained])
         assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1)) and all(row["epoch_s"] > 0 for row in rows)
 
 
-@of_the_trained
 def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(trained: dict[str, Trained]):
     one = trained["one"].losses
     assert len(set(one)) == EPOCHS
@@ -325,7 +320,6 @@ def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(trained: dic
     assert trained["torchrun"].losses == trained["two"].losses  # to the last bit: the same ranks, twice
 
 
-@of_the_trained
 def test_weights_are_those_of_every_layer(trained: dict[str, Trained]):
     from safetensors.torch import load_file
 
@@ -336,7 +330,6 @@ def test_weights_are_those_of_every_layer(trained: dict[str, Trained]):
     assert (trained["two"].out / "weights.safetensors").stat().st_mode & 0o044  # as the umask says, not only for the owner
 
 
-@of_the_trained
 @pytest.mark.parametrize("name", RUNS)
 def test_validate(name: str, trained: dict[str, Trained], gnnplan: Call):
     answer = gnnplan("validate", trained[name].out, "--json")
@@ -359,7 +352,6 @@ def copied(trained: dict[str, Trained], tmp_path: Path) -> Path:
     return folder
 
 
-@of_the_trained
 def test_validate_says_1_where_bytes_or_order_differ(copied: Path, gnnplan: Call):
     path = copied / "rank0.json"
     rank = json.loads(path.read_text())
@@ -389,7 +381,6 @@ def test_validate_says_1_where_bytes_or_order_differ(copied: Path, gnnplan: Call
     ("plan.json", None, "plan.json: cannot be read"),
     ("plan.json", "{}", "plan.json: not a plan"),
 ])  # fmt: skip
-@of_the_trained
 def test_a_damaged_run_is_bad_input(name: str, content: str | None, words: str, copied: Path, gnnplan: Call):
     (copied / name).unlink()
     if content is not None:
@@ -398,7 +389,6 @@ def test_a_damaged_run_is_bad_input(name: str, content: str | None, words: str, 
     assert answer.code == 2 and re.search(words, answer.document["error"]), answer
 
 
-@of_the_trained
 def test_a_run_is_not_overwritten(copied: Path, gnnplan: Call):
     before = {path: path.read_bytes() for path in copied.iterdir()}
     answer = gnnplan("run", copied / "plan.json", "--out", copied)

@@ -8,7 +8,6 @@ from typing import Any
 
 from gnnplan import __version__
 from gnnplan.planner.errors import Mismatch, SpecError
-from gnnplan.planner.explain import explain
 from gnnplan.planner.files import MOST_SHOWN, checked, read_json, suggest, write_atomically
 from gnnplan.planner.graph import Graph, load
 from gnnplan.planner.job import Job
@@ -23,6 +22,8 @@ MAX_PLAN = 64 * 2**20  # [B]
 
 def make(job: Job, found: Found, exact: bool = False, tell: Tell = silent) -> dict[str, Any]:
     """The document of a found plan, JSON-ready."""
+    from gnnplan.planner.explain import explain  # its libraries take a tenth of a second, and every rank reads plans
+
     best = found.ranked[0]
     return {
         "gnnplan": __version__,

@@ -59,12 +59,3 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     first = np.arange(n) < 30
     np.savez(folder / "islands.npz", src=src, dst=dst, x=x, y=y, train_mask=first & train, val_mask=first & ~train, test_mask=~first)
     return {path.stem: str(path) for path in Path(folder).glob("*.npz")}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Beside each other (pytest -n 2 --dist loadgroup) tests with ranks stay one after the other: they share worlds of processes, and the
-    cores are theirs."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ranks"))

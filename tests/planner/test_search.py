@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,10 +168,16 @@ def test_no_servers_are_proposed_where_they_do_not_help():
 # -- plans ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def document() -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
     job = job_of()
     return plan.make(job, search(job))
+
+
+@pytest.fixture
+def document(made: dict[str, Any]) -> dict[str, Any]:
+    """A copy to be edited."""
+    return deepcopy(made)
 
 
 @pytest.mark.parametrize("name", ["graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=7,shuffle=False)", "granndis(depth=2)"])
