@@ -21,7 +21,7 @@ def measure(
     ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks active at once, per server.")] = 2,
     servers: Annotated[int, typer.Option(min=1, max=200, help="Servers; several are emulated on this machine.")] = 1,
     emulate: Annotated[str, typer.Option(metavar="RATE", help="What an emulated server's card moves: 400Mbit/s.")] = "unshaped",
-    seconds: Annotated[float, typer.Option(min=0.01, max=60, help="Spent on each of some hundred numbers.")] = 0.25,
+    seconds: Annotated[float, typer.Option(min=0.01, max=60, help="Spent on each of some hundred numbers.")] = 0.2,
     nccl_tests: Annotated[list[Path] | None, typer.Option(help="Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf, "
                                                           "alltoall_perf, sendrecv_perf), on one server or a GPU of each.")] = None,
     topology: Annotated[Path | None, typer.Option(help="Measure nothing: read what `nvidia-smi topo -m` printed.")] = None,

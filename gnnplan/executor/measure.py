@@ -37,7 +37,7 @@ from gnnplan.planner.cost import Cost
 from gnnplan.planner.errors import LostRank, SpecError
 from gnnplan.planner.specs import Cluster, Device, Link
 
-SECONDS = 0.25  # spent on each number
+SECONDS = 0.2  # spent on each number
 STUCK = 60  # [s] without an answer from a peer means that it is gone
 
 
@@ -192,6 +192,10 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     if "crowding" in found:
         provenance["crowding"] = (f"{source}, and all {servers * each}: {len(found['crowding'])} trainings, "
                                   f"{min(found['crowding']):.2f} to {max(found['crowding']):.2f}")  # fmt: skip
+    turn = min(max(0.0, median(found.get("turn", [0.0]))), 1.0)
+    if "turn" in found:
+        provenance["turn"] = (f"{source}, two exchanging while all others compute: {len(found['turn'])} sizes, "
+                              f"{1e3 * min(found['turn']):.1f} to {1e3 * max(found['turn']):.1f} ms more")  # fmt: skip
     measured = {where: {op: found[f"{op}.{where}"] for op in ("exchange", "send", "all_reduce") if f"{op}.{where}" in found}
                 for where in ("intra_node", "inter_node")}  # fmt: skip
     collectives, links = {}, {}
@@ -229,7 +233,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
         provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}
     cluster = Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=intra,
                       inter_node=links.get("inter_node", intra),
-                      host_rates={what: 1 / median(found[what]) for what in ("draw", "lay")}, cores=cores(), crowding=crowding,
+                      host_rates={what: 1 / median(found[what]) for what in ("draw", "lay")}, cores=cores(), crowding=crowding, turn=turn,
                       one_machine=one_machine, collectives=collectives)  # fmt: skip
     cluster, told = held_to(cluster, [median(rounds) for rounds in found["steps"]])
     slower = {f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather")} & provenance.keys()

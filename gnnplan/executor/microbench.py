@@ -38,8 +38,11 @@ TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))  # rows, width; the framewo
 SAMPLED = (20_000, 1_000_000)  # vertices, edges
 SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
+TURNS = (2**12, 2**14, 2**16, 2**18)  # messages that wait for a core while others train the piece BUSY [B]
+BUSY = 3
+TURN_ROUNDS, TURN_S = 16, 0.05  # of them, and seconds that each takes at most
 BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
-LONGEST = 0.8  # times what is spent on a number: what a message may take; larger ones are left out
+LONGEST = 0.3  # times what is spent on a number: what a message may take; larger ones are left out
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
 ROUNDS = 3  # in which everything is timed in turn. Of computation the fastest counts: others may take a machine's pace from it for ten
@@ -63,6 +66,9 @@ class Bench:
         turns = [r if one_machine else list(places[:r]).count(server) for r, server in enumerate(places)]
         self.everyone = tuple(range(len(places)))
         self.apart = tuple(r for r in self.everyone if cores is None or turns[r] < cores)  # ranks that have a core each
+        machines = [0 if one_machine else server for server in places]
+        there: dict[int, Group] = {machine: tuple(r for r in self.everyone if machines[r] == machine) for machine in machines}
+        self.beside = [some[:2] for some in there.values() if cores is not None and len(some) >= 2 + cores]  # two whom others leave no core
         members = {server: tuple(r for r in self.everyone if places[r] == server) for server in places}
         self.groups: dict[str, list[Group]] = {"intra_node": [some for some in members.values() if len(some) > 1]}
         if len(members) > 1:
@@ -99,6 +105,9 @@ class Bench:
         if self.apart != self.everyone:
             tell(f"training steps, {len(self.everyone)} ranks")
             found["crowding"] = self.crowding(rehearsals)
+        if self.beside:
+            tell(f"exchanges between two of {len(self.everyone)} ranks, the others training")
+            found["turn"] = [self.turn(size, rehearsals[BUSY]) for size in TURNS]
         tell("the sampler")
         found["draw"], found["lay"] = self.sampler()
         if self.device.type == "cuda" and self.groups["intra_node"]:
@@ -151,11 +160,11 @@ class Bench:
         """Median duration of `work` / divide [s], of a round, on every rank that has a core, all busy with it."""
         mine, takes_part = float("nan"), self.rank in self.apart
         if takes_part:
-            work(), work()  # fmt: skip
+            work()
         dist.barrier()
         if takes_part:
             samples, end = [], self._clock() + self.seconds / ROUNDS
-            while self._clock() < end or len(samples) < 3:
+            while not samples or self._clock() < end:
                 self._disturb()
                 begin = self._clock()
                 work()
@@ -257,6 +266,8 @@ class Bench:
             first = size not in sent
             work: Callable[[], Any] = getattr(self, f"_{op}")(size, mine) if mine else lambda: None
             rounds = sent.setdefault(size, [])
+            if first:
+                work()
             rounds.append(self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5))
             if first and rounds[0][0] > LONGEST * self.seconds:
                 break
@@ -265,7 +276,6 @@ class Bench:
         """What an operation in which ranks wait for each other adds to a loop of computation [s], times `share`: so that it
         has in it what ranks wait for those that come later than usual, as in every layer of a training. And what a group's processors
         worked on it in all [s]."""
-        work()
         dist.barrier()
         begin = self._clock()
         self._disturb()
@@ -304,6 +314,23 @@ class Bench:
         plan = Exchange(self.me, [positions[: take[peer]] for peer in self.everyone], take)
         x = torch.randn(4 * rows, ROW, device=self.device)
         return lambda: plan.add_home(x, plan.backward(plan.forward(plan.pack(x))))
+
+    def turn(self, size: int, rehearsal: Rehearsal) -> float:
+        """Seconds that an exchange between two takes longer while all others of their machine compute."""
+        pair = next((pair for pair in self.beside if self.rank in pair), None)
+        work = self._exchange(size, pair) if pair else None
+        took = []
+        for others in (False, True):
+            dist.barrier()
+            mine = float("nan")
+            if work:
+                alone = self._rounds(self._disturb, TURN_ROUNDS)
+                mine = (median(self._rounds(lambda: (self._disturb(), work()), TURN_ROUNDS)) - median(alone)) / 2
+            elif others:
+                rehearsal.play(TURN_ROUNDS * TURN_S)
+            everyone = self._gather(mine)
+            took.append(median(everyone[rank] for pair in self.beside for rank in pair))
+        return took[1] - took[0]
 
     def _send(self, size: int, group: Group) -> Callable[[], None]:
         """One message between two: half a ping-pong."""

@@ -24,7 +24,7 @@ from gnnplan.planner.job import Job, with_ranks
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import GraphParallel
 
-LEAST = 6  # steps of a piece at once, of which the later half count: a process comes to its pace when its memory has been handed out
+LEAST = 6  # steps of a piece at first, of which the later half count: a process comes to its pace when its memory has been handed out
 _ANY = Cluster(servers=1, gpus_per_server=1, device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
                intra_node=Link(bandwidth=1e9))  # fmt: skip
 
@@ -71,8 +71,8 @@ class Rehearsal:
     def play(self, seconds: float) -> float:
         """Go on for so long: seconds of the median step, of the later half."""
         steps: list[float] = []
-        end = now() + seconds
-        while now() < end or len(steps) < LEAST:
+        end, least = now() + seconds, 2 if self.done else LEAST
+        while now() < end or len(steps) < least:
             begin = now()
             self.learner.zero()
             self.worker.step(self.done)

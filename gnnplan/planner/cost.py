@@ -12,7 +12,8 @@ A transfer keeps *ports* busy. Which ones follows from where two GPUs sit:
 Alone a transfer takes its latency plus its busiest port: no schedule can be faster than the sum of what has to pass a port,
 and on a non-blocking fabric max-min fair flows come within 0.5 % of that bound. The simulator shares ports between transfers that
 overlap. Ranks on a CPU share its cores as transfers share ports: with k at work on c cores each has min(1, c / k) of one, and where they
-take turns each of them computes `crowding` times as long. All-reduces visit servers one after the other, in them islands, in them switches
+take turns each of them computes `crowding` times as long; a message between ranks of which others keep all cores busy waits a `turn` for
+one. All-reduces visit servers one after the other, in them islands, in them switches
 (collectives.py); where servers have several cards each has its share (as NCCL does it).
 """
 
@@ -25,6 +26,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from scipy.sparse.csgraph import connected_components
 from scipy.special import ndtr, ndtri
 
 from gnnplan.planner.collectives import Algorithm, AllReduce, Phase, all_reduce
@@ -38,6 +40,7 @@ TILE = 128  # [B] of a row that an aggregation on a GPU takes at once, of all ro
 COPIED = 1e9  # [B/s] that cores are said to copy at, each byte as many times as it takes (any number would do)
 LEAST_WORK = 1e-13  # [s] of a core for a byte, where only messages were said to take some
 HOST_RATE = 5e7  # [edges/s] of a sampler that nobody has measured: one core of an AMD EPYC (2026) draws 50 M, lays out 63 M
+PICKED = 3.0  # times as long as a row that is aggregated takes, on a core, one that is picked from or added to others
 Number = Any  # float or numpy array: closed forms are evaluated over many candidates at once
 
 
@@ -111,13 +114,13 @@ class Cost:
     @cached_property
     def crowd(self) -> float:
         """How many times as long ranks compute, all at once."""
-        return max(1.0, float(np.bincount(self.machines).max()) * self._share) if self.cores else 1.0
+        return max(1.0, float(self._living.max()) * self._share) if self.cores else 1.0
 
     @cached_property
     def _share(self) -> float:
         """Of its machine's cores, that a rank keeps busy: more than one where they take turns, for its caches are then another's."""
         assert self.cores
-        return (self.cluster.crowding if np.bincount(self.machines).max() > self.cores else 1.0) / self.cores
+        return (self.cluster.crowding if self._living.max() > self.cores else 1.0) / self.cores
 
     def together(self, seconds: Number) -> Number:
         """Ranks begin at once, each with so many seconds of a core or device to compute [.., ranks] -> when the last has ended [s]. Of
@@ -139,6 +142,24 @@ class Cost:
         shares, keep = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats))) * self._share, np.ndim(seconds) > 1
         return {("cores", machine): shares[..., self.machines == machine].sum(-1, keepdims=keep) for machine in set(self.machines.tolist())}
 
+    def waiting(self, talk: np.ndarray, group: Sequence[int] | None = None) -> float:
+        """Seconds until those that have waited for each other get a core, where others may have all of them. talk[i, j]: whether the
+        i-th of `group` (all ranks) sends to its j-th; those who do not talk with each other do not keep pace either."""
+        if not self.cores or not self.cluster.turn:
+            return 0.0
+        machines = self.machines if group is None else self.machines[list(group)]
+        _, circle = connected_components(talk, directed=False)
+        for ranks in (circle == number for number in np.unique(circle[talk.any(1)])):
+            others = self._living - np.bincount(machines[ranks], minlength=self._living.size)
+            if (others[machines[ranks]] >= self.cores).any():
+                return self.cluster.turn
+        return 0.0
+
+    @cached_property
+    def _living(self) -> np.ndarray:
+        """Ranks of each machine."""
+        return np.bincount(self.machines)
+
     def computing(self, rank: int, lane: str, seconds: float) -> Transfer | None:
         """Work of a rank's lane as what it keeps busy beside others; None: nothing that others use."""
         if not self.cores:
@@ -159,6 +180,9 @@ class Cost:
         for rows, width, distinct in work.gathers:
             bytes_each, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
             seconds = seconds + rows * bytes_each / self.gather_rate(width, distinct * self._at_once(bytes_each), rows / distinct)
+        for rows, width, among in work.picked:  # a GPU has many on their way at once
+            each = width * work.itemsize
+            seconds = seconds + rows * each * (1 / bandwidth if device.kind == "cuda" else PICKED / self.gather_rate(width, among * each))
         return seconds + work.beside * device.overlap_tax / self.link("exchange", "intra_node").bandwidth
 
     def load_s(self, nbytes: Number) -> Number:
@@ -233,7 +257,8 @@ class Cost:
         return "island" if at.island[a] == at.island[b] else "intra_node"
 
     def send(self, rank: int, work: Send) -> Transfer:
-        return self._pairwise("send", np.array([rank]), np.array([work.peer]), np.array([work.nbytes]))
+        alone = self._pairwise("send", np.array([rank]), np.array([work.peer]), np.array([work.nbytes]))
+        return alone._replace(latency=alone.latency + self.waiting(np.array([[False, True], [False, False]]), (rank, work.peer)))
 
     def collective(self, parts: Mapping[int, Collective]) -> Transfer:
         """`parts`: every member's own share of one collective."""
@@ -259,10 +284,11 @@ class Cost:
             if group is not None:
                 source, target = np.asarray(group)[source], np.asarray(group)[target]
             if not even:
-                return self._pairwise("exchange", source, target, nbytes, messages)
+                alone = self._pairwise("exchange", source, target, nbytes, messages)
+                return alone._replace(latency=alone.latency + self.waiting(talk, group))
             ways, one = self._ways("exchange", source, target), np.ones(source.size)
             self._even[key] = [(way.link, float(np.bincount(source, weights=way.hops).max()), way.loads(one)) for way in ways]
-        latency: Number = 0.0
+        latency: Number = self.waiting(talk, group)
         busy: dict[Port, Number] = {}
         for link, starts, counts in self._even[key]:
             latency = latency + starts * link.latency

@@ -57,20 +57,24 @@ class Compute:
     tensor: float = 0.0  # the largest that is touched or streamed, one of many [B]; 0: any
     worked: float = 0.0  # what many instructions are spent on: dropout's hash, exponentials [numbers]
     weighed: float = 0.0  # edges times heads whose weight attention makes of a logit, or its gradient
+    picked: tuple[tuple[Any, int, Any], ...] = ()  # whole rows read or written one by one: (rows, row width [numbers], of so many)
 
     def __add__(self, other: Compute) -> Compute:
         return Compute(self.flops + other.flops, self.gathers + other.gathers, self.touched + other.touched, self.launches + other.launches,
                        self.itemsize, self.beside + other.beside, self.streamed + other.streamed,
-                       np.maximum(self.tensor, other.tensor), self.worked + other.worked, self.weighed + other.weighed)  # fmt: skip
+                       np.maximum(self.tensor, other.tensor), self.worked + other.worked, self.weighed + other.weighed,
+                       self.picked + other.picked)  # fmt: skip
 
     def at(self, i: int) -> Compute:
         """Entry i of its arrays."""
         def pick(value: Any) -> float:
             return float(value[i]) if getattr(value, "ndim", 0) else float(value)
 
-        gathers = tuple((pick(rows), width, pick(distinct)) for rows, width, distinct in self.gathers)
-        return Compute(pick(self.flops), gathers, pick(self.touched), self.launches, self.itemsize, pick(self.beside), pick(self.streamed),
-                       pick(self.tensor), pick(self.worked), pick(self.weighed))  # fmt: skip
+        def each(calls: tuple[tuple[Any, int, Any], ...]) -> tuple[tuple[float, int, float], ...]:
+            return tuple((pick(rows), width, pick(among)) for rows, width, among in calls)
+
+        return Compute(pick(self.flops), each(self.gathers), pick(self.touched), self.launches, self.itemsize, pick(self.beside),
+                       pick(self.streamed), pick(self.tensor), pick(self.worked), pick(self.weighed), each(self.picked))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

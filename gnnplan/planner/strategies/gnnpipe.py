@@ -206,10 +206,10 @@ class GNNPipe(Strategy):
                 backward = backward + (again if spec.heads or spec.sums > 1 else replace(again, gathers=()))
             wide = model.input_width(layer)
             if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):  # what is read is picked from all that is kept,
-                forward = forward + Compute(gathers=((3.0 * sources, wide, kept),), launches=1, itemsize=b)
+                forward = forward + Compute(picked=((sources, wide, kept),), touched=sources * wide * b, launches=1, itemsize=b)
             if layer > model.first_varying:  # its gradients are made and added there, to scattered rows one by one
                 scattered = sources - rows
-                backward = backward + Compute(gathers=((6.0 * scattered, wide, kept),), touched=(3.0 * rows + 2.0 * scattered) * wide * b,
+                backward = backward + Compute(picked=((2.0 * scattered, wide, kept),), touched=(3.0 * rows + scattered) * wide * b,
                                               launches=3, itemsize=b)  # fmt: skip
         if len(model.layers) in piece:
             last = model.finish(rows)
