@@ -1,4 +1,5 @@
-"""Ranks that die, hang, raise or are interrupted: all processes end, the error names the rank, finished epochs stay."""
+"""Ranks that are killed or interrupted: all processes end, the error names the rank, finished epochs stay. Whatever else may happen to
+ranks and to their launcher, and when: test_injected.py."""
 
 import json
 import os
@@ -28,10 +29,10 @@ def plan(folder: Path, ranks: int, *more: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("ranks", "victim", "strategy"), [(2, 1, "pipegcn"), (3, 0, "gnnpipe")])
-def test_a_killed_rank_ends_all_and_is_named(ranks: int, victim: int, strategy: str, tmp_path: Path, start: Start):
+def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
     """At any moment: between two operations the one that ended last is named."""
-    run = start(plan(tmp_path, ranks, "--strategy", strategy), "--epochs", str(FOREVER), "--json")
+    victim = 1
+    run = start(plan(tmp_path, 3, "--strategy", "gnnpipe"), "--epochs", str(FOREVER), "--json")
     run.until_training()
     os.kill(run.rank(victim), signal.SIGKILL)
     assert run.ended() == 4, run.stderr
@@ -48,51 +49,12 @@ def test_a_killed_rank_ends_all_and_is_named(ranks: int, victim: int, strategy: 
     assert {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()} == kept
 
 
-def test_a_rank_that_stops_answering_ends_all_and_is_named(tmp_path: Path, start: Start):
-    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), "--timeout", "3")
-    run.until_training()
-    os.kill(run.rank(0), signal.SIGSTOP)
-    assert run.ended() == 4, run.stderr  # 3 s, then 5 s until the stopped one is killed
-    words = r"^error: rank 0 \(server 0\), in \S.*, stopped answering: rank 1 \(server 0\) waited 3 s in \S.* of .*epoch \d+\. "
-    assert re.search(words, run.stderr, re.M), run.stderr
-    run.check_metrics()
-
-
-def test_a_rank_that_raises_ends_all_and_is_quoted(tmp_path: Path, start: Start):
-    """Rank 1 fails in its fourth epoch, by a patch that Python loads before the program."""
-    (tmp_path / "patch").mkdir()
-    (tmp_path / "patch" / "sitecustomize.py").write_text("""
-import math, os, sys
-if os.environ.get("RANK") == "1":
-    real, calls = math.isfinite, []
-    def isfinite(value):
-        if sys._getframe(1).f_globals["__name__"] == "gnnplan.executor.train":  # readers of JSON ask too
-            calls.append(value)
-        if len(calls) == 4:
-            raise ZeroDivisionError("injected by the test")
-        return real(value)
-    math.isfinite = isfinite
-""")
-    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), PYTHONPATH=str(tmp_path / "patch"))
-    assert run.ended(60) == 4, run.stderr
-    assert "error: rank 1 (server 0) was lost in the metrics of epoch 4: ZeroDivisionError: injected by the test. " in run.stderr
-    run.check_metrics()
-    assert len(run.epochs()) in (3, 4)  # rank 0 may have written the fourth
-
-
 def test_interrupted_as_in_a_terminal(tmp_path: Path, start: Start):
     run = start(plan(tmp_path, 2), "--epochs", str(FOREVER))
     run.until_training()
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.ended() == 130, run.stderr
     assert "error: interrupted" in run.stderr and "Traceback" not in run.stderr and "death signal" not in run.stderr
-
-
-def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path, start: Start):
-    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER))
-    run.until_training()
-    os.kill(run.process.pid, signal.SIGKILL)
-    assert run.ended() == -signal.SIGKILL
 
 
 class Gone:

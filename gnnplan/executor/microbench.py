@@ -47,6 +47,7 @@ ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
 ROUNDS = 3  # in which everything is timed in turn. Of computation the fastest counts: others may take a machine's pace from it for ten
 # seconds and more. Of messages the median: ranks that share cores find one rhythm or another, and a training sees all of them
+HURRY = 0.1  # [s] on a number, below which one round is enough
 WARM = 2**29  # bytes that a rank has touched before it times anything: the allocator keeps them
 
 Group = tuple[int, ...]
@@ -61,6 +62,7 @@ class Bench:
     def __init__(self, rank: int, places: Sequence[int], device: torch.device, cores: int | None, one_machine: bool, seconds: float
                  ) -> None:  # fmt: skip
         self.rank, self.places, self.device, self.seconds = rank, places, device, seconds
+        self.rounds = 1 if seconds < HURRY else ROUNDS
         self.me = Rank(rank, len(places), device, dist.get_backend(), exchange_group=dist.new_group())
         self.other = torch.zeros(OTHER // 4, device=device)
         turns = [r if one_machine else list(places[:r]).count(server) for r, server in enumerate(places)]
@@ -88,7 +90,7 @@ class Bench:
             self.me.group(group)  # all ranks ask for all of them in the same order
         found: dict[str, Any] = {"name": self._device_name(), "active": len(self.apart)}
         timed: dict[str, list[list[float]]] = {}
-        for _ in range(ROUNDS):
+        for _ in range(self.rounds):
             for what, of_each in self.computation(blocks, rehearsals, tell).items():
                 timed[what] = [min(rounds, key=median) for rounds in zip(timed.get(what, of_each), of_each, strict=True)]
             for (op, where), sent in messages.items():
@@ -163,7 +165,7 @@ class Bench:
             work()
         dist.barrier()
         if takes_part:
-            samples, end = [], self._clock() + self.seconds / ROUNDS
+            samples, end = [], self._clock() + self.seconds / self.rounds
             while not samples or self._clock() < end:
                 self._disturb()
                 begin = self._clock()
@@ -281,7 +283,7 @@ class Bench:
         self._disturb()
         work()
         slowest = max(self._gather(self._clock() - begin))
-        rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5)))) // ROUNDS + 1  # equally many on all ranks
+        rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5)))) // self.rounds + 1  # equally many on all ranks
         alone = median(self._rounds(self._disturb, min(rounds, 20)))
         dist.barrier()
         busy = 0.0

@@ -135,6 +135,16 @@ class Cost:
             out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
         return out
 
+    def met(self, seconds: Number, crowd: Number, span: Number) -> Number:
+        """How many times as long a rank computes that meets others at work on its machine's cores, each for `seconds` [.., ranks] of a
+        `span`, `crowd` times as long as alone: as they are spread over it at random, the mean number that share (mean value analysis)."""
+        if self.crowd == 1.0:
+            return 1.0
+        here = self.machines == int(np.argmax(self._living))
+        mine = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats)))[..., here]
+        others = mine.sum(-1, keepdims=np.ndim(seconds) > 1) * (1 - 1 / mine.shape[-1])
+        return np.maximum(1.0, (1.0 + others * crowd / span) * self._share)
+
     def filled(self, seconds: Number) -> dict[Port, Number]:
         """Seconds that each machine's cores are busy while its ranks compute so long [.., ranks]."""
         if not self.cores:

@@ -25,6 +25,7 @@ from gnnplan.planner.strategies.strategy import Prediction
 if TYPE_CHECKING:
     from gnnplan.planner.strategies.gnnpipe import GNNPipe
 
+ROUNDS = 4  # until ranks that share cores slow each other down as much as they meet
 MANY = 200  # jobs, from which on it is faster to go through the chunks one by one
 Both = tuple[Number, Number]  # seconds of each chunk's slowest member [.., K], and of each member [.., g]
 Alone = tuple[np.ndarray, np.ndarray]  # begin and end of each chunk in a stage that never waits [K, jobs, 1] [s]
@@ -43,8 +44,8 @@ class _Way:
 def predict(pipe: GNNPipe, job: Job) -> Prediction:
     """A flow shop: chunk k leaves a stage or link when it has arrived, its predecessor has left and its own work is
     done; in the hybrid that is the slowest member's between one exchange and the next. For equal chunks this is
-    (K + stages - 1) slots forward and as many backward. Chunks in METIS' order. What passes a port, shared cores among them, bounds it
-    from below."""
+    (K + stages - 1) slots forward and as many backward. Chunks in METIS' order. Ranks that share cores meet others at work there, at
+    random; what passes a port, these cores among them, bounds an epoch from below."""
     assert pipe.stages is not None and pipe.chunks is not None
     cost, k, b, ranks = job.cost, pipe.chunks, job.model.itemsize, range(pipe.stages)
     kept = max(pipe.kept(job))
@@ -55,14 +56,21 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     links = [transfer.alone for transfer in sent]  # seconds of the mean chunk to the next stage
     after = [ring.alone + last for ring, last in zip(reduced, update, strict=True)]
     ways = _ways(pipe, job)
-    epoch = _last(ways, refresh, links, after)
+    epoch = alone = _last(ways, refresh, links, after)
     slower = _beside_others(ways, epoch)
-    if any(np.any(factor > 1) for factor in slower):
-        ways = _ways(pipe, job, slower)
-        epoch = _last(ways, refresh, links, after)
-    exchanged = {way: [w.exchanged for w in ways[way]] for way in ways}
     own = [ways["f"][s].members + ways["b"][s].members + refresh[s] + update[s] for s in ranks]  # of each member [.., g]
-    ports = cost.filled(np.concatenate([np.atleast_1d(seconds) for seconds in own], axis=-1))  # seconds that each is busy
+    computed = np.concatenate([np.atleast_1d(seconds) for seconds in own], axis=-1)
+    crowd: Number = 1.0
+    for _ in range(ROUNDS if cost.crowd > 1 else 1):
+        crowd = cost.met(computed, crowd, epoch)
+        if np.any(crowd > 1) or any(np.any(factor > 1) for factor in slower):
+            ways = _ways(pipe, job, slower, crowd)
+            epoch = _last(ways, [seconds * crowd for seconds in refresh], links, after)
+    exchanged = {way: [w.exchanged for w in ways[way]] for way in ways}
+    ports = cost.filled(computed)  # seconds that each is busy
+    if ports:  # cores are idle only while someone waits
+        waits = reduce(np.maximum, [f + b for f, b in zip(*exchanged.values(), strict=True)]) + 2 * k * reduce(np.maximum, links, 0.0)
+        epoch = np.maximum(alone, np.minimum(epoch, reduce(np.maximum, ports.values()) + waits))
     for busy, times in [(t.busy, 1) for t in reduced] + [(t.busy, 2 * k) for t in sent] + [(w.busy, 1) for w in ways["f"] + ways["b"]]:
         for port, seconds in busy.items():
             ports[port] = ports.get(port, 0.0) + times * seconds
@@ -114,10 +122,10 @@ def _beside_others(ways: Mapping[str, list[_Way]], epoch: Number) -> list[Number
     return out
 
 
-def _ways(pipe: GNNPipe, job: Job, slower: Sequence[Number] = ()) -> dict[str, list[_Way]]:
+def _ways(pipe: GNNPipe, job: Job, slower: Sequence[Number] = (), crowd: Number = 1.0) -> dict[str, list[_Way]]:
     """Every stage forward ('f') and backward ('b'), were it never to wait. Pieces that are alike share their work, and groups that sit
     alike the seconds of their exchanges, stages that are alike in both all their seconds; but each group fills ports of its own.
-    `slower`: of each stage, how many times as long its exchanges take."""
+    `slower`: of each stage, how many times as long its exchanges take; `crowd`: and computation."""
     assert pipe.stages is not None
     model, facts, cost = job.model.aggregating_first, pipe.facts(job), job.cost
     sends = {"f": facts.sends, "b": facts.sends.transpose(0, 2, 1)}
@@ -148,7 +156,7 @@ def _ways(pipe: GNNPipe, job: Job, slower: Sequence[Number] = ()) -> dict[str, l
                         moved[alike, way, each] = _columns([cost.exchange(rows * each, group).alone for rows in sends[way]])
                     seconds.append(moved[alike, way, each] * (slower[stage] if slower else 1.0))
                 both = [computed[kind][number] for kind in kinds]
-                chunks: Number = sum([slowest for slowest, _ in both] + seconds)
+                chunks: Number = sum([slowest * crowd for slowest, _ in both] + seconds)
                 known[key] = _alone(chunks, way), sum(each for _, each in both), sum(map(_sum, seconds))
             out[way].append(_Way(*known[key], through.busy))
     return out
