@@ -43,6 +43,7 @@ BUSY = 3
 TURN_ROUNDS, TURN_S = 16, 0.05  # of them, and seconds that each takes at most
 BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
 LONGEST = 0.3  # times what is spent on a number: what a message may take; larger ones are left out
+FEWEST = 6  # sizes that a fit needs, however slow the moment
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
 ROUNDS = 3  # in which everything is timed in turn. Of computation the fastest counts: others may take a machine's pace from it for ten
@@ -271,7 +272,7 @@ class Bench:
             if first:
                 work()
             rounds.append(self._time_messages(work, groups, 1.0 if op == "all_reduce" else 0.5))
-            if first and rounds[0][0] > LONGEST * self.seconds:
+            if len(sent) >= FEWEST and first and rounds[0][0] > LONGEST * self.seconds:
                 break
 
     def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group], share: float) -> Sent:

@@ -1,9 +1,9 @@
 """Real ranks for tests: processes over Gloo on 127.0.0.1 that stay up and train one case after the other.
 
 `run_ranks(world, cases)` (a fixture in conftest.py) gives a Result per case, made of what the ranks left on disk. Importing
-torch takes seconds, so that is done once, by the process that ranks are forked from; those of a world size are started once
-per test session, when first needed. A rank that fails or hangs ends its world: all of it is killed, the test fails with the
-rank's own words, and the next case starts afresh.
+torch takes seconds, so ranks of a world size are started once per test session, when first needed. A rank that fails or
+hangs ends its world: all of it is killed, the test fails with the rank's own words, and the next case starts afresh.
+Run as a script this file is one rank: it reads a case per line and answers a line per case.
 """
 
 from __future__ import annotations
@@ -11,25 +11,20 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import itertools
 import json
-import multiprocessing
 import os
+import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing import connection
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import pytest
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
-SEED = multiprocessing.get_context("forkserver")
-SEED.set_forkserver_preload(["torch", "gnnplan.executor.train", "gnnplan.executor.strategies", "gnnplan.executor.checkpoint"])
 SECONDS = 90  # per case, the start of the ranks included; much, for a busy disk may hold up rank 0 for long
 
 
@@ -120,48 +115,50 @@ class World:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        env = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-               "GNNPLAN_CACHE": str(folder / "cache"), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
+        env = os.environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                            "GNNPLAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
         if not cuda:
             env["CUDA_VISIBLE_DEVICES"] = ""
+        if not memory:
+            env["SELDOM"] = "1"
         self.world, self.folder = world, folder
         self.errors: list[Path] = [folder / f"stderr{rank}" for rank in range(world)]
-        self.processes: list[Any] = []
-        self.ends: list[Any] = []  # of ours, of a pipe to each rank
+        self.processes: list[subprocess.Popen[str]] = []
         for rank, path in enumerate(self.errors):
-            end, its = SEED.Pipe()
-            place = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(SEED.Process(target=main, args=(its, path, place, memory), name=f"rank {rank}"))
-            with pytest.MonkeyPatch.context() as patch:  # of the process that imports torch, if this is the first
-                patch.setenv("OMP_NUM_THREADS", "1")
-                self.processes[-1].start()
-            its.close()
-            self.ends.append(end)
+            with path.open("w") as stderr:
+                self.processes.append(subprocess.Popen(
+                    [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
+                    env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                ))  # fmt: skip
 
     def run(self, case: Case, out: Path) -> Result:
         """Raises AssertionError with the words of the rank that failed first."""
         out.mkdir(parents=True, exist_ok=bool(case.resume))
-        for end in self.ends:
+        for process in self.processes:
+            assert process.stdin
             with contextlib.suppress(BrokenPipeError):  # it has died: its answer says so
-                end.send((case, out))
-        until, missing = time.monotonic() + SECONDS, dict(zip(self.ends, range(self.world), strict=True))
-        while missing:
-            ready = connection.wait(list(missing), max(0.0, until - time.monotonic()))
-            if not ready:
-                of_all = f"ranks {[*missing.values()]} of {self.world}"
-                self._fail(case, f"{of_all} gave no answer in {SECONDS} s", next(iter(missing.values())))
-            for end in ready:
-                rank = missing.pop(end)  # type: ignore[index]
-                try:
-                    end.recv()  # type: ignore[union-attr]
-                except (EOFError, ConnectionResetError):
-                    self._fail(case, f"rank {rank} of {self.world} failed", rank)
+                process.stdin.write(json.dumps({"case": asdict(case), "out": str(out)}) + "\n")
+                process.stdin.flush()
+        until = time.monotonic() + SECONDS
+        with selectors.DefaultSelector() as waiting:
+            for rank, process in enumerate(self.processes):
+                assert process.stdout
+                waiting.register(process.stdout, selectors.EVENT_READ, rank)
+            while waiting.get_map():
+                ready = waiting.select(max(0.0, until - time.monotonic()))
+                if not ready:
+                    missing = [key.data for key in waiting.get_map().values()]
+                    self._fail(case, f"ranks {missing} of {self.world} gave no answer in {SECONDS} s", missing[0])
+                for key, _ in ready:
+                    stream: IO[str] = key.fileobj  # type: ignore[assignment]
+                    if stream.readline() != "done\n":
+                        self._fail(case, f"rank {key.data} of {self.world} failed", key.data)
+                    waiting.unregister(stream)
         return Result(case, self.world, out)
 
     def _fail(self, case: Case, what: str, rank: int) -> None:
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)  # those that still run say where they are
+            process.send_signal(signal.SIGUSR1)  # those that still run say where they are
         time.sleep(0.5)
         self.close()
         others = [r for r in range(self.world) if r != rank]
@@ -170,17 +167,22 @@ class World:
 
     @property
     def alive(self) -> bool:
-        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+        return bool(self.processes) and all(process.poll() is None for process in self.processes)
 
     def close(self) -> None:
-        for end in self.ends:
-            end.close()  # that ends a rank
+        for process in self.processes:
+            assert process.stdin and process.stdout
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # the end of its input ends a rank
         until = time.monotonic() + 2
         for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
             process.kill()
-            process.join()
-        self.processes, self.ends = [], []
+            process.wait()
+            assert process.stdout
+            process.stdout.close()
+        self.processes = []
 
 
 class Ranks:
@@ -233,14 +235,38 @@ def _train(rank: Any, case: Case, out: Path) -> None:
     train(rank, job, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
 
 
-def main(orders: Any, errors: Path, env: dict[str, str], look: bool) -> None:
-    """Be a rank, where `env` says, until the orders end; its words go to the file `errors`. `look`: often for its peak memory."""
-    os.environ.update(env)
-    with errors.open("w") as file:
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+def main() -> None:
+    """Be a rank until the input ends."""
+    faulthandler.register(signal.SIGUSR1)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    import warnings
+
+    import torch
+
+    from gnnplan.executor import memory, train, worker  # noqa: F401
+
+    if "SELDOM" in os.environ:
+        memory.INTERVAL = 0.05
+
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
+    base = worker.open_rank(timeout_s=SECONDS - 10)
+    for number, line in enumerate(sys.stdin):
+        request = json.loads(line)
+        if number == 1:  # trainings collect circles, but not in what the first has imported: that takes a tenth of a second
+            gc.collect(), gc.freeze()
+        torch.manual_seed(base.rank)  # nothing may depend on torch's own random numbers
+        case = Case(**request["case"])
+        _train(replace(base, spans=[], sent={}, staleness_errors=case.staleness_errors), case, Path(request["out"]))
+        answers.write("done\n")
+        answers.flush()
+    base.close()
+
+
+if __name__ == "__main__":
     code = 1
     try:
-        _answer(orders, look)
+        main()
         code = 0
     except BaseException:
         import traceback
@@ -248,29 +274,3 @@ def main(orders: Any, errors: Path, env: dict[str, str], look: bool) -> None:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)  # at once: Gloo's threads sometimes abort a regular exit
-
-
-def _answer(orders: Any, look: bool) -> None:
-    """A word for each case that has been trained."""
-    faulthandler.register(signal.SIGUSR1)
-    import warnings
-
-    import torch
-
-    from gnnplan.executor import memory, train, worker  # noqa: F401
-
-    if not look:
-        memory.INTERVAL = 0.05
-
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
-    base = worker.open_rank(timeout_s=SECONDS - 10)
-    with contextlib.suppress(EOFError):
-        for number in itertools.count():
-            case, out = orders.recv()
-            if number == 1:  # trainings collect circles, but not in what the first has imported: that takes a tenth of a second
-                gc.collect(), gc.freeze()
-            torch.manual_seed(base.rank)  # nothing may depend on torch's own random numbers
-            _train(replace(base, spans=[], sent={}, staleness_errors=case.staleness_errors), case, out)
-            orders.send("done")
-    base.close()

@@ -1,5 +1,6 @@
 """Measuring gives a usable cluster, says where each number comes from, and leaves nothing behind."""
 
+import itertools
 import math
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from gnnplan.executor import measure as module
 from gnnplan.executor.measure import measure
-from gnnplan.executor.microbench import GRAPHS, TENSORS, WIDTHS
+from gnnplan.executor.microbench import GRAPHS, TENSORS, WIDTHS, Bench
 from gnnplan.executor.rehearsal import PIECES, held_to
 from gnnplan.planner import scaled
 from gnnplan.planner.alphabeta import Shape, beside_cores, beyond, fit, shapes
@@ -159,6 +160,16 @@ def test_only_ranks_that_share_cores_have_less_latency(monkeypatch: pytest.Monke
     plain, _ = fit(samples)
     assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency
     assert cluster.turn == 0 and module.cluster_of(found | {"turn": [3e-3, 4e-3, -1e-3]}, 1, 2, 1e9, one_machine=True).turn == 3e-3
+
+
+def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a hurry on a busy machine the first message of 1 KiB took longer than any may take: nothing was left to check the fit with."""
+    bench, sent, times = object.__new__(Bench), dict[int, list[tuple[float, float]]](), itertools.count(20)
+    bench.rank, bench.seconds = 0, 0.01
+    monkeypatch.setattr(Bench, "_send", lambda *asked: lambda: None)
+    monkeypatch.setattr(Bench, "_time_messages", lambda *asked: (next(times) * 1e-3, 1e-3))
+    bench.messages("send", [(0, 1)], sent)
+    assert fit([(size, *rounds[0]) for size, rounds in sent.items()])[1]
 
 
 def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
