@@ -68,7 +68,7 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
             epoch = _last(ways, [seconds * crowd for seconds in refresh], links, after)
     exchanged = {way: [w.exchanged for w in ways[way]] for way in ways}
     ports = cost.filled(computed)  # seconds that each is busy
-    if ports:  # cores are idle only while someone waits
+    if cost.crowd > 1:  # cores are idle only while someone waits
         waits = reduce(np.maximum, [f + b for f, b in zip(*exchanged.values(), strict=True)]) + 2 * k * reduce(np.maximum, links, 0.0)
         epoch = np.maximum(alone, np.minimum(epoch, reduce(np.maximum, ports.values()) + waits))
     for busy, times in [(t.busy, 1) for t in reduced] + [(t.busy, 2 * k) for t in sent] + [(w.busy, 1) for w in ways["f"] + ways["b"]]:
