@@ -66,13 +66,11 @@ class Bench:
         self.rounds = 1 if seconds < HURRY else ROUNDS
         self.me = Rank(rank, len(places), device, dist.get_backend(), exchange_group=dist.new_group())
         self.other = torch.zeros(OTHER // 4, device=device)
-        turns = [r if one_machine else list(places[:r]).count(server) for r, server in enumerate(places)]
         self.everyone = tuple(range(len(places)))
-        self.apart = tuple(r for r in self.everyone if cores is None or turns[r] < cores)  # ranks that have a core each
-        machines = [0 if one_machine else server for server in places]
-        there: dict[int, Group] = {machine: tuple(r for r in self.everyone if machines[r] == machine) for machine in machines}
-        self.beside = [some[:2] for some in there.values() if cores is not None and len(some) >= 2 + cores]  # two whom others leave no core
-        members = {server: tuple(r for r in self.everyone if places[r] == server) for server in places}
+        members: dict[int, Group] = {server: tuple(r for r in self.everyone if places[r] == server) for server in places}
+        machines = [self.everyone] if one_machine else [*members.values()]
+        self.apart = tuple(sorted(r for some in machines for r in some[:cores]))  # ranks that have a core each
+        self.beside = [some[:2] for some in machines if cores is not None and len(some) >= 2 + cores]  # two whom others leave no core
         self.groups: dict[str, list[Group]] = {"intra_node": [some for some in members.values() if len(some) > 1]}
         if len(members) > 1:
             self.groups["inter_node"] = [tuple(some[0] for some in members.values())]
