@@ -1,7 +1,8 @@
 """Predicted against measured, on clusters emulated on this machine: `python benchmarks/measured.py run DATASETS [JOB ...]`, then
 `table` and `tell`.
 
-Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run, compare.
+Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run, compare. When all
+has been run it is run again, with constants of its own: what two runs of the same differ by is noise.
 What is missing is run; rows are appended to traces/measured/runs.csv, what was measured of clusters is kept beside. Needs Linux, root and
 iproute2, and a machine that does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them; `tell` writes
 gnnplan/traces/measured.csv, by which a plan knows what differences are noise.
@@ -10,12 +11,14 @@ gnnplan/traces/measured.csv, by which a plan knows what differences are noise.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,6 +34,7 @@ EPOCHS, LONG = 12, 1.5  # [s] a predicted epoch that half as many must do for, i
 MEASURED: dict[str, tuple[Path, float]] = {}  # the last file of each cluster, and since when [s]
 FRESH = 300.0  # [s] that constants are used for: other tenants come and go, and the machine is another one some minutes later
 SETTLED, MOST = 12.0, 100  # [s] that short epochs are repeated for, and how often at most: a process takes seconds to come to its pace
+TIMES = 2  # that each is run, some hours or half hours apart
 JOBS = {
     "squirrel": ("squirrel", ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5")),
     "flickr": ("flickr", ("--model", "sage", "--layers", "3", "--hidden", "256")),
@@ -65,31 +69,32 @@ def constants(servers: int, each: int, rate: str) -> Path:
 
 
 def run(datasets: Path, jobs: list[str]) -> None:
-    """Everything that has no row yet."""
-    done = set()
+    """Everything that has fewer rows than TIMES."""
+    done: Counter[tuple[str, str, str]] = Counter()
     if ROWS.exists():
         with ROWS.open(newline="") as file:
-            done = {(row["job"], row["cluster"], row["strategy"]) for row in csv.DictReader(file)}
-    for cluster in CLUSTERS:
+            done.update((row["job"], row["cluster"], row["strategy"]) for row in csv.DictReader(file))
+    for before, cluster, job in itertools.product(range(TIMES), CLUSTERS, jobs or JOBS):
         servers, _, rate = cluster
-        for job in jobs or JOBS:
-            graph, workload = JOBS[job]
-            source = graph if ":" in graph else str(datasets / f"{graph}.npz")
-            for strategy in FAMILIES + (SHARING if servers > 1 else ()):
-                alike = "narrow" in strategy and "gcnii" in workload  # no layer is narrower than its input
-                if not alike and (job, name(*cluster), strategy) not in done:
-                    with tempfile.TemporaryDirectory() as scratch:
-                        plan, out = f"{scratch}/plan.json", f"{scratch}/run"
-                        measured = constants(*cluster)
-                        asked = ("--graph", source, *workload, "--cluster", str(measured))
-                        gnnplan("plan", *asked, "--strategy", strategy, "-o", plan)
-                        predicted = json.loads(Path(plan).read_text())["best"]["predicted"]["epoch_s"]
-                        settled = "pipegcn" not in strategy  # whose exchanges lag more from step to step, until they lag by one
-                        least = EPOCHS // 2 if predicted > LONG and settled else EPOCHS
-                        epochs = min(max(least, int(SETTLED / predicted)), MOST)
-                        gnnplan("run", plan, "--epochs", str(epochs), "--eval-every", "0", "--checkpoint-every", "0",
-                                "--out", out, "--timeout", "120", *(("--emulate", rate) if rate else ()))  # fmt: skip
-                        append(job, name(*cluster), strategy, measured.stem, examine(Path(out)))
+        graph, workload = JOBS[job]
+        source = graph if ":" in graph else str(datasets / f"{graph}.npz")
+        for strategy in FAMILIES + (SHARING if servers > 1 else ()):
+            alike = "narrow" in strategy and "gcnii" in workload  # no layer is narrower than its input
+            if alike or done[job, name(*cluster), strategy] > before:
+                continue
+            with tempfile.TemporaryDirectory() as scratch:
+                plan, out = f"{scratch}/plan.json", f"{scratch}/run"
+                measured = constants(*cluster)
+                asked = ("--graph", source, *workload, "--cluster", str(measured))
+                gnnplan("plan", *asked, "--strategy", strategy, "-o", plan)
+                predicted = json.loads(Path(plan).read_text())["best"]["predicted"]["epoch_s"]
+                settled = "pipegcn" not in strategy  # whose exchanges lag more from step to step, until they lag by one
+                least = EPOCHS // 2 if predicted > LONG and settled else EPOCHS
+                epochs = min(max(least, int(SETTLED / predicted)), MOST)
+                gnnplan("run", plan, "--epochs", str(epochs), "--eval-every", "0", "--checkpoint-every", "0",
+                        "--out", out, "--timeout", "120", *(("--emulate", rate) if rate else ()))  # fmt: skip
+                append(job, name(*cluster), strategy, measured.stem, examine(Path(out)))
+                done[job, name(*cluster), strategy] += 1
 
 
 def append(job: str, cluster: str, strategy: str, constants: str, seen: Run) -> None:
@@ -146,7 +151,7 @@ def table() -> None:
     for op, of in sorted(told["operations"].items(), key=lambda item: -item[1]["share"]):
         print(line(f"{op} ({of['share']:.0%} of the step), predicted", of["predicted"]))
     print(line("memory", told["memory"]))
-    print(f"\nBytes as predicted in {told['bytes_equal']} of {told['runs']} runs. Noise of a median epoch: {told['noise']:.1%}.\n")
+    print(f"\nBytes as predicted in {told['bytes_equal']} of {told['runs']} runs. Noise from run to run: {told['noise']:.1%}.\n")
     print("| question | strategies | tau | chosen | fastest | regret |\n|---|--:|--:|---|---|--:|")
     for one in told["rankings"]:
         names = f"{one['choice']} | {one['fastest']}"

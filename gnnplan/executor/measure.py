@@ -264,7 +264,7 @@ def _device(found: dict[str, Any], memory: float, source: str) -> tuple[dict[str
     gemm = sum(flops) / sum(seconds)  # wide layers decide, as they do in an epoch
     off = [n / s / gemm - 1 for n, s in zip(flops, seconds, strict=True)]
     provenance = {"device.gemm": f"{source}, {len(flops)} shapes together, shapes within {min(off):+.0%} and {max(off):+.0%}"}
-    provenance |= {f"device.{name}": f"{source}, median, fastest round" for name in ("memory_bandwidth", "gather", *core)}
+    provenance |= {f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", "gather", *core)}
     return device.model_dump() | {"gemm": gemm}, provenance
 
 

@@ -46,13 +46,18 @@ LONGEST = 0.3  # times what is spent on a number: what a message may take; large
 FEWEST = 6  # sizes that a fit needs, however slow the moment
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
-ROUNDS = 3  # in which everything is timed in turn. Of computation the fastest counts: others may take a machine's pace from it for ten
-# seconds and more. Of messages the median: ranks that share cores find one rhythm or another, and a training sees all of them
+ROUNDS = 3  # in which everything is timed in turn, of which the median counts: a machine's pace changes for ten seconds and more, ranks
+# that share cores find one rhythm or another, and a training sees all of them (the fastest round promised epochs 5 % too short)
 HURRY = 0.1  # [s] on a number, below which one round is enough
 WARM = 2**29  # bytes that a rank has touched before it times anything: the allocator keeps them
 
 Group = tuple[int, ...]
 Sent = tuple[float, float]  # how long an operation of a size took, and core-seconds of a group's ranks [s]
+
+
+def usual(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """The median of several rounds, of each number by itself."""
+    return [*map(median, zip(*rounds, strict=True))]
 
 
 class Bench:
@@ -88,21 +93,23 @@ class Bench:
         for group in itertools.chain(*self.groups.values()):
             self.me.group(group)  # all ranks ask for all of them in the same order
         found: dict[str, Any] = {"name": self._device_name(), "active": len(self.apart)}
-        timed: dict[str, list[list[float]]] = {}
+        timed: dict[str, list[list[list[float]]]] = {}  # of each number, rounds of a sample per rank
         for _ in range(self.rounds):
             for what, of_each in self.computation(blocks, rehearsals, tell).items():
-                timed[what] = [min(rounds, key=median) for rounds in zip(timed.get(what, of_each), of_each, strict=True)]
+                for rounds, samples in zip(timed.setdefault(what, [[] for _ in of_each]), of_each, strict=True):
+                    rounds.append(samples)
             for (op, where), sent in messages.items():
                 groups = [self.everyone] if (op, where) == ("exchange", "inter_node") else self.groups[where]
                 tell(f"{op}s {'inside servers' if where == 'intra_node' else 'between servers'}, {len(groups[0])} ranks")
                 self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
         for (op, where), sent in messages.items():
-            found[f"{op}.{where}"] = [(size, *map(median, zip(*rounds, strict=True))) for size, rounds in sent.items()]
-        found["gemm"] = [(*shape, samples) for shape, samples in zip(SHAPES, timed["gemm"], strict=True)]
+            found[f"{op}.{where}"] = [(size, *usual(rounds)) for size, rounds in sent.items()]
+        typical = {what: [usual(rounds) for rounds in of_each] for what, of_each in timed.items()}
+        found["gemm"] = [(*shape, samples) for shape, samples in zip(SHAPES, typical["gemm"], strict=True)]
         found["gather"] = [(width, block.n_src * width * 4, 2 * block.edges * width * 4, samples) for (block, width), samples in
-                           zip(itertools.product(blocks, WIDTHS), timed["gather"], strict=True)]  # fmt: skip
-        found["touched"] = [(rows * width * 4, samples) for (rows, width), samples in zip(TENSORS, timed["touched"], strict=True)]
-        found |= {"hashed": timed["hashed"][0], "weighed": (blocks[1].edges, timed["weighed"][0]), "steps": timed["steps"]}
+                           zip(itertools.product(blocks, WIDTHS), typical["gather"], strict=True)]  # fmt: skip
+        found["touched"] = [(rows * width * 4, samples) for (rows, width), samples in zip(TENSORS, typical["touched"], strict=True)]
+        found |= {"hashed": typical["hashed"][0], "weighed": (blocks[1].edges, typical["weighed"][0]), "steps": typical["steps"]}
         if self.apart != self.everyone:
             tell(f"training steps, {len(self.everyone)} ranks")
             found["crowding"] = self.crowding(rehearsals)

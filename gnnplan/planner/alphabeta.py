@@ -10,6 +10,7 @@ from scipy.optimize import isotonic_regression, least_squares
 
 from gnnplan.planner.specs import Link
 
+LEAST_WIRE = 0.1  # of the largest message's time is its bytes', whatever the moment: where times do not grow, bandwidth has no end
 Sample = tuple[int, float, float]  # bytes of a message (a buffer), duration [s], core-seconds of all that took part
 
 
@@ -61,7 +62,9 @@ def fit(samples: Sequence[Sample], shape: Shape = ONE) -> tuple[Link, list[float
         return np.asarray(np.exp(logs[0]) + message[known] / np.exp(logs[1]))
 
     guess = np.log([each.min(), message.max() / each.max()])
-    alpha, beta = np.exp(least_squares(lambda logs: np.log(seconds(logs) / each[known]), guess, loss="soft_l1", f_scale=0.1).x).tolist()
+    most = [np.inf, guess[1] - np.log(LEAST_WIRE)]
+    alpha, beta = np.exp(least_squares(lambda logs: np.log(seconds(logs) / each[known]), guess, bounds=(-np.inf, most), loss="soft_l1",
+                                       f_scale=0.1).x).tolist()  # fmt: skip
     efficiency: dict[float, float] = {}
     decides = message[known] > alpha * beta
     if decides.sum() > 2:

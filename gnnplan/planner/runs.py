@@ -116,7 +116,7 @@ def noise(runs: Sequence[Run]) -> float:
 
 def ranking(runs: Sequence[Run]) -> dict[str, Any]:
     """Runs of one question; repeated ones by their median."""
-    found = {same[0].strategy: (float(same[0].told["step"]["predicted_s"]), median(run.measured_s for run in same))
+    found = {same[0].strategy: (median(run.told["step"]["predicted_s"] for run in same), median(run.measured_s for run in same))
              for same in _by(runs, lambda run: run.strategy)}  # fmt: skip
     choice, fastest = (min(found, key=lambda name, at=at: found[name][at]) for at in (0, 1))  # type: ignore[misc]
     regret = found[choice][1] / found[fastest][1] - 1

@@ -112,6 +112,12 @@ def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are() ->
     assert held.device.launch < 34e-6 and held.device.gemm == pytest.approx(slow.device.gemm, rel=0.05)  # 35 us by the smallest alone
 
 
+def test_times_that_do_not_grow_with_the_size_are_a_link_all_the_same() -> None:
+    """Six small sizes on a machine that does much else: the bandwidth that fits best had no end, and `measure` ended in a traceback."""
+    link, errors = fit([(2**k, took, 1e-5) for k, took in zip(range(10, 16), (4e-3, 3e-3, 5e-3, 4e-3, 3e-3, 4e-3), strict=True)])
+    assert 2**15 / 4e-3 <= link.bandwidth <= 2**15 / 3e-4 and link.latency == pytest.approx(4e-3, rel=0.3) and len(errors) == 3
+
+
 def test_fit_survives_an_outlier() -> None:
     samples = [(n, 2 * 50e-6 + 3 * n / 2e9, n * 1e-10) for n in SIZES]
     samples[4] = (SIZES[4], 10 * samples[4][1], 0.0)

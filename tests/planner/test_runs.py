@@ -50,6 +50,14 @@ def test_regret_is_what_following_the_prediction_cost():
     assert (told["bytes_equal"], told["order_equal"], told["memory"]["mean"]) == (3, 2, pytest.approx(0.05))
 
 
+def test_what_ran_twice_is_ranked_by_its_medians_and_is_noise():
+    """Each run was planned with constants of its own: neither run of a strategy is more of a prediction than the other."""
+    runs = [run("graph_parallel", 1.0, 0.8), run("pipegcn", 1.05, 1.0), run("graph_parallel", 1.2, 1.4), run("pipegcn", 1.05, 1.0)]
+    [one] = summarise(runs)["rankings"]
+    assert (one["choice"], one["fastest"]) == ("pipegcn", "pipegcn")  # 1.0 before 1.1, 1.05 before 1.1
+    assert noise(runs) == pytest.approx((0.2 / 2**0.5 / 1.1 + 0.0) / 2)
+
+
 def test_questions_are_not_mixed_and_one_strategy_is_no_ranking():
     other = [run("pipegcn", 1.0, 1.0, hidden=32), run("pipegcn", 1.1, 1.0, hidden=32)]
     told = summarise([run("graph_parallel", 1.0, 1.0), run("pipegcn", 2.0, 2.0), *other])
