@@ -8,6 +8,9 @@ that; it then fills x * busy[port] / max(busy) of each of its ports, and no port
                  └────────┴─────────────────┴────────
                           B joins           B ends
 
+A machine's cores are a port too, and an operating system gives every thread that wants them equally much of *them*: a message that keeps
+a tenth of a core busy goes on at full speed beside computations that take turns.
+
 Only transfers that share ports, directly or through others, feel a change. They wait for one event: the end of the
 first of them.
 """
@@ -22,21 +25,24 @@ from gnnplan.planner.cost import Transfer
 from gnnplan.planner.places import Port
 
 
-def max_min(shares: Sequence[Mapping[Port, float]]) -> list[float]:
+def max_min(shares: Sequence[Mapping[Port, float]], weights: Sequence[float] = ()) -> list[float]:
     """Rates x_i in (0, 1] such that sum_i x_i * shares_i[port] <= 1 on every port and none can grow but at the cost of
-    a smaller one. Progressive filling: all grow alike until a port is full, its transfers stop, the others go on.
-    Shares are in (0, 1]; each transfer's largest is 1.
+    one with a smaller x_i / weight_i. Progressive filling: all grow in step until a port is full, its transfers stop, the others go on.
+    Shares are in (0, 1]; each transfer's largest is 1, and so is every weight that is not told.
 
     >>> a, b = ("nic_out", 0), ("nic_out", 1)
     >>> max_min([{a: 1.0, b: 1.0}, {a: 1.0}, {a: 1.0}, {b: 1.0}])  # a port for three, then what is left of the other
     [0.3333333333333333, 0.3333333333333333, 0.3333333333333333, 0.6666666666666667]
+    >>> max_min([{a: 1.0}, {a: 1.0}], [1.0, 3.0])
+    [0.25, 0.75]
     """
+    weights = weights or [1.0] * len(shares)
     users: dict[Port, list[int]] = {}
     for i, share in enumerate(shares):
         for port in share:
             users.setdefault(port, []).append(i)
     rates = [0.0] * len(shares)  # 0: still growing
-    full_at: dict[Port, float] = {}  # the rate at which a port's growing transfers fill it
+    full_at: dict[Port, float] = {}  # the level (rate / weight) at which a port's growing transfers fill it
     touched = set(users)
     lowest = 0.0
     while True:
@@ -46,7 +52,7 @@ def max_min(shares: Sequence[Mapping[Port, float]]) -> list[float]:
                 if rates[i]:
                     used += rates[i] * shares[i][port]
                 else:
-                    growing += shares[i][port]
+                    growing += weights[i] * shares[i][port]
             if growing:
                 full_at[port] = (1.0 - used) / growing
             else:
@@ -54,22 +60,24 @@ def max_min(shares: Sequence[Mapping[Port, float]]) -> list[float]:
         if not full_at:
             return rates
         first = min(full_at, key=full_at.__getitem__)
-        lowest = min(1.0, max(lowest, full_at[first]))  # rounding must not let a rate sink to 0
+        lowest = max(lowest, full_at[first])  # rounding must not let a rate sink to 0
         touched = set()
         for i in users[first]:
             if not rates[i]:
-                rates[i] = lowest
+                rates[i] = min(1.0, weights[i] * lowest)
                 touched.update(shares[i])
 
 
 class _Flow:
     """A transfer under way."""
 
-    __slots__ = ("alarm", "done", "left", "rate", "shares", "since")
+    __slots__ = ("alarm", "done", "left", "rate", "shares", "since", "weight")
 
-    def __init__(self, transfer: Transfer, done: Callable[[], None]) -> None:
+    def __init__(self, transfer: Transfer, done: Callable[[], None], threads: int) -> None:
         self.left = max(transfer.busy.values(), default=0.0)  # [s] at rate 1, as of `since`
         self.shares = {port: seconds / self.left for port, seconds in transfer.busy.items() if seconds > 0.0}
+        cores = max((share for (kind, _), share in self.shares.items() if kind == "cores"), default=1.0)
+        self.weight = threads / cores  # each thread gets equally much of them
         self.rate = 0.0
         self.since = 0.0  # [s]
         self.alarm = 0  # number of the one alarm that is valid for it
@@ -85,8 +93,9 @@ class Network:
         self._changed: dict[_Flow, None] = {}  # transfers whose rate must be found again
         self._alarms = 0
 
-    def start(self, transfer: Transfer, done: Callable[[], None]) -> None:
-        flow = _Flow(transfer, done)
+    def start(self, transfer: Transfer, done: Callable[[], None], threads: int = 1) -> None:
+        """`threads` work on it, where it takes cores."""
+        flow = _Flow(transfer, done, threads)
         if transfer.latency > 0.0:
             self.env.timeout(transfer.latency).callbacks.append(lambda _: self._join(flow))
         else:
@@ -117,7 +126,7 @@ class Network:
         now = self.env.now
         while changed:
             flows = self._connected(next(iter(changed)))
-            for flow, rate in zip(flows, max_min([f.shares for f in flows]), strict=True):
+            for flow, rate in zip(flows, max_min([f.shares for f in flows], [f.weight for f in flows]), strict=True):
                 changed.pop(flow, None)
                 flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
                 flow.rate, flow.since = rate, now

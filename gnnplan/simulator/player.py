@@ -104,7 +104,7 @@ def play(schedule: Schedule, cost: Cost, *, contention: bool = True, factors: Se
                 if not act.seconds:
                     acts.append(act)
                 elif contention and act.transfer is not None:
-                    network.start(_as_long(act), partial(end, act))
+                    network.start(_as_long(act), partial(end, act), act.threads)
                 else:
                     alone(act)
 
@@ -154,13 +154,14 @@ def serial(schedule: Schedule, cost: Cost, score: Score | None = None) -> float:
 class _Act:
     """Begins when nobody is `absent`; its members end together."""
 
-    __slots__ = ("absent", "alone", "awaited", "begin", "members", "seconds", "transfer")
+    __slots__ = ("absent", "alone", "awaited", "begin", "members", "seconds", "threads", "transfer")
 
     def __init__(self, awaited: int, alone: float = 0.0, transfer: Transfer | None = None) -> None:
         self.absent = self.awaited = awaited
         self.begin = 0.0  # [s], kept by critical_path
         self.members: list[_Node] = []
         self.seconds = self.alone = alone
+        self.threads = awaited  # a rank's each
         self.transfer = transfer
 
 
@@ -248,6 +249,7 @@ class Score:
                     sends[rank, work] = _plain(cost.send(rank, work))
                 transfer = sends[rank, work]
                 act = _Act(1, transfer.alone, transfer)
+                act.threads = 2  # the receiver's too
             elif isinstance(work, Recv):
                 act = _Act(2)  # the receiver and the message
                 sender = self.sender(rank, work)

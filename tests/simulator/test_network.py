@@ -135,16 +135,17 @@ def test_shares_equal_a_linear_program(busy):
 
 
 @unhurried
-@given(demands(flows=20))
-def test_everyone_has_a_bottleneck(busy):
-    """Max-min, in other words: no port is overfull, and everyone is among the fastest on some full port."""
+@given(demands(flows=20), st.lists(st.integers(1, 16).map(lambda k: k / 4), min_size=20, max_size=20))
+def test_everyone_has_a_bottleneck(busy, weights):
+    """Max-min, in other words: no port is overfull, and everyone is among the fastest, for his weight, on some full port."""
     shares = [scaled(b) for b in busy]
-    rates = max_min(shares)
+    rates = max_min(shares, weights[: len(shares)])
     users = {p: [i for i, s in enumerate(shares) if p in s] for p in (A, B, C, D)}
     filled = {p: sum(rates[i] * shares[i][p] for i in users[p]) for p in users}
     assert max(filled.values()) <= 1 + 1e-12
     for i, share in enumerate(shares):
-        assert any(filled[p] > 1 - 1e-9 and rates[i] >= max(rates[j] for j in users[p]) - 1e-9 for p in share)
+        level = rates[i] / weights[i]
+        assert any(filled[p] > 1 - 1e-9 and level >= max(rates[j] / weights[j] for j in users[p]) - 1e-9 for p in share)
 
 
 def by_plain_loop(starts: list[tuple[float, Transfer]]) -> list[float]:
