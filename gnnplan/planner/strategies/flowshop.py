@@ -81,6 +81,7 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     moving = np.minimum(moving, np.maximum(epoch - busy_s, 0.0))
     by_op = {op: reduce(np.maximum, [_largest(w.members) for w in ways[way]]) * cost.crowd
              for op, way in (("forward", "f"), ("backward", "b"))}  # fmt: skip
+    by_op |= {op: reduce(np.maximum, of_each) * cost.crowd for op, of_each in (("history", refresh), ("update", update))}
     by_op["pipeline"] = 2 * k * reduce(np.maximum, links, 0.0)
     if pipe.members(job) > 1:
         by_op |= {f"halo:{way}": sum(seconds) for way, seconds in exchanged.items()}
