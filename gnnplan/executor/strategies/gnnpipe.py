@@ -73,6 +73,7 @@ class _Passage:
     h: Tensor | None  # the next layer's input rows; None: constant features
     x0: Tensor | None = None  # GCNII's initial rows, a leaf
     encoded: Tensor | None = None  # with its graph
+    loss: Tensor | None = None  # on the last stage, with its graph
     gradient: Tensor | None = None  # of h, on the way back
 
 
@@ -207,19 +208,19 @@ class Worker(Resumable):
             self._lay_out_history(step)
         before, behind = self.rank.rank - self.members, self.rank.rank + self.members
         arrivals = self._expect(order, before)
-        kept: dict[int, tuple[_Passage, dict[int, _Kept], Tensor | None]] = {}
+        kept: dict[int, tuple[_Passage, dict[int, _Kept]]] = {}
         loss = torch.zeros((), dtype=self.dtype, device=self.rank.device)
         logits = loss.new_zeros(self.own if self.is_last else 0, self.shapes.classes)
         departures: list[Future[None]] = []
         for c in order:
             message = self._receive(arrivals, step, c, "f", before)
-            kept[c] = self._forward(step, c, message, refresh)
-            passage, _, part = kept[c]
-            if part is not None:
-                loss, logits[self.chunks[c].rows] = loss + part.detach(), passage.h.detach()
+            passage, layers = kept[c] = self._forward(step, c, message, refresh)
+            if passage.loss is not None:
+                loss, logits[self.chunks[c].rows] = loss + passage.loss.detach(), passage.h.detach()
             elif passage.h is not None:
                 onward = passage.h if passage.x0 is None else torch.cat([passage.h, passage.x0.detach()], 1)
                 departures += self._send(step, c, "f", behind, onward)
+        del passage, layers  # of the last chunk, which would stay until the end
         for departure in departures:  # NCCL keeps one order of messages per pair of ranks: what we wait for comes after what we sent
             departure.result()
         departures.clear()
@@ -280,9 +281,9 @@ class Worker(Resumable):
         with self.rank.span(label, "comm", nbytes):
             return exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
 
-    def _forward(self, step: int, c: int, message: Tensor | None, refresh: bool) -> tuple[_Passage, dict[int, _Kept], Tensor | None]:
-        """The stage's layers on a chunk: its passage, what is kept by layer, and on the last stage the loss (h are the logits)."""
-        chunk, last = self.chunks[c], None
+    def _forward(self, step: int, c: int, message: Tensor | None, refresh: bool) -> tuple[_Passage, dict[int, _Kept]]:
+        """The stage's layers on a chunk: its passage (on the last stage h are the logits), and what is kept by layer."""
+        chunk = self.chunks[c]
         passage = self._enter(chunk, message)
         kept: dict[int, _Kept] = {}
         for piece in self.pieces:
@@ -298,8 +299,8 @@ class Worker(Resumable):
                     kept[layer] = self._layer(step, c, layer, passage, far, refresh)
                 if self.net.total in piece:
                     passage.h = self.net.decode(kept[self.net.total].out, self._drop(step, self.net.total + 1, self.vertices[chunk.rows]))
-                    last = self.targets[c].loss(passage.h)
-        return passage, kept, last
+                    passage.loss = self.targets[c].loss(passage.h)
+        return passage, kept
 
     def _enter(self, chunk: Chunk, message: Tensor | None) -> _Passage:
         if self.is_first:
@@ -360,11 +361,10 @@ class Worker(Resumable):
             kept.again = lambda: finish(net.prepare(x, drop), read)
         return kept
 
-    def _backward(self, step: int, c: int, passage: _Passage, kept: dict[int, _Kept], last: Tensor | None, message: Tensor | None
-                  ) -> Tensor | None:  # fmt: skip
+    def _backward(self, step: int, c: int, passage: _Passage, kept: dict[int, _Kept], message: Tensor | None) -> Tensor | None:
         """The gradient of the chunk's output rows through the stage -> that of its input rows (and x0's), for the stage before."""
         chunk, x0 = self.chunks[c], passage.x0
-        if last is None:
+        if passage.loss is None:
             if message is None:  # an empty sub-chunk
                 message = torch.zeros(0, self.strategy.boundary(self.job, self.stage), dtype=self.dtype, device=self.rank.device)
             passage.gradient, to_x0 = self._split(message)
@@ -374,7 +374,7 @@ class Worker(Resumable):
             with self.rank.span(self._label("backward", step, piece, c), "compute"):
                 for layer in reversed(piece):
                     if layer:
-                        passage.gradient = self._layer_backward(chunk, layer, kept.pop(layer), passage.gradient, last)
+                        passage.gradient = self._layer_backward(chunk, layer, kept.pop(layer), passage)
                     else:
                         assert passage.encoded is not None and passage.gradient is not None
                         backward([passage.encoded], [passage.gradient if x0 is None else passage.gradient + x0.grad])
@@ -390,16 +390,17 @@ class Worker(Resumable):
             return passage.gradient.clone()
         return torch.cat([passage.gradient, x0.grad if x0.grad is not None else torch.zeros_like(x0)], 1)
 
-    def _layer_backward(self, chunk: Chunk, layer: int, part: _Kept, gradient: Tensor | None, last: Tensor | None) -> Tensor | None:
-        """The gradient of the layer's output -> that of its input rows, own and then far ones; None: these are constant."""
+    def _layer_backward(self, chunk: Chunk, layer: int, part: _Kept, passage: _Passage) -> Tensor | None:
+        """The passage's gradient of the layer's output -> that of its input rows, own and then far ones; None: these are constant."""
         if part.again:
             part.again()
             part.again = None  # it holds the part: a circle would outlive the step
         if layer == self.net.total:
-            assert last is not None
-            last.backward()
+            assert passage.loss is not None
+            passage.loss.backward()
+            passage.loss = passage.h = None  # their graph would hold the layer's rows while those before it go backward
         else:
-            backward([part.out], [gradient])
+            backward([part.out], [passage.gradient])
         if part.x is None or part.read is None or part.rows is None:
             return None
         slope, net = self.slope[layer], self.net.layer(layer)
@@ -407,6 +408,7 @@ class Worker(Resumable):
         to_read = aggregate_transposed(chunk.blocks[net.edges], part.read.grad) if linear else part.read.grad
         slope[chunk.rows] += to_read[: chunk.size]
         slope.index_add_(0, chunk.sources[chunk.size :], to_read[chunk.size :])  # several times as slow as a slice's sum
+        del to_read  # the largest of all
         if part.rows.grad is not None:
             slope[chunk.rows] += part.rows.grad
         backward([part.prepared], [chunk.of(slope)])
