@@ -33,7 +33,7 @@ TOLD = Path(__file__).resolve().parent.parent / "gnnplan" / "traces" / "measured
 EPOCHS, LONG = 12, 1.5  # [s] a predicted epoch that half as many must do for, if it begins as it goes on
 MEASURED: dict[str, tuple[Path, float]] = {}  # the last file of each cluster, and since when [s]
 FRESH = 300.0  # [s] that constants are used for: other tenants come and go, and the machine is another one some minutes later
-SETTLED, MOST = 12.0, 100  # [s] that short epochs are repeated for, and how often at most: a process takes seconds to come to its pace
+SETTLED, MOST = 10.0, 100  # [s] that short epochs are repeated for, and how often at most: a process takes seconds to come to its pace
 TIMES = 2  # that each is run, some hours or half hours apart
 JOBS = {
     "squirrel": ("squirrel", ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5")),
