@@ -46,8 +46,8 @@ LONGEST = 0.3  # times what is spent on a number: what a message may take; large
 FEWEST = 6  # sizes that a fit needs, however slow the moment
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
-ROUNDS = 3  # in which everything is timed in turn, of which the median counts: a machine's pace changes for ten seconds and more, ranks
-# that share cores find one rhythm or another, and a training sees all of them (the fastest round promised epochs 5 % too short)
+ROUNDS = 3  # in which everything is timed in turn: a machine's pace changes for ten seconds and more
+SLOW = 1.15  # times the fastest round: what is slower is of a moment in which others had the machine
 HURRY = 0.1  # [s] on a number, below which one round is enough
 WARM = 2**29  # bytes that a rank has touched before it times anything: the allocator keeps them
 
@@ -55,9 +55,13 @@ Group = tuple[int, ...]
 Sent = tuple[float, float]  # how long an operation of a size took, and core-seconds of a group's ranks [s]
 
 
-def usual(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The median of several rounds, of each number by itself."""
-    return [*map(median, zip(*rounds, strict=True))]
+def usual(rounds: Sequence[Sequence[float]], slow: float = np.inf) -> list[float]:
+    """The median of several rounds, of each number by itself, without those that were so many times as slow as the fastest.
+
+    >>> usual([[1.0, 2.0], [1.1, 2.0], [1.5, 2.0]]), usual([[1.0], [1.1], [1.5]], slow=1.15)
+    ([1.1, 2.0], [1.05])
+    """
+    return [median(took for took in each if took <= slow * min(each)) for each in zip(*rounds, strict=True)]
 
 
 class Bench:
@@ -104,7 +108,7 @@ class Bench:
                 self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
         for (op, where), sent in messages.items():
             found[f"{op}.{where}"] = [(size, *usual(rounds)) for size, rounds in sent.items()]
-        typical = {what: [usual(rounds) for rounds in of_each] for what, of_each in timed.items()}
+        typical = {what: [usual(rounds, SLOW) for rounds in of_each] for what, of_each in timed.items()}
         found["gemm"] = [(*shape, samples) for shape, samples in zip(SHAPES, typical["gemm"], strict=True)]
         found["gather"] = [(width, block.n_src * width * 4, 2 * block.edges * width * 4, samples) for (block, width), samples in
                            zip(itertools.product(blocks, WIDTHS), typical["gather"], strict=True)]  # fmt: skip
