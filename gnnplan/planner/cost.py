@@ -145,6 +145,17 @@ class Cost:
         others = mine.sum(-1, keepdims=np.ndim(seconds) > 1) * (1 - 1 / mine.shape[-1])
         return np.maximum(1.0, (1.0 + others * crowd / span) * self._share)
 
+    def paces(self, transfer: Transfer) -> tuple[Number, Number]:
+        """Rates of a transfer and of what all ranks of a machine compute beside it, each as a share of its rate alone. Every rank has a
+        thread for either: who wants less than its share of the cores leaves the rest to others."""
+        copying = reduce(np.maximum, (seconds for (kind, _), seconds in transfer.busy.items() if kind == "cores"), 0.0)
+        if not self.cores or not np.any(copying):
+            return 1.0, 1.0
+        wanted = copying / np.maximum(transfer.alone - transfer.latency, 1e-30)
+        computing = min(1.0, float(self._living.max()) * self._share)
+        copied = np.minimum(wanted, max(0.5, 1.0 - computing))
+        return copied / np.maximum(wanted, 1e-30), np.minimum(1.0, (1.0 - copied) / computing)
+
     def filled(self, seconds: Number) -> dict[Port, Number]:
         """Seconds that each machine's cores are busy while its ranks compute so long [.., ranks]."""
         if not self.cores:

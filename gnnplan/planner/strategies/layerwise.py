@@ -207,9 +207,9 @@ def predict(job: Job, layout: Layout | EstimatedLayout, how: Manner, batches: Ba
 
 def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, prefetch: int = 0) -> Prediction:
     """An epoch of these operations; `once`: bytes of the set-up. Synchronous: from one transfer to the next all wait for the slowest
-    rank. Stale: layer l's exchange has until layer l of the next step, all layers share one communication lane; computation waits
-    for the all-reduce, which shares wires with them. With `prefetch` what may be done ahead is beside everything else. Operations that
-    share their work, as layers and batches that are alike do, are priced once and counted."""
+    rank. Stale: layer l's exchange has until layer l of the next step, all layers share one communication lane, and cores with
+    computation; this waits for the all-reduce, which shares wires with them. With `prefetch` what may be done ahead is beside everything
+    else. Operations that share their work, as layers and batches that are alike do, are priced once and counted."""
     cost = job.cost
     priced: dict[object, _Priced] = {}
     computed, hosted = Counter[object](), Counter[object]()  # work; what is loaded, and done on the host
@@ -247,7 +247,8 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
         for what, times in (exchanged + reduced).items():
             _load(ports, priced[what].transfer, times)
         alone = paced.together(cost, seconds)
-        epoch = reduce(np.maximum, ports.values(), np.maximum(alone + summing, moving))
+        computed_s, both_s = _at_once(cost, alone, [(priced[what].transfer, times) for what, times in exchanged.items()])
+        epoch = reduce(np.maximum, ports.values(), np.maximum(computed_s + summing, both_s))
         exposed = epoch - alone
     else:
         epoch = apart.together(cost, seconds) + moving + summing
@@ -271,6 +272,20 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
             for where, share in priced[what].by_link.items():
                 links[where] = links.get(where, 0) + times * share
     return Prediction(epoch, busiest, exposed, waiting, sent, links, once, by_op)
+
+
+def _at_once(cost: Cost, computing: Number, exchanges: Iterable[tuple[Transfer, int]]) -> tuple[Number, Number]:
+    """Computation that takes so long alone, beside exchanges one after the other, each so many times, until it has ended and until both
+    have [s]. What is left of either when the other has ended goes on alone."""
+    lane, beside, done = (np.zeros(np.shape(computing)) for _ in range(3))  # exchanges alone; beside computation; what is done of it
+    for transfer, times in exchanges:
+        flowing = transfer.alone - transfer.latency
+        exchanging, working = cost.paces(transfer)
+        lane = lane + times * transfer.alone
+        beside = beside + times * (transfer.latency + flowing / exchanging)
+        done = done + times * (transfer.latency + flowing / exchanging * working)
+    ended = np.where(done > computing, computing * beside / np.maximum(done, 1e-30), computing + beside - done)
+    return ended, ended + np.maximum(1.0 - ended / np.maximum(beside, 1e-30), 0.0) * lane
 
 
 class _Priced(NamedTuple):
