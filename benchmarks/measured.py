@@ -1,11 +1,12 @@
 """Predicted against measured, on clusters emulated on this machine: `python benchmarks/measured.py run DATASETS [JOB ...]`, then
-`table` and `tell`.
+`table` and `tell`; `predict DATASETS` where predictions have changed since.
 
 Every job on every cluster with every family that fits: constants from `gnnplan measure` of that cluster alone, plan, run, compare. When all
 has been run it is run again, with constants of its own: what two runs of the same differ by is noise.
 What is missing is run; rows are appended to traces/measured/runs.csv, what was measured of clusters is kept beside. Needs Linux, root and
-iproute2, and a machine that does nothing else. `table` prints errors, regret and what to doubt as docs/measured.md has them; `tell` writes
-gnnplan/traces/measured.csv, by which a plan knows what differences are noise.
+iproute2, and a machine that does nothing else. `predict` puts into the rows what the code as it is predicts from the constants that each
+was planned by: these and what was measured stay. `table` prints errors, regret and what to doubt as docs/measured.md has them; `tell`
+writes gnnplan/traces/measured.csv, by which a plan knows what differences are noise.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 from accuracy import gnnplan, write
 
 from gnnplan.cli.validate import examine
+from gnnplan.planner.plan import chosen, question, read
 from gnnplan.planner.runs import Run, summarise
+from gnnplan.planner.search import weigh
+from gnnplan.planner.validate import beside, per_operation
+from gnnplan.simulator.player import play
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
 ROWS = TRACES / "runs.csv"
@@ -68,6 +74,12 @@ def constants(servers: int, each: int, rate: str) -> Path:
     return path
 
 
+def asked(datasets: Path, job: str) -> tuple[str, ...]:
+    """The options that name its graph and workload."""
+    graph, workload = JOBS[job]
+    return "--graph", graph if ":" in graph else str(datasets / f"{graph}.npz"), *workload
+
+
 def run(datasets: Path, jobs: list[str]) -> None:
     """Everything that has fewer rows than TIMES."""
     done: Counter[tuple[str, str, str]] = Counter()
@@ -76,17 +88,14 @@ def run(datasets: Path, jobs: list[str]) -> None:
             done.update((row["job"], row["cluster"], row["strategy"]) for row in csv.DictReader(file))
     for before, cluster, job in itertools.product(range(TIMES), CLUSTERS, jobs or JOBS):
         servers, _, rate = cluster
-        graph, workload = JOBS[job]
-        source = graph if ":" in graph else str(datasets / f"{graph}.npz")
         for strategy in FAMILIES + (SHARING if servers > 1 else ()):
-            alike = "narrow" in strategy and "gcnii" in workload  # no layer is narrower than its input
+            alike = "narrow" in strategy and "gcnii" in JOBS[job][1]  # no layer is narrower than its input
             if alike or done[job, name(*cluster), strategy] > before:
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 plan, out = f"{scratch}/plan.json", f"{scratch}/run"
                 measured = constants(*cluster)
-                asked = ("--graph", source, *workload, "--cluster", str(measured))
-                gnnplan("plan", *asked, "--strategy", strategy, "-o", plan)
+                gnnplan("plan", *asked(datasets, job), "--cluster", str(measured), "--strategy", strategy, "-o", plan)
                 predicted = json.loads(Path(plan).read_text())["best"]["predicted"]["epoch_s"]
                 settled = "pipegcn" not in strategy  # whose exchanges lag more from step to step, until they lag by one
                 least = EPOCHS // 2 if predicted > LONG and settled else EPOCHS
@@ -116,6 +125,26 @@ def append(job: str, cluster: str, strategy: str, constants: str, seen: Run) -> 
         writer.writerow(row)
     print(f"{job:10s} {cluster:14s} {strategy:28s} predicted {step['predicted_s']:.4f} s, measured {step['measured_s']:.4f} s "
           f"({step['predicted_s'] / step['measured_s'] - 1:+.0%})", flush=True)  # fmt: skip
+
+
+def predict(datasets: Path) -> None:
+    """Every row's predictions anew."""
+    with ROWS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        with tempfile.TemporaryDirectory() as scratch:
+            plan, constants = f"{scratch}/plan.json", TRACES / f"{row['constants']}.yaml"
+            gnnplan("plan", *asked(datasets, row["job"]), "--cluster", str(constants), "--strategy", row["strategy"], "-o", plan)
+            document = read(Path(plan))
+        job, strategy = question(document), chosen(document)
+        candidate, played = weigh(job, strategy), play(strategy.schedule(job, 5), job.cost)
+        seen = {told["operation"]: told["measured_s"] for told in json.loads(row["told"])}
+        use = np.sum([use for name, use in candidate.memory.items() if name != "runtime"], axis=0)
+        row |= {"predicted_s": f"{float(candidate.predicted.epoch_s):.6g}", "simulated_s": f"{played.step_s:.6g}",
+                "memory_predicted": round(float(np.max(use))),
+                "told": json.dumps(beside(candidate.predicted, per_operation(played.spans, range(1, 5)), seen))}  # fmt: skip
+        print(row["job"], row["cluster"], row["strategy"], f"{float(row['predicted_s']) / float(row['measured_s']) - 1:+.0%}")
+    write(ROWS, rows)
 
 
 def runs() -> list[Run]:
@@ -171,6 +200,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["run", datasets, *jobs]:
             run(Path(datasets), jobs)
+        case ["predict", datasets]:
+            predict(Path(datasets))
         case ["table"]:
             table()
         case ["tell"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -132,15 +132,9 @@ def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simul
     compared = epochs if drawn is None else min(epochs, drawn // batches, schedule.steps // batches)  # epochs, byte for byte
     scheduled = [sum(schedule.bytes_by_op(t for t in schedule.tasks if t.label.step // batches == e).values())
                  for e in range(0 if drawn is None else compared)]  # fmt: skip
-    simulated, measured, played_epochs = by_epoch(simulated, batches), by_epoch(measured, batches), schedule.steps // batches
-    seen = per_operation(measured, warm)
-    steady = range(min(1, played_epochs - 1), played_epochs)
-    played = per_operation(simulated, steady)
-    told = predicted_per_operation(prediction)
-    told.setdefault("pipeline:f", told.get("pipeline", 0.0) / 2)
-    told.setdefault("pipeline:b", told.get("pipeline", 0.0) / 2)
-    rows = [_row(name, told.get(name), played.get(name), seen[name]) for name in seen]
-    rows.sort(key=lambda row: -row["measured_s"])
+    simulated, measured = by_epoch(simulated, batches), by_epoch(measured, batches)
+    steady = range(min(1, schedule.steps // batches - 1), schedule.steps // batches)
+    rows = beside(prediction, per_operation(simulated, steady), per_operation(measured, warm))
     step = _row("step", float(prediction.epoch_s), simulated_step_s, median(m["epoch_s"] for m in metrics[warm.start :]))
     counted: dict[str, int] = {}
     once = 0
@@ -161,6 +155,14 @@ def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simul
         "memory": _memory(memory, ranks), "rows": rows_by_class(ranks),
         "wrong": _wrong(volume, disorder, step, rows),
     }  # fmt: skip
+
+
+def beside(prediction: Prediction, played: Mapping[str, float], seen: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Each operation that was `seen`, the longest first, beside what was predicted and `played` of it [s]."""
+    told = predicted_per_operation(prediction)
+    told.setdefault("pipeline:f", told.get("pipeline", 0.0) / 2)
+    told.setdefault("pipeline:b", told.get("pipeline", 0.0) / 2)
+    return [_row(name, told.get(name), played.get(name), seen[name]) for name in sorted(seen, key=lambda name: -seen[name])]
 
 
 def _memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
