@@ -67,9 +67,10 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
             ways = _ways(pipe, job, slower, crowd)
             epoch = _last(ways, [seconds * crowd for seconds in refresh], links, after)
     exchanged = {way: [w.exchanged for w in ways[way]] for way in ways}
+    met = reduce(np.maximum, [f + b + ring.alone for f, b, ring in zip(*exchanged.values(), reduced, strict=True)])
     ports = cost.filled(computed)  # seconds that each is busy
     if cost.crowd > 1:  # cores are idle only while someone waits
-        waits = reduce(np.maximum, [f + b for f, b in zip(*exchanged.values(), strict=True)]) + 2 * k * reduce(np.maximum, links, 0.0)
+        waits = met + 2 * k * reduce(np.maximum, links, 0.0)
         epoch = np.maximum(alone, np.minimum(epoch, reduce(np.maximum, ports.values()) + waits))
     for busy, times in [(t.busy, 1) for t in reduced] + [(t.busy, 2 * k) for t in sent] + [(w.busy, 1) for w in ways["f"] + ways["b"]]:
         for port, seconds in busy.items():
@@ -77,8 +78,7 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     epoch = reduce(np.maximum, ports.values(), epoch)
     busy_s = np.minimum(reduce(np.maximum, map(_largest, own)) * cost.crowd, epoch)
     # the first chunk's way through the pipeline, twice; the rest hides behind computation, and so may some of this
-    moving = 2.0 * sum(links) + reduce(np.maximum, [f + b + r.alone for f, b, r in zip(*exchanged.values(), reduced, strict=True)])
-    moving = np.minimum(moving, np.maximum(epoch - busy_s, 0.0))
+    moving = np.minimum(2.0 * sum(links) + met, np.maximum(epoch - busy_s, 0.0))
     by_op = {op: reduce(np.maximum, [_largest(w.members) for w in ways[way]]) * cost.crowd
              for op, way in (("forward", "f"), ("backward", "b"))}  # fmt: skip
     by_op |= {op: reduce(np.maximum, of_each) * cost.crowd for op, of_each in (("history", refresh), ("update", update))}
