@@ -76,8 +76,8 @@ class _Flow:
     def __init__(self, transfer: Transfer, done: Callable[[], None], threads: int) -> None:
         self.left = max(transfer.busy.values(), default=0.0)  # [s] at rate 1, as of `since`
         self.shares = {port: seconds / self.left for port, seconds in transfer.busy.items() if seconds > 0.0}
-        cores = [share for (kind, _), share in self.shares.items() if kind == "cores"] or [1.0]
-        self.weight = threads / len(cores) / max(cores)  # each thread gets equally much of them
+        cores = [share for (kind, _), share in self.shares.items() if kind == "cores"]
+        self.weight = threads / len(cores) / max(cores) if cores else 1.0  # each thread gets equally much of them
         self.rate = 0.0
         self.since = 0.0  # [s]
         self.alarm = 0  # number of the one alarm that is valid for it

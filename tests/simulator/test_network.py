@@ -16,8 +16,8 @@ unhurried = settings(deadline=None)  # the machine may be busy
 A, B, C, D = (("nic_out", i) for i in range(4))
 
 
-def ends(*starts: tuple[float, Transfer]) -> list[float]:
-    """When transfers that start at these times end [s]."""
+def ends(*starts: tuple[float, Transfer], threads: tuple[int, ...] = ()) -> list[float]:
+    """When transfers that start at these times, by so many threads each (one), end [s]."""
     env = simpy.Environment()
     network = Network(env)
     over = [float("nan")] * len(starts)
@@ -27,7 +27,8 @@ def ends(*starts: tuple[float, Transfer]) -> list[float]:
         over[i] = env.now
 
     for i, (start, transfer) in enumerate(starts):
-        env.timeout(start).callbacks.append(lambda _, i=i, transfer=transfer: network.start(transfer, lambda: done(i)))
+        env.timeout(start).callbacks.append(lambda _, i=i, transfer=transfer: network.start(
+            transfer, lambda: done(i), threads[i] if threads else 1))  # fmt: skip
     env.run()
     assert not any(network._users.values())
     return over
@@ -78,6 +79,12 @@ def test_three_over_two_ports_in_time():
 def test_a_port_filled_by_half_has_room_for_another():
     """1/2 each of port B at full rate: they overlap without a loss."""
     assert ends((0, Transfer(0, {A: 2.0, B: 1.0})), (0, Transfer(0, {C: 2.0, B: 1.0}))) == [2.0, 2.0]
+
+
+def test_threads_have_equally_much_of_a_core_but_not_of_a_wire():
+    """Three of four threads on one core are the first one's; on a wire it is one of two, however many ranks take part."""
+    assert ends((0, Transfer(0, {("cores", 0): 3.0})), (0, Transfer(0, {("cores", 0): 3.0})), threads=(3, 1)) == [4.0, 6.0]
+    assert ends((0, Transfer(0, {A: 3.0})), (0, Transfer(0, {A: 3.0})), threads=(3, 1)) == [6.0, 6.0]
 
 
 def test_the_end_of_one_parts_a_component_in_two():
