@@ -22,15 +22,15 @@ import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from accuracy import gnnplan, write
 
 from gnnplan.cli.validate import examine
 from gnnplan.planner.plan import chosen, question, read
 from gnnplan.planner.runs import Run, summarise
 from gnnplan.planner.search import weigh
-from gnnplan.planner.validate import beside, per_operation
+from gnnplan.planner.validate import beside, fullest, per_operation
 from gnnplan.simulator.player import play
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
@@ -74,18 +74,25 @@ def constants(servers: int, each: int, rate: str) -> Path:
     return path
 
 
-def asked(datasets: Path, job: str) -> tuple[str, ...]:
-    """The options that name its graph and workload."""
+def rows() -> list[dict[str, str]]:
+    """All that there are."""
+    if not ROWS.exists():
+        return []
+    with ROWS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def plan(datasets: Path, job: str, constants: Path, strategy: str, out: str) -> dict[str, Any]:
+    """The document, which is left in `out`."""
     graph, workload = JOBS[job]
-    return "--graph", graph if ":" in graph else str(datasets / f"{graph}.npz"), *workload
+    source = graph if ":" in graph else str(datasets / f"{graph}.npz")
+    gnnplan("plan", "--graph", source, *workload, "--cluster", str(constants), "--strategy", strategy, "-o", out)
+    return read(Path(out))
 
 
 def run(datasets: Path, jobs: list[str]) -> None:
     """Everything that has fewer rows than TIMES."""
-    done: Counter[tuple[str, str, str]] = Counter()
-    if ROWS.exists():
-        with ROWS.open(newline="") as file:
-            done.update((row["job"], row["cluster"], row["strategy"]) for row in csv.DictReader(file))
+    done = Counter((row["job"], row["cluster"], row["strategy"]) for row in rows())
     for before, cluster, job in itertools.product(range(TIMES), CLUSTERS, jobs or JOBS):
         servers, _, rate = cluster
         for strategy in FAMILIES + (SHARING if servers > 1 else ()):
@@ -93,14 +100,13 @@ def run(datasets: Path, jobs: list[str]) -> None:
             if alike or done[job, name(*cluster), strategy] > before:
                 continue
             with tempfile.TemporaryDirectory() as scratch:
-                plan, out = f"{scratch}/plan.json", f"{scratch}/run"
+                planned, out = f"{scratch}/plan.json", f"{scratch}/run"
                 measured = constants(*cluster)
-                gnnplan("plan", *asked(datasets, job), "--cluster", str(measured), "--strategy", strategy, "-o", plan)
-                predicted = json.loads(Path(plan).read_text())["best"]["predicted"]["epoch_s"]
+                predicted = plan(datasets, job, measured, strategy, planned)["best"]["predicted"]["epoch_s"]
                 settled = "pipegcn" not in strategy  # whose exchanges lag more from step to step, until they lag by one
                 least = EPOCHS // 2 if predicted > LONG and settled else EPOCHS
                 epochs = min(max(least, int(SETTLED / predicted)), MOST)
-                gnnplan("run", plan, "--epochs", str(epochs), "--eval-every", "0", "--checkpoint-every", "0",
+                gnnplan("run", planned, "--epochs", str(epochs), "--eval-every", "0", "--checkpoint-every", "0",
                         "--out", out, "--timeout", "120", *(("--emulate", rate) if rate else ()))  # fmt: skip
                 append(job, name(*cluster), strategy, measured.stem, examine(Path(out)))
                 done[job, name(*cluster), strategy] += 1
@@ -129,34 +135,29 @@ def append(job: str, cluster: str, strategy: str, constants: str, seen: Run) -> 
 
 def predict(datasets: Path) -> None:
     """Every row's predictions anew."""
-    with ROWS.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
+    told = rows()
+    for row in told:
         with tempfile.TemporaryDirectory() as scratch:
-            plan, constants = f"{scratch}/plan.json", TRACES / f"{row['constants']}.yaml"
-            gnnplan("plan", *asked(datasets, row["job"]), "--cluster", str(constants), "--strategy", row["strategy"], "-o", plan)
-            document = read(Path(plan))
+            document = plan(datasets, row["job"], TRACES / f"{row['constants']}.yaml", row["strategy"], f"{scratch}/plan.json")
         job, strategy = question(document), chosen(document)
         candidate, played = weigh(job, strategy), play(strategy.schedule(job, 5), job.cost)
-        seen = {told["operation"]: told["measured_s"] for told in json.loads(row["told"])}
-        use = np.sum([use for name, use in candidate.memory.items() if name != "runtime"], axis=0)
+        seen = {each["operation"]: each["measured_s"] for each in json.loads(row["told"])}
         row |= {"predicted_s": f"{float(candidate.predicted.epoch_s):.6g}", "simulated_s": f"{played.step_s:.6g}",
-                "memory_predicted": round(float(np.max(use))),
+                "memory_predicted": str(round(fullest(candidate.memory, runtime=False))),
                 "told": json.dumps(beside(candidate.predicted, per_operation(played.spans, range(1, 5)), seen))}  # fmt: skip
         print(row["job"], row["cluster"], row["strategy"], f"{float(row['predicted_s']) / float(row['measured_s']) - 1:+.0%}")
-    write(ROWS, rows)
+    write(ROWS, told)
 
 
 def runs() -> list[Run]:
     """The rows, as runs that can be summed up."""
-    with ROWS.open(newline="") as file:
-        return [Run(
-            "", f"{row['job']} {row['cluster']}", f"{row['job']}, {row['cluster']}", int(row["cluster"][0]), row["strategy"],
-            {"step": {key: float(row[key]) for key in ("predicted_s", "simulated_s", "measured_s")}, "operations": json.loads(row["told"]),
-             "memory": {"of": "data", "predicted_bytes": float(row["memory_predicted"]), "measured_bytes": float(row["memory_measured"])},
-             "bytes": {"equal": row["bytes_equal"] == "True"}, "order": {"equal": row["order_equal"] == "True"}},
-            tuple(json.loads(row["epochs_s"])),
-        ) for row in csv.DictReader(file)]  # fmt: skip
+    return [Run(
+        "", f"{row['job']} {row['cluster']}", f"{row['job']}, {row['cluster']}", int(row["cluster"][0]), row["strategy"],
+        {"step": {key: float(row[key]) for key in ("predicted_s", "simulated_s", "measured_s")}, "operations": json.loads(row["told"]),
+         "memory": {"of": "data", "predicted_bytes": float(row["memory_predicted"]), "measured_bytes": float(row["memory_measured"])},
+         "bytes": {"equal": row["bytes_equal"] == "True"}, "order": {"equal": row["order_equal"] == "True"}},
+        tuple(json.loads(row["epochs_s"])),
+    ) for row in rows()]  # fmt: skip
 
 
 def table() -> None:

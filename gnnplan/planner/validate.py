@@ -133,7 +133,8 @@ def compare(prediction: Prediction, memory: Memory, simulated: list[Span], simul
     scheduled = [sum(schedule.bytes_by_op(t for t in schedule.tasks if t.label.step // batches == e).values())
                  for e in range(0 if drawn is None else compared)]  # fmt: skip
     simulated, measured = by_epoch(simulated, batches), by_epoch(measured, batches)
-    steady = range(min(1, schedule.steps // batches - 1), schedule.steps // batches)
+    played_epochs = schedule.steps // batches
+    steady = range(min(1, played_epochs - 1), played_epochs)
     rows = beside(prediction, per_operation(simulated, steady), per_operation(measured, warm))
     step = _row("step", float(prediction.epoch_s), simulated_step_s, median(m["epoch_s"] for m in metrics[warm.start :]))
     counted: dict[str, int] = {}
@@ -165,10 +166,15 @@ def beside(prediction: Prediction, played: Mapping[str, float], seen: Mapping[st
     return [_row(name, told.get(name), played.get(name), seen[name]) for name in sorted(seen, key=lambda name: -seen[name])]
 
 
+def fullest(memory: Memory, runtime: bool) -> float:
+    """Of the fullest rank [B], with the libraries or without."""
+    return float(np.max(np.sum([use for name, use in memory.items() if name != "runtime" or runtime], axis=0)))
+
+
 def _memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the fullest rank: tensors and arrays where the allocator tells, else all pages with the runtime's."""
     told = all(rank["peak_bytes"] is not None for rank in ranks)
-    predicted = float(np.max(np.sum([use for name, use in memory.items() if name != "runtime" or not told], axis=0)))
+    predicted = fullest(memory, runtime=not told)
     measured = max(rank["peak_bytes" if told else "peak_rss_bytes"] for rank in ranks)
     return {"of": "data" if told else "process", "predicted_bytes": predicted, "measured_bytes": measured,
             "error": predicted / max(measured, 1) - 1}  # fmt: skip

@@ -247,7 +247,7 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
         for what, times in (exchanged + reduced).items():
             _load(ports, priced[what].transfer, times)
         alone = paced.together(cost, seconds)
-        computed_s, both_s = _at_once(cost, alone, [(priced[what].transfer, times) for what, times in exchanged.items()])
+        computed_s, both_s = _at_once(cost, alone, moving, [(priced[what].transfer, times) for what, times in exchanged.items()])
         epoch = reduce(np.maximum, ports.values(), np.maximum(computed_s + summing, both_s))
         exposed = epoch - alone
     else:
@@ -274,18 +274,17 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
     return Prediction(epoch, busiest, exposed, waiting, sent, links, once, by_op)
 
 
-def _at_once(cost: Cost, computing: Number, exchanges: Iterable[tuple[Transfer, int]]) -> tuple[Number, Number]:
-    """Computation that takes so long alone, beside exchanges one after the other, each so many times, until it has ended and until both
-    have [s]. What is left of either when the other has ended goes on alone."""
-    lane, beside, done = (np.zeros(np.shape(computing)) for _ in range(3))  # exchanges alone; beside computation; what is done of it
+def _at_once(cost: Cost, computing: Number, moving: Number, exchanges: Iterable[tuple[Transfer, int]]) -> tuple[Number, Number]:
+    """Computation that takes so long alone, beside exchanges one after the other (`moving` alone), each so many times, until it has ended
+    and until both have [s]. What is left of either when the other has ended goes on alone."""
+    beside, done = np.zeros(np.shape(computing)), np.zeros(np.shape(computing))  # exchanges beside computation; what is done of it then
     for transfer, times in exchanges:
-        flowing = transfer.alone - transfer.latency
         exchanging, working = cost.paces(transfer)
-        lane = lane + times * transfer.alone
-        beside = beside + times * (transfer.latency + flowing / exchanging)
-        done = done + times * (transfer.latency + flowing / exchanging * working)
+        flowing = (transfer.alone - transfer.latency) / exchanging
+        beside = beside + times * (transfer.latency + flowing)
+        done = done + times * (transfer.latency + flowing * working)
     ended = np.where(done > computing, computing * beside / np.maximum(done, 1e-30), computing + beside - done)
-    return ended, ended + np.maximum(1.0 - ended / np.maximum(beside, 1e-30), 0.0) * lane
+    return ended, ended + np.maximum(1.0 - ended / np.maximum(beside, 1e-30), 0.0) * moving
 
 
 class _Priced(NamedTuple):
