@@ -164,7 +164,7 @@ def start(plan: Path, out: Path, options: Options, job: Job, emulate: Emulated |
         where = f"epoch {last}" if last else "the beginning"
         sys.stderr.write(f"{error}\nstarting all ranks anew from {where} (restarts left after this one: {left - 1})\n")
 
-    arguments = ["-m", "gnnplan.executor.launch", str(plan), str(out), json.dumps(asdict(options))]
+    arguments = ["-m", "gnnplan.executor", "launch", str(plan), str(out), json.dumps(asdict(options))]
     try:
         if emulate is None:
             agent.run(arguments, len(ranks), options.restarts, whose, again)
@@ -295,7 +295,3 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the launcher's to answer; ranks end without a traceback
     die_with_parent()
     leave(work(Path(plan), Path(out), Options(**json.loads(options))))
-
-
-if __name__ == "__main__":
-    main()

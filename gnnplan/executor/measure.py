@@ -100,7 +100,7 @@ def measure_as_rank(tell: Callable[[str], None], seconds: float = SECONDS) -> Cl
 def _run_ranks(start: Callable[..., list[subprocess.Popen[str]]], seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
     """What rank 0 found, all ranks' samples taken together. No process outlives this call. Raises LostRank."""
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "gnnplan.executor.measure", folder, str(seconds)]
+        command = [sys.executable, "-m", "gnnplan.executor", "measure", folder, str(seconds)]
         started = start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         said: SimpleQueue[str] = SimpleQueue()
         listener = Thread(target=lambda: [said.put(line) for line in started[0].stdout or ()], daemon=True)
@@ -154,8 +154,8 @@ def _attempt(seconds: float, tell: Callable[[str], None], one_machine: bool) -> 
     return {"places": places, **bench.all(tell)}
 
 
-def _main(folder: Path, seconds: float) -> None:
-    rank = int(os.environ["RANK"])
+def main() -> None:
+    folder, seconds, rank = Path(sys.argv[1]), float(sys.argv[2]), int(os.environ["RANK"])
     die_with_parent()
 
     def tell(what: str) -> None:
@@ -266,7 +266,3 @@ def _device(found: dict[str, Any], memory: float, source: str) -> tuple[dict[str
     provenance = {"device.gemm": f"{source}, {len(flops)} shapes together, shapes within {min(off):+.0%} and {max(off):+.0%}"}
     provenance |= {f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", "gather", *core)}
     return device.model_dump() | {"gemm": gemm}, provenance
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), float(sys.argv[2]))

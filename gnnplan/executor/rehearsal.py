@@ -7,7 +7,8 @@ operation, and how many times as long as the planner predicts from kernels alone
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -37,15 +38,18 @@ class Piece:
     edges: int
     workload: dict[str, Any] = field(default_factory=dict)
 
-    def job(self, cluster: Cluster = _ANY) -> Job:
+    @cached_property
+    def job(self) -> Job:
+        """On any machine."""
         graph = load(f"synthetic:community?vertices={self.vertices}&edges={self.edges}&features=64&classes=8&seed=5")
         assert isinstance(graph, Graph)
-        return Job(graph.stats, graph, Workload(**self.workload), with_ranks(cluster, 1))
+        return Job(graph.stats, graph, Workload(**self.workload), _ANY)
 
     def seconds(self, cluster: Cluster, launch: float) -> float:
         """Of a step, as the cost model has it, at so many seconds of the framework for an operation."""
         device = cluster.device.model_copy(update={"launch": launch})
-        return float(GraphParallel().predict(self.job(cluster.model_copy(update={"device": device}))).epoch_s)
+        there = replace(self.job, cluster=with_ranks(cluster.model_copy(update={"device": device}), 1))  # with what the job has laid out
+        return float(GraphParallel().predict(there).epoch_s)
 
 
 PIECES = (  # from what the framework's own time decides to what fits no cache
@@ -62,7 +66,7 @@ class Rehearsal:
     """A piece's training on this rank."""
 
     def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
-        job = piece.job()
+        job = piece.job
         self.rank = Rank(0, 1, device, backend, traced=0)
         self.worker = open_worker(self.rank, job, GraphParallel())
         self.learner = Learner(self.rank, job.workload, [Gradients(self.worker.net.parameters(), self.worker.reduce_group)])

@@ -133,7 +133,7 @@ def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(tmp_pa
     job = question(read(path))
 
     def command(**options: object) -> list[str]:
-        return [sys.executable, "-m", "gnnplan.executor.launch", str(path), str(out), json.dumps({"checkpoint_every": 2, **options})]
+        return [sys.executable, "-m", "gnnplan.executor", "launch", str(path), str(out), json.dumps({"checkpoint_every": 2, **options})]
 
     with lab.lab(2) as servers:
         ranks = lab.start(servers, [0, 1], command(epochs=1_000_000, timeout_s=4.0), stderr=subprocess.DEVNULL)
@@ -164,10 +164,10 @@ def test_emulated_servers_are_measured_apart(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     said: list[str] = []
-    cluster = measure(1, said.append, servers=2, emulated=25e6, seconds=0.05)
+    cluster = measure(1, said.append, servers=2, emulated=1e7, seconds=0.05)
     assert (cluster.servers, cluster.gpus_per_server, cluster.one_machine) == (2, 1, True)
-    assert cluster.inter_node and cluster.inter_node.bandwidth < 1.3 * 25e6  # no faster than the card, but for a burst
-    assert cluster.inter_node.bandwidth > 5e6
+    assert cluster.inter_node and cluster.inter_node.bandwidth < 1.3 * 1e7  # no faster than the card, but for a burst
+    assert cluster.inter_node.bandwidth > 2e6
     assert set(cluster.collectives) == {f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")}
     assert any("between servers" in what for what in said)
 

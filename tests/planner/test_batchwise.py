@@ -19,7 +19,7 @@ from gnnplan.planner.search import families, search
 from gnnplan.planner.specs import Cluster, Device, Link, Workload
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.p3 import UNEVEN
-from gnnplan.simulator.player import critical_path, play, serial
+from gnnplan.simulator.player import Score, critical_path, play, serial
 
 ROUND = 1e-9
 
@@ -79,13 +79,15 @@ def test_the_closed_form_of_an_epoch_is_its_simulation(job: Job):
     for strategy in variants(job):
         pipelined = isinstance(strategy, P3) and strategy.pipelined
         schedule, p = strategy.schedule(job, strategy.steps(job) * (1 + 4 * pipelined)), strategy.predict(job)
-        ends = [critical_path(schedule, job.cost), play(schedule, job.cost, contention=False).end_s, play(schedule, job.cost).end_s,
-                serial(schedule, job.cost)]  # fmt: skip
+        score = Score(schedule, job.cost)
+        played = play(schedule, job.cost, score=score)
+        ends = [critical_path(schedule, job.cost, score), play(schedule, job.cost, contention=False, score=score).end_s, played.end_s,
+                serial(schedule, job.cost, score)]  # fmt: skip
         assert all(low <= high * (1 + ROUND) for low, high in pairwise(ends)), (strategy, ends)
         closed = float(p.epoch_s)
         if pipelined:  # later epochs draw other batches
-            played = play(schedule, job.cost).epoch_s(strategy.steps(job))
-            assert abs(closed / played - 1) <= strategy.claim, (strategy, closed, played)
+            epoch = played.epoch_s(strategy.steps(job))
+            assert abs(closed / epoch - 1) <= strategy.claim, (strategy, closed, epoch)
         elif isinstance(strategy, P3) and len(strategy.rails(job)) > 1:
             assert ends[2] <= closed * (1 + ROUND) <= (1 + UNEVEN) * ends[2], (strategy, closed, ends)
         elif strategy.prefetch:

@@ -36,7 +36,7 @@ from gnnplan.planner.strategies import (
     parse,
 )
 from gnnplan.planner.strategies.flowshop import MANY, balance
-from gnnplan.simulator.player import Played, critical_path, play, serial
+from gnnplan.simulator.player import Played, Score, critical_path, play, serial
 
 STEPS = 4
 ROUND = 1e-9  # what rounding may do to a sum of seconds
@@ -121,8 +121,9 @@ def some(law_examples: int = 12) -> Any:
 def test_critical_path_simulated_serial(job: Job):
     for strategy in variants(job):
         schedule = strategy.schedule(job, STEPS)
-        bounds = [critical_path(schedule, job.cost), play(schedule, job.cost, contention=False).end_s, play(schedule, job.cost).end_s,
-                  serial(schedule, job.cost)]  # fmt: skip
+        score = Score(schedule, job.cost)
+        simulated = [play(schedule, job.cost, contention=contention, score=score).end_s for contention in (False, True)]
+        bounds = [critical_path(schedule, job.cost, score), *simulated, serial(schedule, job.cost, score)]
         assert all(low <= high * (1 + ROUND) for low, high in pairwise(bounds)), (strategy, bounds)
         assert bounds[0] == pytest.approx(bounds[1], rel=ROUND)  # without contention nothing else delays
 
@@ -135,7 +136,9 @@ def test_closed_form_is_the_simulation_within_the_claim(job: Job):
     hybrid's members, who send at once through their server's one card."""
     for strategy in variants(job):
         schedule, closed = strategy.schedule(job, 6), float(strategy.predict(job).epoch_s)
-        alone, contended = (play(schedule, job.cost, contention=contention).epoch_s(strategy.steps(job)) for contention in (False, True))
+        score = Score(schedule, job.cost)
+        alone, contended = (play(schedule, job.cost, contention=contention, score=score).epoch_s(strategy.steps(job))
+                            for contention in (False, True))  # fmt: skip
         assert abs(closed / contended - 1) <= strategy.claim, (strategy, closed, contended)
         if getattr(strategy, "staleness", 0):
             assert alone * (1 - ROUND) <= closed <= contended * (1 + ROUND)
