@@ -1,14 +1,15 @@
 # Two commands: `make demo` and `make test`. Both set up .venv first; nothing else is needed but Python 3.11 and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt  # most modules are never imported
 RUN ?= runs/demo
 
 .PHONY: demo test bench clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dgl,dev]'
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) --editable '.[dgl,dev]'
 	touch $@
 
 demo: .venv/.installed  ## measure this machine, then plan, simulate, run on two ranks and validate the embedded default

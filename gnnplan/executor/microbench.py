@@ -36,7 +36,7 @@ GRAPHS = ((2_500, 125_000), (20_000, 1_000_000), (80_000, 800_000))  # vertices,
 WIDTHS = (16, 64, 256)
 SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64, 64), (2_500, 512, 512))  # rows, H_in, H_out
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))  # rows, width; the framework's own time would be most of a smaller one's
-SAMPLED = (20_000, 1_000_000)  # vertices, edges
+SAMPLED = GRAPHS[1]
 SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
 TURNS = (2**12, 2**14, 2**16, 2**18)  # messages that wait for a core while others train the piece BUSY [B]
@@ -67,6 +67,7 @@ def usual(rounds: Sequence[Sequence[float]], slow: float = np.inf) -> list[float
 
 @cache
 def _community(vertices: int, edges: int) -> Graph:
+    """Made once, for what aggregates and what samples."""
     graph = load(SYNTHETIC.format(vertices, edges))
     assert isinstance(graph, Graph)
     return graph
