@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import numpy as np
@@ -247,13 +249,17 @@ class Arriving:
         if prefetch:
             gc.collect()
             gc.freeze()  # a fork has none of our threads: it would wait for them for ever if it collected a process group of ours
+            forked = multiprocessing.get_context("fork").Event()
             try:
                 self.ahead = iter(DataLoader(
                     sampler, batch_size=None, sampler=itertools.count(first), num_workers=1, prefetch_factor=prefetch,
-                    multiprocessing_context="fork", worker_init_fn=_begin, pin_memory=rank.device.type == "cuda",
+                    multiprocessing_context="fork", worker_init_fn=partial(_begin, forked), pin_memory=rank.device.type == "cuda",
                 ))  # fmt: skip
             finally:
                 gc.unfreeze()
+            # Who forks while another's sampler connects to the store in it has a sampler with the name resolver's lock taken, for ever
+            rank.await_all()
+            forked.set()
 
     def next(self, step: int) -> Share:
         rank = self.rank
@@ -276,6 +282,7 @@ class Arriving:
         self.ahead = None
 
 
-def _begin(worker: int) -> None:
+def _begin(forked: Event, worker: int) -> None:
     die_with_parent()
     torch.set_num_threads(1)
+    forked.wait()

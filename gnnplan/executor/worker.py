@@ -109,6 +109,11 @@ class Rank:
                 self.meet(self._groups[ranks])
         return self._groups[ranks]
 
+    def await_all(self) -> None:
+        """Wait until all ranks have come here."""
+        if self.world > 1:
+            dist.all_reduce(torch.zeros(1, device=self.wire_device), group=self.exchange_group)
+
     def meet(self, group: dist.ProcessGroup) -> None:
         """NCCL connects a group in its first call, which all of its ranks must make: an exchange does without those that have nothing
         to move."""

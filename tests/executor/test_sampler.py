@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,28 @@ def test_a_sampler_leaves_what_it_inherits_alone(graphs: dict[str, str], tmp_pat
     finally:
         gc.enable()
     assert told.read_text() == f"{os.getpid()}\n"
+
+
+def test_samplers_begin_when_all_have_forked(graphs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in some hundred runs a sampler hung at its start: its rank, which hosted the store, was looking up the name of another's
+    sampler when it forked, and the lock of that look-up stayed taken."""
+    told = tmp_path / "told"
+
+    class Telling(Sampler):
+        def __getitem__(self, step: int) -> Sampled:
+            with told.open("a") as file:
+                file.write(f"item {step}\n")
+            return super().__getitem__(step)
+
+    def late(rank: Rank) -> None:
+        time.sleep(0.3)
+        told.write_text("all are here\n")
+
+    monkeypatch.setattr(Rank, "await_all", late)
+    ahead = arriving(Telling, graphs, 1)
+    ahead.next(0)
+    ahead.close()
+    assert told.read_text().splitlines()[:2] == ["all are here", "item 0"]
 
 
 def test_a_run_ends_its_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
