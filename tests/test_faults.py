@@ -1,5 +1,5 @@
 """Ranks that are killed or interrupted: all processes end, the error names the rank, finished epochs stay. Whatever else may happen to
-ranks and to their launcher, and when: test_injected.py."""
+ranks and to their launcher, and when: injected.py."""
 
 import json
 import os
