@@ -7,11 +7,12 @@ import time
 import numpy as np
 
 from gnnplan.planner.cost import Cost
-from gnnplan.planner.schedule import Collective, Compute, Label, Recv, Schedule, Send, Task, all_reduce
+from gnnplan.planner.schedule import Collective, Compute, Gather, Label, Recv, Schedule, Send, Task, all_reduce
 from gnnplan.planner.specs import Cluster, Device, Fabric, Link
 from gnnplan.simulator.flows import Flows
 from gnnplan.simulator.player import play
 
+GATHER = Gather(20_000, 256, 10_000, 1_000)
 DEVICE = Device(memory=24e9, gemm=1e13, memory_bandwidth=5e11, gather={16: 1e11, 256: 3e11})
 TWO_SERVERS = Cluster(servers=2, gpus_per_server=4, device=DEVICE, intra_node=Link(bandwidth=25e9), inter_node=Link(bandwidth=3e9))
 
@@ -27,7 +28,7 @@ def pipeline(stages: int = 8, chunks: int = 32, steps: int = 20) -> Schedule:
                 got = Label("arrive", step, "f", chunk=chunk, peer=stage - 1)
                 if stage:
                     schedule.tasks.append(Task(got, stage, "copy", Recv(stage - 1, Label("pipeline", step, "f", chunk=chunk, peer=stage))))
-                work = Compute(flops=2e9, gathers=((20_000, 256),), launches=4)
+                work = Compute(flops=2e9, gathers=(GATHER,), launches=4)
                 schedule.tasks.append(Task(forward, stage, "compute", work, (got,) if stage else ()))
                 if stage < stages - 1:
                     schedule.tasks.append(Task(sent, stage, "comm", Send(stage + 1, 1_000_000), (forward,)))
@@ -45,7 +46,7 @@ def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
                 before = (Label("forward", step, "f", layer - 1),) if layer else ()
                 schedule.tasks += [
                     Task(exchange, rank, "comm", Collective("exchange", group, sent), before),
-                    Task(forward, rank, "compute", Compute(flops=2e9, gathers=((20_000, 256),), launches=4), (exchange,)),
+                    Task(forward, rank, "compute", Compute(flops=2e9, gathers=(GATHER,), launches=4), (exchange,)),
                     all_reduce(Label("all_reduce", step, "b", layer), rank, group, 262_144, (forward,)),
                 ]
     return schedule

@@ -22,8 +22,10 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.optimize import lsq_linear
 
 from gnnplan.executor import lab
 from gnnplan.executor.kernels import keep_allocator
@@ -236,7 +238,7 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
                       host_rates={what: 1 / median(found[what]) for what in ("draw", "lay")}, cores=cores(), crowding=crowding, turn=turn,
                       one_machine=one_machine, collectives=collectives)  # fmt: skip
     cluster, told = held_to(cluster, [median(rounds) for rounds in found["steps"]])
-    slower = {f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather")} & provenance.keys()
+    slower = {f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather", "row_latency")} & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {told}" for name in slower} | {"device.launch": f"{source}; {told}"}
     return cluster.model_copy(update={"provenance": provenance})
 
@@ -245,15 +247,13 @@ def _device(found: dict[str, Any], memory: float, source: str) -> tuple[dict[str
     """What computes, by its kernels alone, and where each number comes from."""
     cuda = torch.cuda.is_available()
     touched = {size: 1 / median(samples) for size, samples in found["touched"]}
-    gather: dict[int, dict[float, float]] = {}
-    for width, among, nbytes, samples in found["gather"]:
-        gather.setdefault(width, {})[among] = nbytes / median(samples)
+    aggregation = _aggregation([(width, rows, edges, median(samples)) for width, rows, edges, samples in found["gather"]])
     edges, attended = found["weighed"]
     core = {"memory_rates": touched, "hash_rate": 1 / median(found["hashed"]), "edge_rate": 2 * edges / median(attended)}
     if cuda:  # so little work is the framework's own time there, which is counted already
         core = {}
     device = Device(name=found["name"], kind="cuda" if cuda else "cpu", memory=memory, gemm=1e12, memory_bandwidth=touched[max(touched)],
-                    gather=gather, **core)  # fmt: skip
+                    **aggregation, **core)  # fmt: skip
     plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
     flops, seconds = [], []  # of a product and its two gradients
     for rows, h_in, h_out, samples in found["gemm"]:
@@ -264,5 +264,23 @@ def _device(found: dict[str, Any], memory: float, source: str) -> tuple[dict[str
     gemm = sum(flops) / sum(seconds)  # wide layers decide, as they do in an epoch
     off = [n / s / gemm - 1 for n, s in zip(flops, seconds, strict=True)]
     provenance = {"device.gemm": f"{source}, {len(flops)} shapes together, shapes within {min(off):+.0%} and {max(off):+.0%}"}
-    provenance |= {f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", "gather", *core)}
+    provenance |= {f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *aggregation, *core)}
     return device.model_dump() | {"gemm": gemm}, provenance
+
+
+def _aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any]:
+    """By width and size, what the device needs for an edge, and at all of them for a row that is made, of a width, as of samples (width,
+    rows, edges, seconds both ways). Least squares of what is predicted / what it took - 1; an edge takes half of that at least."""
+    samples = sorted(samples, key=lambda sample: sample[2] / sample[1])  # the last one of a width and size has the most edges to a row
+    numbers = {(width, rows): each for each, (width, rows) in enumerate(sorted({sample[:2] for sample in samples}))}
+    took, least = np.zeros((len(samples), len(numbers) + 2)), np.zeros(len(numbers) + 2)
+    for place, (width, rows, edges, seconds) in enumerate(samples):
+        number, gathered, made = numbers[width, rows], 2 * edges * width * 4, 2 * rows * np.array([1, width * 4])
+        took[place, number], took[place, -2:] = gathered / seconds, made / seconds
+        least[number] = seconds / gathered / 2
+    unit = took.max(axis=0)  # all of one magnitude
+    *edge, latency, each_byte = (lsq_linear(took / unit, np.ones(len(samples)), (least * unit, np.inf)).x / unit).tolist()
+    gather: dict[int, dict[float, float]] = {}
+    for (width, rows), number in numbers.items():
+        gather.setdefault(width, {})[rows * width * 4] = 1 / edge[number]
+    return {"gather": gather, "row_latency": latency, "row_bandwidth": min(1 / max(each_byte, 1e-30), 1e14)}

@@ -32,11 +32,12 @@ from gnnplan.planner.minibatch import Batches
 from gnnplan.planner.specs import Workload
 
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=8&classes=16&seed=0"
-GRAPHS = ((2_500, 125_000), (20_000, 1_000_000), (80_000, 800_000))  # vertices, edges: rows fit a core's cache, the chip's, or none
+# Vertices, edges: rows fit a core's cache, the chip's, or none; and few edges to a row, to see what a row costs besides
+GRAPHS = ((2_500, 125_000), (2_500, 20_000), (20_000, 1_000_000), (20_000, 160_000), (80_000, 800_000))
 WIDTHS = (16, 64, 256)
 SHAPES = ((10_000, 256, 256), (10_000, 128, 256), (10_000, 256, 16), (5_000, 64, 64), (2_500, 512, 512))  # rows, H_in, H_out
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))  # rows, width; the framework's own time would be most of a smaller one's
-SAMPLED = GRAPHS[1]
+SAMPLED = (20_000, 1_000_000)  # one of them
 SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
 TURNS = (2**12, 2**14, 2**16, 2**18)  # messages that wait for a core while others train the piece BUSY [B]
@@ -119,10 +120,10 @@ class Bench:
             found[f"{op}.{where}"] = [(size, *usual(rounds)) for size, rounds in sent.items()]
         typical = {what: [usual(rounds, SLOW) for rounds in of_each] for what, of_each in timed.items()}
         found["gemm"] = [(*shape, samples) for shape, samples in zip(SHAPES, typical["gemm"], strict=True)]
-        found["gather"] = [(width, block.n_src * width * 4, 2 * block.edges * width * 4, samples) for (block, width), samples in
+        found["gather"] = [(width, block.n_src, block.edges, samples) for (block, width), samples in
                            zip(itertools.product(blocks, WIDTHS), typical["gather"], strict=True)]  # fmt: skip
         found["touched"] = [(rows * width * 4, samples) for (rows, width), samples in zip(TENSORS, typical["touched"], strict=True)]
-        found |= {"hashed": typical["hashed"][0], "weighed": (blocks[1].edges, typical["weighed"][0]), "steps": typical["steps"]}
+        found |= {"hashed": typical["hashed"][0], "weighed": (SAMPLED[1], typical["weighed"][0]), "steps": typical["steps"]}
         if self.apart != self.everyone:
             tell(f"training steps, {len(self.everyone)} ranks")
             found["crowding"] = self.crowding(rehearsals)
@@ -143,7 +144,8 @@ class Bench:
         found = {"gemm": [self.gemm(*shape) for shape in SHAPES]}
         tell("aggregation")
         found["gather"] = [self.gather(block, width) for block in blocks for width in WIDTHS]
-        found["weighed"] = [self.weighed(blocks[1], sums=found["gather"][len(WIDTHS)])]
+        sampled = GRAPHS.index(SAMPLED)
+        found["weighed"] = [self.weighed(blocks[sampled], sums=found["gather"][sampled * len(WIDTHS)])]
         tell("element-wise work")
         found |= {"touched": [self.touched(*shape) for shape in TENSORS], "hashed": [self.hashed()]}
         tell("training steps")

@@ -198,9 +198,10 @@ class Cost:
         seconds = seconds + work.touched / bandwidth + work.launches * device.launch
         seconds = seconds + work.worked / (device.hash_rate or device.memory_bandwidth / (WORKED * work.itemsize))
         seconds = seconds + work.weighed / (device.edge_rate or device.memory_bandwidth / (WEIGHED * work.itemsize))
-        for rows, width, distinct in work.gathers:
-            bytes_each, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
-            seconds = seconds + rows * bytes_each / self.gather_rate(width, distinct * self._at_once(bytes_each), rows / distinct)
+        for rows, width, among, into in work.gathers:
+            bytes_each, among = width * work.itemsize, np.maximum(among, 1.0)
+            seconds = seconds + rows * bytes_each / self.gather_rate(width, among * self._at_once(bytes_each), rows / among)
+            seconds = seconds + into * (device.row_latency + bytes_each / (device.row_bandwidth or np.inf))
         for rows, width, among in work.picked:  # a GPU has many on their way at once
             each = width * work.itemsize
             seconds = seconds + rows * each * (1 / bandwidth if device.kind == "cuda" else PICKED / self.gather_rate(width, among * each))

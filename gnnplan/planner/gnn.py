@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from gnnplan.planner.cost import Number
-from gnnplan.planner.schedule import WORKED, Compute
+from gnnplan.planner.schedule import WORKED, Compute, Gather
 from gnnplan.planner.specs import Workload
 
 
@@ -168,20 +168,21 @@ class Model:
         if spec.sums > 1:  # exponentials of the messages
             touched, worked = touched + 2 * sources * spec.h_in * b, worked + sources * spec.h_in
         launches += 12 * spec.heads
-        return product + Compute(0.0, self._gathers(layer, rows, edges, sources if read is None else read), touched, launches, b,
+        return product + Compute(0.0, self._gathers(layer, rows, edges, sources if read is None else read, rows), touched, launches, b,
                                  tensor=self._tensor(sources, spec.h_out if sparse or narrow else spec.h_in), worked=worked,
                                  weighed=(edges + rows) * float(spec.heads))  # fmt: skip
 
-    def _gathers(self, layer: int, rows: Number, edges: Number, distinct: Number) -> tuple[tuple[Number, int, Number], ...]:
+    def _gathers(self, layer: int, rows: Number, edges: Number, among: Number, into: Number) -> tuple[Gather, ...]:
         """Of a layer's aggregation."""
         spec = self.layers[layer - 1]
         edges = edges + rows if spec.self_edges else edges
-        return () if self.aggregate_cached(layer) else ((edges, spec.h_out if spec.projects_first else spec.h_in, distinct),) * spec.sums
+        width = spec.h_out if spec.projects_first else spec.h_in
+        return () if self.aggregate_cached(layer) else (Gather(edges, width, among, into),) * spec.sums
 
     def product(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
         """Rows times a matrix; sparse rows gather one of its columns per number, which lie together in memory."""
         if sparse:
-            return Compute(0.0, ((rows * self.nonzeros, h_out, h_in),), itemsize=self.itemsize)
+            return Compute(0.0, (Gather(rows * self.nonzeros, h_out, h_in, rows),), itemsize=self.itemsize)
         return Compute(2.0 * rows * max(h_in, VECTOR) * max(h_out, VECTOR), itemsize=self.itemsize,
                        streamed=rows * (h_in + h_out) * self.itemsize, tensor=self._tensor(rows, max(h_in, h_out)))  # fmt: skip
 
@@ -195,7 +196,7 @@ class Model:
             return self.product(h_in, h_out, rows)
         numbers = rows * self.nonzeros
         touched = numbers * (2 * self.itemsize + 4) + 3.0 * h_in * h_out * self.itemsize
-        return Compute(0.0, ((numbers, h_out, rows),), touched, 3, self.itemsize)
+        return Compute(0.0, (Gather(numbers, h_out, rows, h_in),), touched, 3, self.itemsize)
 
     def prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> tuple[Number, Number, int]:
         """Bytes touched, numbers hashed and framework operations of norm, activation and dropout on a layer's inputs. A word of dropout's
@@ -208,11 +209,11 @@ class Model:
             touched, launches = passes * rows * spec.h_in * self.itemsize, launches + more
         return touched, hashed, launches
 
-    def backward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False) -> Compute:
-        """Weight gradients, and the gradient of the inputs where they vary."""
+    def backward(self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool = False, read: Number = None) -> Compute:
+        """Weight gradients, and the gradient of the inputs where they vary; arguments as of `forward`."""
         forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
         constant = layer <= self.first_varying
-        aggregated = self._gathers(layer, rows, edges, rows)  # by transposed edges, of destinations' gradients
+        aggregated = self._gathers(layer, rows, edges, rows, sources if read is None else read)  # by transposed edges
         gathers = () if constant and not spec.projects_first else aggregated
         if spec.heads:  # weights depend on rows: a product along every edge for theirs, and the rows' own
             gathers = gathers + aggregated

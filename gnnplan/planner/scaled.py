@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from gnnplan.planner.specs import Cluster, Link, Placement
 
-DEVICE = ("gemm", "memory_bandwidth", "cache_bandwidth", "hash_rate", "edge_rate")  # rates that are one number
+DEVICE = ("gemm", "memory_bandwidth", "cache_bandwidth", "hash_rate", "edge_rate", "row_bandwidth")  # rates that are one number
 
 
 def links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
@@ -21,7 +21,8 @@ def device(cluster: Cluster, factor: float) -> Cluster:
     own = cluster.device
     plain = {name: rate * factor for name in DEVICE if (rate := getattr(own, name)) is not None}
     by_size = {"memory_rates": _times(own.memory_rates, factor), "gather": {width: _times(of, factor) for width, of in own.gather.items()}}
-    return cluster.model_copy(update={"device": own.model_copy(update={**plain, **by_size, "launch": own.launch / factor})})
+    each = {"launch": own.launch / factor, "row_latency": own.row_latency / factor}
+    return cluster.model_copy(update={"device": own.model_copy(update={**plain, **by_size, **each})})
 
 
 def _times(rates: Mapping[float, float], factor: float) -> dict[float, float]:

@@ -43,12 +43,21 @@ class Label(NamedTuple):
         return str(self).rsplit(":", 1)[0]
 
 
+class Gather(NamedTuple):
+    """Aggregation: `rows` are read, `width` numbers each, of `among` distinct ones, and added up in `into` others."""
+
+    rows: Any
+    width: int
+    among: Any
+    into: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Work of one rank. Fields may be numpy arrays, then all that is made of them is an array too."""
 
     flops: float = 0.0  # dense matrix products [flop]
-    gathers: tuple[tuple[Any, int, Any], ...] = ()  # aggregation: (rows gathered, row width [numbers], of so many distinct) per call
+    gathers: tuple[Gather, ...] = ()
     touched: float = 0.0  # element-wise: bytes read and written [B]
     launches: float = 0.0  # framework operations
     itemsize: int = 4  # [B] per number
@@ -70,11 +79,10 @@ class Compute:
         def pick(value: Any) -> float:
             return float(value[i]) if getattr(value, "ndim", 0) else float(value)
 
-        def each(calls: tuple[tuple[Any, int, Any], ...]) -> tuple[tuple[float, int, float], ...]:
-            return tuple((pick(rows), width, pick(among)) for rows, width, among in calls)
-
-        return Compute(pick(self.flops), each(self.gathers), pick(self.touched), self.launches, self.itemsize, pick(self.beside),
-                       pick(self.streamed), pick(self.tensor), pick(self.worked), pick(self.weighed), each(self.picked))  # fmt: skip
+        gathers = tuple(Gather(pick(rows), width, pick(among), pick(into)) for rows, width, among, into in self.gathers)
+        picked = tuple((pick(rows), width, pick(among)) for rows, width, among in self.picked)
+        return Compute(pick(self.flops), gathers, pick(self.touched), self.launches, self.itemsize, pick(self.beside),
+                       pick(self.streamed), pick(self.tensor), pick(self.worked), pick(self.weighed), picked)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

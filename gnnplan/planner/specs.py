@@ -113,6 +113,8 @@ class Device(Spec):
     edge_rate: PerSecond | None = None  # attention, but for its sums [weights of an edge/s]; None: memory decides
     # row width -> bytes of the rows read from -> aggregation [B gathered/s]
     gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(default_factory=dict)
+    row_latency: Latency = 0.0  # besides, of each row that aggregation makes, however few it gathers for it [s]
+    row_bandwidth: Bandwidth | None = None  # at which it writes these [B/s]; None: it is in what gathers take
     cache: Annotated[float, _bounded(1e4, 1e10, "a cache [B]", "B")] | None = None  # [B] that all of it shares (L2)
     cache_bandwidth: Bandwidth | None = None  # of rows that are there [B/s]; None: 3 x memory_bandwidth
     launch: Latency = 8e-6  # one framework operation, however small [s]

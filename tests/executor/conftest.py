@@ -15,7 +15,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # Gloo's threads look up a hundred times a second: ranks that have nothing to do any more end
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """run_ranks(world, cases) -> a Result per case; run_ranks.alone(case) is the one process that they must equal."""
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))

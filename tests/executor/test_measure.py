@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 
 from gnnplan.executor import measure as module
-from gnnplan.executor.measure import measure
+from gnnplan.executor.measure import _aggregation, measure
 from gnnplan.executor.microbench import GRAPHS, TENSORS, WIDTHS, Bench
 from gnnplan.executor.rehearsal import PIECES, held_to
 from gnnplan.planner import scaled
@@ -39,18 +39,19 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.
 @pytest.mark.timeout(240)
 def test_two_ranks(started: list[subprocess.Popen]) -> None:
     said: list[str] = []
-    cluster = measure(2, said.append, seconds=0.05)
+    cluster = measure(2, said.append, seconds=0.02)
     assert (cluster.servers, cluster.gpus_per_server) == (1, 2)
     assert cluster.inter_node == cluster.intra_node  # several servers played on this machine talk over the same loopback
     device = cluster.device
     numbers = [device.gemm, device.memory, device.memory_bandwidth, device.launch, device.hash_rate, device.edge_rate]
     numbers += [rate for rates in (device.memory_rates, *device.gather.values()) for rate in rates.values()]
-    numbers += cluster.host_rates.values()
+    numbers += [device.row_bandwidth, *cluster.host_rates.values()]
     numbers += [n for link in (cluster.intra_node, *cluster.collectives.values()) for n in (link.bandwidth, link.latency)]
     assert all(math.isfinite(n) and n > 0 for n in numbers) and device.overlap_tax == 0 and cluster.one_machine
     assert all(0 < link.work < 1e-6 for link in cluster.collectives.values())  # seconds of a core per byte
     assert set(device.gather) == set(WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
-    assert all(len(rates) == len(GRAPHS) for rates in device.gather.values()) and len(device.memory_rates) == len(TENSORS)
+    assert all(len(rates) == len(dict(GRAPHS)) for rates in device.gather.values())  # of each number of vertices
+    assert len(device.memory_rates) == len(TENSORS)
     places = ("intra_node", "inter_node")
     assert set(cluster.collectives) == {f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places}
     told = {"device.name", "device.kind", "device.overlap_tax", "device.cache", "device.cache_bandwidth"}  # rates by width stand for them
@@ -61,6 +62,21 @@ def test_two_ranks(started: list[subprocess.Popen]) -> None:
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
     assert "matrix products" in said
     assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart() -> None:
+    """Known prices are found again: 20 ns a row and 10 GB/s to write it, and gathering by width and size; one size has one degree only.
+    As it was, a graph with few edges to a row was a quarter too fast."""
+    rates = {(16, 2_500): 40e9, (16, 80_000): 20e9, (256, 2_500): 80e9, (256, 80_000): 25e9}
+    samples = [(width, rows, edges, 2 * edges * width * 4 / rates[width, rows] + 2 * rows * (20e-9 + width * 4 / 10e9))
+               for width in (16, 256) for rows, edges in ((2_500, 125_000), (2_500, 20_000), (80_000, 800_000))]  # fmt: skip
+    found = _aggregation(samples)
+    assert (found["row_latency"], found["row_bandwidth"]) == pytest.approx((20e-9, 10e9), rel=1e-3)
+    assert found["gather"][16] == pytest.approx({16 * 4 * rows: rates[16, rows] for rows in (2_500, 80_000)}, rel=1e-3)
+    assert found["gather"][256] == pytest.approx({256 * 4 * rows: rates[256, rows] for rows in (2_500, 80_000)}, rel=1e-3)
+    busy = [(width, rows, edges, seconds * 5 if edges == 20_000 else seconds) for width, rows, edges, seconds in samples]
+    for width, rows, edges, seconds in busy:  # others had the machine at times: rows get the blame, but not for all that edges take
+        assert 2 * edges * width * 4 / _aggregation(busy)["gather"][width][rows * width * 4] >= 0.49 * seconds or edges == 20_000
 
 
 @pytest.mark.timeout(240)

@@ -68,7 +68,7 @@ def test_sgc_is_one_matrix_and_one_bias():
     assert describe(Workload(model="sgc", layers=1), 40, 5).weights == 40 * 5 + 5
     assert not any(model.relu_after(layer) for layer in (0, 1, 2, 3)) and not model.narrows and model.prepares_linearly
     assert [model.forward(layer, 10, 20, 50).flops for layer in (1, 2, 3)] == [2 * 20 * 40 * 16, 0, 0]  # a vector of columns at least
-    assert [model.forward(layer, 10, 20, 50).gathers for layer in (1, 2, 3)] == [((50 + 10, 5, 20),)] * 3
+    assert [model.forward(layer, 10, 20, 50).gathers for layer in (1, 2, 3)] == [((50 + 10, 5, 20, 10),)] * 3
     assert [model.backward(layer, 10, 20, 50).flops for layer in (1, 2, 3)] == [2 * 20 * 40 * 16, 0, 0]
     cached = describe(Workload(model="sgc", hidden=16), 40, 5)
     assert cached.aggregate_cached(1) and cached.forward(1, 10, 20, 50).flops == 2 * 10 * 40 * 16
@@ -77,7 +77,7 @@ def test_sgc_is_one_matrix_and_one_bias():
 
 def test_a_softmax_costs_two_sums():
     one, two = (describe(Workload(model="resgcn", aggregation=name), 40, 5).forward(2, 10, 20, 30).gathers for name in ("sum", "softmax"))
-    assert two == one * 2 == ((30, 256, 20),) * 2
+    assert two == one * 2 == ((30, 256, 20, 10),) * 2
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -89,18 +89,19 @@ def test_sparse_features_are_multiplied_first(dropout: float):
         assert [model.reads_sparse(layer) for layer in (0, 1, 2)] == [False, True, False] and not model.aggregate_cached(1)
         assert model.layers[0].projects_first and model.aggregating_first.layers[0].projects_first
         assert model.forward(1, 10, 20, 50).flops == model.backward(1, 10, 20, 50).flops == 0.0
-    assert gcn.forward(1, 10, 20, 50).gathers == ((20 * 3, 16, 40), (50 + 10, 16, 20))
-    assert gcn.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20), (50 + 10, 16, 10))  # transposed: gradients of 10 rows are read
-    assert sage.forward(1, 10, 20, 50).gathers == (((20 + 10) * 3, 16, 40), (50, 16, 20))
-    assert sage.backward(1, 10, 20, 50).gathers == (((20 + 10) * 3, 16, 20 + 10), (50, 16, 10))
-    assert gat.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20), (60, 16, 10), (60, 16, 10))
+    assert gcn.forward(1, 10, 20, 50).gathers == ((20 * 3, 16, 40, 20), (50 + 10, 16, 20, 10))
+    assert gcn.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20, 40), (50 + 10, 16, 10, 20))  # transposed
+    assert sage.forward(1, 10, 20, 50).gathers == (((20 + 10) * 3, 16, 40, 20 + 10), (50, 16, 20, 10))
+    assert sage.backward(1, 10, 20, 50).gathers == (((20 + 10) * 3, 16, 20 + 10, 40), (50, 16, 10, 20))
+    assert gat.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20, 40), *((60, 16, 10, 20),) * 2)
     assert describe(Workload(model="gcn", hidden=64, dropout=dropout), 40, 5, 3.0).layers[0].projects_first  # though it widens
     dense = describe(Workload(model="gcn", hidden=16, dropout=dropout), 40, 5)
     assert gcn.forward(1, 10, 20, 50).worked < dense.forward(1, 10, 20, 50).worked or not dropout
     assert gcn.forward(2, 10, 20, 50) == dense.forward(2, 10, 20, 50)
     encoding = describe(Workload(model="gcnii", hidden=16, dropout=dropout), 40, 5, 3.0)
     assert [encoding.reads_sparse(layer) for layer in (0, 1)] == [True, False]
-    assert [work.gathers for work in encoding.encode(10)] == [((30, 16, 40),), ((30, 16, 10),)] and encoding.encode(10)[1].flops == 0.0
+    assert [work.gathers for work in encoding.encode(10)] == [((30, 16, 40, 10),), ((30, 16, 10, 40),)]
+    assert encoding.encode(10)[1].flops == 0.0
     assert encoding.finish(10)[0].flops == 2 * 10 * 16 * 16 and not encoding.finish(10)[0].gathers
     assert gcn.features_moved(10) == 10 * 3 * 2 * 4 and dense.features_moved(10) == 10 * 40 * 4
 
@@ -108,7 +109,7 @@ def test_sparse_features_are_multiplied_first(dropout: float):
 def test_what_multiplies_constant_rows_first_aggregates_their_gradient():
     """Layer 1's weight gradient needs that of the projected rows, through the transposed edges; where it aggregates first it does not."""
     first, last = (describe(Workload(model="gcn", hidden=hidden, dropout=0.5), 40, 5) for hidden in (16, 64))
-    assert first.backward(1, 10, 20, 50).gathers == ((60, 16, 10),) and last.backward(1, 10, 20, 50).gathers == ()
+    assert first.backward(1, 10, 20, 50).gathers == ((60, 16, 10, 20),) and last.backward(1, 10, 20, 50).gathers == ()
 
 
 def test_bytes_of_moments_by_hand():

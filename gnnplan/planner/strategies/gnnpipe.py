@@ -200,7 +200,7 @@ class GNNPipe(Strategy):
                 continue
             projected = sources if model.layers[layer - 1].projects_first else rows
             forward = forward + model.forward(layer, rows, projected, edges, read=sources)
-            backward = backward + model.backward(layer, rows, projected, edges)
+            backward = backward + model.backward(layer, rows, projected, edges, read=sources)
             if self.checkpoint and layer > model.first_varying and layer < len(model.layers):
                 again, spec = model.forward(layer, rows, projected, edges, read=sources), model.layers[layer - 1]
                 backward = backward + (again if spec.heads or spec.sums > 1 else replace(again, gathers=()))
