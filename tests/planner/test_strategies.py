@@ -100,7 +100,7 @@ def jobs(draw: st.DrawFn) -> Job:
         draw(st.integers(1, 3)), draw(st.integers(1, 3)), inter=draw(log_uniform(1e6, 1e10)), intra=draw(log_uniform(1e7, 1e11)),
         latency=draw(log_uniform(1e-7, 1e-3)), gemm=draw(log_uniform(1e9, 1e13)), memory_bandwidth=draw(log_uniform(1e9, 1e12)),
         launch=draw(log_uniform(1e-7, 1e-4)), overlap_tax=draw(st.sampled_from([0.0, 0.4])),
-        gather=draw(st.sampled_from([{}, {4: 1e9, 64: {1e4: 2e10, 1e6: 5e9}}])),
+        **draw(st.sampled_from([{}, {"gather": {4: 1e9, 64: {1e4: 2e10, 1e6: 5e9}}, "row_latency": 2e-8, "row_bandwidth": 5e9}])),
     )  # fmt: skip
     model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"]))
     norm = None if model in ("gcnii", "sgc") else draw(st.sampled_from([None, "layer", "batch"]))
