@@ -164,11 +164,10 @@ def test_emulated_servers_are_measured_apart(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     said: list[str] = []
-    cluster = measure(1, said.append, servers=2, emulated=1e7, seconds=0.05)
+    cluster = measure(1, said.append, servers=2, emulated=1e7, seconds=0.1)  # usual of three rounds: other tests have the cores at times
     assert (cluster.servers, cluster.gpus_per_server, cluster.one_machine) == (2, 1, True)
-    # Times of 15 ms, taken while other tests have the cores: half of it is often not the card. The kernel's loopback is 200 times as fast,
-    # a card of as many bits 8 times as slow; what a card lets pass is tested above, on a socket
-    assert cluster.inter_node and 2e6 < cluster.inter_node.bandwidth < 2e7
+    assert cluster.inter_node and cluster.inter_node.bandwidth < 1.3 * 1e7  # no faster than the card, but for a burst
+    assert cluster.inter_node.bandwidth > 2e6
     assert set(cluster.collectives) == {f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")}
     assert any("between servers" in what for what in said)
 
