@@ -258,7 +258,7 @@ class Arriving:
             finally:
                 gc.unfreeze()
             # Who forks while another's sampler connects to the store in it has a sampler with the name resolver's lock taken, for ever
-            rank.await_all()
+            rank.await_all(rank.exchange_group)
             forked.set()
 
     def next(self, step: int) -> Share:

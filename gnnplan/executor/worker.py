@@ -109,16 +109,16 @@ class Rank:
                 self.meet(self._groups[ranks])
         return self._groups[ranks]
 
-    def await_all(self) -> None:
-        """Wait until all ranks have come here."""
+    def await_all(self, group: dist.ProcessGroup | None) -> None:
+        """Wait until all of a group's ranks have come here."""
         if self.world > 1:
-            dist.all_reduce(torch.zeros(1, device=self.wire_device), group=self.exchange_group)
+            dist.all_reduce(torch.zeros(1, device=self.wire_device), group=group)
 
     def meet(self, group: dist.ProcessGroup) -> None:
         """NCCL connects a group in its first call, which all of its ranks must make: an exchange does without those that have nothing
         to move."""
         if self.backend == "nccl":
-            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            self.await_all(group)
 
     def submit(self, lane: str, work: Callable[[], T]) -> Future[T]:
         """Do it in order on the lane's own thread (and CUDA stream), beside the computation."""

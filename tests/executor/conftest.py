@@ -8,6 +8,8 @@ import pytest
 import torch
 from ranks import Ranks
 
+pytest.register_assert_rewrite("injected")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:

@@ -96,7 +96,7 @@ def test_samplers_begin_when_all_have_forked(graphs: dict[str, str], tmp_path: P
                 file.write(f"item {step}\n")
             return super().__getitem__(step)
 
-    def late(rank: Rank) -> None:
+    def late(*of: object) -> None:
         time.sleep(0.3)
         told.write_text("all are here\n")
 
