@@ -194,10 +194,10 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
     if "crowding" in found:
         provenance["crowding"] = (f"{source}, and all {servers * each}: {len(found['crowding'])} trainings, "
                                   f"{min(found['crowding']):.2f} to {max(found['crowding']):.2f}")  # fmt: skip
-    turn = min(max(0.0, median(found.get("turn", [0.0]))), 1.0)
-    if "turn" in found:
-        provenance["turn"] = (f"{source}, two exchanging while all others compute: {len(found['turn'])} sizes, "
-                              f"{1e3 * min(found['turn']):.1f} to {1e3 * max(found['turn']):.1f} ms more")  # fmt: skip
+    refill = min(max(0.0, median(found.get("refill", [0.0]))), 1.0)
+    if "refill" in found:
+        provenance["refill"] = (f"{source}, and all {servers * each}, which wait for each other before each step: "
+                                f"{len(found['refill'])} rounds, {1e3 * min(found['refill']):.2f} to {1e3 * max(found['refill']):.2f} ms")
     measured = {where: {op: found[f"{op}.{where}"] for op in ("exchange", "send", "all_reduce") if f"{op}.{where}" in found}
                 for where in ("intra_node", "inter_node")}  # fmt: skip
     collectives, links = {}, {}
@@ -235,8 +235,8 @@ def cluster_of(found: dict[str, Any], servers: int, each: int, memory: float, on
         provenance |= {key.replace("intra", "inter"): f"as inside the server: {told}" for key, told in provenance.items() if "intra" in key}
     cluster = Cluster(name="measured", servers=servers, gpus_per_server=each, device=Device(**device), intra_node=intra,
                       inter_node=links.get("inter_node", intra),
-                      host_rates={what: 1 / median(found[what]) for what in ("draw", "lay")}, cores=cores(), crowding=crowding, turn=turn,
-                      one_machine=one_machine, collectives=collectives)  # fmt: skip
+                      host_rates={what: 1 / median(found[what]) for what in ("draw", "lay")}, cores=cores(), crowding=crowding,
+                      refill=refill, one_machine=one_machine, collectives=collectives)  # fmt: skip
     cluster, told = held_to(cluster, [median(rounds) for rounds in found["steps"]])
     slower = {f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather", "row_latency")} & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {told}" for name in slower} | {"device.launch": f"{source}; {told}"}

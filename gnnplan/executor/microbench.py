@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from gnnplan.executor.comm import Exchange
 from gnnplan.executor.kernels import Block, aggregate, attend, dropout, linear
-from gnnplan.executor.rehearsal import PIECES, Rehearsal
+from gnnplan.executor.rehearsal import BRIEF, PIECES, Rehearsal
 from gnnplan.executor.sampler import Sampler
 from gnnplan.executor.worker import Rank
 from gnnplan.planner.graph import Graph, load
@@ -40,12 +40,10 @@ TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))  # rows, width; the framewo
 SAMPLED = (20_000, 1_000_000)  # one of them
 SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
-TURNS = (2**12, 2**14, 2**16, 2**18)  # messages that wait for a core while others train the piece BUSY [B]
-BUSY = 3
-TURN_ROUNDS, TURN_S = 16, 0.05  # of them, and seconds that each takes at most
 BESIDE = 2**23  # moved, there and back, beside computation, to see what that loses [B]
 LONGEST = 0.3  # times what is spent on a number: what a message may take; larger ones are left out
 FEWEST = 6  # sizes that a fit needs, however slow the moment
+BRIEF_STEPS = 300
 ROW = 64  # numbers in an exchanged row
 OTHER = 2**24  # bytes that pass through a rank's cache between two samples
 ROUNDS = 3  # in which everything is timed in turn: a machine's pace changes for ten seconds and more
@@ -89,7 +87,6 @@ class Bench:
         members: dict[int, Group] = {server: tuple(r for r in self.everyone if places[r] == server) for server in places}
         machines = [self.everyone] if one_machine else [*members.values()]
         self.apart = tuple(sorted(r for some in machines for r in some[:cores]))  # ranks that have a core each
-        self.beside = [some[:2] for some in machines if cores is not None and len(some) >= 2 + cores]  # two whom others leave no core
         self.groups: dict[str, list[Group]] = {"intra_node": [some for some in members.values() if len(some) > 1]}
         if len(members) > 1:
             self.groups["inter_node"] = [tuple(some[0] for some in members.values())]
@@ -126,10 +123,8 @@ class Bench:
         found |= {"hashed": typical["hashed"][0], "weighed": (SAMPLED[1], typical["weighed"][0]), "steps": typical["steps"]}
         if self.apart != self.everyone:
             tell(f"training steps, {len(self.everyone)} ranks")
-            found["crowding"] = self.crowding(rehearsals)
-        if self.beside:
-            tell(f"exchanges between two of {len(self.everyone)} ranks, the others training")
-            found["turn"] = [self.turn(size, rehearsals[BUSY]) for size in TURNS]
+            found["crowding"] = self.crowding(rehearsals, [median(steps) for steps in typical["steps"]])
+            found["refill"] = self.refill(Rehearsal(BRIEF, self.device, self.me.backend))
         tell("the sampler")
         found["draw"], found["lay"] = self.sampler()
         if self.device.type == "cuda" and self.groups["intra_node"]:
@@ -241,18 +236,27 @@ class Bench:
         dist.barrier()
         return max(self._gather(rehearsal.play(self.seconds) if self.rank in self.apart else 0.0))
 
-    def crowding(self, rehearsals: Sequence[Rehearsal]) -> list[float]:
-        """How many times as long processors work on a step of each training when all ranks take turns on them as when each has its own."""
-        return [self._worked(rehearsal, self.everyone) / self._worked(rehearsal, self.apart) for rehearsal in rehearsals]
+    def crowding(self, rehearsals: Sequence[Rehearsal], took: Sequence[float]) -> list[float]:
+        """How many times as long processors work on a step of each training, which took so long, when all ranks take turns on them as when
+        each has its own."""
+        found = []
+        for rehearsal, step in zip(rehearsals, took, strict=True):
+            steps = max(3, int(self.seconds / self.rounds / step))
+            rounds = [[self._worked(rehearsal, steps, some) for some in (self.apart, self.everyone)] for _ in range(self.rounds)]
+            own, shared = usual(rounds)
+            found.append(shared / own)
+        return found
 
-    def _worked(self, rehearsal: Rehearsal, among: Group) -> float:
-        """Seconds of a processor that a step of a rank takes, all of `among` at once."""
+    def refill(self, brief: Rehearsal) -> list[float]:
+        """Seconds that processors work longer on a brief step, of each round, where all ranks have waited for each other before it than
+        where each has a processor and waits for nobody."""
+        met, steps = self._exchange(SIZES[0], self.everyone), BRIEF_STEPS // self.rounds
+        return [self._worked(brief, steps, self.everyone, met) - self._worked(brief, steps, self.apart) for _ in range(self.rounds)]
+
+    def _worked(self, rehearsal: Rehearsal, steps: int, among: Group, before: Callable[[], Any] = lambda: None) -> float:
+        """Seconds that a processor works on a step of a rank, all of `among` at once."""
         dist.barrier()
-        done, begin = rehearsal.done, time.process_time()
-        if self.rank in among:
-            rehearsal.play(self.seconds)
-        worked = (time.process_time() - begin) / max(rehearsal.done - done, 1)
-        everyone = self._gather(worked)
+        everyone = self._gather(rehearsal.worked(steps, before) if self.rank in among else 0.0)
         return median(everyone[rank] for rank in among)
 
     def sampler(self) -> tuple[list[float], list[float]]:
@@ -335,23 +339,6 @@ class Bench:
         plan = Exchange(self.me, [positions[: take[peer]] for peer in self.everyone], take)
         x = torch.randn(4 * rows, ROW, device=self.device)
         return lambda: plan.add_home(x, plan.backward(plan.forward(plan.pack(x))))
-
-    def turn(self, size: int, rehearsal: Rehearsal) -> float:
-        """Seconds that an exchange between two takes longer while all others of their machine compute."""
-        pair = next((pair for pair in self.beside if self.rank in pair), None)
-        work = self._exchange(size, pair) if pair else None
-        took = []
-        for others in (False, True):
-            dist.barrier()
-            mine = float("nan")
-            if work:
-                alone = self._rounds(self._disturb, TURN_ROUNDS)
-                mine = (median(self._rounds(lambda: (self._disturb(), work()), TURN_ROUNDS)) - median(alone)) / 2
-            elif others:
-                rehearsal.play(TURN_ROUNDS * TURN_S)
-            everyone = self._gather(mine)
-            took.append(median(everyone[rank] for pair in self.beside for rank in pair))
-        return took[1] - took[0]
 
     def _send(self, size: int, group: Group) -> Callable[[], None]:
         """One message between two: half a ping-pong."""

@@ -7,6 +7,8 @@ operation, and how many times as long as the planner predicts from kernels alone
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -60,6 +62,7 @@ PIECES = (  # from what the framework's own time decides to what fits no cache
     Piece(15_000, 500_000, {"model": "sage", "layers": 3, "hidden": 256}),
     Piece(50_000, 400_000, {"model": "sage", "layers": 2, "hidden": 192}),
 )
+BRIEF = Piece(100, 400, {"model": "gcn", "layers": 1})  # shorter than what a rank has a core for at once
 
 
 class Rehearsal:
@@ -78,14 +81,27 @@ class Rehearsal:
         end, least = now() + seconds, 2 if self.done else LEAST
         while now() < end or len(steps) < least:
             begin = now()
-            self.learner.zero()
-            self.worker.step(self.done)
-            self.learner.update(self.done)
-            if self.rank.device.type == "cuda":
-                torch.cuda.synchronize(self.rank.device)
+            self._step()
             steps.append(now() - begin)
-            self.done += 1
         return median(steps[len(steps) // 2 :])
+
+    def worked(self, steps: int, before: Callable[[], object]) -> float:
+        """Seconds that a processor works on a step, each after something else that is not counted; the mean."""
+        worked = 0.0
+        for _ in range(steps):
+            before()
+            begin = time.thread_time()
+            self._step()
+            worked += time.thread_time() - begin
+        return worked / steps
+
+    def _step(self) -> None:
+        self.learner.zero()
+        self.worker.step(self.done)
+        self.learner.update(self.done)
+        if self.rank.device.type == "cuda":
+            torch.cuda.synchronize(self.rank.device)
+        self.done += 1
 
 
 def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:

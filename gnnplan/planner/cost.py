@@ -12,13 +12,14 @@ A transfer keeps *ports* busy. Which ones follows from where two GPUs sit:
 Alone a transfer takes its latency plus its busiest port: no schedule can be faster than the sum of what has to pass a port,
 and on a non-blocking fabric max-min fair flows come within 0.5 % of that bound. The simulator shares ports between transfers that
 overlap. Ranks on a CPU share its cores as transfers share ports: with k at work on c cores each has min(1, c / k) of one, and where they
-take turns each of them computes `crowding` times as long; a message between ranks of which others keep all cores busy waits a `turn` for
-one. All-reduces visit servers one after the other, in them islands, in them switches
-(collectives.py); where servers have several cards each has its share (as NCCL does it).
+take turns each of them computes `crowding` times as long, and who has waited for a message `refill` seconds more. All-reduces visit
+servers one after the other, in them islands, in them switches (collectives.py); where servers have several cards each has its share (as
+NCCL does it).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
@@ -26,7 +27,6 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy.sparse.csgraph import connected_components
 from scipy.special import ndtr, ndtri
 
 from gnnplan.planner.collectives import Algorithm, AllReduce, Phase, all_reduce
@@ -163,18 +163,15 @@ class Cost:
         shares, keep = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats))) * self._share, np.ndim(seconds) > 1
         return {("cores", machine): shares[..., self.machines == machine].sum(-1, keepdims=keep) for machine in set(self.machines.tolist())}
 
-    def waiting(self, talk: np.ndarray, group: Sequence[int] | None = None) -> float:
-        """Seconds until those that have waited for each other get a core, where others may have all of them. talk[i, j]: whether the
-        i-th of `group` (all ranks) sends to its j-th; those who do not talk with each other do not keep pace either."""
-        if not self.cores or not self.cluster.turn:
-            return 0.0
-        machines = self.machines if group is None else self.machines[list(group)]
-        _, circle = connected_components(talk, directed=False)
-        for ranks in (circle == number for number in np.unique(circle[talk.any(1)])):
-            others = self._living - np.bincount(machines[ranks], minlength=self._living.size)
-            if (others[machines[ranks]] >= self.cores).any():
-                return self.cluster.turn
-        return 0.0
+    def _refilled(self, transfer: Transfer, waited: Sequence[int] | np.ndarray, times: int = 1) -> Transfer:
+        """With what ranks that waited for it, so many times, then compute longer: others had their cores, and have filled the caches."""
+        if not self.cores or not self.cluster.refill:
+            return transfer
+        busy = dict(transfer.busy)
+        for machine, ranks in Counter(self.machines[np.unique(waited)].tolist()).items():
+            if self._living[machine] > self.cores:
+                busy["cores", machine] = busy.get(("cores", machine), 0.0) + times * ranks * self.cluster.refill / self.cores
+        return transfer._replace(busy=busy)
 
     @cached_property
     def _living(self) -> np.ndarray:
@@ -280,7 +277,7 @@ class Cost:
 
     def send(self, rank: int, work: Send) -> Transfer:
         alone = self._pairwise("send", np.array([rank]), np.array([work.peer]), np.array([work.nbytes]))
-        return alone._replace(latency=alone.latency + self.waiting(np.array([[False, True], [False, False]]), (rank, work.peer)))
+        return self._refilled(alone, [work.peer])
 
     def collective(self, parts: Mapping[int, Collective]) -> Transfer:
         """`parts`: every member's own share of one collective."""
@@ -306,27 +303,28 @@ class Cost:
             if group is not None:
                 source, target = np.asarray(group)[source], np.asarray(group)[target]
             if not even:
-                alone = self._pairwise("exchange", source, target, nbytes, messages)
-                return alone._replace(latency=alone.latency + self.waiting(talk, group))
+                return self._refilled(self._pairwise("exchange", source, target, nbytes, messages), target, messages)
             ways, one = self._ways("exchange", source, target), np.ones(source.size)
-            self._even[key] = [(way.link, float(np.bincount(source, weights=way.hops).max()), way.loads(one)) for way in ways]
-        latency: Number = self.waiting(talk, group)
+            self._even[key] = target, [(way.link, float(np.bincount(source, weights=way.hops).max()), way.loads(one)) for way in ways]
+        latency: Number = 0.0
         busy: dict[Port, Number] = {}
-        for link, starts, counts in self._even[key]:
+        target, kinds = self._even[key]
+        for link, starts, counts in kinds:
             latency = latency + starts * link.latency
             _add(busy, counts, float(link.stretched(float(most), messages)), link.bandwidth)
-        return Transfer(latency, busy)
+        return self._refilled(Transfer(latency, busy), target, messages)
 
     @cached_property
-    def _even(self) -> dict[tuple[bytes, tuple[int, ...] | None], list[tuple[Link, float, dict[str, np.ndarray]]]]:
-        """Who talks to whom -> by kind of port its link, the most messages that a rank starts, and how many pass each port."""
+    def _even(self) -> dict[tuple[bytes, tuple[int, ...] | None], tuple[np.ndarray, list[tuple[Link, float, dict[str, np.ndarray]]]]]:
+        """Who talks to whom -> the ranks that messages go to; and by kind of port its link, the most messages that a rank starts, and how
+        many pass each port."""
         return {}
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
         """By the cluster's algorithm. NCCL takes what is faster, a ring or a tree: then ports carry the ring's bytes, whichever it is."""
         key = size, tuple(group)
         if key not in self._summed:
-            self._summed[key] = self._all_reduced(*key) if len(group) > 1 else Transfer(0.0, {})
+            self._summed[key] = self._refilled(self._all_reduced(*key), group) if len(group) > 1 else Transfer(0.0, {})
         return self._summed[key]
 
     def _all_reduced(self, size: int, group: tuple[int, ...]) -> Transfer:

@@ -200,7 +200,7 @@ class Cluster(Spec):
     sampler: Literal["host", "device"] = "host"  # who draws neighbours; lists that a device has no room for it reads over the host link
     cores: int | None = Field(None, ge=1, le=100_000)  # CPU ranks share these, per server; rates are of one that has its own
     crowding: Annotated[float, Field(ge=1.0, le=10.0)] = 1.0  # times as long a core computes whose ranks take turns: caches are another's
-    turn: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # [s] until who waited for others gets a core that more others have
+    refill: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # [s] that a core computes longer after waiting, where ranks take turns
     one_machine: bool = False  # all servers are played by one, whose cores they share
     collectives: dict[str, Link] = Field(default_factory=dict)
     price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # [$/h]

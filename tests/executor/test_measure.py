@@ -184,7 +184,7 @@ def test_only_ranks_that_share_cores_have_less_latency(monkeypatch: pytest.Monke
     assert (not device.memory_rates, device.hash_rate is None, device.edge_rate is None) == (cuda,) * 3  # of cores alone
     plain, _ = fit(samples)
     assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency
-    assert cluster.turn == 0 and module.cluster_of(found | {"turn": [3e-3, 4e-3, -1e-3]}, 1, 2, 1e9, one_machine=True).turn == 3e-3
+    assert cluster.refill == 0 and module.cluster_of(found | {"refill": [3e-4, 4e-4, -1e-4]}, 1, 2, 1e9, one_machine=True).refill == 3e-4
 
 
 def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
