@@ -80,6 +80,8 @@ class MemoryWatch:
             self._thread.start()
 
     def _sample(self) -> None:
+        with suppress(OSError, AttributeError):  # ranks' threads wait for their turn (worker.py); by then a peak is over
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while not self._stop.wait(INTERVAL):
             self._peak = max(self._peak, allocated() or 0)
 

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -36,11 +37,23 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.
     return started
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """That this process and those that it starts may use."""
+    several = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(several)})
+    yield
+    os.sched_setaffinity(0, several)
+
+
 @pytest.mark.timeout(240)
-def test_two_ranks(started: list[subprocess.Popen]) -> None:
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux has it")
+@pytest.mark.usefixtures("one_core")
+def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
     said: list[str] = []
     cluster = measure(2, said.append, seconds=0.02)
-    assert (cluster.servers, cluster.gpus_per_server) == (1, 2)
+    assert (cluster.servers, cluster.gpus_per_server, cluster.cores) == (1, 2, 1)
+    assert cluster.crowding >= 1 and 0 < cluster.refill < 0.1  # a step of one layer takes a millisecond
     assert cluster.inter_node == cluster.intra_node  # several servers played on this machine talk over the same loopback
     device = cluster.device
     numbers = [device.gemm, device.memory, device.memory_bandwidth, device.launch, device.hash_rate, device.edge_rate]
@@ -56,7 +69,7 @@ def test_two_ranks(started: list[subprocess.Popen]) -> None:
     assert set(cluster.collectives) == {f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places}
     told = {"device.name", "device.kind", "device.overlap_tax", "device.cache", "device.cache_bandwidth"}  # rates by width stand for them
     fields = {f"device.{name}" for name in type(device).model_fields} - told
-    fields |= {f"collectives.{name}" for name in cluster.collectives} | {"cores", "one_machine", "host_rates"}
+    fields |= {f"collectives.{name}" for name in cluster.collectives} | {"cores", "crowding", "refill", "one_machine", "host_rates"}
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
