@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt  # most modules are never imported
 RUN ?= runs/demo
+unexport PYTHONDONTWRITEBYTECODE  # images often set it; every process would compile torch anew, which takes longer than to import it
 
 .PHONY: demo test bench clean
 

@@ -15,7 +15,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -107,16 +106,23 @@ class Result:
         return read_traces(self.out)
 
 
+def meeting(world: int) -> tuple[Any, dict[str, str]]:
+    """A store at a port that the system chooses, hosted here for as long as it is held, and what ranks of this machine must know to
+    meet there, but their numbers. A port that was only found free may be somebody else's when rank 0 wants it."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                   "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}  # fmt: skip
+
+
 class World:
     """`world` processes that wait for cases. Not thread-safe; `close` leaves none behind."""
 
     def __init__(self, world: int, folder: Path, cuda: bool = False, memory: bool = False) -> None:
         folder.mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        env = os.environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                            "GNNPLAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
+        self.store, where = meeting(world)
+        env = os.environ | where | {"GNNPLAN_CACHE": str(folder / "cache"), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if not cuda:
             env["CUDA_VISIBLE_DEVICES"] = ""
         if not memory:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Case, Ranks, Result
+from ranks import Case, Ranks, Result, meeting
 
 from gnnplan.executor import launch
 from gnnplan.planner import plan
@@ -64,11 +63,8 @@ def test_ranks_that_torchrun_starts(run_ranks: Ranks, graphs: dict[str, str], tm
     """Four processes in the order of their GPUs, two servers of two, stages of two: rank 0 is not process 0."""
     case = Case("gnnpipe(stages=2,chunks=3)", graphs["rough"], {"model": "gcn", "layers": 4, "hidden": 8, "dtype": "float64"}, 2, epochs=3)
     out, candidate = planned(case, 4, (2, 0, 3, 1), tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    _store, where = meeting(4)  # held until they are done
+    env = os.environ | where | {"CUDA_VISIBLE_DEVICES": ""}
     processes = [subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path / "plan.json"), str(out)], stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True, env=env | {"RANK": str(k), "LOCAL_RANK": str(k)})
                  for k in range(4)]  # fmt: skip
