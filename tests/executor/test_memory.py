@@ -206,7 +206,7 @@ def test_the_watch_does_not_wait_for_its_turn() -> None:
 def test_predicted_memory_is_what_a_run_fills(name: str, fresh_ranks: Ranks, dataset: Callable[[str], str]) -> None:
     """The fullest rank's to 5 %, every rank's to 8 %. Runs are of 30 to 200 MB, so that Python's own objects are small beside them."""
     world, case = RUNS[name]
-    case = replace(case, epochs=3, graph=case.graph if ":" in case.graph else dataset(case.graph))
+    case = replace(case, epochs=12, graph=case.graph if ":" in case.graph else dataset(case.graph))
     (result,) = fresh_ranks(world, [case])
     job = case.job(world)
     use = case.settled(job).memory(job)
