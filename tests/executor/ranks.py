@@ -193,8 +193,8 @@ class World:
 
 class Ranks:
     """Worlds by size, started when first needed. Calling it runs cases. `memory`: whether somebody looks at their peak memory; to look
-    for it every millisecond takes a quarter of their processors' time. Who does looks ten times as often, in more epochs: beside other
-    tests a peak of a millisecond, 3 % of some, was missed in all of three epochs, once in some runs."""
+    for it every millisecond takes a quarter of their processors' time. Who does looks ten times as often, in all epochs: beside other
+    tests a peak of a millisecond, 3 % of some, was now and then missed in each of three."""
 
     def __init__(self, folder: Path, memory: bool = False) -> None:
         self.folder, self.worlds, self.runs, self.memory = folder, dict[tuple[int, bool], World](), 0, memory
@@ -252,10 +252,8 @@ def main() -> None:
 
     from gnnplan.executor import memory, train, worker
 
-    if "LOOK_CLOSELY" in os.environ:
-        memory.INTERVAL, train.WATCHED_EPOCHS = 1e-4, 12
-    else:
-        memory.INTERVAL = 0.05
+    closely = "LOOK_CLOSELY" in os.environ
+    memory.INTERVAL = 1e-4 if closely else 0.05
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
@@ -266,6 +264,8 @@ def main() -> None:
             gc.collect(), gc.freeze()
         torch.manual_seed(base.rank)  # nothing may depend on torch's own random numbers
         case = Case(**request["case"])
+        if closely:
+            train.WATCHED_EPOCHS = case.epochs
         _train(replace(base, spans=[], sent={}, staleness_errors=case.staleness_errors), case, Path(request["out"]))
         answers.write("done\n")
         answers.flush()
