@@ -20,7 +20,7 @@ NCCL does it).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from itertools import pairwise
@@ -40,7 +40,7 @@ TILE = 128  # [B] of a row that an aggregation on a GPU takes at once, of all ro
 COPIED = 1e9  # [B/s] that cores are said to copy at, each byte as many times as it takes (any number would do)
 LEAST_WORK = 1e-13  # [s] of a core for a byte, where only messages were said to take some
 HOST_RATE = 5e7  # [edges/s] of a sampler that nobody has measured: one core of an AMD EPYC (2026) draws 50 M, lays out 63 M
-PICKED = 3.0  # times as long as a row that is aggregated takes, on a core, one that is picked from or added to others
+PICKED = 3.0  # times as long as bytes that are touched one after the other take, on a core, those of rows picked here and there
 Number = Any  # float or numpy array: closed forms are evaluated over many candidates at once
 
 
@@ -135,15 +135,25 @@ class Cost:
             out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
         return out
 
-    def met(self, seconds: Number, crowd: Number, span: Number) -> Number:
+    def met(self, seconds: Number, crowd: Number, span: Number, copied: Number = 0.0) -> Number:
         """How many times as long a rank computes that meets others at work on its machine's cores, each for `seconds` [.., ranks] of a
-        `span`, `crowd` times as long as alone: as they are spread over it at random, the mean number that share (mean value analysis)."""
-        if self.crowd == 1.0:
+        `span`, `crowd` times as long as alone, and messages, which are `copied` for so long: as they are spread over it at random, the
+        mean number that share (mean value analysis)."""
+        if not self.cores:
             return 1.0
         here = self.machines == int(np.argmax(self._living))
         mine = np.broadcast_to(seconds, (*np.shape(seconds)[:-1], len(self.seats)))[..., here]
         others = mine.sum(-1, keepdims=np.ndim(seconds) > 1) * (1 - 1 / mine.shape[-1])
-        return np.maximum(1.0, (1.0 + others * crowd / span) * self._share)
+        return np.maximum(1.0, (1.0 + (others * crowd + copied) / span) * self._share)
+
+    def copied(self, transfers: Iterable[tuple[Transfer, int]]) -> Number:
+        """Seconds of a core that these, each so many times, take of the machine that they take most of."""
+        busy: dict[Port, Number] = {}
+        for transfer, times in transfers:
+            for port, seconds in transfer.busy.items():
+                if port[0] == "cores":
+                    busy[port] = busy.get(port, 0.0) + seconds * times
+        return reduce(np.maximum, busy.values(), 0.0) * (self.cores or 0)
 
     def paces(self, transfer: Transfer) -> tuple[Number, Number]:
         """Rates of a transfer and of what all ranks of a machine compute beside it, each as a share of its rate alone. Every rank has a
@@ -201,7 +211,7 @@ class Cost:
             seconds = seconds + into * (device.row_latency + bytes_each / (device.row_bandwidth or np.inf))
         for rows, width, among in work.picked:  # a GPU has many on their way at once
             each = width * work.itemsize
-            seconds = seconds + rows * each * (1 / bandwidth if device.kind == "cuda" else PICKED / self.gather_rate(width, among * each))
+            seconds = seconds + rows * each * (1 / bandwidth if device.kind == "cuda" else PICKED / self.memory_rate(among * each))
         return seconds + work.beside * device.overlap_tax / self.link("exchange", "intra_node").bandwidth
 
     def load_s(self, nbytes: Number) -> Number:

@@ -161,6 +161,8 @@ class Model:
         product = self.product(spec.h_in, spec.h_out, products, sparse)
         touched = 0 if cached else 2 * sources * (spec.h_out if narrow or sparse else spec.h_in) * b
         touched = touched + (3 if spec.weights else 0) * rows * spec.h_out * b
+        if self.hands_on_initial:  # mixed with the initial rows, and with what it was before the product
+            touched = touched + 3 * rows * spec.h_out * b
         launches, worked = 6 + 2 * spec.matrices, 0.0
         if not narrow:
             prepared, worked, more = self.prepare(spec, sources, sparse)
@@ -219,6 +221,8 @@ class Model:
             gathers = gathers + aggregated
         times, masked = 1 if constant else 2, bool(self.dropout) and spec.drops and not (narrow and self.narrow_at(layer))
         touched = forward.touched + (2 * rows * spec.h_out + WORKED * forward.worked) * self.itemsize  # masks and weights are kept
+        if self.hands_on_initial:  # both mixtures part a gradient in two, and two come together in what was mixed and in the initial rows
+            touched = touched + 7 * rows * spec.h_out * self.itemsize
         work = Compute(forward.flops * times, gathers, touched, 2 * (forward.launches - MASK * masked), self.itemsize,
                        streamed=forward.streamed * times, tensor=forward.tensor, weighed=forward.weighed)  # fmt: skip
         if not self.reads_sparse(layer):

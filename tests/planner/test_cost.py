@@ -50,7 +50,7 @@ CORE = Device(kind="cpu", memory=1e9, gemm=1e9, memory_bandwidth=1e8, memory_rat
     (Compute(flops=1e9, streamed=4e8, tensor=1e9), 4.0, 5.0),
     (Compute(worked=2e6), 0.48, 2.0),  # instructions, where a device that has not been measured has six passes over memory
     (Compute(weighed=2e5), 0.08, 2.0),
-    (Compute(picked=((1e5, 64, 1e3),)), 0.256, 0.192),  # 25.6 MB; a core takes three times as long as for rows that are summed up
+    (Compute(picked=((1e5, 64, 1e3),)), 0.256, 0.768),  # 25.6 MB; a core takes three times as long as for what lies in a row
 ])  # fmt: skip
 def test_a_core_is_measured_where_a_gpu_waits_for_memory(work: Compute, on_gpu: float, on_core: float):
     core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))

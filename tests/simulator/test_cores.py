@@ -174,6 +174,19 @@ def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy: str, wor
     assert float(predicted.compute_s + predicted.comm_s + predicted.bubble_s) == pytest.approx(float(predicted.epoch_s))
 
 
+@pytest.mark.parametrize(("stages", "work", "within"), [(2, 0.0, 0.01), (2, 1e-5, 0.05), (2, 2e-5, 0.05), (4, 0.0, 0.01), (4, 1e-5, 0.1)])
+def test_a_pipelines_messages_take_cores_from_its_stages(stages: int, work: float, within: float):
+    """A core for each stage: what is handed on is copied there, beside the next chunk. Squirrel's epochs behind a card of 400 Mbit/s were
+    predicted a tenth shorter than simulated, and a third shorter than measured."""
+    graph = load(GRAPH)
+    link = Link(bandwidth=1e6, latency=1e-6, work=work)
+    cluster = machine(stages, stages, servers=2, one_machine=True).model_copy(update={"intra_node": link, "inter_node": link})
+    job = Job(graph.stats, graph, Workload(layers=4, hidden=16), cluster, "metis")
+    chosen = parse(f"gnnpipe(stages={stages},chunks=16)").settle(job)
+    played = play(chosen.schedule(job, 3), job.cost).epoch_s(1)
+    assert float(chosen.predict(job).epoch_s) == pytest.approx(played, rel=within)
+
+
 @pytest.mark.parametrize(("one_machine", "said"), [(True, "the cores of the machine busy longest"), (False, r"the cores of server \d")])
 def test_a_plan_names_cores_that_messages_keep_busy(one_machine: bool, said: str):
     graph, link = load(GRAPH), Link(bandwidth=1e9, latency=1e-6, work=3e-9)

@@ -61,8 +61,9 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     own = [ways["f"][s].members + ways["b"][s].members + refresh[s] + update[s] for s in ranks]  # of each member [.., g]
     computed = np.concatenate([np.atleast_1d(seconds) for seconds in own], axis=-1)
     crowd: Number = 1.0
-    for _ in range(ROUNDS if cost.crowd > 1 else 1):
-        crowd = cost.met(computed, crowd, epoch)
+    copied = cost.copied([(t, 1) for t in reduced] + [(t, 2 * k) for t in sent])
+    for _ in range(ROUNDS if cost.cores else 1):
+        crowd = cost.met(computed, crowd, epoch, copied)
         if np.any(crowd > 1) or any(np.any(factor > 1) for factor in slower):
             ways = _ways(pipe, job, slower, crowd)
             epoch = _last(ways, [seconds * crowd for seconds in refresh], links, after)
