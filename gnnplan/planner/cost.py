@@ -20,7 +20,7 @@ NCCL does it).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from itertools import pairwise
@@ -56,6 +56,11 @@ class Transfer(NamedTuple):
         values = list(self.busy.values())
         several = np.ndarray in set(map(type, values))
         return self.latency + (reduce(np.maximum, values) if several else max(values, default=0.0))
+
+    def load(self, ports: dict[Port, Number], times: int = 1) -> None:
+        """Add what it keeps busy, so many times [s]."""
+        for port, seconds in self.busy.items():
+            ports[port] = ports.get(port, 0.0) + (seconds if times == 1 else seconds * times)
 
 
 Passes = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # port, messages that pass it, its numbers there, the share of their bytes
@@ -146,14 +151,9 @@ class Cost:
         others = mine.sum(-1, keepdims=np.ndim(seconds) > 1) * (1 - 1 / mine.shape[-1])
         return np.maximum(1.0, (1.0 + (others * crowd + copied) / span) * self._share)
 
-    def copied(self, transfers: Iterable[tuple[Transfer, int]]) -> Number:
-        """Seconds of a core that these, each so many times, take of the machine that they take most of."""
-        busy: dict[Port, Number] = {}
-        for transfer, times in transfers:
-            for port, seconds in transfer.busy.items():
-                if port[0] == "cores":
-                    busy[port] = busy.get(port, 0.0) + seconds * times
-        return reduce(np.maximum, busy.values(), 0.0) * (self.cores or 0)
+    def copied(self, ports: Mapping[Port, Number]) -> Number:
+        """Seconds of a core that the messages which keep these ports busy take, of the machine that they take most of."""
+        return reduce(np.maximum, (seconds for (kind, _), seconds in ports.items() if kind == "cores"), 0.0) * (self.cores or 0)
 
     def paces(self, transfer: Transfer) -> tuple[Number, Number]:
         """Rates of a transfer and of what all ranks of a machine compute beside it, each as a share of its rate alone. Every rank has a

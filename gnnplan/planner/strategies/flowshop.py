@@ -61,9 +61,11 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     own = [ways["f"][s].members + ways["b"][s].members + refresh[s] + update[s] for s in ranks]  # of each member [.., g]
     computed = np.concatenate([np.atleast_1d(seconds) for seconds in own], axis=-1)
     crowd: Number = 1.0
-    copied = cost.copied([(t, 1) for t in reduced] + [(t, 2 * k) for t in sent])
+    messages: dict[Port, Number] = {}  # what keeps ports busy beside computation
+    for transfer, times in [*((ring, 1) for ring in reduced), *((onward, 2 * k) for onward in sent)]:
+        transfer.load(messages, times)
     for _ in range(ROUNDS if cost.cores else 1):
-        crowd = cost.met(computed, crowd, epoch, copied)
+        crowd = cost.met(computed, crowd, epoch, cost.copied(messages))
         if np.any(crowd > 1) or any(np.any(factor > 1) for factor in slower):
             ways = _ways(pipe, job, slower, crowd)
             epoch = _last(ways, [seconds * crowd for seconds in refresh], links, after)
@@ -73,9 +75,8 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     if cost.crowd > 1:  # cores are idle only while someone waits
         waits = met + 2 * k * reduce(np.maximum, links, 0.0)
         epoch = np.maximum(alone, np.minimum(epoch, reduce(np.maximum, ports.values()) + waits))
-    for busy, times in [(t.busy, 1) for t in reduced] + [(t.busy, 2 * k) for t in sent] + [(w.busy, 1) for w in ways["f"] + ways["b"]]:
-        for port, seconds in busy.items():
-            ports[port] = ports.get(port, 0.0) + times * seconds
+    for busy in (messages, *(way.busy for way in ways["f"] + ways["b"])):
+        Transfer(0.0, busy).load(ports)
     epoch = reduce(np.maximum, ports.values(), epoch)
     busy_s = np.minimum(reduce(np.maximum, map(_largest, own)) * cost.crowd, epoch)
     # the first chunk's way through the pipeline, twice; the rest hides behind computation, and so may some of this
@@ -185,8 +186,7 @@ def _handed_on(pipe: GNNPipe, job: Job, stage: int) -> Transfer:
     for rank, mean, sent in zip(pipe.group(job, stage), rows.mean(0), (rows > 0).mean(0), strict=True):
         one = job.cost.send(rank, Send(rank + g, round(mean * row)))
         latency = np.maximum(latency, one.latency * sent)
-        for port, seconds in one.busy.items():
-            busy[port] = busy.get(port, 0.0) + seconds
+        one.load(busy)
     return Transfer(latency, busy)
 
 

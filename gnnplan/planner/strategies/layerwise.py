@@ -245,7 +245,7 @@ def account(job: Job, ops: Sequence[Op], stale: bool = False, once: int = 0, pre
     if stale:
         ports = cost.filled(compute)  # seconds that each is busy
         for what, times in (exchanged + reduced).items():
-            _load(ports, priced[what].transfer, times)
+            priced[what].transfer.load(ports, times)
         alone = paced.together(cost, seconds)
         computed_s, both_s = _at_once(cost, alone, moving, [(priced[what].transfer, times) for what, times in exchanged.items()])
         epoch = reduce(np.maximum, ports.values(), np.maximum(computed_s + summing, both_s))
@@ -358,7 +358,7 @@ def _filled(cost: Cost, priced: Mapping[object, _Priced], counted: Iterable[tupl
     ports = cost.filled(_total(((what, times) for what, times in counted if priced[what].nbytes is None),
                                {what: price.seconds for what, price in priced.items()}))  # fmt: skip
     for what, times in counted:
-        _load(ports, priced[what].transfer, times)
+        priced[what].transfer.load(ports, times)
     return ports
 
 
@@ -372,13 +372,8 @@ def _summing(job: Job, op: Op) -> Transfer:
     transfers = [job.cost.all_reduce(size, group) for group, size in _rings(job, op)]
     busy: dict[Port, Number] = {}
     for transfer in transfers:
-        _load(busy, transfer)
+        transfer.load(busy)
     return Transfer(reduce(np.maximum, [transfer.latency for transfer in transfers]), busy)
-
-
-def _load(ports: dict[Port, Number], transfer: Transfer, times: int = 1) -> None:
-    for port, seconds in transfer.busy.items():
-        ports[port] = ports.get(port, 0.0) + _times(seconds, times)
 
 
 def schedule(job: Job, layout: Layout | EstimatedLayout, how: Manner, steps: int, batches: Batches = (),
