@@ -60,7 +60,7 @@ class Transfer(NamedTuple):
     def load(self, ports: dict[Port, Number], times: int = 1) -> None:
         """Add what it keeps busy, so many times [s]."""
         for port, seconds in self.busy.items():
-            ports[port] = ports.get(port, 0.0) + (seconds if times == 1 else seconds * times)
+            ports[port] = ports.get(port, 0.0) + seconds * times
 
 
 Passes = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # port, messages that pass it, its numbers there, the share of their bytes

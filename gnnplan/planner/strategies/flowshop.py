@@ -64,8 +64,9 @@ def predict(pipe: GNNPipe, job: Job) -> Prediction:
     messages: dict[Port, Number] = {}  # what keeps ports busy beside computation
     for transfer, times in [*((ring, 1) for ring in reduced), *((onward, 2 * k) for onward in sent)]:
         transfer.load(messages, times)
+    copied = cost.copied(messages)
     for _ in range(ROUNDS if cost.cores else 1):
-        crowd = cost.met(computed, crowd, epoch, cost.copied(messages))
+        crowd = cost.met(computed, crowd, epoch, copied)
         if np.any(crowd > 1) or any(np.any(factor > 1) for factor in slower):
             ways = _ways(pipe, job, slower, crowd)
             epoch = _last(ways, [seconds * crowd for seconds in refresh], links, after)
