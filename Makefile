@@ -1,11 +1,14 @@
-# Two commands: `make demo` and `make test`. Both set up .venv first; nothing else is needed but Python 3.11 and make.
+# Two commands: `make demo` and `make test`. Both set up .venv first; they need Python 3.11 and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt  # most modules are never imported
+# Twice quiet: an index that is configured and absent is no news. Most modules are never imported.
+INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 RUN ?= runs/demo
-unexport PYTHONDONTWRITEBYTECODE  # images often set it; every process would compile torch anew, which takes longer than to import it
+# Images often set it; every process would compile torch anew, which takes longer than to import it.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test bench clean
+.PHONY: demo lint test quick nightly mutants bench clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,10 +24,22 @@ demo: .venv/.installed  ## measure this machine, then plan, simulate, run on two
 	$(BIN)/gnnplan run $(RUN)/plan.json --epochs 30 --out $(RUN)/trained
 	$(BIN)/gnnplan validate $(RUN)/trained
 
-test: .venv/.installed  ## lint, types, tests
+lint: .venv/.installed  ## style and types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: lint  ## style, types, tests
+	$(PYTEST)
+
+quick: lint  ## style, types, and the tests that start no process
+	$(PYTEST) -m "not nightly and not processes"
+
+nightly: lint  ## the full products of which `make test` runs a cover
+	$(PYTEST) -m ""
+
+mutants: .venv/.installed  ## forty small faults, one by one; prints those that no test notices
+	$(BIN)/python tests/mutants.py
 
 bench: .venv/.installed  ## timings: ratios measured side by side, never asserted
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planner.py

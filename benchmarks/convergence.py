@@ -1,15 +1,18 @@
-"""Convergence studies: does a strategy that changes the gradient reach the accuracy of one process, and in how many epochs?
+"""Studies convergence: does a strategy that changes the gradient reach the accuracy of one process?
 
-    python benchmarks/convergence.py run gcnii_chameleon     trains what is missing, appends to traces/convergence/<study>.csv
-    python benchmarks/convergence.py table                   tables from what is there
-    python benchmarks/convergence.py document                the same into docs/convergence.md
-    python benchmarks/convergence.py staleness               traces/convergence/staleness.csv: how far stale rows are from true ones
-    python benchmarks/convergence.py summary                 gnnplan/traces/convergence.csv, which a plan quotes
-    python benchmarks/convergence.py figures                 docs/figures/*.png (pip install matplotlib)
+    python benchmarks/convergence.py VERB [STUDY ...]
 
-Every run is `gnnplan plan` and `gnnplan run` as a user would call them, seeds are paired (the same initial weights and
-dropout masks), and an interrupted study goes on where it stopped. Test accuracy is that of the epoch with the best
-validation accuracy; differences are per seed, against the study's first variant, with two standard errors.
+    run         trains what is missing, appends to traces/convergence/<study>.csv
+    table       prints tables of what is there
+    document    writes the tables into docs/reference/convergence.md
+    staleness   traces/convergence/staleness.csv: how far stale rows are from true ones
+    summary     traces/quoted/convergence.csv, which a plan quotes
+    figures     docs/figures/*.png (pip install matplotlib)
+
+Every run is `gnnplan plan` and `gnnplan run`, as a user would call them. Seeds are paired: variants
+with the same seed have the same initial weights and dropout masks. An interrupted study goes on
+where it stopped. Test accuracy is that of the epoch with the best validation accuracy. Differences
+are per seed, against the study's first variant, with two standard errors.
 """
 
 from __future__ import annotations
@@ -27,13 +30,19 @@ from pathlib import Path
 from statistics import mean, stdev
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "convergence"
-DATASETS = Path(os.environ.get("GNNPLAN_DATASETS", Path(__file__).resolve().parents[2] / "shared" / "datasets"))
+DATASETS = Path(
+    os.environ.get("GNNPLAN_DATASETS", Path(__file__).resolve().parents[2] / "shared" / "datasets")
+)
 FIELDS = ("variant", "seed", "epoch", "loss", "train_accuracy", "val_accuracy", "test_accuracy")
 
 
 @dataclass(frozen=True)
 class Study:
-    """`variants`: name -> (ranks, strategy, more options of `gnnplan plan`); the first is the reference."""
+    """A graph, a workload, and the variants that train it.
+
+    `variants`: name -> (ranks, strategy, more options of `gnnplan plan`). The first is the
+    reference.
+    """
 
     graph: str
     workload: tuple[str, ...]
@@ -42,7 +51,18 @@ class Study:
     variants: dict[str, tuple[int, str, tuple[str, ...]]]
 
 
-GCNII = ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--set", "dropout=0.5", "--set", "lr=0.001")
+GCNII = (
+    "--model",
+    "gcnii",
+    "--layers",
+    "32",
+    "--hidden",
+    "64",
+    "--set",
+    "dropout=0.5",
+    "--set",
+    "lr=0.001",
+)
 PIPELINES = {
     "one process": (1, "graph_parallel", ()),
     "pipeline": (2, "gnnpipe(chunks=8)", ()),
@@ -50,24 +70,82 @@ PIPELINES = {
     "historical gradients": (2, "gnnpipe(chunks=8,historical_gradients=True)", ()),
     "moving history": (2, "gnnpipe(chunks=8,period=1)", ()),
 }
-# Stages compute what one stage with the same chunks computes: on the larger graph one rank has all of them, where only a trick is asked
-ON_ONE = {name: (1, call.replace("gnnpipe(", "gnnpipe(stages=1,"), more) if name not in ("one process", "pipeline") else (ranks, call, more)
-          for name, (ranks, call, more) in PIPELINES.items()}  # fmt: skip
-SAGE = ("--model", "sage", "--layers", "3", "--hidden", "64", "--set", "dropout=0.5", "--set", "lr=0.003")
+# Stages compute what one stage with the same chunks computes. So on the larger graph, where only
+# the pipeline's tricks are studied, one rank has all stages.
+ON_ONE = {
+    name: (
+        (1, call.replace("gnnpipe(", "gnnpipe(stages=1,"), more)
+        if name not in ("one process", "pipeline")
+        else (ranks, call, more)
+    )
+    for name, (ranks, call, more) in PIPELINES.items()
+}
+SAGE = (
+    "--model",
+    "sage",
+    "--layers",
+    "3",
+    "--hidden",
+    "64",
+    "--set",
+    "dropout=0.5",
+    "--set",
+    "lr=0.003",
+)
 STALE = {
     "one process": (1, "graph_parallel", ()),
-    **{f"{name}, {parts} parts": (parts, name, ()) for parts in (2, 4) for name in ("pipegcn", "pipegcn_g", "pipegcn_f", "pipegcn_gf")},
-    **{f"pipegcn_gf, gamma {gamma}, 2 parts": (2, f"pipegcn_gf(gamma={gamma})", ()) for gamma in (0.0, 0.3, 0.5, 0.7)},
+    **{
+        f"{name}, {parts} parts": (parts, name, ())
+        for parts in (2, 4)
+        for name in ("pipegcn", "pipegcn_g", "pipegcn_f", "pipegcn_gf")
+    },
+    **{
+        f"pipegcn_gf, gamma {gamma}, 2 parts": (2, f"pipegcn_gf(gamma={gamma})", ())
+        for gamma in (0.0, 0.3, 0.5, 0.7)
+    },
 }
-RESGCN = ("--model", "resgcn", "--layers", "28", "--hidden", "64", "--set", "dropout=0.5", "--set", "lr=0.003")
+RESGCN = (
+    "--model",
+    "resgcn",
+    "--layers",
+    "28",
+    "--hidden",
+    "64",
+    "--set",
+    "dropout=0.5",
+    "--set",
+    "lr=0.003",
+)
 SERVERS = ("--set", "servers=2", "--set", "gpus_per_server=1")
 SAMPLED = {
     "one process": (1, "graph_parallel", ()),
-    **{f"{hops} hops, fanout {k}": (2, f"granndis(max_hop={hops},fanout={k})", SERVERS) for hops in (1, 2, 3) for k in (15, 25)},
-    "1 hop, fanout 15, random parts": (2, "granndis(max_hop=1,fanout=15)", (*SERVERS, "--partitioner", "random")),
+    **{
+        f"{hops} hops, fanout {k}": (2, f"granndis(max_hop={hops},fanout={k})", SERVERS)
+        for hops in (1, 2, 3)
+        for k in (15, 25)
+    },
+    "1 hop, fanout 15, random parts": (
+        2,
+        "granndis(max_hop=1,fanout=15)",
+        (*SERVERS, "--partitioner", "random"),
+    ),
 }
-MINI = ("--mode", "mini", "--batch", "512", "--fanout", "10,10,10", "--layers", "3", "--hidden", "64", "--set", "dropout=0.5", "--set",
-        "lr=0.003")  # fmt: skip
+MINI = (
+    "--mode",
+    "mini",
+    "--batch",
+    "512",
+    "--fanout",
+    "10,10,10",
+    "--layers",
+    "3",
+    "--hidden",
+    "64",
+    "--set",
+    "dropout=0.5",
+    "--set",
+    "lr=0.003",
+)
 BATCHES = {
     "one process": (1, "data_parallel", ()),
     "data parallel": (2, "data_parallel", ()),
@@ -75,8 +153,10 @@ BATCHES = {
     "p3": (2, "p3", ()),
     "p3, pipelined": (2, "p3(pipelined=True)", ()),
 }
-HYBRID = {"hybrid": (4, "gnnpipe(stages=2,chunks=8)", ())}  # computes what the pipeline with the same chunks computes, so one seed does
-FEW = {"hybrid": 1, "data parallel": 1, "gsplit": 1, "p3": 1}  # these compute what one process computes
+# It computes what the pipeline with the same chunks computes, so one seed is enough.
+HYBRID = {"hybrid": (4, "gnnpipe(stages=2,chunks=8)", ())}
+# Seeds of variants that compute what another computes.
+FEW = {"hybrid": 1, "data parallel": 1, "gsplit": 1, "p3": 1}
 ENOUGH = 3  # seeds that a plan may quote
 STUDIES = {
     "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, {**PIPELINES, **HYBRID}),
@@ -99,20 +179,42 @@ def run(name: str) -> None:
                 _append(path, variant, seed, _train(study, ranks, strategy, more, seed))
 
 
-def _train(study: Study, ranks: int, strategy: str, more: tuple[str, ...], seed: int) -> list[dict[str, object]]:
+def _train(
+    study: Study, ranks: int, strategy: str, more: tuple[str, ...], seed: int
+) -> list[dict[str, object]]:
     """metrics.jsonl's evaluated epochs of one run."""
     with tempfile.TemporaryDirectory() as scratch:
         plan, out = f"{scratch}/plan.json", f"{scratch}/run"
-        question = ["--graph", str(DATASETS / f"{study.graph}.npz"), "--ranks", str(ranks), "--strategy", strategy]
+        question = [
+            "--graph",
+            str(DATASETS / f"{study.graph}.npz"),
+            "--ranks",
+            str(ranks),
+            "--strategy",
+            strategy,
+        ]
         _call("plan", *question, *study.workload, *more, "--set", f"seed={seed}", "-o", plan)
-        _call("run", plan, "--epochs", str(study.epochs), "--eval-every", "10", "--out", out, "--timeout", "600")
+        _call(
+            "run",
+            plan,
+            "--epochs",
+            str(study.epochs),
+            "--eval-every",
+            "10",
+            "--out",
+            out,
+            "--timeout",
+            "600",
+        )
         lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
         return [line for line in lines if line["test_accuracy"] is not None]
 
 
 def _call(*arguments: str) -> None:
     command = [sys.executable, "-m", "gnnplan", *arguments]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 def _append(path: Path, variant: str, seed: int, lines: list[dict[str, object]]) -> None:
@@ -134,7 +236,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: accuracies in percent; `reached`: epochs until validation comes within half a point of the reference's best."""
+    """One run. Accuracies are in percent.
+
+    `reached` is the epoch in which validation accuracy comes within half a point of the
+    reference's best; None if it never does.
+    """
 
     test: float
     loss: float
@@ -148,31 +254,58 @@ def outcomes(name: str) -> dict[str, dict[str, Outcome]]:
     for row in _rows(TRACES / f"{name}.csv"):
         runs.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(row)
     reference = next(iter(runs.values()))
-    goal = {seed: max(float(row["val_accuracy"]) for row in rows) - 0.005 for seed, rows in reference.items()}
+    goal = {
+        seed: max(float(row["val_accuracy"]) for row in rows) - 0.005
+        for seed, rows in reference.items()
+    }
     found: dict[str, dict[str, Outcome]] = {}
     for variant, of in runs.items():
         for seed, rows in of.items():
             best = max(rows, key=lambda row: float(row["val_accuracy"]))
-            reached = next((int(row["epoch"]) for row in rows if float(row["val_accuracy"]) >= goal.get(seed, 2.0)), None)
-            outcome = Outcome(100 * float(best["test_accuracy"]), float(rows[-1]["loss"]), int(best["epoch"]), reached)
+            reached = next(
+                (
+                    int(row["epoch"])
+                    for row in rows
+                    if float(row["val_accuracy"]) >= goal.get(seed, 2.0)
+                ),
+                None,
+            )
+            outcome = Outcome(
+                100 * float(best["test_accuracy"]),
+                float(rows[-1]["loss"]),
+                int(best["epoch"]),
+                reached,
+            )
             found.setdefault(variant, {})[seed] = outcome
     return found
 
 
 def table(name: str) -> str:
-    """A row per variant: test accuracy, its paired difference to the reference, final training loss, epochs."""
+    """A row per variant: test accuracy and its paired difference to the reference, loss, epochs."""
     if name == "staleness":
         return _staleness_table()
     if not (TRACES / f"{name}.csv").exists():
         return "Not run yet."
     found = outcomes(name)
     first, reference = next(iter(found.items()))
-    lines = [f"| {name} | seeds | test accuracy [%] | minus {first} [points] | final training loss | best epoch | epochs to its accuracy |",
-             "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    lines = [
+        (
+            f"| {name} | seeds | test accuracy [%] | minus {first} [points] | final training loss |"
+            " best epoch | epochs to its accuracy |"
+        ),
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
     for variant, of in found.items():
-        gaps = [outcome.test - reference[seed].test for seed, outcome in of.items() if seed in reference]
-        cells = [_with_error([o.test for o in of.values()]), _with_error(gaps), _with_error([o.loss for o in of.values()], 4),
-                 f"{mean(o.best_epoch for o in of.values()):.0f}", _reached(of)]  # fmt: skip
+        gaps = [
+            outcome.test - reference[seed].test for seed, outcome in of.items() if seed in reference
+        ]
+        cells = [
+            _with_error([o.test for o in of.values()]),
+            _with_error(gaps),
+            _with_error([o.loss for o in of.values()], 4),
+            f"{mean(o.best_epoch for o in of.values()):.0f}",
+            _reached(of),
+        ]
         lines.append(f"| {variant} | {len(of)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -185,31 +318,59 @@ def _staleness_table(first: int = 101) -> str:
     lines = [f"| dropout | strategy | {' | '.join(names)} |", "|--:|---|" + "--:|" * len(columns)]
     for dropout, strategy in dict.fromkeys((row["dropout"], row["strategy"]) for row in rows):
         here = [row for row in rows if (row["dropout"], row["strategy"]) == (dropout, strategy)]
-        errors = [mean(float(row["error"]) / float(row["true"]) for row in here if (row["what"], row["layer"]) == column)
-                  for column in columns]  # fmt: skip
-        lines.append(f"| {dropout} | {strategy} | {' | '.join(f'{error:.3f}' for error in errors)} |")
+        errors = [
+            mean(
+                float(row["error"]) / float(row["true"])
+                for row in here
+                if (row["what"], row["layer"]) == column
+            )
+            for column in columns
+        ]
+        lines.append(
+            f"| {dropout} | {strategy} | {' | '.join(f'{error:.3f}' for error in errors)} |"
+        )
     return "\n".join(lines)
 
 
 def document() -> None:
-    """Put the tables where docs/convergence.md has their marks."""
-    path = TRACES.parent.parent / "docs" / "convergence.md"
+    """Put the tables where docs/reference/convergence.md has their marks."""
+    path = TRACES.parent.parent / "docs" / "reference" / "convergence.md"
     marked = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
-    path.write_text(marked.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", path.read_text()))
+    path.write_text(
+        marked.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", path.read_text())
+    )
 
 
 def _reached(of: dict[str, Outcome]) -> str:
     epochs = [outcome.reached for outcome in of.values() if outcome.reached]
-    return f"{mean(epochs):.0f}{'' if len(epochs) == len(of) else f' ({len(epochs)} of {len(of)} seeds)'}" if epochs else "never"
+    if not epochs:
+        return "never"
+    some = "" if len(epochs) == len(of) else f" ({len(epochs)} of {len(of)} seeds)"
+    return f"{mean(epochs):.0f}{some}"
 
 
 def summarise() -> None:
-    """What every variant costs in accuracy and in epochs, one row each, for plans to quote: where enough seeds have been run."""
-    path = TRACES.parent.parent / "gnnplan" / "traces" / "convergence.csv"
+    """Write what every variant costs in accuracy and in epochs, for plans to quote.
+
+    Variants of fewer than ENOUGH seeds are left out.
+    """
+    path = TRACES.parent.parent / "traces" / "quoted" / "convergence.csv"
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["study", "graph", "model", "strategy", "ranks", "seeds", "points", "two_errors", "epochs_ratio"])
+        writer.writerow(
+            [
+                "study",
+                "graph",
+                "model",
+                "strategy",
+                "ranks",
+                "seeds",
+                "points",
+                "two_errors",
+                "epochs_ratio",
+            ]
+        )
         for name, study in STUDIES.items():
             if not (TRACES / f"{name}.csv").exists():
                 continue
@@ -220,12 +381,29 @@ def summarise() -> None:
                 if len(pairs) < ENOUGH:
                     continue
                 gaps = [ours.test - theirs.test for ours, theirs in pairs]
-                ratios = [ours.reached / theirs.reached for ours, theirs in pairs if ours.reached and theirs.reached]
-                ratio = f"{mean(ratios):.2f}" if len(ratios) == len(pairs) else ""  # empty: some seed never gets there
+                ratios = [
+                    ours.reached / theirs.reached
+                    for ours, theirs in pairs
+                    if ours.reached and theirs.reached
+                ]
+                # empty: some seed never gets there
+                ratio = f"{mean(ratios):.2f}" if len(ratios) == len(pairs) else ""
                 error = f"{2 * stdev(gaps) / sqrt(len(gaps)):.2f}"
                 model = study.workload[study.workload.index("--model") + 1]
                 ranks, strategy, _ = study.variants[variant]
-                writer.writerow([name, study.graph, model, strategy, ranks, len(gaps), f"{mean(gaps):.2f}", error, ratio])
+                writer.writerow(
+                    [
+                        name,
+                        study.graph,
+                        model,
+                        strategy,
+                        ranks,
+                        len(gaps),
+                        f"{mean(gaps):.2f}",
+                        error,
+                        ratio,
+                    ]
+                )
 
 
 def _with_error(values: list[float], digits: int = 2) -> str:
@@ -235,8 +413,11 @@ def _with_error(values: list[float], digits: int = 2) -> str:
 
 
 def staleness(epochs: int = 150) -> None:
-    """||used - true|| and ||true|| of halo rows ('f') and gradients ('b') per layer and epoch, as PipeGCN's Fig. 5: GraphSAGE on
-    Coauthor Physics in 2 parts, with and without smoothing, with and without dropout."""
+    """Write ||used - true|| and ||true|| of halo rows ('f') and gradients ('b'): PipeGCN's Fig. 5.
+
+    Per layer and epoch, of GraphSAGE on Coauthor Physics in 2 parts, with and without smoothing,
+    with and without dropout.
+    """
     with (TRACES / "staleness.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["strategy", "dropout", "what", "layer", "epoch", "error", "true"])
@@ -244,19 +425,49 @@ def staleness(epochs: int = 150) -> None:
             for strategy in ("pipegcn", "pipegcn_gf(gamma=0.5)", "pipegcn_gf"):
                 with tempfile.TemporaryDirectory() as scratch:
                     plan, out = f"{scratch}/plan.json", f"{scratch}/run"
-                    ask = ["--graph", str(DATASETS / "coauthor_physics.npz"), "--ranks", "2", "--strategy", strategy, *SAGE]
+                    ask = [
+                        "--graph",
+                        str(DATASETS / "coauthor_physics.npz"),
+                        "--ranks",
+                        "2",
+                        "--strategy",
+                        strategy,
+                        *SAGE,
+                    ]
                     _call("plan", *ask, "--set", f"dropout={dropout}", "-o", plan)
-                    _call("run", plan, "--epochs", str(epochs), "--out", out, "--timeout", "600", "--staleness-errors")
-                    ranks = [json.loads(Path(out, f"rank{rank}.json").read_text())["staleness"] for rank in range(2)]
+                    _call(
+                        "run",
+                        plan,
+                        "--epochs",
+                        str(epochs),
+                        "--out",
+                        out,
+                        "--timeout",
+                        "600",
+                        "--staleness-errors",
+                    )
+                    ranks = [
+                        json.loads(Path(out, f"rank{rank}.json").read_text())["staleness"]
+                        for rank in range(2)
+                    ]
                 for key in ranks[0]:
                     what, layer = key.split(":l")
                     for epoch in range(epochs):
                         squares = [sum(rank[key][epoch][i] for rank in ranks) for i in (0, 1)]
-                        writer.writerow([strategy, dropout, what, layer, epoch + 1, *(f"{sqrt(square):.5g}" for square in squares)])
+                        writer.writerow(
+                            [
+                                strategy,
+                                dropout,
+                                what,
+                                layer,
+                                epoch + 1,
+                                *(f"{sqrt(square):.5g}" for square in squares),
+                            ]
+                        )
 
 
 def figures() -> None:
-    """Curves of every study (mean over seeds, two standard errors shaded), and staleness errors over epochs."""
+    """Draw every study (mean over seeds, two standard errors shaded), and staleness over epochs."""
     import matplotlib.pyplot as plt
 
     folder = TRACES.parent.parent / "docs" / "figures"
@@ -275,11 +486,19 @@ def figures() -> None:
                 if not points:
                     continue
                 middle = [mean(values) for values in points.values()]
-                error = [2 * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0 for values in points.values()]
+                error = [
+                    2 * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+                    for values in points.values()
+                ]
                 (line,) = axis.plot(list(points), middle, label=variant, lw=1.2)
-                low, high = ([m + sign * e for m, e in zip(middle, error, strict=True)] for sign in (-1, 1))
+                low, high = (
+                    [m + sign * e for m, e in zip(middle, error, strict=True)] for sign in (-1, 1)
+                )
                 axis.fill_between(list(points), low, high, color=line.get_color(), alpha=0.12, lw=0)
-                axis.set(xlabel="epoch", ylabel={"loss": "training loss", "test_accuracy": "test accuracy [%]"}[field])
+                axis.set(
+                    xlabel="epoch",
+                    ylabel={"loss": "training loss", "test_accuracy": "test accuracy [%]"}[field],
+                )
         axes[1].legend(fontsize=7)
         figure.suptitle(f"{study.graph}: {' '.join(study.workload[1:6:2])}", fontsize=10)
         figure.savefig(folder / f"{name}.png", dpi=90)
@@ -294,16 +513,26 @@ def _staleness_figure(path: Path) -> None:
     rows = _rows(TRACES / "staleness.csv")
     columns = list(dict.fromkeys((row["what"], row["layer"]) for row in rows))
     dropouts = list(dict.fromkeys(row["dropout"] for row in rows))
-    figure, grid = plt.subplots(len(dropouts), len(columns), figsize=(3.2 * len(columns), 3 * len(dropouts)), layout="constrained",
-                                squeeze=False)  # fmt: skip
+    figure, grid = plt.subplots(
+        len(dropouts),
+        len(columns),
+        figsize=(3.2 * len(columns), 3 * len(dropouts)),
+        layout="constrained",
+        squeeze=False,
+    )
     for axes, dropout in zip(grid, dropouts, strict=True):
         for axis, (what, layer) in zip(axes, columns, strict=True):
             for strategy in dict.fromkeys(row["strategy"] for row in rows):
                 key = {"strategy": strategy, "dropout": dropout, "what": what, "layer": layer}
                 here = [row for row in rows if key.items() <= row.items()]
-                relative = [float(row["error"]) / max(float(row["true"]), 1e-12) for row in here[2:]]
+                relative = [
+                    float(row["error"]) / max(float(row["true"]), 1e-12) for row in here[2:]
+                ]
                 axis.plot([int(row["epoch"]) for row in here[2:]], relative, label=strategy, lw=1)
-            axis.set(title=f"{'rows' if what == 'f' else 'gradients'}, layer {layer}, dropout {dropout}", yscale="log")
+            axis.set(
+                title=f"{'rows' if what == 'f' else 'gradients'}, layer {layer}, dropout {dropout}",
+                yscale="log",
+            )
             axis.title.set_fontsize(8)
     grid[0][0].legend(fontsize=7)
     figure.supxlabel("epoch", fontsize=9)
@@ -317,4 +546,6 @@ if __name__ == "__main__":
         for name in names:
             run(name) if verb == "run" else print(f"\n{table(name)}")
     else:
-        {"summary": summarise, "staleness": staleness, "figures": figures, "document": document}[verb]()
+        {"summary": summarise, "staleness": staleness, "figures": figures, "document": document}[
+            verb
+        ]()

@@ -1,14 +1,17 @@
-"""What data parallelism computes twice, and what splitting functions cost, by counting sampled batches; how fast both are:
+"""Counts what mini-batch strategies compute, and measures how fast they are.
 
-    python benchmarks/minibatch.py redundancy [GRAPH ...]     edges computed and features loaded, as GSplit's Table 1
-    python benchmarks/minibatch.py splitters [SHARE] [GRAPH ...]   cross edges and imbalance by layer, as GSplit's Fig. 5
-    python benchmarks/minibatch.py sampler                    edges per second beside DGL's, one thread
-    python benchmarks/minibatch.py ddp [ROUNDS]               an epoch on two ranks beside DGL's data-parallel loop, in turn
-    python benchmarks/minibatch.py split [ROUNDS] [GRAPH ...] gsplit beside data_parallel, in turn, also on these graphs
+    python benchmarks/minibatch.py VERB ...
 
-Graphs are names of .npz files in $GNNPLAN_DATASETS. Four ranks, fanouts 15,15,15; one epoch, or its first 20 batches. `ddp` trains
-the GraphSAGE of spine.py on its graph, 2048 seeds per step on two Gloo ranks with one thread each, 5, 10 and 15 neighbours from the
-seeds outwards, as does `split`; both print ratios and assert nothing.
+    redundancy [GRAPH ...]           edges computed and features loaded, as GSplit's Table 1
+    splitters [SHARE] [GRAPH ...]    cross edges and imbalance by layer, as GSplit's Fig. 5
+    sampler                          edges per second beside DGL's, one thread
+    ddp [ROUNDS]                     an epoch on two ranks beside DGL's data-parallel loop, in turn
+    split [ROUNDS] [GRAPH ...]       gsplit beside data_parallel, in turn, also on these graphs
+
+Graphs are names of .npz files in $GNNPLAN_DATASETS. `redundancy` and `splitters` have four ranks
+and fanouts 15,15,15, for an epoch or its first 20 batches. `ddp` and `split` train the GraphSAGE of
+spine.py on its graph: 2048 seeds per step on two Gloo ranks with one thread each; 5, 10 and 15
+neighbours from the seeds outwards. Both print ratios and assert nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ import numpy as np
 from accuracy import gnnplan
 from spine import GRAPH, HIDDEN, LAYERS, LR
 
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.minibatch import MiniBatch
-from gnnplan.planner.sampling import draw, frontier, key_of, seeds_of
-from gnnplan.planner.splitting import SPLITTERS, presample, split
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import draw, frontier, key_of, seeds_of
+from gnnplan.planner.graph.splitting import SPLITTERS, presample, split
+from gnnplan.planner.ownership.minibatch import MiniBatch
 
-DATASETS = Path(os.environ.get("GNNPLAN_DATASETS", Path(__file__).resolve().parents[2] / "shared" / "datasets"))
+DATASETS = Path(
+    os.environ.get("GNNPLAN_DATASETS", Path(__file__).resolve().parents[2] / "shared" / "datasets")
+)
 RANKS, FANOUTS, MOST = 4, (15, 15, 15), 20
 BATCH, OUTWARDS = 2048, (5, 10, 15)  # of `ddp`
 EPOCHS, WARM = 8, 2  # trained by each side, and those left out
@@ -50,42 +56,76 @@ def graph_of(name: str) -> Graph:
 
 def redundancy(names: list[str]) -> None:
     print(f"{RANKS} ranks, batch 1024, fanout 15, 3 layers; per epoch\n")
-    print("| graph | edges: micro | mini | ratio | features: micro | mini | ratio |\n|---|--:|--:|--:|--:|--:|--:|")
+    print(
+        "| graph | edges: micro | mini | ratio | features: micro | mini | ratio"
+        " |\n|---|--:|--:|--:|--:|--:|--:|"
+    )
     for name in names:
         graph, edges, rows = graph_of(name), np.zeros(2), np.zeros(2)
         for number, seeds in enumerate(seeds_of(graph, 1024, 0, 0)):
-            for i, shares in enumerate((np.array_split(seeds, RANKS), [seeds])):  # micro-batches, one per rank; one mini-batch
-                found = [frontier(graph, share, FANOUTS, 0, 0, number) for share in shares if share.size]
+            # micro-batches, one per rank; one mini-batch
+            for i, shares in enumerate((np.array_split(seeds, RANKS), [seeds])):
+                found = [
+                    frontier(graph, share, FANOUTS, 0, 0, number) for share in shares if share.size
+                ]
                 edges[i] += sum(places.size for one in found for _, places in one.edges)
                 rows[i] += sum(one.nodes[0].size for one in found)
-        print(f"| {name} | {edges[0]:,.0f} | {edges[1]:,.0f} | {edges[0] / edges[1]:.2f} | {rows[0]:,.0f} | {rows[1]:,.0f} | "
-              f"{rows[0] / rows[1]:.2f} |", flush=True)  # fmt: skip
+        print(
+            f"| {name} | {edges[0]:,.0f} | {edges[1]:,.0f} | {edges[0] / edges[1]:.2f} |"
+            f" {rows[0]:,.0f} | {rows[1]:,.0f} | {rows[0] / rows[1]:.2f} |",
+            flush=True,
+        )
 
 
 def splitters(share: float, names: list[str]) -> None:
-    """With a share of the vertices to train on (batches of 128), or with the graph's own (share 0, batches of 1024)."""
+    """Count cross edges and imbalance of every splitting function.
+
+    `share` of the vertices are trained on, in batches of 128; 0: the published split, in batches of
+    1024.
+    """
     batch = 128 if share else 1024
     layers = range(1, len(FANOUTS) + 1)
-    print(f"{RANKS} ranks, batch {batch}, fanout 15, training vertices: {f'{share:.0%} of all' if share else 'the published split'}\n")
-    print("| graph | splitter | cross edges, layer 3 | 2 | 1 | in all | most edges over mean, layer 3 | 2 | 1 | in all |")
+    print(
+        f"{RANKS} ranks, batch {batch}, fanout 15, training vertices:"
+        f" {f'{share:.0%} of all' if share else 'the published split'}\n"
+    )
+    print(
+        "| graph | splitter | cross edges, layer 3 | 2 | 1 | in all | most edges over mean, layer 3"
+        " | 2 | 1 | in all |"
+    )
     print("|---|---|" + "--:|" * 8)
     for name in names:
         graph = graph_of(name)
         if share:
             train = np.zeros(graph.stats.vertices, dtype=bool)
-            train[np.random.default_rng(0).permutation(train.size)[: round(share * train.size)]] = True
+            train[np.random.default_rng(0).permutation(train.size)[: round(share * train.size)]] = (
+                True
+            )
             graph = replace(graph, train=train)
         frequency = presample(graph, batch, FANOUTS, 0)
-        batches = [frontier(graph, seeds, FANOUTS, 0, 0, i) for i, seeds in enumerate(seeds_of(graph, batch, 0, 0)[:MOST])]
+        batches = [
+            frontier(graph, seeds, FANOUTS, 0, 0, i)
+            for i, seeds in enumerate(seeds_of(graph, batch, 0, 0)[:MOST])
+        ]
         for splitter in SPLITTERS:
             owner = split(graph, RANKS, splitter, 0, frequency)
-            made = [MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches]
-            edges = np.array([[one.facts(layer).edges for layer in layers] for one in made], dtype=float)  # [batches, L, ranks]
-            cross = np.array([[one.crossing(layer) for layer in layers] for one in made]).sum((0, 2)) / edges.sum((0, 2))
+            made = [
+                MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches
+            ]
+            # [batches, L, ranks]
+            edges = np.array(
+                [[one.facts(layer).edges for layer in layers] for one in made], dtype=float
+            )
+            cross = np.array([[one.crossing(layer) for layer in layers] for one in made]).sum(
+                (0, 2)
+            ) / edges.sum((0, 2))
             both = np.concatenate([edges, edges.sum(1, keepdims=True)], axis=1)
             worst = (both.max(2) / both.mean(2)).mean(0)
             every = float(cross @ edges.sum((0, 2)) / edges.sum())
-            cells = [*(f"{c:.1%}" for c in (*cross[::-1], every)), *(f"{w:.2f}" for w in (*worst[2::-1], worst[3]))]
+            cells = [
+                *(f"{c:.1%}" for c in (*cross[::-1], every)),
+                *(f"{w:.2f}" for w in (*worst[2::-1], worst[3])),
+            ]
             print(f"| {name} | {splitter} | {' | '.join(cells)} |", flush=True)
 
 
@@ -97,8 +137,13 @@ def sampler() -> None:
     torch.set_num_threads(1)
     graph = load("synthetic:community?vertices=20000&edges=1000000&features=8&classes=16&seed=0")
     assert isinstance(graph, Graph)
-    source, target = graph.indices.astype(np.int64), np.repeat(np.arange(graph.stats.vertices), graph.degree)
-    theirs = dgl.graph((torch.from_numpy(source), torch.from_numpy(target)), num_nodes=graph.stats.vertices).formats("csc")
+    source, target = (
+        graph.indices.astype(np.int64),
+        np.repeat(np.arange(graph.stats.vertices), graph.degree),
+    )
+    theirs = dgl.graph(
+        (torch.from_numpy(source), torch.from_numpy(target)), num_nodes=graph.stats.vertices
+    ).formats("csc")
     vertices = np.random.default_rng(0).permutation(graph.stats.vertices)
     for fanout in (5, 10, 15):
         seconds: dict[str, list[float]] = {"ours": [], "DGL": []}
@@ -110,11 +155,17 @@ def sampler() -> None:
             seconds["ours"].append(middle - start)
             seconds["DGL"].append(time.perf_counter() - middle)
         rate = {name: edges / float(np.median(times)) / 1e6 for name, times in seconds.items()}
-        print(f"fanout {fanout:2d}: ours {rate['ours']:6.1f} M edges/s, DGL {rate['DGL']:6.1f}; {rate['ours'] / rate['DGL']:.2f}x")
+        print(
+            f"fanout {fanout:2d}: ours {rate['ours']:6.1f} M edges/s, DGL {rate['DGL']:6.1f};"
+            f" {rate['ours'] / rate['DGL']:.2f}x"
+        )
 
 
 def dgl_child() -> None:
-    """One process of DGL's data-parallel loop as its documentation has it; the first prints its epochs [s]."""
+    """Be one process of DGL's data-parallel loop, as its documentation has it.
+
+    The first process prints the seconds of its epochs.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn import functional as F
@@ -133,12 +184,23 @@ def dgl_child() -> None:
     ranks = dist.get_world_size()
     data = load(GRAPH)
     assert isinstance(data, Graph)
-    graph = dgl.graph(("csc", (torch.tensor(data.indptr), torch.tensor(data.indices).long(), [])), num_nodes=data.stats.vertices)
+    graph = dgl.graph(
+        ("csc", (torch.tensor(data.indptr), torch.tensor(data.indices).long(), [])),
+        num_nodes=data.stats.vertices,
+    )
     graph.ndata["x"], graph.ndata["y"] = torch.tensor(data.x), torch.tensor(data.y)
     seeds = torch.tensor(data.train).nonzero().squeeze(1)
     # DGL counts fanouts from the features on
-    loader = DataLoader(graph, seeds, NeighborSampler(list(OUTWARDS[::-1])), batch_size=BATCH // ranks, use_ddp=True, shuffle=True,
-                        drop_last=False, num_workers=0)  # fmt: skip
+    loader = DataLoader(
+        graph,
+        seeds,
+        NeighborSampler(list(OUTWARDS[::-1])),
+        batch_size=BATCH // ranks,
+        use_ddp=True,
+        shuffle=True,
+        drop_last=False,
+        num_workers=0,
+    )
     widths = [data.stats.features] + [HIDDEN] * (LAYERS - 1) + [data.stats.classes]
     layers = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in itertools.pairwise(widths))
 
@@ -172,42 +234,94 @@ def dgl_child() -> None:
 
 
 def theirs(ranks: int) -> float:
-    """DGL's epoch [s]."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, "dgl-child"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DGLBACKEND": "pytorch", "GLOO_SOCKET_IFNAME": "lo"}
+    """Median epoch of DGL's data-parallel loop [s]."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        __file__,
+        "dgl-child",
+    ]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "DGLBACKEND": "pytorch",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    told = next(line for line in done.stdout.splitlines() if line.startswith("[") and line.endswith("]"))
+    told = next(
+        line for line in done.stdout.splitlines() if line.startswith("[") and line.endswith("]")
+    )
     return median(json.loads(told)[WARM:])
 
 
 def ours(strategy: str, ranks: int, graph: str = GRAPH) -> float:
-    """The same training by `gnnplan run` [s]."""
+    """Median epoch of the same training by `gnnplan run` [s]."""
     with tempfile.TemporaryDirectory() as folder:
         plan, out = f"{folder}/plan.json", f"{folder}/run"
-        gnnplan("plan", "--graph", graph, "--model", "sage", "--layers", str(LAYERS), "--hidden", str(HIDDEN), "--set", f"lr={LR}",
-                "--ranks", str(ranks), "--mode", "mini", "--batch", str(BATCH), "--fanout", ",".join(map(str, OUTWARDS)),
-                "--strategy", strategy, "-o", plan)  # fmt: skip
+        gnnplan(
+            "plan",
+            "--graph",
+            graph,
+            "--model",
+            "sage",
+            "--layers",
+            str(LAYERS),
+            "--hidden",
+            str(HIDDEN),
+            "--set",
+            f"lr={LR}",
+            "--ranks",
+            str(ranks),
+            "--mode",
+            "mini",
+            "--batch",
+            str(BATCH),
+            "--fanout",
+            ",".join(map(str, OUTWARDS)),
+            "--strategy",
+            strategy,
+            "-o",
+            plan,
+        )
         gnnplan("run", plan, "--epochs", str(EPOCHS), "--eval-every", "0", "--out", out)
-        epochs = [json.loads(line)["epoch_s"] for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+        epochs = [
+            json.loads(line)["epoch_s"]
+            for line in Path(out, "metrics.jsonl").read_text().splitlines()
+        ]
     return median(epochs[WARM:])
 
 
 def ddp(rounds: int) -> None:
     """Medians of rounds in turn; ratios are within rounds, because machines drift."""
-    sides: dict[str, Callable[[], float]] = {"DGL, DistributedDataParallel, 2 ranks": partial(theirs, 2)}
+    sides: dict[str, Callable[[], float]] = {
+        "DGL, DistributedDataParallel, 2 ranks": partial(theirs, 2)
+    }
     for strategy in ("data_parallel", "data_parallel(prefetch=2)", "gsplit"):
         sides[f"{strategy}, 2 ranks"] = partial(ours, strategy, 2)
     sides["data_parallel, 1 rank"] = partial(ours, "data_parallel", 1)
     seconds = in_turn(sides, rounds)
     floor, peer = seconds["data_parallel, 1 rank"], next(iter(seconds.values()))
-    print(f"{LAYERS}-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, batches of {BATCH}; median epoch of {rounds} rounds in turn")
+    print(
+        f"{LAYERS}-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, batches of {BATCH};"
+        f" median epoch of {rounds} rounds in turn"
+    )
     for name, series in seconds.items():
-        beside = [median(a / b for a, b in zip(series, other, strict=True)) for other in (peer, floor)]
-        print(f"{name:40s} {median(series):.3f} s  {beside[0]:.2f}x DGL's loop  {beside[1]:.2f}x one rank")
+        ratios = [
+            median(a / b for a, b in zip(series, other, strict=True)) for other in (peer, floor)
+        ]
+        print(
+            f"{name:40s} {median(series):.3f} s  {ratios[0]:.2f}x DGL's loop  {ratios[1]:.2f}x one"
+            " rank"
+        )
 
 
 def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each side says in every round."""
+    """The seconds of each side in every round."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name, once in sides.items():
@@ -216,13 +330,28 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
     return seconds
 
 
-def split_beside(rounds: int, names: list[str]) -> None:
-    """What a batch that is split costs of what one per rank costs, on two ranks: medians of ratios within rounds."""
-    for name, graph in {"synthetic, 50 edges a vertex": GRAPH, **{name: str(DATASETS / f"{name}.npz") for name in names}}.items():
-        seconds = in_turn({s: partial(ours, s, 2, graph) for s in ("data_parallel", "gsplit", "gsplit(narrow=True)")}, rounds)
+def split_against_data_parallel(rounds: int, names: list[str]) -> None:
+    """Time a batch that is split over a batch per rank, on two ranks.
+
+    Ratios are within rounds; medians of them are printed.
+    """
+    for name, graph in {
+        "synthetic, 50 edges a vertex": GRAPH,
+        **{name: str(DATASETS / f"{name}.npz") for name in names},
+    }.items():
+        seconds = in_turn(
+            {
+                s: partial(ours, s, 2, graph)
+                for s in ("data_parallel", "gsplit", "gsplit(narrow=True)")
+            },
+            rounds,
+        )
         for strategy, series in seconds.items():
             ratio = median(a / b for a, b in zip(series, seconds["data_parallel"], strict=True))
-            print(f"{name:30s} {strategy:20s} {median(series):.3f} s  {ratio:.2f}x data_parallel", flush=True)
+            print(
+                f"{name:30s} {strategy:20s} {median(series):.3f} s  {ratio:.2f}x data_parallel",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
@@ -234,7 +363,7 @@ if __name__ == "__main__":
     elif verb == "ddp":
         ddp(int(rest[0]) if rest else 3)
     elif verb == "split":
-        split_beside(int(rest[0]) if rest else 3, rest[1:])
+        split_against_data_parallel(int(rest[0]) if rest else 3, rest[1:])
     elif verb == "dgl-child":
         dgl_child()
     else:

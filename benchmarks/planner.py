@@ -1,6 +1,9 @@
-"""Candidates per second of the closed forms on one core, and how long GraNNDis' regions take to grow: `python benchmarks/planner.py`.
+"""Times the closed forms (candidates per second of one core) and the growth of GraNNDis' regions.
 
-A candidate is a set of knobs on a cluster. Clusters come as arrays: predict() broadcasts over them. The graph is profiled once.
+    python benchmarks/planner.py
+
+A candidate is a set of knobs on a cluster. Clusters come as arrays: predict() broadcasts over them.
+The graph is profiled once.
 """
 
 from __future__ import annotations
@@ -15,54 +18,73 @@ from dataclasses import replace
 
 import numpy as np
 
-from gnnplan.planner.graph import Graph, GraphStats, in_neighbours, load
-from gnnplan.planner.job import Job
-from gnnplan.planner.layout import FAR, Expansion, distances, expand
-from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.layout import FAR, Expansion, distances, expand
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 
 KNOBS = {
     "graph_parallel": ["graph_parallel", "graph_parallel(narrow=True)"],
     "pipegcn": ["pipegcn"],
-    "gnnpipe": ["gnnpipe(chunks=8)", "gnnpipe(chunks=16)", "gnnpipe(chunks=32)", "gnnpipe(chunks=64)"],
+    "gnnpipe": [
+        "gnnpipe(chunks=8)",
+        "gnnpipe(chunks=16)",
+        "gnnpipe(chunks=32)",
+        "gnnpipe(chunks=64)",
+    ],
     "granndis": ["granndis(depth=1)", "granndis(depth=2)", "granndis(depth=3)", "granndis"],
 }
 CLUSTERS = 1_000  # at a time: what a prediction works on stays in the cache
 
 
-def question(layers: int) -> Job:
+def question(layers: int) -> Problem:
     """The default synthetic graph on two servers of four GPUs."""
     graph = load("synthetic:community")
     assert isinstance(graph, Graph)
     device = Device(memory=24e9, gemm=1e13, memory_bandwidth=5e11)
     link = Link(bandwidth=1e10)
     where = Cluster(servers=2, gpus_per_server=4, device=device, intra_node=link, inter_node=link)
-    return Job(graph.stats, graph, Workload(model="sage", layers=layers, hidden=256), where)
+    return Problem(graph.stats, graph, Workload(model="sage", layers=layers, hidden=256), where)
 
 
-def over(job: Job, count: int) -> Job:
-    """The question on `count` clusters at once; model_copy does not validate, so numbers may be columns [count, 1]."""
+def over(problem: Problem, count: int) -> Problem:
+    """The problem on `count` clusters at once.
+
+    Numbers are columns [count, 1], which model_copy allows because it does not validate.
+    """
     rng = np.random.default_rng(0)
 
     def column(low: float, high: float) -> np.ndarray:
         return np.exp(rng.uniform(np.log(low), np.log(high), (count, 1)))
 
     def link() -> Link:
-        return job.cluster.intra_node.model_copy(update={"bandwidth": column(1e8, 1e11), "latency": column(1e-6, 1e-3)})
+        return problem.cluster.intra_node.model_copy(
+            update={"bandwidth": column(1e8, 1e11), "latency": column(1e-6, 1e-3)}
+        )
 
-    device = job.cluster.device.model_copy(update={"gemm": column(1e12, 1e14), "memory_bandwidth": column(1e11, 2e12)})
-    return replace(job, cluster=job.cluster.model_copy(update={"device": device, "intra_node": link(), "inter_node": link()}))
+    device = problem.cluster.device.model_copy(
+        update={"gemm": column(1e12, 1e14), "memory_bandwidth": column(1e11, 2e12)}
+    )
+    return replace(
+        problem,
+        cluster=problem.cluster.model_copy(
+            update={"device": device, "intra_node": link(), "inter_node": link()}
+        ),
+    )
 
 
-def rate(strategies: list[Strategy], job: Job, seconds: float = 1.0) -> tuple[float, float]:
-    """Best and median candidates per second of rounds over all strategies."""
+def rate(strategies: list[Strategy], problem: Problem, seconds: float = 1.0) -> tuple[float, float]:
+    """Best and median candidates per second, of rounds over all strategies."""
     for strategy in strategies:
-        strategy.predict(job)  # partitions and counts of the graph are made once
+        strategy.predict(problem)  # partitions and counts of the graph are made once
     rates, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end or len(rates) < 3:
         start = time.process_time()
         for strategy in strategies:
-            assert strategy.predict(job).epoch_s.shape == (CLUSTERS, 1)
+            assert strategy.predict(problem).epoch_s.shape == (CLUSTERS, 1)
         rates.append(len(strategies) * CLUSTERS / (time.process_time() - start))
     return max(rates), float(np.median(rates))
 
@@ -71,11 +93,23 @@ def large(vertices: int = 1_000_000, edges: int = 20_000_000) -> Graph:
     """A random graph whose degrees follow a power law; edges are directed ones."""
     rng = np.random.default_rng(0)
     weight = (1 + rng.pareto(1.8, vertices)).cumsum()
-    src, dst = (np.searchsorted(weight, rng.random(edges // 2 + edges // 50) * weight[-1]).astype(np.int64) for _ in range(2))
+    src, dst = (
+        np.searchsorted(weight, rng.random(edges // 2 + edges // 50) * weight[-1]).astype(np.int64)
+        for _ in range(2)
+    )
     indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
     none = np.zeros(vertices, bool)
     stats = GraphStats("large", "large", vertices, len(indices), 1, 2, 0, False, "large")
-    return Graph(stats, indptr, indices, np.zeros((vertices, 1), np.float32), np.zeros(vertices, np.int64), none, none, none)
+    return Graph(
+        stats,
+        indptr,
+        indices,
+        np.zeros((vertices, 1), np.float32),
+        np.zeros(vertices, np.int64),
+        none,
+        none,
+        none,
+    )
 
 
 def growth(servers: int = 4, hops: int = 3) -> None:
@@ -88,23 +122,32 @@ def growth(servers: int = 4, hops: int = 3) -> None:
         for server in range(servers):
             allowed = expand(graph, server_of == server, expansion, server) if expansion else None
             rows.append(int((distances(graph, server_of == server, hops, allowed) < FAR).sum()))
-        seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(f"{graph.stats.vertices:,} vertices, {graph.stats.edges:,} edges, {servers} servers, {hops} hops, {name}: {seconds:.1f} s, "
-              f"growth {np.mean(rows) * servers / graph.stats.vertices:.2f}, peak memory {peak / 2**20:.2f} GiB (making the graph: "
-              f"{before / 2**20:.2f})")  # fmt: skip
+        seconds, peak = (
+            time.perf_counter() - start,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        )
+        print(
+            f"{graph.stats.vertices:,} vertices, {graph.stats.edges:,} edges, {servers} servers,"
+            f" {hops} hops, {name}: {seconds:.1f} s, growth"
+            f" {np.mean(rows) * servers / graph.stats.vertices:.2f}, peak memory {peak / 2**20:.2f}"
+            f" GiB (making the graph: {before / 2**20:.2f})"
+        )
 
 
 def main() -> None:
     growth()
     for layers in (3, 8, 32):
-        job = question(layers)
-        many = over(job, CLUSTERS)
+        problem = question(layers)
+        many = over(problem, CLUSTERS)
         for family, texts in KNOBS.items():
-            settled = [parse(text).settle(job) for text in texts]
-            suitable = [s for s in settled if family != "gnnpipe" or layers >= job.ranks]
+            settled = [parse(text).settle(problem) for text in texts]
+            suitable = [s for s in settled if family != "gnnpipe" or layers >= problem.ranks]
             if suitable:
                 best, median = rate(suitable, many)
-                print(f"{family:>14}, {layers} layers: best {best:9,.0f}, median {median:9,.0f} candidates/s")
+                print(
+                    f"{family:>14}, {layers} layers: best {best:9,.0f}, median {median:9,.0f}"
+                    " candidates/s"
+                )
 
 
 if __name__ == "__main__":

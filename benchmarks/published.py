@@ -1,7 +1,13 @@
-"""Printed figures: `fit FILE.csv` finds each testbed's constants (gnnplan/traces/fitted.csv), `table FILE.csv` writes docs/published.md,
-`figures FILE.csv` draws the papers' own (docs/figures) from predictions, with what they print as points.
+"""Predicts printed figures of other people's systems.
 
-The file is one in the columns of gnnplan/planner/published.py; it is not part of the project.
+    python benchmarks/published.py VERB FILE.csv
+
+    fit        constants of the testbeds: traces/quoted/fitted.csv
+    table      errors: docs/reference/published-figures.md
+    figures    docs/figures/published_*.png
+
+`figures` draws the papers' own figures from predictions, with what they print as points. The file
+has the columns of planner/evidence/papers/rows.py; it is not part of the project.
 """
 
 import csv
@@ -10,26 +16,41 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
-from gnnplan.planner import calibrate
-from gnnplan.planner import published_batches as mini_batches
-from gnnplan.planner.published import COLUMNS, Question, predict, question, read, score
+from gnnplan.planner.evidence.papers import calibrate
+from gnnplan.planner.evidence.papers import mini_batch as mini_batches
+from gnnplan.planner.evidence.papers.figures import predict
+from gnnplan.planner.evidence.papers.interpret import question
+from gnnplan.planner.evidence.papers.published import evaluate_rows
+from gnnplan.planner.evidence.papers.question import Question
+from gnnplan.planner.evidence.papers.rows import COLUMNS, read
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def fit(path: str) -> None:
+    """Fit and write the constants of all testbeds."""
     rows = read(path)
     with open(calibrate.FITTED, "w", newline="", encoding="utf-8") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(["testbed", "constant", "factor", "rows", "sources", "datasets"])
         for each in calibrate.FITS:
             used = [row for row in rows if each.holds(row)]
-            for constant, factor in calibrate.fit(used, each.constants).items():
-                out.writerow([each.testbed, constant, f"{factor:.4g}", len(used), "; ".join(each.sources), "; ".join(each.datasets)])
+            for constant, factor in calibrate.fit_testbed(used, each.constants).items():
+                out.writerow(
+                    [
+                        each.testbed,
+                        constant,
+                        f"{factor:.4g}",
+                        len(used),
+                        "; ".join(each.sources),
+                        "; ".join(each.datasets),
+                    ]
+                )
                 print(each.testbed, constant, f"{factor:.4g}")
 
 
 def by_paper(result: dict, everything: bool) -> dict[tuple[str, str], list[float]]:
+    """(paper, metric) -> errors; of rows that gave a constant only with `everything`."""
     errors = defaultdict(list)
     for row in result["rows"]:
         if everything or not row["fitted"]:
@@ -38,35 +59,63 @@ def by_paper(result: dict, everything: bool) -> dict[tuple[str, str], list[float
 
 
 def table(path: str) -> None:
-    """Every paper and metric: with the kept constants, and each dataset with constants of the others."""
+    """Write the errors of every paper and metric into the document.
+
+    Once with the constants that are kept, and once each dataset with constants of the others.
+    """
     rows = read(path)
-    kept, left = (score(rows, calibrate.gave_a_constant, calibrate.calibrated), calibrate.leave_one_out(rows))
+    kept, left = (
+        evaluate_rows(rows, calibrate.gave_a_constant, calibrate.calibrated),
+        calibrate.leave_one_out(rows),
+    )
     fitted, out = by_paper(kept, True), by_paper(left, False)
-    lines = ["| paper | figure | rows | mean error, constants of all rows | rows left out | mean error, left out | median | largest |",
-             "|---|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    lines = [
+        (
+            "| paper | figure | rows | mean error, constants of all rows | rows left out | mean"
+            " error, left out | median | largest |"
+        ),
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for key in sorted(fitted):
         errors = out.get(key)
-        told = f"{len(errors)} | {mean(errors):.1%} | {median(errors):.1%} | {max(errors):.1%}" if errors else "0 | - | - | -"
-        lines.append(f"| {key[0]} | {key[1]} | {len(fitted[key])} | {mean(fitted[key]):.1%} | {told} |")
+        told = (
+            f"{len(errors)} | {mean(errors):.1%} | {median(errors):.1%} | {max(errors):.1%}"
+            if errors
+            else "0 | - | - | -"
+        )
+        lines.append(
+            f"| {key[0]} | {key[1]} | {len(fitted[key])} | {mean(fitted[key]):.1%} | {told} |"
+        )
     for name, result in (("constants of all rows", kept), ("left out", left)):
         winner = result["summary"]["winner"]
         lines.append(f"\nThe faster strategy, {name}: right in {winner['right']} of {winner['n']}.")
-    worst = sorted((row for row in left["rows"] if not row["fitted"]), key=lambda row: -abs(row["error"]))[:12]
+    worst = sorted(
+        (row for row in left["rows"] if not row["fitted"]), key=lambda row: -abs(row["error"])
+    )[:12]
     lines += ["", "| worst | printed | predicted |", "|---|---:|---:|"]
     for row in worst:
-        what = f"{row['paper']} {row['source']}: {row['strategy']} {row['metric']}, {row['model']} on {row['dataset']}"
-        lines.append(f"| {what}, {row['num_nodes']}x{row['gpus_per_node']} | {float(row['value']):.4g} | {row['predicted']:.4g} |")
-    document = DOCS / "published.md"
+        what = (
+            f"{row['paper']} {row['source']}: {row['strategy']} {row['metric']}, {row['model']} on"
+            f" {row['dataset']}"
+        )
+        lines.append(
+            f"| {what}, {row['num_nodes']}x{row['gpus_per_node']} | {float(row['value']):.4g} |"
+            f" {row['predicted']:.4g} |"
+        )
+    document = DOCS / "reference" / "published-figures.md"
     before, mark, _ = document.read_text().partition("<!-- table -->\n")
     assert mark
     document.write_text(before + mark + "\n".join(lines) + "\n")
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------------
+# -- figures --------------------------------------------------------------------------------------
 
 
 def asked(**told: object) -> Question:
-    return question({**dict.fromkeys(COLUMNS, ""), **{name: str(value) for name, value in told.items()}}, testbeds=calibrate.calibrated)
+    return question(
+        {**dict.fromkeys(COLUMNS, ""), **{name: str(value) for name, value in told.items()}},
+        testbeds=calibrate.calibrated,
+    )
 
 
 def breakdown(plt, rows: list[dict[str, str]]) -> None:
@@ -75,18 +124,38 @@ def breakdown(plt, rows: list[dict[str, str]]) -> None:
     for dataset, hidden in (("squirrel", 1000), ("reddit", 100)):
         for model in ("gcn", "sage", "gcnii"):
             for strategy in ("graph_parallel", "gnnpipe_pipeline", "gnnpipe_hybrid"):
-                told = asked(testbed="gnnpipe_a5000", dataset=dataset, model=model, layers=32, hidden=hidden, num_nodes=2, gpus_per_node=4,
-                             strategy=strategy).prediction  # fmt: skip
-                names.append(f"{dataset} {model}\n{strategy.removeprefix('gnnpipe_').replace('_', ' ')}")
-                shares.append([float(part) / float(told.epoch_s) for part in (told.compute_s, told.comm_s, told.bubble_s)])
+                told = asked(
+                    testbed="gnnpipe_a5000",
+                    dataset=dataset,
+                    model=model,
+                    layers=32,
+                    hidden=hidden,
+                    num_nodes=2,
+                    gpus_per_node=4,
+                    strategy=strategy,
+                ).prediction
+                names.append(
+                    f"{dataset} {model}\n{strategy.removeprefix('gnnpipe_').replace('_', ' ')}"
+                )
+                shares.append(
+                    [
+                        float(part) / float(told.epoch_s)
+                        for part in (told.compute_s, told.comm_s, told.bubble_s)
+                    ]
+                )
     figure, axes = plt.subplots(figsize=(11, 4))
     below = [0.0] * len(names)
     for i, what in enumerate(("computation", "communication", "bubble")):
         axes.bar(names, [share[i] for share in shares], bottom=below, label=what)
         below = [a + share[i] for a, share in zip(below, shares, strict=True)]
     axes.tick_params(axis="x", rotation=90, labelsize=7)
-    axes.set(ylabel="share of an epoch", title="GNNPipe, 32 layers on 2 x 4 A5000 (printed means: graph parallel 67 % communication, "
-             "pipeline 63 / 10 / 27 %)")  # fmt: skip
+    axes.set(
+        ylabel="share of an epoch",
+        title=(
+            "GNNPipe, 32 layers on 2 x 4 A5000 (printed means: graph parallel 67 % communication, "
+            "pipeline 63 / 10 / 27 %)"
+        ),
+    )
     axes.legend()
     save(figure, "published_gnnpipe")
 
@@ -98,33 +167,93 @@ def over_depth(plt, rows: list[dict[str, str]]) -> None:
     for axes, testbed in zip(both, ("granndis_a6000_pcie", "granndis_a6000_nvlink"), strict=True):
         for color, dataset in enumerate(("ogbn-arxiv", "reddit", "ogbn-products")):
             for style, strategy in (("-", "granndis"), (":", "granndis_preload")):
-                where = {"paper": "granndis", "testbed": testbed, "dataset": dataset, "model": "resgcn+", "hidden": 64, "num_nodes": 4,
-                         "gpus_per_node": 4}  # fmt: skip
-                times = [[asked(**where, layers=depth, strategy=name).prediction.epoch_s for name in ("graph_parallel", strategy)]
-                         for depth in depths]  # fmt: skip
-                axes.plot(depths, [full / own for full, own in times], style, color=f"C{color}",
-                          label=f"{dataset}, {'sampled, 1 hop' if strategy == 'granndis' else 'preload'}")  # fmt: skip
-            printed(axes, rows, lambda row, here=testbed, of=dataset: (row["testbed"], row["dataset"], row["metric"]) == (
-                here, of, "speedup_vs") and row["layers"] and row["hidden"] == "64", "layers", color)  # fmt: skip
+                where = {
+                    "paper": "granndis",
+                    "testbed": testbed,
+                    "dataset": dataset,
+                    "model": "resgcn+",
+                    "hidden": 64,
+                    "num_nodes": 4,
+                    "gpus_per_node": 4,
+                }
+                times = [
+                    [
+                        asked(**where, layers=depth, strategy=name).prediction.epoch_s
+                        for name in ("graph_parallel", strategy)
+                    ]
+                    for depth in depths
+                ]
+                axes.plot(
+                    depths,
+                    [full / own for full, own in times],
+                    style,
+                    color=f"C{color}",
+                    label=f"{dataset}, {'sampled, 1 hop' if strategy == 'granndis' else 'preload'}",
+                )
+            printed(
+                axes,
+                rows,
+                lambda row, here=testbed, of=dataset: (
+                    (
+                        row["testbed"],
+                        row["dataset"],
+                        row["metric"],
+                    )
+                    == (here, of, "speedup_vs")
+                    and row["layers"]
+                    and row["hidden"] == "64"
+                ),
+                "layers",
+                color,
+            )
         axes.axhline(1, color="gray", linewidth=0.5)
-        axes.set(xscale="log", xlabel="layers", title=f"GraNNDis, 4 x 4 A6000, {'NVLink' if 'nvlink' in testbed else 'PCIe'}")
+        axes.set(
+            xscale="log",
+            xlabel="layers",
+            title=f"GraNNDis, 4 x 4 A6000, {'NVLink' if 'nvlink' in testbed else 'PCIe'}",
+        )
     both[0].set_ylabel("times as fast as graph parallel (dots: printed)")
     both[1].legend(fontsize=7)
     save(figure, "published_granndis")
 
 
 def over_width(plt, rows: list[dict[str, str]]) -> None:
-    """P3 Sec. 5: epoch over hidden width, beside data parallel, whose cost does not depend on it."""
+    """P3 Sec. 5: epoch over hidden width, beside data parallel, whose cost does not depend on
+    it."""
     widths = (16, 32, 64, 128, 256, 512, 1024)
     figure, axes = plt.subplots(figsize=(6, 4))
     for color, model in enumerate(("gcn", "sage")):
         for style, strategy in (("-", "p3_push_pull"), (":", "dgl_data_parallel")):
-            times = [mini_batches.epoch(asked(paper="p3", testbed="p3_p100", dataset="ogbn-products", model=model, layers=2, hidden=width,
-                                              num_nodes=4, gpus_per_node=4, strategy=strategy,
-                                              strategy_params='{"batch": 1000, "fanout": [25, 10]}'))
-                     for width in widths]  # fmt: skip
-            axes.plot(widths, times, style, color=f"C{color}", label=f"{model}, {strategy.replace('_', ' ')}")
-    axes.set(xscale="log", xlabel="hidden width", ylabel="epoch [s]", title="P3, ogbn-products, 4 x 4 P100")
+            times = [
+                mini_batches.epoch(
+                    asked(
+                        paper="p3",
+                        testbed="p3_p100",
+                        dataset="ogbn-products",
+                        model=model,
+                        layers=2,
+                        hidden=width,
+                        num_nodes=4,
+                        gpus_per_node=4,
+                        strategy=strategy,
+                        strategy_params='{"batch": 1000, "fanout": [25, 10]}',
+                    )
+                )
+                for width in widths
+            ]
+            axes.plot(
+                widths,
+                times,
+                style,
+                color=f"C{color}",
+                label=f"{model}, {strategy.replace('_', ' ')}",
+            )
+    axes.set(
+        xscale="log",
+        xlabel="hidden width",
+        ylabel="epoch [s]",
+        title="P3, ogbn-products, 4 x 4 P100",
+    )
     axes.legend(fontsize=7)
     save(figure, "published_p3")
 
@@ -133,19 +262,37 @@ def over_servers(plt, rows: list[dict[str, str]]) -> None:
     """PipeGCN Table 8: speedup over graph parallel by servers and GPUs in them."""
     figure, axes = plt.subplots(figsize=(6, 4))
     for color, gpus in enumerate((2, 3, 4)):
-        table8 = [row for row in rows if row["source"].startswith("Table 8") and row["strategy"] == "pipegcn"
-                  and row["gpus_per_node"] == str(gpus)]  # fmt: skip
-        axes.plot([int(row["num_nodes"]) for row in table8], [predict(row, calibrate.calibrated) for row in table8], color=f"C{color}",
-                  label=f"{gpus} GPUs per server")  # fmt: skip
+        table8 = [
+            row
+            for row in rows
+            if row["source"].startswith("Table 8")
+            and row["strategy"] == "pipegcn"
+            and row["gpus_per_node"] == str(gpus)
+        ]
+        axes.plot(
+            [int(row["num_nodes"]) for row in table8],
+            [predict(row, calibrate.calibrated) for row in table8],
+            color=f"C{color}",
+            label=f"{gpus} GPUs per server",
+        )
         printed(axes, table8, lambda row: True, "num_nodes", color)
-    axes.set(xlabel="servers", ylabel="times as fast as graph parallel (dots: printed)", title="PipeGCN, Reddit, MI60 over 10 Gbit/s")
+    axes.set(
+        xlabel="servers",
+        ylabel="times as fast as graph parallel (dots: printed)",
+        title="PipeGCN, Reddit, MI60 over 10 Gbit/s",
+    )
     axes.legend()
     save(figure, "published_pipegcn")
 
 
 def printed(axes, rows: list[dict[str, str]], wanted, by: str, color: int) -> None:
     found = [row for row in rows if wanted(row)]
-    axes.plot([int(row[by]) for row in found], [float(row["value"]) for row in found], "o", color=f"C{color}")
+    axes.plot(
+        [int(row[by]) for row in found],
+        [float(row["value"]) for row in found],
+        "o",
+        color=f"C{color}",
+    )
 
 
 def save(figure, name: str) -> None:

@@ -1,10 +1,15 @@
-"""How much time and memory planning takes on a graph of 5M vertices and 100M edges: `python benchmarks/scale.py [FOLDER] [STEP ...]`.
+"""Measures how much time and memory planning takes on large graphs and on many ranks.
 
-Generates the graph (the generator's communities with power-law degrees, seed 0; 100 features, 1 % to train on) into FOLDER once, by
-default one that is removed at the end, 2.5 GB. Then each step in a process of its own, one after the other: how long one core is at
-it, from when the graph is loaded, and the most memory that its process had resident, the graph included. Steps find on disk what those
-before have left there, as a user's would: weighing gsplit does not split anew what the step `split` has split. Prints a table, asserts
-nothing. `plan`, the command itself, runs only where it is named: it weighs all of the full graph's strategies too, each with METIS.
+    python benchmarks/scale.py [FOLDER] [STEP ...]     5M vertices, 100M edges, by step
+    python benchmarks/scale.py ranks [PICTURE]         seconds of one core over the number of ranks
+
+The first form generates the graph once into FOLDER (2.5 GB; by default a folder that is removed at
+the end): the generator's communities with power-law degrees, seed 0, 100 features, 1 % to train on.
+Each step then runs in a process of its own, one after the other. The table has the seconds of one
+core from when the graph is loaded, and the most memory that the process had resident, the graph
+included. Steps find on disk what earlier ones left there, as a user's would: `gsplit` does not
+split anew what `split` has split. `plan`, the command itself, runs only where it is named, since it
+weighs all strategies of the full graph too, each with METIS. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -25,28 +30,42 @@ import numpy as np
 
 from gnnplan.cli import app
 from gnnplan.cli.plan import ask
-from gnnplan.planner.errors import Infeasible, SpecError
-from gnnplan.planner.files import read_cluster, read_workload
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.job import Job
-from gnnplan.planner.partition import partition
-from gnnplan.planner.plan import make
-from gnnplan.planner.search import search
-from gnnplan.planner.specs import Workload
-from gnnplan.planner.splitting import owners, presample
-from gnnplan.planner.store import hottest
+from gnnplan.planner.decision.plan import make
+from gnnplan.planner.decision.search import search
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.graph.splitting import owners, presample
+from gnnplan.planner.problem.inputs import read_cluster, read_workload
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
+from gnnplan.planner.strategies.minibatch.feature_store import hottest
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.simulator.player import play
 
-SOURCE = "synthetic:community?vertices=5000000&edges=100000000&features=100&classes=47&communities=1000&seed=0"
+SOURCE = (
+    "synthetic:community?vertices=5000000&edges=100000000&features=100&classes=47"
+    "&communities=1000&seed=0"
+)
 TRAINED, GPUS, LIMIT = 0.01, 4, 12e9  # share of the vertices, GPUs of the server, [B]
 CLUSTER = "gsplit_p3_8xlarge"
-ASKED = {"mode": "mini", "model": "sage", "layers": 3, "hidden": 256, "batch": 1024, "fanout": (15, 10, 5)}
+ASKED = {
+    "mode": "mini",
+    "model": "sage",
+    "layers": 3,
+    "hidden": 256,
+    "batch": 1024,
+    "fanout": (15, 10, 5),
+}
 WORKLOAD = Workload(**ASKED)
 
 
 def generate(folder: Path) -> None:
-    """The graph as a folder whose features are mapped; every edge once, as it becomes undirected when it is read."""
+    """Write the graph as a folder whose features are mapped into memory.
+
+    It has every edge once, because it becomes undirected when it is read.
+    """
     graph = load(SOURCE)
     assert isinstance(graph, Graph)
     n = graph.stats.vertices
@@ -55,7 +74,13 @@ def generate(folder: Path) -> None:
     train = np.zeros(n, bool)
     train[np.random.default_rng(0).permutation(n)[: round(TRAINED * n)]] = True
     folder.mkdir(parents=True)
-    for name, array in (("src", graph.indices[once]), ("dst", dst[once]), ("y", graph.y), ("train_mask", train), ("x", graph.x)):
+    for name, array in (
+        ("src", graph.indices[once]),
+        ("dst", dst[once]),
+        ("y", graph.y),
+        ("train_mask", train),
+        ("x", graph.x),
+    ):
         np.save(folder / f"{name}.npy", array)
 
 
@@ -77,91 +102,151 @@ def loading(folder: Path) -> float:
 
 
 def weighing(strategy: str) -> Callable[[Path], float]:
-    """Settled, seated, its memory and time predicted."""
+    """Settle and seat the strategy, predict its memory and time."""
+
     def timed(folder: Path) -> float:
-        job = ask(str(folder), read_cluster(CLUSTER), WORKLOAD, [], GPUS, "metis", False)
+        problem = ask(str(folder), read_cluster(CLUSTER), WORKLOAD, [], GPUS, "metis", False)
         started = time.process_time()
-        found = search(job, forced=parse(strategy)).ranked[0]
-        print(f"{found.strategy}: {float(found.predicted.epoch_s):.3g} s per epoch", file=sys.stderr)
+        found = search(problem, forced=parse(strategy)).ranked[0]
+        print(
+            f"{found.strategy}: {float(found.predicted.epoch_s):.3g} s per epoch", file=sys.stderr
+        )
         return time.process_time() - started
 
     return timed
 
 
 def plan(folder: Path) -> float:
-    asked = [word for name, value in ASKED.items()
-             for word in (f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value))]  # fmt: skip
+    asked = [
+        word
+        for name, value in ASKED.items()
+        for word in (
+            f"--{name}",
+            ",".join(map(str, value)) if isinstance(value, tuple) else str(value),
+        )
+    ]
     started = time.process_time()
-    app(["plan", "--graph", str(folder), "--cluster", CLUSTER, "--ranks", str(GPUS), *asked, "--strategy", "data_parallel"],
-        standalone_mode=False)  # fmt: skip
+    app(
+        [
+            "plan",
+            "--graph",
+            str(folder),
+            "--cluster",
+            CLUSTER,
+            "--ranks",
+            str(GPUS),
+            *asked,
+            "--strategy",
+            "data_parallel",
+        ],
+        standalone_mode=False,
+    )
     return time.process_time() - started
 
 
 STEPS: dict[str, tuple[str, Callable[[Path], float]]] = {
     "first": ("load, the features looked at for the first time", loading),
     "load": ("load", loading),
-    "presample": ("pre-sampling, 10 epochs", of_graph(lambda graph: presample(graph, WORKLOAD.batch, WORKLOAD.fanouts, WORKLOAD.seed))),
-    "hottest": ("hot rows by frequency, 10 epochs", of_graph(lambda graph: hottest(graph, WORKLOAD, "frequency", GPUS))),
+    "presample": (
+        "pre-sampling, 10 epochs",
+        of_graph(lambda graph: presample(graph, WORKLOAD.batch, WORKLOAD.fanouts, WORKLOAD.seed)),
+    ),
+    "hottest": (
+        "hot rows by frequency, 10 epochs",
+        of_graph(lambda graph: hottest(graph, WORKLOAD, "frequency", GPUS)),
+    ),
     "metis": (f"METIS, {GPUS} parts", of_graph(lambda graph: partition(graph, GPUS))),
-    "split": (f"pre-sampling and weighted METIS, {GPUS} GPUs", of_graph(lambda graph: owners(graph, GPUS, "gsplit", WORKLOAD))),
+    "split": (
+        f"pre-sampling and weighted METIS, {GPUS} GPUs",
+        of_graph(lambda graph: owners(graph, GPUS, "gsplit", WORKLOAD)),
+    ),
     **{name: (f"weighing {name}", weighing(name)) for name in ("data_parallel", "gsplit", "p3")},
 }
 NAMED = {"plan": ("`gnnplan plan --mode mini --strategy data_parallel`", plan)}
 
 
 def run(step: str, folder: Path, cache: Path) -> None:
-    """A line of the table."""
-    done = subprocess.run([sys.executable, __file__, "--step", step, str(folder)], stdout=subprocess.PIPE, text=True,
-                          env=os.environ | {"GNNPLAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"})  # fmt: skip
+    """Run a step in a process of its own and print its line of the table."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--step", step, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"GNNPLAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
+    )
     words = (STEPS | NAMED)[step][0] if step in STEPS | NAMED else step
     if done.returncode:
         print(f"| {words} | failed ({done.returncode}) | |", flush=True)
         return
     seconds, peak = json.loads(done.stdout.splitlines()[-1])
-    print(f"| {words} | {seconds:,.0f} | {peak / 1e9:.1f}{'' if peak < LIMIT else ' (!)'} |", flush=True)
+    print(
+        f"| {words} | {seconds:,.0f} | {peak / 1e9:.1f}{'' if peak < LIMIT else ' (!)'} |",
+        flush=True,
+    )
 
 
 RANKS, EACH = (8, 64, 256, 1024), 8  # GPUs of a DGX A100
 SERVER = "dgx_a100"
 DEEP = {"layers": 32, "hidden": 64}  # so that pipelines have a layer for each of 16 stages
 MINI = {"mode": "mini"}
-PLANNED: dict[str, dict[str, object]] = {"plan, full graph": {}, "plan, full graph, 32 layers": {"model": "gcnii", **DEEP},
-                                         "plan, mini-batches": MINI}  # fmt: skip
-PLAYED: dict[str, dict[str, object]] = {"graph_parallel": {}, "pipegcn": {}, "granndis(depth=1)": {}, "gnnpipe(stages=16)": DEEP,
-                                        "data_parallel": MINI, "gsplit": MINI, "p3": MINI}  # fmt: skip
+PLANNED: dict[str, dict[str, object]] = {
+    "plan, full graph": {},
+    "plan, full graph, 32 layers": {"model": "gcnii", **DEEP},
+    "plan, mini-batches": MINI,
+}
+PLAYED: dict[str, dict[str, object]] = {
+    "graph_parallel": {},
+    "pipegcn": {},
+    "granndis(depth=1)": {},
+    "gnnpipe(stages=16)": DEEP,
+    "data_parallel": MINI,
+    "gsplit": MINI,
+    "p3": MINI,
+}
 
 
-def on(graph: str, ranks: int, asked: dict[str, object]) -> Job:
-    return ask(graph, read_cluster(SERVER), read_workload(None, asked), [f"servers={ranks // EACH}"], None, "metis", False)
+def on(graph: str, ranks: int, asked: dict[str, object]) -> Problem:
+    return ask(
+        graph,
+        read_cluster(SERVER),
+        read_workload(None, asked),
+        [f"servers={ranks // EACH}"],
+        None,
+        "metis",
+        False,
+    )
 
 
 def planning(ranks: int, asked: dict[str, object]) -> str:
     gc.collect()
     started = time.process_time()
-    job = on("ogbn-papers100M", ranks, asked)
+    problem = on("ogbn-papers100M", ranks, asked)
     with suppress(Infeasible):  # on few GPUs: then what would make room has been looked for
-        make(job, search(job))
+        make(problem, search(problem))
     return f"{time.process_time() - started:.3g}"
 
 
 def playing(text: str, ranks: int, asked: dict[str, object]) -> str:
-    """A step; its schedule included."""
-    job = on("ogbn-products", ranks, asked)
-    strategy = parse(text).settle(job)
+    """Seconds of playing a step, its schedule included; '' where the strategy does not suit."""
+    problem = on("ogbn-products", ranks, asked)
+    strategy = parse(text).settle(problem)
     try:
-        strategy.check(job)
+        strategy.check(problem)
     except SpecError:
         return ""
     gc.collect()  # what was played before is not this one's to clear away
     started = time.process_time()
-    play(strategy.schedule(job, 1), job.cost)
+    play(strategy.schedule(problem, 1), problem.cost)
     return f"{time.process_time() - started:.3g}"
 
 
 def growth(picture: Path | None) -> None:
-    """The table, and its picture."""
+    """Print the table over the number of ranks, and draw it."""
     lines: dict[str, list[str]] = {}
-    print(f"| seconds of one core | {' | '.join(f'{ranks:,} ranks' for ranks in RANKS)} |\n|---|{'--:|' * len(RANKS)}", flush=True)
+    print(
+        f"| seconds of one core | {' | '.join(f'{ranks:,} ranks' for ranks in RANKS)}"
+        f" |\n|---|{'--:|' * len(RANKS)}",
+        flush=True,
+    )
     for name, asked in PLANNED.items():
         lines[name] = [planning(ranks, asked) for ranks in RANKS]
         print(f"| {name} | {' | '.join(lines[name])} |", flush=True)
@@ -181,8 +266,15 @@ def draw(lines: dict[str, list[str]], picture: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
     for name, told in lines.items():
-        points = [(ranks, float(seconds)) for ranks, seconds in zip(RANKS, told, strict=True) if seconds]
-        axes.loglog(*zip(*points, strict=True), marker="o", linestyle="-" if name.startswith("plan") else "--", label=name)
+        points = [
+            (ranks, float(seconds)) for ranks, seconds in zip(RANKS, told, strict=True) if seconds
+        ]
+        axes.loglog(
+            *zip(*points, strict=True),
+            marker="o",
+            linestyle="-" if name.startswith("plan") else "--",
+            label=name,
+        )
     axes.set_xticks(RANKS, [f"{ranks:,}" for ranks in RANKS])
     axes.set(xlabel="ranks", ylabel="seconds of one core")
     axes.grid(alpha=0.3)

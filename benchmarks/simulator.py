@@ -1,4 +1,7 @@
-"""Tasks per second of the simulator, contention on, and 64 ranks' all-to-all as 4,032 single flows: `python benchmarks/simulator.py`."""
+"""Times the simulator: tasks per second with contention, and 64 ranks' all-to-all as 4,032 flows.
+
+python benchmarks/simulator.py
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,31 @@ import time
 
 import numpy as np
 
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.schedule import Collective, Compute, Gather, Label, Recv, Schedule, Send, Task, all_reduce
-from gnnplan.planner.specs import Cluster, Device, Fabric, Link
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
+from gnnplan.planner.vocabulary.schedule import (
+    Collective,
+    Compute,
+    Gather,
+    Label,
+    Recv,
+    Schedule,
+    Send,
+    Task,
+    all_reduce,
+)
 from gnnplan.simulator.flows import Flows
 from gnnplan.simulator.player import play
 
 GATHER = Gather(20_000, 256, 10_000, 1_000)
 DEVICE = Device(memory=24e9, gemm=1e13, memory_bandwidth=5e11, gather={16: 1e11, 256: 3e11})
-TWO_SERVERS = Cluster(servers=2, gpus_per_server=4, device=DEVICE, intra_node=Link(bandwidth=25e9), inter_node=Link(bandwidth=3e9))
+TWO_SERVERS = Cluster(
+    servers=2,
+    gpus_per_server=4,
+    device=DEVICE,
+    intra_node=Link(bandwidth=25e9),
+    inter_node=Link(bandwidth=3e9),
+)
 
 
 def pipeline(stages: int = 8, chunks: int = 32, steps: int = 20) -> Schedule:
@@ -27,27 +46,52 @@ def pipeline(stages: int = 8, chunks: int = 32, steps: int = 20) -> Schedule:
                 sent = Label("pipeline", step, "f", chunk=chunk, peer=stage + 1)
                 got = Label("arrive", step, "f", chunk=chunk, peer=stage - 1)
                 if stage:
-                    schedule.tasks.append(Task(got, stage, "copy", Recv(stage - 1, Label("pipeline", step, "f", chunk=chunk, peer=stage))))
+                    schedule.tasks.append(
+                        Task(
+                            got,
+                            stage,
+                            "copy",
+                            Recv(stage - 1, Label("pipeline", step, "f", chunk=chunk, peer=stage)),
+                        )
+                    )
                 work = Compute(flops=2e9, gathers=(GATHER,), launches=4)
-                schedule.tasks.append(Task(forward, stage, "compute", work, (got,) if stage else ()))
+                schedule.tasks.append(
+                    Task(forward, stage, "compute", work, (got,) if stage else ())
+                )
                 if stage < stages - 1:
-                    schedule.tasks.append(Task(sent, stage, "comm", Send(stage + 1, 1_000_000), (forward,)))
+                    schedule.tasks.append(
+                        Task(sent, stage, "comm", Send(stage + 1, 1_000_000), (forward,))
+                    )
     return schedule
 
 
 def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
-    """Graph parallel with irregular halos; the gradients' all-reduce runs beside the next layer's exchange."""
+    """Graph parallel with irregular halos; the gradients' all-reduce runs beside the next layer's
+    exchange."""
     schedule, group = Schedule(ranks, steps), tuple(range(ranks))
     for step in range(steps):
         for layer in range(layers):
             for rank in group:
-                sent = tuple((peer, 10_000 * (1 + (3 * rank + peer) % 5)) for peer in group if peer != rank)
-                exchange, forward = Label("halo", step, "f", layer), Label("forward", step, "f", layer)
+                sent = tuple(
+                    (peer, 10_000 * (1 + (3 * rank + peer) % 5)) for peer in group if peer != rank
+                )
+                exchange, forward = (
+                    Label("halo", step, "f", layer),
+                    Label("forward", step, "f", layer),
+                )
                 before = (Label("forward", step, "f", layer - 1),) if layer else ()
                 schedule.tasks += [
                     Task(exchange, rank, "comm", Collective("exchange", group, sent), before),
-                    Task(forward, rank, "compute", Compute(flops=2e9, gathers=(GATHER,), launches=4), (exchange,)),
-                    all_reduce(Label("all_reduce", step, "b", layer), rank, group, 262_144, (forward,)),
+                    Task(
+                        forward,
+                        rank,
+                        "compute",
+                        Compute(flops=2e9, gathers=(GATHER,), launches=4),
+                        (exchange,),
+                    ),
+                    all_reduce(
+                        Label("all_reduce", step, "b", layer), rank, group, 262_144, (forward,)
+                    ),
                 ]
     return schedule
 
@@ -55,14 +99,26 @@ def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
 def flows(cluster: Cluster) -> str:
     """Irregular: log-normal sizes, sigma 1. Seconds of a core."""
     ranks = cluster.ranks
-    exchange = Flows.of(Cost.of(cluster), np.random.default_rng(0).lognormal(0, 1, (ranks, ranks)) * 1e6 * ~np.eye(ranks, dtype=bool))
+    exchange = Flows.of(
+        Cost.of(cluster),
+        np.random.default_rng(0).lognormal(0, 1, (ranks, ranks)) * 1e6 * ~np.eye(ranks, dtype=bool),
+    )
     start = time.process_time()
     exchange.rates()
-    words = [f"{exchange.nbytes.size} flows: rates of all in {(time.process_time() - start) * 1e3:.1f} ms"]
-    for every, how in ((0.005, "with rates anew every half per cent of it"), (0.0, "with rates anew at every end")):
+    words = [
+        f"{exchange.nbytes.size} flows: rates of all in"
+        f" {(time.process_time() - start) * 1e3:.1f} ms"
+    ]
+    for every, how in (
+        (0.005, "with rates anew every half per cent of it"),
+        (0.0, "with rates anew at every end"),
+    ):
         start = time.process_time()
         last = float(exchange.finish(every * exchange.bound).max()) / exchange.bound
-        words.append(f"to the last one's end {how} in {time.process_time() - start:.2f} s ({last:.4f} of the port bound)")
+        words.append(
+            f"to the last one's end {how} in {time.process_time() - start:.2f} s ({last:.4f} of the"
+            " port bound)"
+        )
     return "; ".join(words)
 
 
@@ -76,10 +132,15 @@ def main(repeats: int = 3) -> None:
             played = play(schedule, cost)
             seconds.append(time.perf_counter() - start)
         tasks = len(schedule.tasks)
-        print(f"{build.__name__:>9}: {tasks:6d} tasks, best {tasks / min(seconds):7.0f} tasks/s, "
-              f"median {tasks / sorted(seconds)[repeats // 2]:7.0f}; {played.step_s * 1e3:.3f} ms per step")  # fmt: skip
+        print(
+            f"{build.__name__:>9}: {tasks:6d} tasks, best {tasks / min(seconds):7.0f} tasks/s,"
+            f" median {tasks / sorted(seconds)[repeats // 2]:7.0f}; {played.step_s * 1e3:.3f} ms"
+            " per step"
+        )
     for fabric in (None, Fabric(kind="leaf_spine", servers_per_leaf=8, oversubscription=4)):
-        changed = TWO_SERVERS.model_copy(update={"servers": 64, "gpus_per_server": 1, "fabric": fabric})
+        changed = TWO_SERVERS.model_copy(
+            update={"servers": 64, "gpus_per_server": 1, "fabric": fabric}
+        )
         print(f"{fabric.kind if fabric else 'one switch'}: {flows(changed)}")
 
 

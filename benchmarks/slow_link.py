@@ -1,10 +1,10 @@
-"""Training across a slow link: two servers x 1 rank, each a network namespace, joined by a token bucket of so many Mbit/s.
+"""Trains across a slow link: two servers of one rank, network namespaces joined by a token bucket.
 
     python benchmarks/slow_link.py [MBIT] [EPOCHS]
 
-Needs Linux, root and iproute2 (`apt-get install iproute2`). Prints seconds per epoch of every family on the benchmark's
-graph, in turn and several times, beside synchronous graph parallelism over the same link; asserts nothing. The namespaces
-are gone afterwards, whatever happens.
+Needs Linux, root and iproute2 (`apt-get install iproute2`). Prints the seconds per epoch of every
+family on the benchmark's graph, in turn and several times, beside synchronous graph parallelism
+over the same link. Asserts nothing. The namespaces are gone afterwards, whatever happens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,23 @@ from statistics import median
 
 from spine import GRAPH, HIDDEN, LAYERS
 
-STRATEGIES = ("graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "pipegcn(narrow=True)", "pipegcn_gf(narrow=True)",
-              "granndis(depth=1)", "granndis(depth=1,narrow=True)", "granndis(depth=2)", "gnnpipe")  # fmt: skip
+STRATEGIES = (
+    "graph_parallel",
+    "graph_parallel(narrow=True)",
+    "pipegcn",
+    "pipegcn(narrow=True)",
+    "pipegcn_gf(narrow=True)",
+    "granndis(depth=1)",
+    "granndis(depth=1,narrow=True)",
+    "granndis(depth=2)",
+    "gnnpipe",
+)
 ROUNDS = 3
 
 
 @contextmanager
 def slow_link(mbit: float) -> Iterator[list[tuple[str, str, str]]]:
-    """Two servers: (namespace, interface, address) each."""
+    """Make two servers: (namespace, interface, address) of each."""
     tag = f"gp{os.getpid() % 10_000}"
     ends = [(f"{tag}n{i}", f"{tag}v{i}", f"10.213.7.{i + 1}") for i in (0, 1)]
 
@@ -46,7 +55,10 @@ def slow_link(mbit: float) -> Iterator[list[tuple[str, str, str]]]:
             ip("-n", space, "link", "set", device, "up")
             ip("-n", space, "link", "set", "lo", "up")
             shape = ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms"]
-            subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *shape], check=True)
+            subprocess.run(
+                ["tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *shape],
+                check=True,
+            )
         yield ends
     finally:
         for space, _, _ in ends:
@@ -54,14 +66,40 @@ def slow_link(mbit: float) -> Iterator[list[tuple[str, str, str]]]:
 
 
 def epoch_s(plan: Path, out: Path, ends: list[tuple[str, str, str]], epochs: int) -> float:
-    """Train the plan with a rank in each namespace -> median seconds of an epoch (the first two warm up)."""
+    """Train the plan with a rank in each namespace; the median seconds of an epoch.
+
+    The first two epochs warm up.
+    """
     ranks = []
     for rank, (space, device, _) in enumerate(ends):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ends[0][2],
-                            "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}  # fmt: skip
-        run = ["run", str(plan), "--epochs", str(epochs), "--eval-every", "0", "--out", str(out), "--timeout", "120"]
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": ends[0][2],
+            "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": device,
+            "OMP_NUM_THREADS": "1",
+        }
+        run = [
+            "run",
+            str(plan),
+            "--epochs",
+            str(epochs),
+            "--eval-every",
+            "0",
+            "--out",
+            str(out),
+            "--timeout",
+            "120",
+        ]
         command = ["ip", "netns", "exec", space, sys.executable, "-m", "gnnplan", *run]
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        ranks.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+        )
     for process in ranks:
         _, error = process.communicate(timeout=600)
         if process.returncode:
@@ -72,8 +110,18 @@ def epoch_s(plan: Path, out: Path, ends: list[tuple[str, str, str]], epochs: int
 
 def main(mbit: float = 400.0, epochs: int = 12) -> None:
     if os.geteuid() or not shutil.which("tc"):
-        raise SystemExit("slow_link needs root and iproute2 (apt-get install iproute2), for network namespaces and tc tbf")
-    cluster = ["--set", "servers=2", "--set", "gpus_per_server=1", "--set", f"inter_node.bandwidth={mbit / 8}MB/s"]
+        raise SystemExit(
+            "slow_link needs root and iproute2 (apt-get install iproute2), for network namespaces"
+            " and tc tbf"
+        )
+    cluster = [
+        "--set",
+        "servers=2",
+        "--set",
+        "gpus_per_server=1",
+        "--set",
+        f"inter_node.bandwidth={mbit / 8}MB/s",
+    ]
     with tempfile.TemporaryDirectory() as scratch, slow_link(mbit) as ends:
         seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
         told: dict[str, float] = {}
@@ -81,16 +129,34 @@ def main(mbit: float = 400.0, epochs: int = 12) -> None:
             for i, name in enumerate(STRATEGIES):
                 plan, out = Path(scratch, f"plan{i}.json"), Path(scratch, f"run{i}-{turn}")
                 model = ["--model", "sage", "--layers", str(LAYERS), "--hidden", str(HIDDEN)]
-                ask = ["plan", "--graph", GRAPH, *model, "--strategy", name, *cluster, "-o", str(plan)]
-                subprocess.run([sys.executable, "-m", "gnnplan", *ask], check=True, capture_output=True)
+                ask = [
+                    "plan",
+                    "--graph",
+                    GRAPH,
+                    *model,
+                    "--strategy",
+                    name,
+                    *cluster,
+                    "-o",
+                    str(plan),
+                ]
+                subprocess.run(
+                    [sys.executable, "-m", "gnnplan", *ask], check=True, capture_output=True
+                )
                 told[name] = json.loads(plan.read_text())["best"]["predicted"]["epoch_s"]
                 seconds[name].append(epoch_s(plan, out, ends, epochs))
         base = median(seconds["graph_parallel"])
-        print(f"2 servers x 1 rank at {mbit:g} Mbit/s, GraphSAGE {LAYERS} x {HIDDEN} on 20k vertices, 1M edges; {ROUNDS} rounds in turn")
+        print(
+            f"2 servers x 1 rank at {mbit:g} Mbit/s, GraphSAGE {LAYERS} x {HIDDEN} on 20k vertices,"
+            f" 1M edges; {ROUNDS} rounds in turn"
+        )
         for name, values in seconds.items():
             middle = median(values)
-            print(f"{name:32s} {middle:7.3f} s/epoch  {middle / base:5.2f}x of graph_parallel  {middle / 1.15:5.2f}x of 1.15 s  "
-                  f"predicted {told[name]:7.3f} s ({told[name] / middle - 1:+.0%})")  # fmt: skip
+            print(
+                f"{name:32s} {middle:7.3f} s/epoch  {middle / base:5.2f}x of graph_parallel "
+                f" {middle / 1.15:5.2f}x of 1.15 s  predicted {told[name]:7.3f} s"
+                f" ({told[name] / middle - 1:+.0%})"
+            )
 
 
 if __name__ == "__main__":

@@ -1,3 +1,3 @@
 """gnnplan: which parallel strategy to train a graph neural network with, and how well we knew."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

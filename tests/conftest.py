@@ -1,6 +1,9 @@
-"""What tests of several packages share: real graphs where there are some, and a cache of their own."""
+"""What tests of several packages share: real graphs where there are some, a cache apart from the
+user's, and which tests run when."""
 
+import multiprocessing.process
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,10 +11,35 @@ import pytest
 from hypothesis import settings
 from started import Start, starting
 
-# Machines are busy, so no test is on time; the same examples everywhere. To look for new ones: pytest --hypothesis-profile=explore
+# Machines are busy, so no test is on time; the same examples everywhere. To look for new ones:
+# pytest --hypothesis-profile=explore
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("steady")
+
+# fixtures that start processes
+STARTERS = {"start", "started", "run_ranks", "fork_server", "trained"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that uses a fixture of STARTERS starts processes."""
+    for item in items:
+        if STARTERS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
+
+
+@pytest.fixture(autouse=True)
+def no_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tests that are marked so start processes: `make quick` does without them."""
+    if request.node.get_closest_marker("processes"):
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("starts a process: mark it with pytest.mark.processes")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
 
 
 @pytest.fixture
@@ -23,32 +51,44 @@ def dataset() -> Callable[[str], str]:
 
     def find(name: str) -> str:
         own = os.environ.get("GNNPLAN_DATASETS")
-        folders = [Path(own)] if own else [parent / "shared" / "datasets" for parent in Path(__file__).resolve().parents[1:]]
+        folders = (
+            [Path(own)]
+            if own
+            else [parent / "shared" / "datasets" for parent in Path(__file__).resolve().parents[1:]]
+        )
         for folder in folders:
             if (folder / f"{name}.npz").is_file():
                 return str(folder / f"{name}.npz")
-        pytest.skip(f"real graph {name}.npz not found; set GNNPLAN_DATASETS to the folder that holds it")
+        pytest.skip(
+            f"real graph {name}.npz not found; set GNNPLAN_DATASETS to the folder that holds it"
+        )
 
     return find
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nor do fixtures that several tests share: what `gnnplan measure` has found of this machine is none of their business."""
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for all tests of a session, other workers' too: METIS cuts a graph once. It is not
+    the user's, for what `gnnplan measure` has found of this machine is none of their business."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GNNPLAN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("GNNPLAN_CACHE", str(folder / "cache"))
         yield
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test starts with an empty cache and leaves the user's alone."""
-    folder = tmp_path_factory.mktemp("cache")
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, for tests of what is kept there."""
+    folder = tmp_path / "own_cache"
+    folder.mkdir()
     monkeypatch.setenv("GNNPLAN_CACHE", str(folder))
     return folder
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(plan, ...) begins a `gnnplan run`; whatever is left of it at the end of the test is killed and fails the test."""
+    """start(plan, ...) begins a `gnnplan run`; whatever is left of it at the end of the test is
+    killed and fails the test."""
     yield from starting(tmp_path)

@@ -1,4 +1,5 @@
-"""A `gnnplan run` from outside: its processes, and what it leaves. The fixture `start` (conftest.py) begins one."""
+"""A `gnnplan run` from outside: its processes, and what it leaves. The fixture `start`
+(conftest.py) begins one."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Started:
             with contextlib.suppress(OSError):
                 raw = (folder / "environ").read_bytes()
                 if self.mark.encode() in raw:
-                    found[int(folder.name)] = dict(part.split("=", 1) for part in raw.decode(errors="replace").split("\0") if "=" in part)
+                    found[int(folder.name)] = dict(
+                        part.split("=", 1)
+                        for part in raw.decode(errors="replace").split("\0")
+                        if "=" in part
+                    )
         return found
 
     def rank(self, rank: int) -> int:
@@ -43,7 +48,15 @@ class Started:
     def epochs(self) -> list[dict]:
         """The complete lines of metrics.jsonl; raises where one is garbled."""
         path = self.out / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        return (
+            [
+                json.loads(line)
+                for line in path.read_text().splitlines(keepends=True)
+                if line.endswith("\n")
+            ]
+            if path.exists()
+            else []
+        )
 
     def until_training(self) -> None:
         end = time.monotonic() + 60
@@ -73,7 +86,9 @@ class Started:
         """Every finished epoch is a whole line, none twice, and the error counts them."""
         text = (self.out / "metrics.jsonl").read_text()
         rows = [json.loads(line) for line in text.splitlines()]
-        assert text.endswith("\n") and [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
+        assert text.endswith("\n") and [row["epoch"] for row in rows] == list(
+            range(1, len(rows) + 1)
+        )
         assert all(row["loss"] > 0 for row in rows) and len(rows) >= 3
         assert f"{len(rows)} finished epochs are in {self.out / 'metrics.jsonl'}" in self.stderr
 
@@ -82,11 +97,17 @@ Start = Callable[..., Started]
 
 
 def starting(folder: Path) -> Iterator[Start]:
-    """start(plan, ...) begins a `gnnplan run`, start(None, resume=out) goes on with one; whatever is left of it at the end is killed and
-    fails the test."""
+    """start(plan, ...) begins a `gnnplan run`, start(None, resume=out) goes on with one; whatever
+    is left of it at the end is killed and fails the test."""
     begun: list[Started] = []
 
-    def begin(plan_file: Path | None, *more: str, resume: Path | None = None, launcher: tuple[str, ...] = (), **env: str) -> Started:
+    def begin(
+        plan_file: Path | None,
+        *more: str,
+        resume: Path | None = None,
+        launcher: tuple[str, ...] = (),
+        **env: str,
+    ) -> Started:
         mark = f"GNNPLAN_TEST={uuid.uuid4().hex}"
         name, value = mark.split("=")
         logs = folder / f"logs{len(begun)}"
@@ -95,7 +116,13 @@ def starting(folder: Path) -> Iterator[Start]:
         what = ["--resume", str(resume)] if resume else [str(plan_file), "--out", str(out)]
         command = [sys.executable, *(launcher or ("-m", "gnnplan")), "run", *what, *more]
         with open(logs / "stdout", "wb") as stdout, open(logs / "stderr", "wb") as stderr:
-            process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=os.environ | {name: value} | env, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdout=stdout,
+                stderr=stderr,
+                env=os.environ | {name: value} | env,
+                start_new_session=True,
+            )
         begun.append(Started(process, mark, out, logs))
         return begun[-1]
 

@@ -1,5 +1,6 @@
-"""Ranks that are killed or interrupted: all processes end, the error names the rank, finished epochs stay. Whatever else may happen to
-ranks and to their launcher, and when: injected.py."""
+"""Ranks that are killed or interrupted: all processes end, the error names the rank, finished
+epochs stay. Whatever else may happen to ranks and to their launcher, and when:
+executor/test_injected.py."""
 
 import json
 import os
@@ -11,21 +12,26 @@ import pytest
 from started import Start
 
 from gnnplan.cli import app
-from gnnplan.planner.errors import SpecError
+from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 FOREVER = 1_000_000  # epochs
 
 pytestmark = [
     pytest.mark.timeout(100),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"),
+    pytest.mark.skipif(
+        not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"
+    ),
 ]
 
 
 def plan(folder: Path, ranks: int, *more: str) -> Path:
     """A plan.json on `ranks` ranks, made in this process."""
     path = folder / "plan.json"
-    app(["plan", "--graph", GRAPH, "--ranks", str(ranks), "--hidden", "8", "-o", str(path), *more], standalone_mode=False)
+    app(
+        ["plan", "--graph", GRAPH, "--ranks", str(ranks), "--hidden", "8", "-o", str(path), *more],
+        standalone_mode=False,
+    )
     return path
 
 
@@ -54,7 +60,11 @@ def test_interrupted_as_in_a_terminal(tmp_path: Path, start: Start):
     run.until_training()
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.ended() == 130, run.stderr
-    assert "error: interrupted" in run.stderr and "Traceback" not in run.stderr and "death signal" not in run.stderr
+    assert (
+        "error: interrupted" in run.stderr
+        and "Traceback" not in run.stderr
+        and "death signal" not in run.stderr
+    )
 
 
 class Gone:
@@ -65,35 +75,72 @@ class Gone:
 
 
 def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
-    from gnnplan.executor.blame import blame
-    from gnnplan.executor.starved import account
+    from gnnplan.executor.launch.blame import blame
+    from gnnplan.executor.launch.out_of_memory import account
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
     error = blame({0: Gone(75, 1), 1: Gone(-9, 2)}, tmp_path, [0, 0], 3.0, told)
-    words = [r"rank 1 \(server 0\) was lost in start: killed by SIGKILL, as the kernel does to processes when memory runs out\. the plan "
-             r"predicts for its fullest rank 15(\.00)? MB:", r"  activations +12(\.00)? MB", r"  features +3(\.00)? MB\. All ranks were"]
+    words = [
+        r"rank 1 \(server 0\) was lost in start: killed by SIGKILL, as the kernel does to processes"
+        r" when memory runs out\. the plan "
+        r"predicts for its fullest rank 15(\.00)? MB:",
+        r"  activations +12(\.00)? MB",
+        r"  features +3(\.00)? MB\. All ranks were",
+    ]
     assert re.match("\n".join(words), str(error)) and error.exit_code == 4, str(error)
 
 
-@pytest.mark.parametrize(("failures", "notes", "words", "code"), [
-    ({0: Gone(75, 2), 1: Gone(-15, 2)}, {0: "Timed out waiting 3000ms"},
-     "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo", 4),
-    ({0: Gone(75, 9), 1: Gone(-9, 2)}, {0: "Timed out waiting 3000ms"}, "rank 1 (server 1) was lost in start: killed by SIGKILL", 4),
-    ({0: Gone(75, 1), 1: Gone(-9, 2)}, {0: "Connection closed by peer"}, "rank 1 (server 1) was lost in start: killed by SIGKILL", 4),
-    ({0: Gone(75, 1), 2: Gone(4, 9), 1: Gone(-15)}, {0: "Connection reset", 2: "KeyError: 3"},
-     "rank 2 (server 2) was lost in halo: KeyError: 3", 4),
-    ({0: Gone(75, 1), 1: Gone(-9, 6)}, {0: "Timed out waiting 3000ms"},
-     "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo", 4),
-    ({0: Gone(75, 2), 1: Gone(75, 1), 2: Gone(-15)}, {0: "Timed out waiting 3000ms", 1: "Timed out", 2: "Connection closed"},
-     "ranks do not reach each other: rank 0 (server 0) in halo, rank 1 (server 1) in halo waited 3 s. None of them died: is a link", 4),
-    ({0: Gone(1)}, {}, "rank 0 (server 0) was lost in start: exit code 1", 4),
-    ({0: Gone(-15), 1: Gone(2)}, {1: "the plan is for 3 ranks"}, "the plan is for 3 ranks", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("failures", "notes", "words", "code"),
+    [
+        (
+            {0: Gone(75, 2), 1: Gone(-15, 2)},
+            {0: "Timed out waiting 3000ms"},
+            "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo",
+            4,
+        ),
+        (
+            {0: Gone(75, 9), 1: Gone(-9, 2)},
+            {0: "Timed out waiting 3000ms"},
+            "rank 1 (server 1) was lost in start: killed by SIGKILL",
+            4,
+        ),
+        (
+            {0: Gone(75, 1), 1: Gone(-9, 2)},
+            {0: "Connection closed by peer"},
+            "rank 1 (server 1) was lost in start: killed by SIGKILL",
+            4,
+        ),
+        (
+            {0: Gone(75, 1), 2: Gone(4, 9), 1: Gone(-15)},
+            {0: "Connection reset", 2: "KeyError: 3"},
+            "rank 2 (server 2) was lost in halo: KeyError: 3",
+            4,
+        ),
+        (
+            {0: Gone(75, 1), 1: Gone(-9, 6)},
+            {0: "Timed out waiting 3000ms"},
+            "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo",
+            4,
+        ),
+        (
+            {0: Gone(75, 2), 1: Gone(75, 1), 2: Gone(-15)},
+            {0: "Timed out waiting 3000ms", 1: "Timed out", 2: "Connection closed"},
+            (
+                "ranks do not reach each other: rank 0 (server 0) in halo, rank 1 (server 1) in"
+                " halo waited 3 s. None of them died: is a link"
+            ),
+            4,
+        ),
+        ({0: Gone(1)}, {}, "rank 0 (server 0) was lost in start: exit code 1", 4),
+        ({0: Gone(-15), 1: Gone(2)}, {1: "the plan is for 3 ranks"}, "the plan is for 3 ranks", 2),
+    ],
+)
 def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path: Path):
-    from gnnplan.executor.blame import blame
+    from gnnplan.executor.launch.blame import blame
 
     for rank, message in notes.items():
-        note = {"exit_code": failures[rank].exitcode, "message": message, "doing": "halo"}
+        note = {"exit_code": failures[rank].exitcode, "message": message, "activity": "halo"}
         (tmp_path / f"error.rank{rank}.json").write_text(json.dumps(note))
     error = blame(failures, tmp_path, range(len(failures)), 3.0)
     assert str(error).startswith(words) and error.exit_code == code

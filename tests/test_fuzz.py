@@ -1,8 +1,8 @@
-"""Inputs under attack: whatever a file holds, reading it works or says in a line what is wrong with it, in little time and memory.
+"""Inputs under attack: whatever a file holds, reading it works or says in a line what is wrong with
+it, in little time and memory.
 
-The law is the same for every kind of file: a GnnplanError that names the file, or an answer; no other exception (a traceback), no hang, no
-gigabytes, no code that a file brought along.
-"""
+The law is the same for every kind of file: a GnnplanError that names the file, or an answer; no
+other exception (a traceback), no hang, no gigabytes, no code that a file brought along."""
 
 import copy
 import io
@@ -25,24 +25,28 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import gnnplan.planner.graph as graphs
+import gnnplan.planner.graph.arrays as graphs
+import gnnplan.planner.graph.graph as graph_module
 from gnnplan import cli
 from gnnplan.cli.common import must_be_playable
 from gnnplan.cli.plan import ask
 from gnnplan.cli.validate import examine
-from gnnplan.executor.launch import Options
-from gnnplan.planner import plan as plans
-from gnnplan.planner import validate
-from gnnplan.planner.errors import GnnplanError, Mismatch, SpecError
-from gnnplan.planner.files import PRESETS, read_cluster, read_json, read_workload
-from gnnplan.planner.graph import load
-from gnnplan.planner.job import Job
-from gnnplan.planner.published import COLUMNS, score
-from gnnplan.planner.published import read as read_published
-from gnnplan.planner.search import search, weigh
+from gnnplan.executor.launch.launcher import Options
+from gnnplan.planner.cluster.spec import PRESETS
+from gnnplan.planner.decision import plan as plans
+from gnnplan.planner.decision.search import evaluate, search
+from gnnplan.planner.evidence import validate
+from gnnplan.planner.evidence.papers.published import evaluate_rows
+from gnnplan.planner.evidence.papers.rows import COLUMNS
+from gnnplan.planner.evidence.papers.rows import read as read_published
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import read_cluster, read_workload
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.strategies.strategy import parse_call
-from gnnplan.planner.trace import read_traces, write_traces
+from gnnplan.planner.strategies.base import parse_call
+from gnnplan.planner.vocabulary.errors import GnnplanError, Mismatch, SpecError
+from gnnplan.planner.vocabulary.files import read_json
+from gnnplan.planner.vocabulary.trace import read_traces, write_traces
 from gnnplan.simulator.player import play
 
 SECONDS = 10.0  # of CPU that one reading may take; they take milliseconds
@@ -63,7 +67,11 @@ def limits() -> Iterator[None]:
         raise Hung(f"still busy after {SECONDS} s")
 
     before = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
+    mapped = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if Path("/proc/self/statm").exists()
+        else 0
+    )
     previous = signal.signal(signal.SIGVTALRM, late)
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     if mapped:
@@ -104,19 +112,66 @@ def unread(path: Path) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-# --- documents, changed ----------------------------------------------------------------------------------------------------------------
+# --- documents, changed ---------------------------------------------------------------------------
 
-EXTREME = [0, -1, 1, 2, 3, 1.5, 10**6, 10**9, 2**31, 2**63, 10**18, -(10**18), 10**40, 10**299, 10**310, 1e-300, 1e300, -1e300,
-           float("nan"), float("inf"), True, None,
-           "", " ", "x", "-1", "1e400", "9" * 400, "25GB/s", "1e300s", "\0", "\ud800", "../../etc/passwd", "é" * 3,
-           "A" * 20_000,
-           [], [[]], {}, {"": None}, [1, 2], ["x"] * 50, [[0, 1], [2, 3]], {"name": "x"}, {"1": 1}]  # fmt: skip
+EXTREME = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    1.5,
+    10**6,
+    10**9,
+    2**31,
+    2**63,
+    10**18,
+    -(10**18),
+    10**40,
+    10**299,
+    10**310,
+    1e-300,
+    1e300,
+    -1e300,
+    float("nan"),
+    float("inf"),
+    True,
+    None,
+    "",
+    " ",
+    "x",
+    "-1",
+    "1e400",
+    "9" * 400,
+    "25GB/s",
+    "1e300s",
+    "\0",
+    "\ud800",
+    "../../etc/passwd",
+    "é" * 3,
+    "A" * 20_000,
+    [],
+    [[]],
+    {},
+    {"": None},
+    [1, 2],
+    ["x"] * 50,
+    [[0, 1], [2, 3]],
+    {"name": "x"},
+    {"1": 1},
+]
 garbage = st.one_of(st.sampled_from(EXTREME), st.integers(), st.floats(), st.text(max_size=5))
 
 
 def places(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Of everything inside."""
-    inside = document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    inside = (
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document)
+        if isinstance(document, list)
+        else ()
+    )
     for name, value in inside:
         yield (*at, name)
         yield from places(value, (*at, name))
@@ -124,7 +179,8 @@ def places(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 @st.composite
 def changed(draw: st.DrawFn, document: Any, kept: tuple[str, ...] = ()) -> Any:
-    """A document with one to three places dropped, renamed, repeated or of another value; `kept` (first names) left alone."""
+    """A document with one to three places dropped, renamed, repeated or of another value; `kept`
+    (first names) left alone."""
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
         everywhere = [at for at in places(document) if at[0] not in kept]
@@ -161,7 +217,27 @@ def numbers_changed(draw: st.DrawFn, document: dict[str, Any]) -> dict[str, Any]
         for name in parents:
             target = target[name]
         if not isinstance(target[last], dict | list):
-            target[last] = draw(st.sampled_from([0, 1, 2, 7, 1000, 4096, 10_000, 10**6, 10**9, 10**12, 2**62, 10**30, 1e-12, 0.01, 1e300]))
+            target[last] = draw(
+                st.sampled_from(
+                    [
+                        0,
+                        1,
+                        2,
+                        7,
+                        1000,
+                        4096,
+                        10_000,
+                        10**6,
+                        10**9,
+                        10**12,
+                        2**62,
+                        10**30,
+                        1e-12,
+                        0.01,
+                        1e300,
+                    ]
+                )
+            )
     return document
 
 
@@ -172,32 +248,113 @@ def damaged(draw: st.DrawFn, raw: bytes, pieces: tuple[bytes, ...] = (b"",)) -> 
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(len(raw) - 1, 0)))
         how = draw(st.sampled_from(["cut", "over", "in", "piece"]))
-        new = draw(st.sampled_from(pieces)) if how == "piece" else draw(st.binary(min_size=1, max_size=4))
-        raw = raw[:at] if how == "cut" else raw[:at] + new + raw[at + (len(new) if how == "over" else 0) :]
+        new = (
+            draw(st.sampled_from(pieces))
+            if how == "piece"
+            else draw(st.binary(min_size=1, max_size=4))
+        )
+        raw = (
+            raw[:at]
+            if how == "cut"
+            else raw[:at] + new + raw[at + (len(new) if how == "over" else 0) :]
+        )
     return raw
 
 
-# --- cluster and workload --------------------------------------------------------------------------------------------------------------
+# --- cluster and workload -------------------------------------------------------------------------
 
 CLUSTER = yaml.safe_load((PRESETS / "gnnpipe_a5000.yaml").read_text()) | {
-    "gpus_per_server": 4, "islands": [[0, 1], [2, 3]], "island": {"bandwidth": "50GB/s", "efficiency": {1000: 0.1, 1e6: 1.0}},
-    "nics": [[0, 1], [2, 3]], "fabric": {"kind": "leaf_spine", "servers_per_leaf": 1, "oversubscription": 2.0}, "price": 1.0,
-    "host_rates": {"draw": 1e7}, "collectives": {"all_reduce.intra_node": {"bandwidth": "5GB/s"}}}  # fmt: skip
-WORKLOAD = {"model": "gat", "layers": 2, "hidden": 16, "dropout": 0.1, "mode": "mini", "batch": 100, "fanout": [5, 3], "seed": 1,
-            "optimizer": "adam", "lr": 0.01, "epochs": 3, "dtype": "float32", "alpha": 0.1, "theta": 0.5, "heads": 2,
-            "aggregation": "softmax", "norm": "layer"}  # fmt: skip
-STATISTICS = {"vertices": 10_000, "edges": 100_000, "features": 50, "classes": 7, "train_fraction": 0.5, "name": "some",
-              "multilabel": False, "halo_rows": {2: 500, 4: 900}, "spread": 1.0, "batch_spread": [0.5, 1.0], "train_popular": True,
-              "directed": False}  # fmt: skip
-PIECES = (b"!!timestamp soon", b"!!int x", b"!!float ''", b"!!bool maybe", b"!!map x", b"!!set x", b"!!binary x", b"!!null x", b"!!omap x",
-          b"!!python/object/apply:os.getcwd []", b"&a ", b"*a", b"<<: ", b"? ", b"- ", b": ", b"\n", b"\r\n", b"\xef\xbb\xbf", b"\xff\xfe",
-          b"\0", b"0x" + b"f" * 5000, b"1" * 5000, b"1:" * 3000 + b"1", b"[\n" * 2000, b"{\n" * 2000, b"- " * 2000, b"---\n", b"%YAML 9\n",
-          b"2001-99-99", b"=", b"|", b">", b"'", b'"', b"\t", b"#")  # fmt: skip
+    "gpus_per_server": 4,
+    "islands": [[0, 1], [2, 3]],
+    "island": {"bandwidth": "50GB/s", "efficiency": {1000: 0.1, 1e6: 1.0}},
+    "nics": [[0, 1], [2, 3]],
+    "fabric": {"kind": "leaf_spine", "servers_per_leaf": 1, "oversubscription": 2.0},
+    "price": 1.0,
+    "host_rates": {"draw": 1e7},
+    "collectives": {"all_reduce.intra_node": {"bandwidth": "5GB/s"}},
+}
+WORKLOAD = {
+    "model": "gat",
+    "layers": 2,
+    "hidden": 16,
+    "dropout": 0.1,
+    "mode": "mini",
+    "batch": 100,
+    "fanout": [5, 3],
+    "seed": 1,
+    "optimizer": "adam",
+    "lr": 0.01,
+    "epochs": 3,
+    "dtype": "float32",
+    "alpha": 0.1,
+    "theta": 0.5,
+    "heads": 2,
+    "aggregation": "softmax",
+    "norm": "layer",
+}
+STATISTICS = {
+    "vertices": 10_000,
+    "edges": 100_000,
+    "features": 50,
+    "classes": 7,
+    "train_fraction": 0.5,
+    "name": "some",
+    "multilabel": False,
+    "halo_rows": {2: 500, 4: 900},
+    "spread": 1.0,
+    "batch_spread": [0.5, 1.0],
+    "train_popular": True,
+    "directed": False,
+}
+PIECES = (
+    b"!!timestamp soon",
+    b"!!int x",
+    b"!!float ''",
+    b"!!bool maybe",
+    b"!!map x",
+    b"!!set x",
+    b"!!binary x",
+    b"!!null x",
+    b"!!omap x",
+    b"!!python/object/apply:os.getcwd []",
+    b"&a ",
+    b"*a",
+    b"<<: ",
+    b"? ",
+    b"- ",
+    b": ",
+    b"\n",
+    b"\r\n",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\0",
+    b"0x" + b"f" * 5000,
+    b"1" * 5000,
+    b"1:" * 3000 + b"1",
+    b"[\n" * 2000,
+    b"{\n" * 2000,
+    b"- " * 2000,
+    b"---\n",
+    b"%YAML 9\n",
+    b"2001-99-99",
+    b"=",
+    b"|",
+    b">",
+    b"'",
+    b'"',
+    b"\t",
+    b"#",
+)
 READERS: list[tuple[str, Any, Callable[[str], Any]]] = [
-    ("cluster.yaml", CLUSTER, read_cluster), ("workload.yaml", WORKLOAD, read_workload), ("statistics.yaml", STATISTICS, load)]  # fmt: skip
+    ("cluster.yaml", CLUSTER, read_cluster),
+    ("workload.yaml", WORKLOAD, read_workload),
+    ("statistics.yaml", STATISTICS, load),
+]
 
 
-@pytest.mark.parametrize(("name", "document", "read"), READERS, ids=[name for name, _, _ in READERS])
+@pytest.mark.parametrize(
+    ("name", "document", "read"), READERS, ids=[name for name, _, _ in READERS]
+)
 @settings(shared, max_examples=150)
 @given(data=st.data())
 def test_specifications_with_wrong_values(tmp_path, data, name, document, read):
@@ -206,7 +363,9 @@ def test_specifications_with_wrong_values(tmp_path, data, name, document, read):
     obeys(name, lambda: read(str(tmp_path / name)))
 
 
-@pytest.mark.parametrize(("name", "document", "read"), READERS, ids=[name for name, _, _ in READERS])
+@pytest.mark.parametrize(
+    ("name", "document", "read"), READERS, ids=[name for name, _, _ in READERS]
+)
 @settings(shared, max_examples=80)
 @given(data=st.data())
 def test_specifications_with_wrong_bytes(tmp_path, data, name, document, read):
@@ -218,7 +377,12 @@ def test_specifications_with_wrong_bytes(tmp_path, data, name, document, read):
 @pytest.mark.parametrize("piece", PIECES)
 def test_every_piece_of_yaml_as_a_value_and_as_a_key(tmp_path, piece):
     for name, _, read in READERS:
-        for raw in (b"layers: " + piece, b"vertices: " + piece + b"\nedges: 3\nfeatures: 1\nclasses: 0\n", piece + b": 1\n", piece):
+        for raw in (
+            b"layers: " + piece,
+            b"vertices: " + piece + b"\nedges: 3\nfeatures: 1\nclasses: 0\n",
+            piece + b": 1\n",
+            piece,
+        ):
             (tmp_path / name).write_bytes(raw)
             obeys(name, lambda read=read, name=name: read(str(tmp_path / name)))
 
@@ -226,47 +390,83 @@ def test_every_piece_of_yaml_as_a_value_and_as_a_key(tmp_path, piece):
 @settings(shared, max_examples=60)
 @given(data=st.data())
 def test_any_allowed_question_has_an_answer(tmp_path, data):
-    """What the files say may be absurd and yet allowed: then planning answers, or says what does not fit."""
+    """What the files say may be absurd and yet allowed: then planning answers, or says what does
+    not fit."""
     spoilt = data.draw(st.sampled_from(READERS))[0]
     for name, document, _ in READERS:
-        (tmp_path / name).write_text(yaml.safe_dump(data.draw(numbers_changed(document)) if name == spoilt else document))
+        (tmp_path / name).write_text(
+            yaml.safe_dump(data.draw(numbers_changed(document)) if name == spoilt else document)
+        )
     try:
-        cluster, workload = read_cluster(str(tmp_path / "cluster.yaml")), read_workload(str(tmp_path / "workload.yaml"))
+        cluster, workload = (
+            read_cluster(str(tmp_path / "cluster.yaml")),
+            read_workload(str(tmp_path / "workload.yaml")),
+        )
         stats = load(str(tmp_path / "statistics.yaml"))
     except SpecError:
         return
-    job = Job(stats, None, workload, cluster)
-    obeys("", lambda: json.dumps(plans.make(job, search(job, may_use_fewer=False)), allow_nan=False))
+    problem = Problem(stats, None, workload, cluster)
+    obeys(
+        "",
+        lambda: json.dumps(
+            plans.make(problem, search(problem, may_use_fewer=False)), allow_nan=False
+        ),
+    )
 
 
-@pytest.mark.parametrize(("strategy", "workload"), [
-    ("gnnpipe(stages=2,chunks=1000000000)", {}), ("gnnpipe(stages=2,chunks=8,period=10000000000)", {}),
-    ("granndis(max_hop=1,fanout=10,batches=1000000000)", {}), ("granndis(max_hop=1000000000,fanout=1000000000)", {}),
-    ("data_parallel(prefetch=1000000000)", {"mode": "mini"}), ("gsplit(presample=1000000000)", {"mode": "mini"}),
-    ("p3(prefetch=100000000)", {"mode": "mini"}), ("data_parallel", {"mode": "mini", "batch": 8}),
-    ("data_parallel", {"mode": "mini", "fanout": f"{10**12},10,10"}), ("data_parallel", {"mode": "mini", "layers": 10_000}),
-    ("data_parallel", {"mode": "mini", "layers": 1000, "hidden": 1}), ("graph_parallel", {"layers": 10_000}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "workload"),
+    [
+        ("gnnpipe(stages=2,chunks=1000000000)", {}),
+        ("gnnpipe(stages=2,chunks=8,period=10000000000)", {}),
+        ("granndis(max_hop=1,fanout=10,batches=1000000000)", {}),
+        ("granndis(max_hop=1000000000,fanout=1000000000)", {}),
+        ("data_parallel(prefetch=1000000000)", {"mode": "mini"}),
+        ("gsplit(presample=1000000000)", {"mode": "mini"}),
+        ("p3(prefetch=100000000)", {"mode": "mini"}),
+        ("data_parallel", {"mode": "mini", "batch": 8}),
+        ("data_parallel", {"mode": "mini", "fanout": f"{10**12},10,10"}),
+        ("data_parallel", {"mode": "mini", "layers": 10_000}),
+        ("data_parallel", {"mode": "mini", "layers": 1000, "hidden": 1}),
+        ("graph_parallel", {"layers": 10_000}),
+    ],
+)
 def test_strategies_of_absurd_sizes_are_weighed_or_refused(tmp_path, strategy, workload):
     """On a graph that has room for them."""
-    (tmp_path / "s.yaml").write_text("vertices: 1000000000000\nedges: 10000000000000\nfeatures: 100\nclasses: 10\n")
+    (tmp_path / "s.yaml").write_text(
+        "vertices: 1000000000000\nedges: 10000000000000\nfeatures: 100\nclasses: 10\n"
+    )
     cluster = read_cluster("gnnpipe_a5000", {"device.memory": "1000TB"})
 
     def use() -> None:
-        job = Job(load(str(tmp_path / "s.yaml")), None, read_workload(None, workload), cluster)
-        candidate = weigh(job, parse(strategy))
-        must_be_playable(job, candidate.strategy.steps(job))
+        problem = Problem(
+            load(str(tmp_path / "s.yaml")), None, read_workload(None, workload), cluster
+        )
+        candidate = evaluate(problem, parse(strategy))
+        must_be_playable(problem, candidate.strategy.steps(problem))
 
     obeys("", use)
 
 
-# --- graphs ----------------------------------------------------------------------------------------------------------------------------
+# --- graphs ---------------------------------------------------------------------------------------
 
 N, E = 12, 40
 _rng = np.random.default_rng(0)
-ARRAYS = {"src": _rng.integers(0, N, E), "dst": _rng.integers(0, N, E), "x": _rng.random((N, 3), np.float32), "y": np.arange(N) % 3,
-          "train_mask": np.arange(N) < 6, "val_mask": np.arange(N) == 7, "meta": np.array('{"classes": 3}')}  # fmt: skip
-SPARSE = {"x_indptr": np.arange(N + 1), "x_indices": np.arange(N) % 3, "x_shape": np.array([N, 3]), "x_data": np.ones(N)}
+ARRAYS = {
+    "src": _rng.integers(0, N, E),
+    "dst": _rng.integers(0, N, E),
+    "x": _rng.random((N, 3), np.float32),
+    "y": np.arange(N) % 3,
+    "train_mask": np.arange(N) < 6,
+    "val_mask": np.arange(N) == 7,
+    "meta": np.array('{"classes": 3}'),
+}
+SPARSE = {
+    "x_indptr": np.arange(N + 1),
+    "x_indices": np.arange(N) % 3,
+    "x_shape": np.array([N, 3]),
+    "x_data": np.ones(N),
+}
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -275,10 +475,18 @@ def npy(array: np.ndarray) -> bytes:
     return stream.getvalue()
 
 
-def lying(descr: str, shape: str, payload: bytes = b"", fortran: str = "False", version: int = 1) -> bytes:
+def lying(
+    descr: str, shape: str, payload: bytes = b"", fortran: str = "False", version: int = 1
+) -> bytes:
     """An npy file with this header."""
     header = f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}\n".encode()
-    return b"\x93NUMPY" + bytes([version, 0]) + len(header).to_bytes(2 if version == 1 else 4, "little") + header + payload
+    return (
+        b"\x93NUMPY"
+        + bytes([version, 0])
+        + len(header).to_bytes(2 if version == 1 else 4, "little")
+        + header
+        + payload
+    )
 
 
 def zipped(path: Path, files: list[tuple[str, bytes]]) -> None:
@@ -293,21 +501,107 @@ def in_a_folder(path: Path, files: list[tuple[str, bytes]]) -> None:
         (path / name).write_bytes(raw)
 
 
-shapes = st.sampled_from(["()", "(0,)", "(12,)", "(40,)", "(12, 3)", "(12, 0)", "(0, 12)", "(2**40,)", f"({2**62}, 0)", f"({10**30},)",
-                          f"({2**32}, {2**32})", "(-1,)", "(-4, -10)", "(True,)", "(1.5,)", "12", "[12]", "('a',)",
-                          "(12, 2000000)"])  # fmt: skip
-dtypes = st.sampled_from(["'<i8'", "'<u8'", "'|b1'", "'<f4'", "'<f8'", "'<f2'", "'<c16'", "'|O'", "'<U0'", "'|V0'", "'|V1000000000'",
-                          "'<U500000000'", "'<M8[s]'", "[('a', '<i8')]", "[('a', '|O')]", "('<i4', (1000,))", "'x'", "None", "{}", "'>i8'",
-                          "'<i8'" + " " * 50])  # fmt: skip
-lies = st.builds(lying, dtypes, shapes, st.binary(max_size=50), st.sampled_from(["False", "True", "None"]), st.sampled_from([1, 2, 3, 9]))
-kinds = st.sampled_from([np.int8, np.int32, np.int64, np.uint64, np.float16, np.float32, np.float64, np.bool_, np.complex64, object])
+shapes = st.sampled_from(
+    [
+        "()",
+        "(0,)",
+        "(12,)",
+        "(40,)",
+        "(12, 3)",
+        "(12, 0)",
+        "(0, 12)",
+        "(2**40,)",
+        f"({2**62}, 0)",
+        f"({10**30},)",
+        f"({2**32}, {2**32})",
+        "(-1,)",
+        "(-4, -10)",
+        "(True,)",
+        "(1.5,)",
+        "12",
+        "[12]",
+        "('a',)",
+        "(12, 2000000)",
+    ]
+)
+dtypes = st.sampled_from(
+    [
+        "'<i8'",
+        "'<u8'",
+        "'|b1'",
+        "'<f4'",
+        "'<f8'",
+        "'<f2'",
+        "'<c16'",
+        "'|O'",
+        "'<U0'",
+        "'|V0'",
+        "'|V1000000000'",
+        "'<U500000000'",
+        "'<M8[s]'",
+        "[('a', '<i8')]",
+        "[('a', '|O')]",
+        "('<i4', (1000,))",
+        "'x'",
+        "None",
+        "{}",
+        "'>i8'",
+        "'<i8'" + " " * 50,
+    ]
+)
+lies = st.builds(
+    lying,
+    dtypes,
+    shapes,
+    st.binary(max_size=50),
+    st.sampled_from(["False", "True", "None"]),
+    st.sampled_from([1, 2, 3, 9]),
+)
+kinds = st.sampled_from(
+    [
+        np.int8,
+        np.int32,
+        np.int64,
+        np.uint64,
+        np.float16,
+        np.float32,
+        np.float64,
+        np.bool_,
+        np.complex64,
+        object,
+    ]
+)
 
 
 @st.composite
 def others(draw: st.DrawFn) -> bytes:
     """An honest array of another shape, type or content."""
-    shape = draw(st.sampled_from([(), (0,), (1,), (N,), (N + 1,), (E,), (N, 3), (N, 1), (3, N), (1, 1, 1), (2,)]))
-    fill = draw(st.sampled_from([0, 1, -1, 2, 5, N, 127, 10**9, 2**31, 2**63 - 1, 2**64 - 1, 1e300, float("nan"), float("inf"), 0.5]))
+    shape = draw(
+        st.sampled_from(
+            [(), (0,), (1,), (N,), (N + 1,), (E,), (N, 3), (N, 1), (3, N), (1, 1, 1), (2,)]
+        )
+    )
+    fill = draw(
+        st.sampled_from(
+            [
+                0,
+                1,
+                -1,
+                2,
+                5,
+                N,
+                127,
+                10**9,
+                2**31,
+                2**63 - 1,
+                2**64 - 1,
+                1e300,
+                float("nan"),
+                float("inf"),
+                0.5,
+            ]
+        )
+    )
     with np.errstate(all="ignore"):
         try:
             return npy(np.full(shape, fill).astype(draw(kinds)))
@@ -318,7 +612,10 @@ def others(draw: st.DrawFn) -> bytes:
 @st.composite
 def arrays(draw: st.DrawFn) -> list[tuple[str, bytes]]:
     """The files of a graph, some of them changed."""
-    files = {name: npy(array) for name, array in ({**ARRAYS, **SPARSE} if draw(st.booleans()) else ARRAYS).items()}
+    files = {
+        name: npy(array)
+        for name, array in ({**ARRAYS, **SPARSE} if draw(st.booleans()) else ARRAYS).items()
+    }
     if "x_data" in files:
         del files["x"]
     for _ in range(draw(st.integers(1, 3))):
@@ -327,18 +624,32 @@ def arrays(draw: st.DrawFn) -> list[tuple[str, bytes]]:
         if how == "drop":
             files.pop(name, None)
         elif how == "text":
-            texts = [f'{{"classes": {10**30}}}',
-                     '{"vertices": 1e999}', '{"vertices": 99999999}', "[" * 50_000, "{}", "[]", "\0", "9" * 5000]
+            texts = [
+                f'{{"classes": {10**30}}}',
+                '{"vertices": 1e999}',
+                '{"vertices": 99999999}',
+                "[" * 50_000,
+                "{}",
+                "[]",
+                "\0",
+                "9" * 5000,
+            ]
             files[name] = npy(np.array(draw(st.sampled_from(texts))))
         else:
-            files[name] = draw(lies if how == "lie" else others() if how == "other" else damaged(files.get(name, npy(np.zeros(N)))))
+            files[name] = draw(
+                lies
+                if how == "lie"
+                else others()
+                if how == "other"
+                else damaged(files.get(name, npy(np.zeros(N))))
+            )
     return [(f"{name}.npy", raw) for name, raw in files.items()]
 
 
 @pytest.fixture
 def little_memory(monkeypatch):
     """A machine of 64 MB: what would not fit is refused before it is allocated."""
-    monkeypatch.setattr(graphs, "LARGEST_ARRAY", 64 << 20)
+    monkeypatch.setattr(graph_module, "LARGEST_ARRAY", 64 << 20)
 
 
 @settings(shared, max_examples=200)
@@ -356,7 +667,9 @@ def test_graphs_with_wrong_arrays(tmp_path, little_memory, files):
 def test_damaged_archives(tmp_path, little_memory, data):
     zipped(tmp_path / "good.npz", [(f"{name}.npy", npy(array)) for name, array in ARRAYS.items()])
     raw = (tmp_path / "good.npz").read_bytes()
-    (tmp_path / "bad.npz").write_bytes(data.draw(damaged(raw, (b"PK\x01\x02", b"PK\x05\x06", b"\xff" * 8))))
+    (tmp_path / "bad.npz").write_bytes(
+        data.draw(damaged(raw, (b"PK\x01\x02", b"PK\x05\x06", b"\xff" * 8)))
+    )
     obeys("bad.npz", lambda: load(str(tmp_path / "bad.npz")))
 
 
@@ -370,19 +683,28 @@ class Bomb:
 def with_pickles() -> dict[str, bytes]:
     """Ways to put a call into a graph, by the array that holds it."""
     raw = pickle.dumps(np.array([Bomb()] * N, dtype=object), protocol=4)
-    return {"honest": npy(np.array([Bomb()] * N, dtype=object)), "header": lying("'|O'", "(12,)", raw),
-            "nested": lying("[('a', '|O')]", "(12,)", raw),
-            "version 2": lying("'|O'", "(12,)", raw, version=2), "version 3": lying("'|O'", "(12,)", raw, version=3), "bare": raw,
-            "called": lying("__import__('os').mkdir('bomb')", "(12,)", raw)}  # fmt: skip
+    return {
+        "honest": npy(np.array([Bomb()] * N, dtype=object)),
+        "header": lying("'|O'", "(12,)", raw),
+        "nested": lying("[('a', '|O')]", "(12,)", raw),
+        "version 2": lying("'|O'", "(12,)", raw, version=2),
+        "version 3": lying("'|O'", "(12,)", raw, version=3),
+        "bare": raw,
+        "called": lying("__import__('os').mkdir('bomb')", "(12,)", raw),
+    }
 
 
-@pytest.mark.parametrize("how", ["honest", "header", "nested", "version 2", "version 3", "bare", "called"])
+@pytest.mark.parametrize(
+    "how", ["honest", "header", "nested", "version 2", "version 3", "bare", "called"]
+)
 @pytest.mark.parametrize("name", ["src", "x", "y", "meta", "other"])
 def test_no_pickle_is_opened(tmp_path, monkeypatch, how, name):
     bomb = tmp_path / "bomb"
     monkeypatch.setenv("GNNPLAN_TEST_BOMB", str(bomb))
     monkeypatch.chdir(tmp_path)
-    files = [(f"{other}.npy", npy(array)) for other, array in ARRAYS.items() if other != name] + [(f"{name}.npy", with_pickles()[how])]
+    files = [(f"{other}.npy", npy(array)) for other, array in ARRAYS.items() if other != name] + [
+        (f"{name}.npy", with_pickles()[how])
+    ]
     zipped(tmp_path / "g.npz", files)
     in_a_folder(tmp_path / "g", files)
     for path in ("g.npz", "g"):
@@ -394,7 +716,8 @@ def test_no_pickle_is_opened(tmp_path, monkeypatch, how, name):
 
 
 def test_archives_that_grow_are_refused(tmp_path, little_memory):
-    """Before they have grown: 40 MB of zeros are 40 kB in an archive, and names may come again and again."""
+    """Before they have grown: 40 MB of zeros are 40 kB in an archive, and names may come again and
+    again."""
     large = lying("'<f4'", "(10000000,)", bytes(40_000_000))
     good = [(f"{name}.npy", npy(array)) for name, array in ARRAYS.items()]
     with pytest.warns(UserWarning, match="Duplicate name"):
@@ -402,10 +725,18 @@ def test_archives_that_grow_are_refused(tmp_path, little_memory):
     zipped(tmp_path / "sum.npz", [("src.npy", large), ("dst.npy", large)])
     zipped(tmp_path / "one.npz", [("src.npy", lying("'<f8'", "(10000000,)", bytes(80_000_000)))])
     zipped(tmp_path / "alias.npz", [*good, ("src", npy(ARRAYS["src"]))])
-    zipped(tmp_path / "header.npz", [("src.npy", b"\x93NUMPY\2\0" + (200_000_000).to_bytes(4, "little") + bytes(200_000_000))])
+    zipped(
+        tmp_path / "header.npz",
+        [("src.npy", b"\x93NUMPY\2\0" + (200_000_000).to_bytes(4, "little") + bytes(200_000_000))],
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for name, words in (("again", "src: is there twice"), ("alias", "src: is there twice"), ("sum", "what it holds would take 80.00 MB"),
-                        ("one", "src of shape .* would take 80.00 MB"), ("header", "cannot be read")):  # fmt: skip
+    for name, words in (
+        ("again", "src: is there twice"),
+        ("alias", "src: is there twice"),
+        ("sum", "what it holds would take 80.00 MB"),
+        ("one", "src of shape .* would take 80.00 MB"),
+        ("header", "cannot be read"),
+    ):
         with pytest.raises(SpecError, match=f"{name}.npz: {words}"):
             load(str(tmp_path / f"{name}.npz"))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 120_000  # [kB]
@@ -421,21 +752,57 @@ def test_a_folder_that_is_more_than_fits_is_refused(tmp_path, little_memory):
 
 
 def test_names_in_a_file_do_not_reach_the_terminal_as_they_are(tmp_path):
-    files = [(f"{name}.npy", npy(array)) for name, array in ARRAYS.items()] + [(f"\x1b[2Jevil{i}", b"") for i in range(100)]
+    files = [(f"{name}.npy", npy(array)) for name, array in ARRAYS.items()] + [
+        (f"\x1b[2Jevil{i}", b"") for i in range(100)
+    ]
     zipped(tmp_path / "g.npz", files)
     (note,) = load(str(tmp_path / "g.npz")).stats.notes[:1]
     assert note.startswith("ignored arrays: \\x1b[2Jevil0, ") and note.endswith("and 92 others")
 
 
-SOURCES = ["", "?", "/", "//", ".", "..", "~", "\0.npz", "a\0b.yaml", "\ud800.npz", "\ud800.yaml", "x" * 5000, "x" * 5000 + ".npz",
-           "x/" * 3000,
-           "/dev/zero", "/dev/null", "/dev/zero?seed=1", "/proc/self/mem", "/etc/passwd", "../../../etc/passwd", "reddit?x", "reddit/",
-           "synthetic:", "synthetic:x", "synthetic:community?", "synthetic:community?vertices=" + "9" * 5000,
-           "synthetic:community?vertices=99999999&edges=1999999999&features=100000", "synthetic:community?vertices=nan",
-           "synthetic:community?vertices=10&edges=5&mixing=nan", "synthetic:community?vertices=10&edges=5&skew=inf",
-           "synthetic:community?vertices=2&edges=3", "synthetic:community?vertices=-5", "synthetic:community?vertices=1e9",
-           "synthetic:community?" + "&".join(["seed=1"] * 10_000), "synthetic:community?vertices=2&vertices=3", "x.npz?features=0",
-           "x.npz?features=" + "9" * 400, "x.npz?seed=0x10", "x.npz?seed=%00", "http://127.0.0.1/x.npz", "file:///etc/passwd"]  # fmt: skip
+SOURCES = [
+    "",
+    "?",
+    "/",
+    "//",
+    ".",
+    "..",
+    "~",
+    "\0.npz",
+    "a\0b.yaml",
+    "\ud800.npz",
+    "\ud800.yaml",
+    "x" * 5000,
+    "x" * 5000 + ".npz",
+    "x/" * 3000,
+    "/dev/zero",
+    "/dev/null",
+    "/dev/zero?seed=1",
+    "/proc/self/mem",
+    "/etc/passwd",
+    "../../../etc/passwd",
+    "reddit?x",
+    "reddit/",
+    "synthetic:",
+    "synthetic:x",
+    "synthetic:community?",
+    "synthetic:community?vertices=" + "9" * 5000,
+    "synthetic:community?vertices=99999999&edges=1999999999&features=100000",
+    "synthetic:community?vertices=nan",
+    "synthetic:community?vertices=10&edges=5&mixing=nan",
+    "synthetic:community?vertices=10&edges=5&skew=inf",
+    "synthetic:community?vertices=2&edges=3",
+    "synthetic:community?vertices=-5",
+    "synthetic:community?vertices=1e9",
+    "synthetic:community?" + "&".join(["seed=1"] * 10_000),
+    "synthetic:community?vertices=2&vertices=3",
+    "x.npz?features=0",
+    "x.npz?features=" + "9" * 400,
+    "x.npz?seed=0x10",
+    "x.npz?seed=%00",
+    "http://127.0.0.1/x.npz",
+    "file:///etc/passwd",
+]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=range(len(SOURCES)))
@@ -445,20 +812,26 @@ def test_names_of_graphs(tmp_path, monkeypatch, little_memory, source):
     assert said is not None and "root:" not in said
 
 
-# --- what is no file -------------------------------------------------------------------------------------------------------------------
+# --- what is no file ------------------------------------------------------------------------------
 
 
 def readings(path: Path) -> dict[str, Callable[[], Any]]:
     """Everything that reads `path`, which bears the right name for it."""
     folder = path.parent
     return {
-        "cluster.yaml": lambda: read_cluster(str(path)), "workload.yaml": lambda: read_workload(str(path)),
-        "graph.yaml": lambda: load(str(path)), "graph.npz": lambda: load(str(path)),
-        "plan.json": lambda: plans.read(path), "options.json": lambda: Options.of(folder, {}, True),
-        "metrics.jsonl": lambda: validate.read_run(folder), "rank0.json": lambda: validate.read_run(folder),
-        "trace.rank0.json": lambda: read_traces(folder), "figures.csv": lambda: read_published(path), "src.npy": lambda: load(str(folder)),
+        "cluster.yaml": lambda: read_cluster(str(path)),
+        "workload.yaml": lambda: read_workload(str(path)),
+        "graph.yaml": lambda: load(str(path)),
+        "graph.npz": lambda: load(str(path)),
+        "plan.json": lambda: plans.read(path),
+        "options.json": lambda: Options.of(folder, {}, True),
+        "metrics.jsonl": lambda: validate.read_run(folder),
+        "rank0.json": lambda: validate.read_run(folder),
+        "trace.rank0.json": lambda: read_traces(folder),
+        "figures.csv": lambda: read_published(path),
+        "src.npy": lambda: load(str(folder)),
         "x.npy": lambda: load(str(folder)),
-    }  # fmt: skip
+    }
 
 
 NAMES = list(readings(Path("x")))
@@ -471,8 +844,14 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, name, what):
     path.parent.mkdir()
     if name == "rank0.json":
         (path.parent / "metrics.jsonl").write_text('{"epoch": 1, "loss": 1.0, "epoch_s": 1.0}\n')
-    make = {"pipe": lambda: os.mkfifo(path), "zero": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir, "empty": path.touch,
-            "loop": lambda: path.symlink_to(path), "dangling": lambda: path.symlink_to(tmp_path / "nowhere")}  # fmt: skip
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "zero": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+        "empty": path.touch,
+        "loop": lambda: path.symlink_to(path),
+        "dangling": lambda: path.symlink_to(tmp_path / "nowhere"),
+    }
     with socket.socket(socket.AF_UNIX) as server, unread(path):
         if what == "socket":
             here = os.getcwd()
@@ -482,7 +861,11 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, name, what):
         else:
             make[what]()
         said = obeys(str(path.parent), readings(path)[name])
-    assert said is not None or (name, what) in [("workload.yaml", "empty"), ("options.json", "dangling"), ("options.json", "loop")]
+    assert said is not None or (name, what) in [
+        ("workload.yaml", "empty"),
+        ("options.json", "dangling"),
+        ("options.json", "loop"),
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(".npy")])
@@ -505,7 +888,7 @@ def test_closed_files_are_named(tmp_path, monkeypatch, name):
     assert said and "Permission denied" in said
 
 
-# --- plans and runs --------------------------------------------------------------------------------------------------------------------
+# --- plans and runs -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -513,20 +896,62 @@ def run_folder(tmp_path_factory) -> Path:
     """What a run of a small graph leaves behind, its measured traces those of the simulation."""
     folder = tmp_path_factory.mktemp("run")
     zipped(folder / "graph.npz", [(f"{name}.npy", npy(array)) for name, array in ARRAYS.items()])
-    job = ask(str(folder / "graph.npz"), read_cluster("local"), read_workload(None, {"layers": 2, "hidden": 8}), [], 2, "metis", False)
-    document = plans.make(job, search(job, may_use_fewer=False))
+    problem = ask(
+        str(folder / "graph.npz"),
+        read_cluster("local"),
+        read_workload(None, {"layers": 2, "hidden": 8}),
+        [],
+        2,
+        "metis",
+        False,
+    )
+    document = plans.make(problem, search(problem, may_use_fewer=False))
     plans.write(folder / "plan.json", document)
-    candidate = weigh(job, plans.chosen(document))
-    played = play(candidate.strategy.schedule(job, 3), job.cost)
+    candidate = evaluate(problem, plans.chosen(document))
+    played = play(candidate.strategy.schedule(problem, 3), problem.cost)
     write_traces(folder, played.spans, range(2), 2, "measured", "gloo")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"epoch": epoch + 1, "loss": 1.0, "epoch_s": 0.1, "train_accuracy": 0.5,
-                                                              "bytes": 100}) + "\n" for epoch in range(3)))  # fmt: skip
+    (folder / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {
+                    "epoch": epoch + 1,
+                    "loss": 1.0,
+                    "epoch_s": 0.1,
+                    "train_accuracy": 0.5,
+                    "bytes": 100,
+                }
+            )
+            + "\n"
+            for epoch in range(3)
+        )
+    )
     for rank in range(2):
-        (folder / f"rank{rank}.json").write_text(json.dumps({"rank": rank, "backend": "gloo", "bytes": {"halo": 100},
-                                                             "setup_bytes": {"x": 1},
-                                                             "rows": {"hit": 3}, "peak_rss_bytes": 10**8, "peak_bytes": None}))  # fmt: skip
-    (folder / "options.json").write_text(json.dumps({"epochs": 3, "eval_every": 10, "timeout_s": 30.0, "staleness_errors": False,
-                                                     "checkpoint_every": 10, "resume": False, "restarts": 0}))  # fmt: skip
+        (folder / f"rank{rank}.json").write_text(
+            json.dumps(
+                {
+                    "rank": rank,
+                    "backend": "gloo",
+                    "bytes": {"halo": 100},
+                    "setup_bytes": {"x": 1},
+                    "rows": {"hit": 3},
+                    "peak_rss_bytes": 10**8,
+                    "peak_bytes": None,
+                }
+            )
+        )
+    (folder / "options.json").write_text(
+        json.dumps(
+            {
+                "epochs": 3,
+                "eval_every": 10,
+                "timeout_s": 30.0,
+                "staleness_errors": False,
+                "checkpoint_every": 10,
+                "resume": False,
+                "restarts": 0,
+            }
+        )
+    )
     return folder
 
 
@@ -542,7 +967,7 @@ def run(run_folder, tmp_path) -> Path:
 
 def answer(folder: Path) -> None:
     """All that `validate` does, down to the JSON."""
-    json.dumps(examine(folder).told, allow_nan=False)
+    json.dumps(examine(folder).comparison, allow_nan=False)
 
 
 def test_the_run_that_is_spoilt_is_a_good_one(run):
@@ -560,7 +985,9 @@ def dumped(document: Any) -> str:
 def test_plans_with_wrong_values(run, data):
     document = json.loads((run / "plan.json").read_text())
     path = run / "changed.json"
-    path.write_text(dumped(data.draw(changed(document, ("alternatives", "rejected", "explanation")))))
+    path.write_text(
+        dumped(data.draw(changed(document, ("alternatives", "rejected", "explanation"))))
+    )
 
     def use() -> None:
         told = plans.read(path)
@@ -574,27 +1001,37 @@ def test_plans_with_wrong_values(run, data):
 
 
 def with_question(document: dict[str, Any]) -> None:
-    job = plans.question(document)
-    weigh(job, plans.chosen(document))
+    problem = plans.question(document)
+    evaluate(problem, plans.chosen(document))
 
 
 @settings(shared, max_examples=60)
 @given(data=st.data())
 def test_plans_with_wrong_bytes(run, data):
-    (run / "changed.json").write_bytes(data.draw(damaged((run / "plan.json").read_bytes(), (b"[" * 5000, b"NaN", b"1e999", b"9" * 5000))))
+    (run / "changed.json").write_bytes(
+        data.draw(
+            damaged((run / "plan.json").read_bytes(), (b"[" * 5000, b"NaN", b"1e999", b"9" * 5000))
+        )
+    )
     obeys("changed.json", lambda: plans.read(run / "changed.json"))
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rank0.json", "trace.rank1.json", "plan.json", "options.json"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "rank0.json", "trace.rank1.json", "plan.json", "options.json"]
+)
 @settings(shared, max_examples=80)
 @given(data=st.data())
 def test_runs_with_wrong_values(run_folder, run, data, name):
     raw = (run_folder / name).read_text()
     if name == "metrics.jsonl":
         lines = data.draw(changed([json.loads(line) for line in raw.splitlines()]))
-        text = "".join(dumped(line) + "\n" for line in (lines if isinstance(lines, list) else [lines]))
+        text = "".join(
+            dumped(line) + "\n" for line in (lines if isinstance(lines, list) else [lines])
+        )
     else:
-        text = dumped(data.draw(changed(json.loads(raw), ("alternatives", "rejected", "explanation"))))
+        text = dumped(
+            data.draw(changed(json.loads(raw), ("alternatives", "rejected", "explanation")))
+        )
     (run / name).write_text(text)
     if name == "options.json":
         obeys(name, lambda: Options.of(run, {}, True))
@@ -602,11 +1039,20 @@ def test_runs_with_wrong_values(run_folder, run, data, name):
         obeys("", lambda: answer(run))
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rank0.json", "trace.rank1.json", "options.json"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "rank0.json", "trace.rank1.json", "options.json"]
+)
 @settings(shared, max_examples=40)
 @given(data=st.data())
 def test_runs_with_wrong_bytes(run_folder, run, data, name):
-    (run / name).write_bytes(data.draw(damaged((run_folder / name).read_bytes(), (b"[" * 5000, b"NaN", b"1e999", b"9" * 5000, b"\n"))))
+    (run / name).write_bytes(
+        data.draw(
+            damaged(
+                (run_folder / name).read_bytes(),
+                (b"[" * 5000, b"NaN", b"1e999", b"9" * 5000, b"\n"),
+            )
+        )
+    )
     if name == "options.json":
         obeys(name, lambda: Options.of(run, {}, True))
     else:
@@ -624,9 +1070,22 @@ def test_a_world_without_end(run):
     assert said and "rank 2 is missing" in said
 
 
-@pytest.mark.parametrize("source", ["/etc/passwd", "../../../etc/passwd", "/dev/zero", "secret.yaml", "secret.npz", "", "/", "reddit"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "/etc/passwd",
+        "../../../etc/passwd",
+        "/dev/zero",
+        "secret.yaml",
+        "secret.npz",
+        "",
+        "/",
+        "reddit",
+    ],
+)
 def test_a_plan_reads_its_graph_and_tells_nothing_of_other_files(run, monkeypatch, source):
-    """A plan may name any path: what is there is read as a graph, and must be the one that the plan was made for."""
+    """A plan may name any path: what is there is read as a graph, and must be the one that the plan
+    was made for."""
     monkeypatch.chdir(run)
     for name in ("secret.yaml", "secret.npz"):
         (run / name).write_text("password: hunter2\n")
@@ -645,7 +1104,7 @@ def test_a_plan_of_other_data_is_refused(run):
         plans.question(document)
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @settings(shared, max_examples=60)
@@ -654,7 +1113,7 @@ def test_damaged_checkpoints_are_not_there(tmp_path, data):
     from safetensors.torch import save
     from torch import ones
 
-    from gnnplan.executor.checkpoint import header
+    from gnnplan.executor.ranks.checkpoint import header
 
     about = {"question": {"seed": 0}, "epoch": 10, "notes": {}}
     strange = st.sampled_from(["", "[" * 50_000, "NaN", "{}", "3"])
@@ -663,28 +1122,60 @@ def test_damaged_checkpoints_are_not_there(tmp_path, data):
     path.write_bytes(data.draw(damaged(raw)) if data.draw(st.booleans()) else raw)
     with limits():
         found = header(path)
-    assert found is None or (isinstance(found["question"], dict) and isinstance(found["notes"], dict))
+    assert found is None or (
+        isinstance(found["question"], dict) and isinstance(found["notes"], dict)
+    )
 
 
 def test_a_pipe_is_no_checkpoint(tmp_path):
-    from gnnplan.executor.checkpoint import stored
+    from gnnplan.executor.ranks.checkpoint import stored
 
     (tmp_path / "checkpoints").mkdir()
     os.mkfifo(tmp_path / "checkpoints" / "epoch10.rank0.safetensors")
     assert stored(tmp_path, [0]) == {0: []}
 
 
-# --- the rest --------------------------------------------------------------------------------------------------------------------------
+# --- the rest -------------------------------------------------------------------------------------
 
 ROW = dict.fromkeys(COLUMNS, "") | {
-    "paper": "gnnpipe", "source": "Table 3", "testbed": "gnnpipe_a5000", "dataset": "reddit", "model": "gcnii", "layers": "8",
-    "hidden": "100", "num_nodes": "2", "gpus_per_node": "4", "strategy": "gnnpipe_hybrid", "strategy_params": '{"stages": 4, "chunks": 8}',
-    "metric": "epoch_time_s", "value": "1.5", "unit_as_printed": "s"}  # fmt: skip
-PARAMS = ['{"chunks": 1e300}', '{"chunks": [1]}', '{"stages": "x"}', '{"stages": null}', '{"batch": 1000, "fanout": {"a": 1}}',
-          "[" * 50_000,
-          '{"batch": "x", "fanout": 10}', '{"batch": 1000, "fanout": [5, "x"]}', '{"feature_dim": "x"}', '{"feature_dim": 0}', "9" * 5000,
-          '{"gamma": "x"}', '{"heads": []}', '{"batch": 1, "fanout": 1}', '{"partitioner": 3}', '{"micro_batches": 10000000}', "null", "{",
-          '{"cache": -1, "batch": 1000, "fanout": 10}', '{"epochs": 1e12}', '{"chunks": 1000000000}']  # fmt: skip
+    "paper": "gnnpipe",
+    "source": "Table 3",
+    "testbed": "gnnpipe_a5000",
+    "dataset": "reddit",
+    "model": "gcnii",
+    "layers": "8",
+    "hidden": "100",
+    "num_nodes": "2",
+    "gpus_per_node": "4",
+    "strategy": "gnnpipe_hybrid",
+    "strategy_params": '{"stages": 4, "chunks": 8}',
+    "metric": "epoch_time_s",
+    "value": "1.5",
+    "unit_as_printed": "s",
+}
+PARAMS = [
+    '{"chunks": 1e300}',
+    '{"chunks": [1]}',
+    '{"stages": "x"}',
+    '{"stages": null}',
+    '{"batch": 1000, "fanout": {"a": 1}}',
+    "[" * 50_000,
+    '{"batch": "x", "fanout": 10}',
+    '{"batch": 1000, "fanout": [5, "x"]}',
+    '{"feature_dim": "x"}',
+    '{"feature_dim": 0}',
+    "9" * 5000,
+    '{"gamma": "x"}',
+    '{"heads": []}',
+    '{"batch": 1, "fanout": 1}',
+    '{"partitioner": 3}',
+    '{"micro_batches": 10000000}',
+    "null",
+    "{",
+    '{"cache": -1, "batch": 1000, "fanout": 10}',
+    '{"epochs": 1e12}',
+    '{"chunks": 1000000000}',
+]
 
 
 @settings(shared, max_examples=120)
@@ -692,18 +1183,56 @@ PARAMS = ['{"chunks": 1e300}', '{"chunks": [1]}', '{"stages": "x"}', '{"stages":
 def test_published_figures(tmp_path, data):
     row = dict(ROW)
     for name in data.draw(st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=3)):
-        options = {"strategy_params": PARAMS, "strategy": ["p3_push_pull", "dgl_data_parallel", "gsplit", "granndis", "pipegcn", "x"],
-                   "metric": ["speedup_vs", "slowdown_fraction_vs", "comm_volume_bytes", "min_gpus", "fits_in_memory", "peak_memory_bytes"],
-                   "dataset": ["ogbn-products", "../x", "reddit.yaml"], "testbed": ["local", "../x", "/dev/zero", "pcie_box"]}  # fmt: skip
-        strange = options.get(name, ["0", "-1", "1", "99999", "9" * 5000, "1e-320", "nan", "\u0663", "x"])
+        options = {
+            "strategy_params": PARAMS,
+            "strategy": ["p3_push_pull", "dgl_data_parallel", "gsplit", "granndis", "pipegcn", "x"],
+            "metric": [
+                "speedup_vs",
+                "slowdown_fraction_vs",
+                "comm_volume_bytes",
+                "min_gpus",
+                "fits_in_memory",
+                "peak_memory_bytes",
+            ],
+            "dataset": ["ogbn-products", "../x", "reddit.yaml"],
+            "testbed": ["local", "../x", "/dev/zero", "pcie_box"],
+        }
+        strange = options.get(
+            name, ["0", "-1", "1", "99999", "9" * 5000, "1e-320", "nan", "\u0663", "x"]
+        )
         row[name] = data.draw(st.one_of(st.sampled_from(strange), st.text(max_size=3)))
-    quoted = [f'"{row[name]}"' if '"' not in row[name] else '"' + row[name].replace('"', '""') + '"' for name in COLUMNS]
-    (tmp_path / "figures.csv").write_text(",".join(COLUMNS) + "\n" + ",".join(quoted) + "\n", encoding="utf-8", errors="replace")
-    obeys("figures.csv", lambda: json.dumps(score(read_published(tmp_path / "figures.csv")), allow_nan=False))
+    quoted = [
+        f'"{row[name]}"' if '"' not in row[name] else '"' + row[name].replace('"', '""') + '"'
+        for name in COLUMNS
+    ]
+    (tmp_path / "figures.csv").write_text(
+        ",".join(COLUMNS) + "\n" + ",".join(quoted) + "\n", encoding="utf-8", errors="replace"
+    )
+    obeys(
+        "figures.csv",
+        lambda: json.dumps(
+            evaluate_rows(read_published(tmp_path / "figures.csv")), allow_nan=False
+        ),
+    )
 
 
-@pytest.mark.parametrize("text", ["(" * 10_000, "-" * 100_000 + "1", "x(a={[]: 1})", "x(a=-'b')", "\0", "x(a=__import__('os'))", "x(**{})",
-                                  "x(a=" + "[" * 150 + "]" * 150 + ")", "lambda: 0", "x.y(a=1)", "é(a=1)", "x(a=10**10**10)"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 10_000,
+        "-" * 100_000 + "1",
+        "x(a={[]: 1})",
+        "x(a=-'b')",
+        "\0",
+        "x(a=__import__('os'))",
+        "x(**{})",
+        "x(a=" + "[" * 150 + "]" * 150 + ")",
+        "lambda: 0",
+        "x.y(a=1)",
+        "é(a=1)",
+        "x(a=10**10**10)",
+    ],
+)
 def test_strategies_by_name(text):
     obeys("", lambda: parse_call(text))
 
@@ -722,10 +1251,17 @@ def test_the_front_door_says_it_in_a_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "tag.yaml").write_text("layers: !!timestamp soon\n")
     (tmp_path / "huge.yaml").write_text(f"name: c\ndevice: {{memory: 0x{'f' * 400}}}\n")
-    for call in (["plan", "--cluster", str(tmp_path / "pipe.yaml")], ["plan", "--graph", str(tmp_path / "loop")],
-                 ["plan", "--workload", str(tmp_path / "tag.yaml")], ["plan", "--cluster", str(tmp_path / "huge.yaml")],
-                 ["plan", "--graph", "x" * 5000], ["simulate", "/dev/zero"], ["validate", "/dev/zero"],
-                 ["validate", "--published", "/dev/zero"], ["run", "--resume", "/dev/zero"]):  # fmt: skip
+    for call in (
+        ["plan", "--cluster", str(tmp_path / "pipe.yaml")],
+        ["plan", "--graph", str(tmp_path / "loop")],
+        ["plan", "--workload", str(tmp_path / "tag.yaml")],
+        ["plan", "--cluster", str(tmp_path / "huge.yaml")],
+        ["plan", "--graph", "x" * 5000],
+        ["simulate", "/dev/zero"],
+        ["validate", "/dev/zero"],
+        ["validate", "--published", "/dev/zero"],
+        ["run", "--resume", "/dev/zero"],
+    ):
         monkeypatch.setattr("sys.argv", ["gnnplan", *call])
         with unread(tmp_path / "pipe.yaml"), limits(), pytest.raises(SystemExit) as ended:
             cli.main()

@@ -1,4 +1,8 @@
-"""The one front door: a file per verb. Every verb imports what it needs when it is called, so that --help is instant."""
+"""The command line: a file per verb (profile, plan, simulate, run, validate, measure).
+
+common.py has what the verbs share. Every verb imports what it needs when it is called, so that
+--help comes at once.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,21 @@ import typer
 
 from gnnplan.cli.common import app, emit, say
 
-for _verb in ("profile", "plan", "simulate", "run", "validate", "measure"):  # in the order of --help
+# in the order of --help
+for _verb in ("profile", "plan", "simulate", "run", "validate", "measure"):
     import_module(f"gnnplan.cli.{_verb}")
 
 
 def main() -> NoReturn:
-    """Errors that a user can mend are a line, not a traceback; the exit code says whose turn it is."""
-    from gnnplan.planner.errors import GnnplanError
+    """Run the program; an error that a user can mend is one line and an exit code.
+
+    Exit codes: see `gnnplan --help`. Other errors keep their traceback.
+    """
+    from gnnplan.planner.vocabulary.errors import GnnplanError
 
     code: Any = 1
-    gc.set_threshold(10_000)  # of new objects, not 700: a fifth of a plan's time was looking for circles, mostly in what is imported
+    # The collector runs after 10,000 new objects instead of 700: it took a fifth of a plan's time.
+    gc.set_threshold(10_000)
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -36,16 +45,16 @@ def main() -> NoReturn:
             raise
         if "--json" in sys.argv[1:]:
             emit({"error": error.format_message(), "exit_code": 2})
-        error.show()  # typer's, of a wrong option: with the verb's usage, on standard error
+        error.show()  # a wrong option: typer prints the verb's usage on standard error
         code = 2
     if code == 130:
         fail("interrupted", 130)
-    gc.freeze()  # nor at the end
+    gc.freeze()  # and not once more at exit
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def fail(message: str, code: int) -> int:
-    """Say it to people, and to programs that asked for JSON."""
+    """Print an error for people, and as JSON for programs that asked for it."""
     if "--json" in sys.argv[1:]:
         emit({"error": message, "exit_code": code})
     say(f"error: {message}")

@@ -1,4 +1,4 @@
-"""What the verbs share: the app, options, and how answers are printed."""
+"""What the verbs share: the app, common options, and how answers are printed."""
 
 from __future__ import annotations
 
@@ -9,45 +9,80 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from gnnplan.planner.job import Job
+    from gnnplan.planner.problem.problem import Problem
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
-    help="Which parallel strategy to train a graph neural network with on your cluster: plan it, simulate it, run it, and see how "
-    "wrong the prediction was.\n\nStart with: gnnplan plan -o plan.json && gnnplan simulate plan.json && gnnplan run plan.json --out run "
-    "&& gnnplan validate run\n\nExit codes: 0 done, 1 a check failed, 2 bad input, 3 nothing fits, 4 a rank was lost.",
-)  # fmt: skip
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help=(
+        "Which parallel strategy to train a graph neural network with on your cluster: plan it,"
+        " simulate it, run it, and see how wrong the prediction was.\n\nStart with: gnnplan plan -o"
+        " plan.json && gnnplan simulate plan.json && gnnplan run plan.json --out run && gnnplan"
+        " validate run\n\nExit codes: 0 done, 1 a check failed, 2 bad input, 3 nothing fits, 4 a"
+        " rank was lost."
+    ),
+)
 
 DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
-MOST_TASKS = 4_000_000  # that a simulation may have: a few GB and minutes
-GRAPH_HELP = ("a .npz, a folder of .npy, synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of statistics, "
-              "or the name of a well-known graph, of which only statistics are here (reddit)")  # fmt: skip
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output and nothing else there.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Override a cluster or workload field: servers=16, intra_node.latency=5us.")]
-Method = Annotated[str, typer.Option("--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random.")]
-Directed = Annotated[bool, typer.Option("--directed", help="Keep the edges' direction; otherwise graphs are made undirected.")]
+MOST_TASKS = 4_000_000  # of a simulation: beyond, it takes minutes and many GB
+GRAPH_HELP = (
+    "a .npz, a folder of .npy,"
+    " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of"
+    " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
+)
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="One JSON document on standard output and nothing else there."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override a cluster or workload field: servers=16, intra_node.latency=5us."
+    ),
+]
+Method = Annotated[
+    str,
+    typer.Option(
+        "--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random."
+    ),
+]
+Directed = Annotated[
+    bool,
+    typer.Option(
+        "--directed", help="Keep the edges' direction; otherwise graphs are made undirected."
+    ),
+]
 
 
 def say(line: str = "") -> None:
-    """To people, on standard error."""
+    """Print a line for people, on standard error."""
     print(line, file=sys.stderr)
 
 
 def emit(document: dict[str, Any]) -> None:
+    """Print a JSON document on standard output."""
     print(json.dumps(document, indent=1, allow_nan=False))
 
 
-def numbers(text: str, what: str) -> list[int]:
-    from gnnplan.planner.errors import SpecError
+def numbers(text: str, option: str) -> list[int]:
+    """The whole numbers of an option such as '2,4,8'.
+
+    Raises SpecError.
+    """
+    from gnnplan.planner.vocabulary.errors import SpecError
 
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise SpecError(f"{what} {text!r} is not a list of whole numbers; write it as 2,4,8") from None
+        raise SpecError(
+            f"{option} {text!r} is not a list of whole numbers; write it as 2,4,8"
+        ) from None
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table for people on standard output."""
+    """Print a table for people on standard output."""
     from rich.console import Console
     from rich.table import Table
 
@@ -59,10 +94,15 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(view)
 
 
-def must_be_playable(job: Job, steps: int) -> None:
-    """Raises SpecError before a schedule is written that cannot be: every rank has a task in every step at least."""
-    from gnnplan.planner.errors import SpecError
+def must_be_playable(problem: Problem, steps: int) -> None:
+    """Raise SpecError where so many steps have too many tasks to simulate.
 
-    if steps * job.ranks > MOST_TASKS:
-        raise SpecError(f"{steps:,} batches on {job.ranks:,} ranks are more than the {MOST_TASKS:,} tasks that can be played; use a larger "
-                        "batch (--batch, --set batch=...)")  # fmt: skip
+    Every rank has one task in every step at least, so this is known before a schedule is built.
+    """
+    from gnnplan.planner.vocabulary.errors import SpecError
+
+    if steps * problem.ranks > MOST_TASKS:
+        raise SpecError(
+            f"{steps:,} batches on {problem.ranks:,} ranks are more than the {MOST_TASKS:,} tasks"
+            " that can be played; use a larger batch (--batch, --set batch=...)"
+        )

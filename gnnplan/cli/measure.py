@@ -12,32 +12,56 @@ from gnnplan.cli.common import Json, app, emit, say
 from gnnplan.cli.run import rate_of
 
 if TYPE_CHECKING:
-    from gnnplan.planner.specs import Cluster
+    from gnnplan.planner.cluster.spec import Cluster
 
 
 @app.command()
 def measure(
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the cluster file goes; also kept as preset 'local'.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks active at once, per server.")] = 2,
-    servers: Annotated[int, typer.Option(min=1, max=200, help="Servers; several are emulated on this machine.")] = 1,
-    emulate: Annotated[str, typer.Option(metavar="RATE", help="What an emulated server's card moves: 400Mbit/s.")] = "unshaped",
-    seconds: Annotated[float, typer.Option(min=0.01, max=60, help="Spent on each of some hundred numbers.")] = 0.2,
-    nccl_tests: Annotated[list[Path] | None, typer.Option(help="Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf, "
-                                                          "alltoall_perf, sendrecv_perf), on one server or a GPU of each.")] = None,
-    topology: Annotated[Path | None, typer.Option(help="Measure nothing: read what `nvidia-smi topo -m` printed.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="The cluster file or preset that both of these are read into.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Where the cluster file goes; also kept as preset 'local'."
+        ),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=1024, help="Ranks active at once, per server.")
+    ] = 2,
+    servers: Annotated[
+        int, typer.Option(min=1, max=200, help="Servers; several are emulated on this machine.")
+    ] = 1,
+    emulate: Annotated[
+        str, typer.Option(metavar="RATE", help="The rate of an emulated server's NIC: 400Mbit/s.")
+    ] = "unshaped",
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=60, help="Spent on each of some hundred numbers.")
+    ] = 0.2,
+    nccl_tests: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf, "
+            "alltoall_perf, sendrecv_perf), on one server or a GPU of each."
+        ),
+    ] = None,
+    topology: Annotated[
+        Path | None, typer.Option(help="Measure nothing: read what `nvidia-smi topo -m` printed.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="The cluster file or preset that both of these are read into."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Micro-benchmarks with all ranks active: the numbers that a plan uses, each with its provenance.
+    """Micro-benchmarks with all ranks active: the numbers that a plan uses, each with its
+    provenance.
 
-    Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or, started by torchrun or srun, of real ones.
-    Or read: gnnplan measure --cluster dgx_a100 --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml
-    """
+    Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or,
+    started by torchrun or srun, of real ones. Or read: gnnplan measure --cluster dgx_a100
+    --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml"""
     import yaml
 
-    from gnnplan.executor import launch
-    from gnnplan.executor import measure as measuring
-    from gnnplan.planner.files import cache_dir, must_be_writable, write_atomically
+    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.measure import measure as measuring
+    from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
 
     if output:
         must_be_writable(output)
@@ -47,13 +71,13 @@ def measure(
     elif launch.started_by_launcher():
         first = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
         measured = measuring.measure_as_rank(say if first else lambda what: None, seconds)
-        if measured is None:  # rank 0 has it
+        if measured is None:  # only rank 0 has the result
             launch.leave(0)
         found = measured
     else:
         found = measuring.measure(ranks, say, servers, rate, seconds)
     text = yaml.safe_dump(found.model_dump(mode="json"), sort_keys=False)
-    here = found.servers == 1 and not cluster  # what is read is of elsewhere
+    here = found.servers == 1 and not cluster  # files that are read describe another machine
     if here:
         write_atomically(cache_dir() / "local.yaml", text, parents=True)
     if output:
@@ -62,18 +86,26 @@ def measure(
         emit(found.model_dump(mode="json"))
     else:
         print(text, end="")
-    kept = [f"kept as preset 'local' in {cache_dir() / 'local.yaml'}"] * here + [f"written to {output}"] * bool(output)
+    kept = [f"kept as preset 'local' in {cache_dir() / 'local.yaml'}"] * here + [
+        f"written to {output}"
+    ] * bool(output)
     say(" and ".join(kept) or "kept nowhere; -o FILE writes it")
     if launch.started_by_launcher():
         launch.leave(0)
 
 
 def _read(cluster: str | None, tests: list[Path], wiring: Path | None) -> Cluster:
-    """What other tools have measured. Raises SpecError."""
-    from gnnplan.planner.errors import SpecError
-    from gnnplan.planner.files import read_cluster
-    from gnnplan.planner.readings import read
+    """The cluster with what nccl-tests and nvidia-smi have measured.
+
+    Raises SpecError.
+    """
+    from gnnplan.planner.cluster.readings import read
+    from gnnplan.planner.problem.inputs import read_cluster
+    from gnnplan.planner.vocabulary.errors import SpecError
 
     if not cluster or not (tests or wiring):
-        raise SpecError("--nccl-tests and --topology are read into --cluster, which says how fast a GPU computes: give it and one of them")
+        raise SpecError(
+            "--nccl-tests and --topology are read into --cluster, which says how fast a GPU"
+            " computes: give it and one of them"
+        )
     return read(read_cluster(cluster), tests, wiring)

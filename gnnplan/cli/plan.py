@@ -8,70 +8,153 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import DEFAULT_GRAPH, GRAPH_HELP, Directed, Json, Method, Set, app, emit, say, table
+from gnnplan.cli.common import (
+    DEFAULT_GRAPH,
+    GRAPH_HELP,
+    Directed,
+    Json,
+    Method,
+    Set,
+    app,
+    emit,
+    say,
+    table,
+)
 
 if TYPE_CHECKING:
-    from gnnplan.planner.job import Job
+    from gnnplan.planner.cluster.spec import Cluster
+    from gnnplan.planner.gnn.workload import Workload
+    from gnnplan.planner.problem.problem import Problem
+
+MOST_LEADERS = 8  # rows of the table
 
 
 @app.command()
 def plan(
     graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
-    cluster: Annotated[str, typer.Option(help="A YAML file or a preset: local (this machine, as measured), gnnpipe_a5000, ...")] = "local",
-    workload: Annotated[str | None, typer.Option(help="A YAML file with the fields that the options below override.")] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="A YAML file or a preset, such as dgx_a100; local is this machine as `gnnplan"
+            " measure` found it, and generic numbers before that."
+        ),
+    ] = "local",
+    workload: Annotated[
+        str | None,
+        typer.Option(help="A YAML file with the fields that the options below override."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="gcn, sage, gcnii, gat, resgcn or sgc.")] = None,
     layers: Annotated[int | None, typer.Option(help="GNN layers.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout before every layer.")] = None,
-    mode: Annotated[str | None, typer.Option(help="full (full graph) or mini (mini-batch).")] = None,
-    batch: Annotated[int | None, typer.Option(help="Mini-batch size over all ranks together.")] = None,
-    fanout: Annotated[str | None, typer.Option(help="Neighbours per layer from the seeds outwards, as 15,10 or full (10 each).")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same training on any number of ranks.")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Only strategies that leave the gradient unchanged.")] = False,
-    strategy: Annotated[str | None, typer.Option(help="Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Use this many ranks, equally many per server.")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="full (full graph) or mini (mini-batch).")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Mini-batch size over all ranks together.")
+    ] = None,
+    fanout: Annotated[
+        str | None,
+        typer.Option(
+            help="Neighbours per layer from the seeds outwards, as 15,10 or full (10 each)."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="With an exact strategy, the same seed trains the same on any number of ranks."
+        ),
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Only strategies that leave the gradient unchanged.")
+    ] = False,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Use this many ranks, equally many per server.")
+    ] = None,
     set_: Set = None,
     partitioner: Method = "metis",
     directed: Directed = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the plan goes (plan.json).")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write the plan here; without it none is written."),
+    ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Print all reasons: what binds, why the others lost, what was rejected.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Rank all strategies that fit and recommend one, with its rank placement and the reasons."""
-    from gnnplan.planner import plan as plans
-    from gnnplan.planner.files import must_be_writable, read_cluster, read_workload
-    from gnnplan.planner.search import search
+    """Rank the strategies that fit and recommend one, with its rank placement and the reasons.
+
+    Ranks those that train on the full graph; with --mode mini those that train on mini-batches. The
+    two are not compared, for they need different numbers of epochs.
+    """
+    from gnnplan.planner.decision import plan as plans
+    from gnnplan.planner.decision.search import search
+    from gnnplan.planner.evidence.papers.presets import read_fitted
+    from gnnplan.planner.problem.inputs import read_workload
     from gnnplan.planner.strategies import parse
-    from gnnplan.progress import progress
+    from gnnplan.planner.vocabulary.files import must_be_writable
+    from gnnplan.planner.vocabulary.progress import progress
 
     if output:
         must_be_writable(output)
     forced = parse(strategy) if strategy is not None else None
-    flags = {"model": model, "layers": layers, "hidden": hidden, "dropout": dropout, "mode": mode, "batch": batch, "fanout": fanout,
-             "seed": seed}  # fmt: skip
-    with progress() as tell:
-        tell(f"reading {graph}")
-        job = ask(graph, read_cluster(cluster), read_workload(workload, flags), set_ or [], ranks, partitioner, directed)
-    for note in job.stats.notes:
+    flags = {
+        "model": model,
+        "layers": layers,
+        "hidden": hidden,
+        "dropout": dropout,
+        "mode": mode,
+        "batch": batch,
+        "fanout": fanout,
+        "seed": seed,
+    }
+    with progress() as notify:
+        notify(f"reading {graph}")
+        asked = read_workload(workload, flags)
+        machine, fitted = read_fitted(cluster, asked.model)
+        problem = ask(graph, machine, asked, set_ or [], ranks, partitioner, directed)
+    for note in [*problem.stats.notes, *([fitted] if fitted else [])]:
         say(f"note: {note}")
-    with progress() as tell:
-        found = search(job, exact, forced, may_use_fewer=ranks is None, tell=tell)
-        document = plans.make(job, found, exact, tell)
+    with progress() as notify:
+        found = search(problem, exact, forced, may_use_fewer=ranks is None, notify=notify)
+        document = plans.make(problem, found, exact, notify)
     if output:
         plans.write(output, document)
     if as_json:
         return emit(document)
-    show_plan(job, document)
-    if output:
-        print(f"written to {output}; next: gnnplan simulate {output}, gnnplan run {output}")
+    show_plan(problem, document, explain)
+    show_next(output, problem)
 
 
-def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int | None, method: str, directed: bool) -> Job:
-    """The question, checked."""
-    from gnnplan.planner.errors import SpecError
-    from gnnplan.planner.files import apply_overrides
-    from gnnplan.planner.graph import Graph, datasets, load
-    from gnnplan.planner.job import Job, with_ranks
-    from gnnplan.planner.partition import METHODS
+def ask(
+    graph: str,
+    cluster: Cluster,
+    workload: Workload,
+    settings: list[str],
+    ranks: int | None,
+    method: str,
+    directed: bool,
+) -> Problem:
+    """The problem that the options describe.
+
+    Raises SpecError.
+    """
+    from gnnplan.planner.graph.graph import Graph
+    from gnnplan.planner.graph.load import load
+    from gnnplan.planner.graph.partition import METHODS
+    from gnnplan.planner.graph.statistics import datasets
+    from gnnplan.planner.problem.inputs import apply_overrides
+    from gnnplan.planner.problem.problem import Problem, with_ranks
+    from gnnplan.planner.vocabulary.errors import SpecError
 
     if method not in METHODS:
         raise SpecError(f"--partitioner {method!r}: use one of {', '.join(METHODS)}")
@@ -79,53 +162,120 @@ def ask(graph: str, cluster: Any, workload: Any, settings: list[str], ranks: int
     cluster = with_ranks(cluster, ranks)
     head, mark, query = graph.partition("?")
     if not head.startswith("synthetic:") and head not in datasets():
-        graph = os.path.realpath(head) + mark + query  # a plan is run from other folders too
+        graph = os.path.realpath(head) + mark + query  # a plan may be run from another folder
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
     if cluster.ranks > stats.vertices:
-        raise SpecError(f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); "
-                        f"use --ranks {stats.vertices} or less")  # fmt: skip
-    return Job(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
+        raise SpecError(
+            f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); "
+            f"use --ranks {stats.vertices} or less"
+        )
+    return Problem(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
 
 
-def show_plan(job: Job, document: dict[str, Any]) -> None:
-    from gnnplan.planner.units import show_bytes, show_dollars, show_time
+def show_plan(problem: Problem, document: dict[str, Any], explain: bool) -> None:
+    """The question, the answer in five lines, and the leaders; with `explain` all reasons too."""
+    workload, cluster = problem.workload, problem.cluster
+    width = problem.model.layers[0].h_out  # SGC's is the number of classes
+    print(
+        f"{problem.stats.name}: {problem.stats.vertices:,} vertices, {problem.stats.edges:,} edges;"
+        f" {workload.model} {workload.layers} layers x {width}, dropout {workload.dropout:g};"
+        f" {cluster.name}: {cluster.servers} server{'s' * (cluster.servers > 1)} x"
+        f" {cluster.gpus_per_server}"
+        f" {cluster.device.name}"
+    )
+    for label, line in document["summary"].items():
+        print(f"{label + ':':8}{line}")
+    show_leaders(problem, document)
+    if explain:
+        show_reasons(problem, document)
+    else:
+        print(
+            f"--explain prints {len(document['explanation'])} reasons, the placement, and what was"
+            f" rejected ({len(document['rejected'])})"
+        )
 
-    w, c = job.workload, job.cluster
-    width = job.model.layers[0].h_out  # SGC's is that of the classes
-    print(f"{job.stats.name}: {job.stats.vertices:,} vertices, {job.stats.edges:,} edges; {w.model} {w.layers} layers x {width}, "
-          f"dropout {w.dropout:g}; {c.name}: {c.servers} servers x {c.gpus_per_server} {c.device.name}")  # fmt: skip
-    leaders = [document["best"], *document["alternatives"]][:8]
+
+def show_leaders(problem: Problem, document: dict[str, Any]) -> None:
+    """The table of the fastest candidates."""
+    from gnnplan.planner.vocabulary.units import show_bytes, show_dollars, show_time
+
+    leaders = [document["best"], *document["alternatives"]][:MOST_LEADERS]
+    columns = [
+        "strategy",
+        "exact",
+        "epoch",
+        "bytes per epoch",
+        "set-up",
+        "memory/rank",
+        "bottleneck",
+    ]
     rows = []
     for answer in leaders:
-        p = answer["predicted"]
-        links = ", ".join(f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in p["bytes_by_link"].items()) or "none"
-        rows.append([call(answer["strategy"]), "yes" if answer["exact"] else "no", show_time(p["epoch_s"]), links,
-                     show_bytes(p["setup_bytes"]), show_bytes(p["memory_bytes"]), p["bottleneck"]])  # fmt: skip
-    header = ["strategy", "exact", "epoch", "bytes per epoch", "set-up", "memory/rank", "bottleneck"]
-    if any(answer["gpus"] < job.ranks for answer in leaders):
-        header.insert(1, "gpus")
+        predicted = answer["predicted"]
+        sent = predicted["bytes_by_link"].items()
+        links = ", ".join(f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in sent)
+        rows.append(
+            [
+                call(answer["strategy"]),
+                "yes" if answer["exact"] else "no",
+                show_time(predicted["epoch_s"]),
+                links or "none",
+                show_bytes(predicted["setup_bytes"]),
+                show_bytes(predicted["memory_bytes"]),
+                predicted["bottleneck"],
+            ]
+        )
+    if any(answer["gpus"] < problem.ranks for answer in leaders):
+        columns.insert(1, "gpus")
         for row, answer in zip(rows, leaders, strict=True):
-            row.insert(1, of(answer["gpus"], job.ranks))
-    if c.price is not None:
-        header.append("$/epoch")
+            row.insert(1, of(answer["gpus"], problem.ranks))
+    if problem.cluster.price is not None:
+        columns.append("$/epoch")
         for row, answer in zip(rows, leaders, strict=True):
             row.append(show_dollars(answer["predicted"]["epoch_dollars"]))
-    table("leaders", header, rows)
+    table("leaders", columns, rows)
+
+
+def show_reasons(problem: Problem, document: dict[str, Any]) -> None:
+    """Placement, explanation, and why strategies were rejected."""
     places = document["best"]["placement"]
-    in_order = [place["server"] * c.gpus_per_server + place["gpu"] for place in places] == list(range(job.ranks))
+    each = problem.cluster.gpus_per_server
+    gpus = [place["server"] * each + place["gpu"] for place in places]
+    in_order = gpus == list(range(problem.ranks))
     on_server: dict[int, list[str]] = {}
-    for place in sorted(places, key=lambda place: place["gpu"]):
-        on_server.setdefault(place["server"], []).append(str(place["rank"]) + ("" if in_order else f" on GPU {place['gpu']}"))
-    print("placement: " + "; ".join(f"server {server}: ranks {', '.join(ranks)}" for server, ranks in sorted(on_server.items())))
+    for place in sorted(places, key=lambda place: int(place["gpu"])):
+        on_server.setdefault(place["server"], []).append(
+            str(place["rank"]) + ("" if in_order else f" on GPU {place['gpu']}")
+        )
+    servers = [f"server {server}: ranks {', '.join(r)}" for server, r in sorted(on_server.items())]
+    print(f"placement: {'; '.join(servers)}")
     for line in document["explanation"]:
         print(f"- {line}")
     for item in document["rejected"]:
         print(f"- not {item['strategy']}: {item['reason']}")
 
 
+def show_next(path: Path | None, problem: Problem) -> None:
+    """Where the plan is, and what it is good for."""
+    trainable = problem.stats.known and problem.stats.classes > 0
+    if path is None:
+        print("not written; to simulate or run it, add -o plan.json")
+    elif trainable:
+        print(f"written to {path}; next: gnnplan simulate {path}, gnnplan run {path}")
+    else:
+        print(f"written to {path}; next: gnnplan simulate {path}")
+    if not problem.stats.known:
+        print(
+            f"this plan cannot be run: of {problem.stats.name} only statistics are known; to train,"
+            " plan again with the graph itself (--graph FILE.npz or a folder of .npy)"
+        )
+    elif not trainable:
+        print("this plan cannot be run: the graph has no labels; to train, add y to its file")
+
+
 def of(used: int, ranks: int) -> str:
-    """How many of the cluster's GPUs."""
+    """How many of the cluster's GPUs: '4 of 8', or '8'."""
     return f"{used} of {ranks}" if used < ranks else str(ranks)
 
 
@@ -133,4 +283,6 @@ def call(strategy: dict[str, Any]) -> str:
     """A plan's strategy as --strategy takes it."""
     from gnnplan.planner.strategies import named
 
-    return str(named(strategy["name"], {knob: value for knob, value in strategy.items() if knob != "name"}))
+    return str(
+        named(strategy["name"], {knob: value for knob, value in strategy.items() if knob != "name"})
+    )

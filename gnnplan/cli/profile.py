@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import DEFAULT_GRAPH, GRAPH_HELP, Directed, Json, Method, app, emit, numbers, table
+from gnnplan.cli.common import (
+    DEFAULT_GRAPH,
+    GRAPH_HELP,
+    Directed,
+    Json,
+    Method,
+    app,
+    emit,
+    numbers,
+    table,
+)
 
 
 @app.command()
@@ -14,43 +24,72 @@ def profile(
     graph: Annotated[str, typer.Argument(help=GRAPH_HELP)] = DEFAULT_GRAPH,
     parts: Annotated[str, typer.Option(help="Part counts to look at, as 2,4,8.")] = "2,4,8",
     partitioner: Method = "metis",
-    servers: Annotated[int | None, typer.Option(help="Servers that the parts are spread over; growth is then a server's.")] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(help="Servers that the parts are spread over; growth is then a server's."),
+    ] = None,
     hops: Annotated[int, typer.Option(help="How many hops of a part's growth to report.")] = 3,
-    batch: Annotated[int | None, typer.Option(help="Look at mini-batches of so many seeds too, shared by as many ranks as parts.")] = None,
-    fanout: Annotated[str | None, typer.Option(help="Neighbours per layer from the seeds outwards, as 15,10 or full (10 each).")] = None,
-    layers: Annotated[int | None, typer.Option(help="GNN layers of the mini-batches; default: as many as fanouts, or 3.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden width of the rows that a split sends (256).")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Look at mini-batches of so many seeds too, shared by as many ranks as parts."
+        ),
+    ] = None,
+    fanout: Annotated[
+        str | None,
+        typer.Option(
+            help="Neighbours per layer from the seeds outwards, as 15,10 or full (10 each)."
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="GNN layers of the mini-batches; default: as many as fanouts, or 3."),
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(help="Hidden width of the rows that a split sends (256).")
+    ] = None,
     directed: Directed = False,
     as_json: Json = False,
 ) -> None:
-    """Facts of a graph that a plan needs: halo rows, cut, balance and growth per part count. Cached by content.
+    """Facts of a graph that a plan needs: halo rows, cut, balance and growth per part count. Cached
+    by content.
 
-    With --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what caches hit, what a split sends.
-    """
-    from gnnplan.planner.errors import SpecError
-    from gnnplan.planner.files import read_workload
-    from gnnplan.planner.graph import load
-    from gnnplan.planner.probe import probe
-    from gnnplan.planner.profile import profile as make_profile
-    from gnnplan.progress import progress
+    With --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what
+    caches hit, what a split sends."""
+    from gnnplan.planner.graph.load import load
+    from gnnplan.planner.ownership.profile import profile as make_profile
+    from gnnplan.planner.problem.inputs import read_workload
+    from gnnplan.planner.strategies.minibatch.profile import probe
+    from gnnplan.planner.vocabulary.errors import SpecError
+    from gnnplan.planner.vocabulary.progress import progress
 
     counts = numbers(parts, "--parts")
-    if batch is None and (given := [name for name, value in (("fanout", fanout), ("layers", layers), ("hidden", hidden)) if value]):
+    if batch is None and (
+        given := [
+            name
+            for name, value in (("fanout", fanout), ("layers", layers), ("hidden", hidden))
+            if value
+        ]
+    ):
         raise SpecError(f"--{given[0]} is of mini-batches; say how large they are, as --batch 1024")
     if layers is None and fanout and fanout != "full":
         layers = len(numbers(fanout, "--fanout"))
-    workload = read_workload(None, {"mode": "mini", "batch": batch, "fanout": fanout, "layers": layers, "hidden": hidden})
-    with progress() as tell:
-        tell(f"profiling {graph}")
+    workload = read_workload(
+        None, {"mode": "mini", "batch": batch, "fanout": fanout, "layers": layers, "hidden": hidden}
+    )
+    with progress() as notify:
+        notify(f"profiling {graph}")
         loaded = load(graph, directed)
         document = make_profile(loaded, counts, partitioner, servers=servers, hops=hops)
         if batch is not None:
-            document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)), tell)
+            document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)), notify)
     if as_json:
         return emit(document)
     about = document["graph"]
-    print(f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges, {about['features']} features, "
-          f"{about['classes']} classes")  # fmt: skip
+    print(
+        f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges,"
+        f" {about['features']} features, {about['classes']} classes"
+    )
     for note in about["notes"]:
         print(f"  note: {note}")
     if degree := about.get("degree"):
@@ -59,32 +98,74 @@ def profile(
     for count, facts in document["parts"].items():
         growth = " ".join(f"{g:.2f}" for g in facts.get("growth") or [])
         cut = f"{facts['edge_cut']:,.0f}" if facts.get("edge_cut") is not None else "-"
-        rows.append([count, f"{facts['halo_rows']:,.0f}", cut, f"{facts['balance']:.3f}" if facts.get("balance") else "-", growth])
-    table("per part count", ["parts", "halo rows", "edges cut", "max/mean rows", f"growth at 1..{hops} hops"], rows)
+        rows.append(
+            [
+                count,
+                f"{facts['halo_rows']:,.0f}",
+                cut,
+                f"{facts['balance']:.3f}" if facts.get("balance") else "-",
+                growth,
+            ]
+        )
+    table(
+        "per part count",
+        ["parts", "halo rows", "edges cut", "max/mean rows", f"growth at 1..{hops} hops"],
+        rows,
+    )
     if batch is not None:
         show_batches(document["mini"])
 
 
 def show_batches(mini: dict[str, Any]) -> None:
-    """What `probe` has found."""
-    from gnnplan.planner.probe import HIGH
-    from gnnplan.planner.units import show_bytes
+    """Print the facts of mini-batches that `probe` has found."""
+    from gnnplan.planner.strategies.minibatch.profile import HIGH
+    from gnnplan.planner.vocabulary.units import show_bytes
 
     rows, edges, ways = mini["rows"], mini["edges"], ("mean", f"p{HIGH}")
     known = "estimated" if mini["estimated"] else f"{mini['probed']} of {mini['batches']} looked at"
-    title = f"mini-batches of {mini['batch']:,} seeds, {','.join(map(str, mini['fanouts']))} neighbours ({known})"
-    lines = [[f"h_{h}", *(f"{rows[way][h]:,.0f}" for way in ways), *(f"{edges[way][h - 1]:,.0f}" if h else "-" for way in ways)]
-             for h in range(len(rows["mean"]))]  # fmt: skip
-    table(title, ["", "rows", f"{HIGH} % have at most", "edges into them", f"{HIGH} % have at most"], lines)
+    title = (
+        f"mini-batches of {mini['batch']:,} seeds, {','.join(map(str, mini['fanouts']))} neighbours"
+        f" ({known})"
+    )
+    lines = [
+        [
+            f"h_{h}",
+            *(f"{rows[way][h]:,.0f}" for way in ways),
+            *(f"{edges[way][h - 1]:,.0f}" if h else "-" for way in ways),
+        ]
+        for h in range(len(rows["mean"]))
+    ]
+    table(
+        title,
+        ["", "rows", f"{HIGH} % have at most", "edges into them", f"{HIGH} % have at most"],
+        lines,
+    )
     lines, cached = [], ""
     for count, of in mini["ranks"].items():
         line = [count, *(f"{of['overlap'][what]:.2f}x" for what in ("features", "edges"))]
         if of["hits"]:
-            cached = " of " + "/".join(f"{100 * float(share):g}" for share in of["hits"]["frequency"]) + " %"
-            line.append(" ".join(f"{100 * hit:.0f}" for hit in of["hits"]["frequency"].values()) + " %")
+            cached = (
+                " of "
+                + "/".join(f"{100 * float(share):g}" for share in of["hits"]["frequency"])
+                + " %"
+            )
+            line.append(
+                " ".join(f"{100 * hit:.0f}" for hit in of["hits"]["frequency"].values()) + " %"
+            )
         if split := of["split"]:
-            line += [" ".join(f"{100 * share:.0f}" for share in split["cross_edges"]) + " %", f"{max(split['balance']):.2f}",
-                     show_bytes(max(map(max, split["bytes"])))]  # fmt: skip
+            line += [
+                " ".join(f"{100 * share:.0f}" for share in split["cross_edges"]) + " %",
+                f"{max(split['balance']):.2f}",
+                show_bytes(max(map(max, split["bytes"]))),
+            ]
         lines.append([*line, *["-"] * (7 - len(line))])
-    columns = ["ranks", "features read", "edges", f"cache{cached} hits", "split: edges cross", "most/mean", "a pair sends"]
+    columns = [
+        "ranks",
+        "features read",
+        "edges",
+        f"cache{cached} hits",
+        "split: edges cross",
+        "most/mean",
+        "a pair sends",
+    ]
     table("shared by ranks", columns, lines)

@@ -1,8 +1,8 @@
 """The models and their training written plainly: dense matrices, autograd, one process.
 
-Nothing of the executor is used but the initial weights (so that runs can be compared) and the dropout mask, which is part
-of the specification: a function of seed, epoch, layer and vertex. Everything is float64; rows are all N vertices.
-"""
+Nothing of the executor is used but the initial weights (so that runs can be compared) and the
+dropout mask, which is part of the specification: a function of seed, epoch, layer and vertex.
+Everything is float64; rows are all N vertices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ranks import Case
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnplan.executor.kernels import dropout_mask
-from gnnplan.executor.models import Net
-from gnnplan.planner.specs import Workload
+from gnnplan.executor.layers.kernels import dropout_mask
+from gnnplan.executor.layers.models import Net
+from gnnplan.planner.gnn.workload import Workload
 
-# layer, h_{l-1} [N, H] -> (which of S rows each of N reads, as the operator [N, S]; those rows prepared [S, H], the N own ones first)
+# layer, h_{l-1} [N, H] -> (which of S rows each of N reads, as the operator [N, S]; those rows
+# prepared [S, H], the N own ones first)
 Read = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -28,10 +29,13 @@ class Plain:
     """A case's graph, weights and parameters as dense float64."""
 
     def __init__(self, case: Case) -> None:
-        job = case.job(1)
-        self.graph, self.workload = job.graph, Workload(**(case.workload | {"dtype": "float64"}))
+        problem = case.problem(1)
+        self.graph, self.workload = (
+            problem.graph,
+            Workload(**(case.workload | {"dtype": "float64"})),
+        )
         self.layers, self.model = self.workload.layers, self.workload.model
-        net = Net(job.model, self.workload)
+        net = Net(problem.model, self.workload)
         self.w = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
         self.running = {name: value.clone() for name, value in net.named_buffers()}  # of batch norm
         self.norm = self.workload.norm or ("layer" if self.model == "resgcn" else "none")
@@ -57,16 +61,28 @@ class Plain:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def drop(self, h: Tensor, step: int | None, layer: int) -> Tensor:
-        """Dropout before layer `layer` (0: encoder, layers + 1: decoder); none where step is None (evaluation), and in ResGCN+ none
-        before the first activation; SGC drops features alone."""
+        """Dropout before layer `layer` (0: encoder, layers + 1: decoder); none where step is None
+        (evaluation), and in ResGCN+ none before the first activation; SGC drops features alone."""
         p = self.workload.dropout
-        if step is None or not p or (self.model == "resgcn" and layer < 2) or (self.model == "sgc" and layer > 1):
+        if (
+            step is None
+            or not p
+            or (self.model == "resgcn" and layer < 2)
+            or (self.model == "sgc" and layer > 1)
+        ):
             return h
-        return h * dropout_mask(self.workload.seed, step, layer, torch.arange(len(h)), h.shape[1], p) / (1 - p)
+        return (
+            h
+            * dropout_mask(self.workload.seed, step, layer, torch.arange(len(h)), h.shape[1], p)
+            / (1 - p)
+        )
 
     def prepare(self, layer: int, step: int | None, h: Tensor, *older: Tensor) -> Tensor:
-        """What readers of layer `layer` see of the rows [N, H] and of older ones, which are normalised by the same moments."""
-        activates = layer > 1 and (self.model == "resgcn" or (self.norm != "none" and layer <= self.layers))
+        """What readers of layer `layer` see of the rows [N, H] and of older ones, which are
+        normalised by the same moments."""
+        activates = layer > 1 and (
+            self.model == "resgcn" or (self.norm != "none" and layer <= self.layers)
+        )
         out = []
         for rows in (h, *older):
             if activates and self.norm != "none":
@@ -75,10 +91,17 @@ class Plain:
                 if self.norm == "layer":
                     rows = F.layer_norm(rows, rows.shape[1:], weight, bias)
                 elif step is None or rows is h:
-                    mean, variance = self.running[f"{at}.running_mean"], self.running[f"{at}.running_var"]
-                    rows = F.batch_norm(rows, mean, variance, weight, bias, training=step is not None)
+                    mean, variance = (
+                        self.running[f"{at}.running_mean"],
+                        self.running[f"{at}.running_var"],
+                    )
+                    rows = F.batch_norm(
+                        rows, mean, variance, weight, bias, training=step is not None
+                    )
                 else:
-                    rows = (rows - h.mean(0)) / (h.var(0, unbiased=False) + 1e-5).sqrt() * weight + bias
+                    rows = (rows - h.mean(0)) / (
+                        h.var(0, unbiased=False) + 1e-5
+                    ).sqrt() * weight + bias
             out.append(self.drop(rows.relu() if activates else rows, step, layer))
         return torch.cat(out)
 
@@ -96,17 +119,27 @@ class Plain:
             if self.workload.aggregation == "sum":
                 return operator @ messages
             weight = messages.exp() * (operator > 0)[:, :, None]  # [N, S, H]
-            return (weight * messages).sum(1) / weight.sum(1).where((operator > 0).any(1, keepdim=True), 1.0)
+            return (weight * messages).sum(1) / weight.sum(1).where(
+                (operator > 0).any(1, keepdim=True), 1.0
+            )
         if self.model == "gat":
             vectors = self.w[f"layers.{layer}.attention"]
-            z = (rows @ self.w[f"layers.{layer}.weight"].T).view(len(rows), len(vectors), -1).transpose(0, 1)  # [heads, S, width]
+            # [heads, S, width]
+            z = (
+                (rows @ self.w[f"layers.{layer}.weight"].T)
+                .view(len(rows), len(vectors), -1)
+                .transpose(0, 1)
+            )
             of_source, of_reader = (z @ half[:, :, None] for half in vectors.chunk(2, 1))
-            logits = F.leaky_relu(of_reader[:, : len(operator)] + of_source.transpose(1, 2), 0.2)  # [heads, N, S]
+            # [heads, N, S]
+            logits = F.leaky_relu(of_reader[:, : len(operator)] + of_source.transpose(1, 2), 0.2)
             weight = logits.masked_fill(operator == 0, -torch.inf).softmax(2)
             return (weight @ z).transpose(0, 1).flatten(1)
         return operator @ rows
 
-    def update(self, layer: int, gathered: Tensor, own: Tensor, h: Tensor, x0: Tensor | None) -> Tensor:
+    def update(
+        self, layer: int, gathered: Tensor, own: Tensor, h: Tensor, x0: Tensor | None
+    ) -> Tensor:
         """gathered and own are of prepared rows, h are the layer's inputs."""
         if self.model == "sgc":
             out = gathered @ self.w["layers.1.weight"].T if layer == 1 else gathered
@@ -127,14 +160,19 @@ class Plain:
     def decode(self, h: Tensor, step: int | None) -> Tensor:
         if self.model not in ("gcnii", "resgcn"):
             return h
-        return self.prepare(self.layers + 1, step, h) @ self.w["decoder.weight"].T + self.w["decoder.bias"]
+        return (
+            self.prepare(self.layers + 1, step, h) @ self.w["decoder.weight"].T
+            + self.w["decoder.bias"]
+        )
 
     def forward(self, step: int | None, read: Read | None = None) -> tuple[Tensor, list[Tensor]]:
         """(logits, [h_0 .. h_L]). `read` gives other rows than this step's."""
         h, x0 = self.encode(step)
         rows = [h]
         for layer in range(1, self.layers + 1):
-            operator, sources = (self.operator, self.prepare(layer, step, h)) if read is None else read(layer, h)
+            operator, sources = (
+                (self.operator, self.prepare(layer, step, h)) if read is None else read(layer, h)
+            )
             h = self.update(layer, self.gather(layer, operator, sources), sources[: len(h)], h, x0)
             rows.append(h)
         return self.decode(h, step), rows
@@ -172,12 +210,15 @@ def train_plainly(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any], idle: tuple[str, ...] = ()) -> float:
-    """Largest difference of any weight, relative to the largest number of its tensor. `idle` names what nothing but rounding moves:
-    a bias before batch norm, which takes it away again."""
+    """Largest difference of any weight, relative to the largest number of its tensor. `idle` names
+    what nothing but rounding moves: a bias before batch norm, which takes it away again."""
     assert ours.keys() == theirs.keys()
     worst = 0.0
     for name, reference in theirs.items():
-        gap, scale = (ours[name].double() - reference.double()).abs().max().item(), reference.abs().max().item()
+        gap, scale = (
+            (ours[name].double() - reference.double()).abs().max().item(),
+            reference.abs().max().item(),
+        )
         assert math.isfinite(gap), name
         if name in idle:
             assert max(scale, gap) < 1e-6, name

@@ -1,10 +1,12 @@
-"""Real ranks for tests: processes over Gloo on 127.0.0.1 that stay up and train one case after the other.
+"""Real ranks for tests: processes over Gloo on 127.0.0.1 that stay up and train one case after the
+other.
 
-`run_ranks(world, cases)` (a fixture in conftest.py) gives a Result per case, made of what the ranks left on disk. Importing
-torch takes seconds, so ranks of a world size are started once per test session, when first needed. A rank that fails or
-hangs ends its world: all of it is killed, the test fails with the rank's own words, and the next case starts afresh.
-Run as a script this file is one rank: it reads a case per line and answers a line per case.
-"""
+`run_ranks(world, cases)` (a fixture in conftest.py) gives a Result per case, made of what the ranks
+left on disk. Importing torch takes seconds of a processor. One process imports it, the fork server,
+and ranks are forks of it (run as a script this file is the fork server). The ranks of a world size
+start when they are first needed; a rank reads a case per line and answers a line per case. A rank
+that fails or hangs ends its world: all of it is killed, the test fails with the rank's own words,
+and the next case starts afresh."""
 
 from __future__ import annotations
 
@@ -15,21 +17,28 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
-SECONDS = 90  # per case, the start of the ranks included; much, for a busy disk may hold up rank 0 for long
+# per case, the start of the ranks included; much, for a busy disk may hold up rank 0 for long
+SECONDS = 90
 
 
-def in_turn(found: list[T], number: int) -> list[T]:
-    """Every other one: settings one after the other share them out."""
-    return found[number % 2 :: 2]
+def values(world: int, servers: int, strategy: str) -> dict[str, Hashable]:
+    """A setting's place, family and those of its knobs that are named."""
+    from gnnplan.planner.strategies import parse
+
+    parsed = parse(strategy)
+    knobs = {name: str(value) for name, value in parsed.knobs().items() if name in strategy}
+    return {"place": (world, servers), "family": type(parsed).__name__, **knobs}
 
 
 @dataclass(frozen=True)
@@ -49,28 +58,47 @@ class Case:
     resume: str = ""  # the folder of a run to go on with
     islands: str = ""  # of a server's ranks, as --set takes them; one process has none
 
-    def job(self, world: int) -> Any:
-        from gnnplan.planner.graph import load
-        from gnnplan.planner.job import Job
-        from gnnplan.planner.specs import Cluster, Workload
+    def problem(self, world: int) -> Any:
+        from gnnplan.planner.cluster.spec import Cluster
+        from gnnplan.planner.gnn.workload import Workload
+        from gnnplan.planner.graph.load import load
+        from gnnplan.planner.problem.problem import Problem
 
         graph = load(self.graph, self.directed)
-        device = {"kind": "cpu", "memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
-        islands = {"islands": self.islands, "island": {"bandwidth": "100GB/s"}} if self.islands and world > 1 else {}
-        cluster = Cluster(servers=self.servers, gpus_per_server=world // self.servers, device=device,
-                          intra_node={"bandwidth": "20GB/s"}, inter_node={"bandwidth": "1GB/s"}, **islands)  # fmt: skip
-        return Job(graph.stats, graph, Workload(**self.workload), cluster, self.method)
+        device = {
+            "kind": "cpu",
+            "memory": "24GB",
+            "gemm": "14TFLOP/s",
+            "memory_bandwidth": "600GB/s",
+        }
+        islands = (
+            {"islands": self.islands, "island": {"bandwidth": "100GB/s"}}
+            if self.islands and world > 1
+            else {}
+        )
+        cluster = Cluster(
+            servers=self.servers,
+            gpus_per_server=world // self.servers,
+            device=device,
+            intra_node={"bandwidth": "20GB/s"},
+            inter_node={"bandwidth": "1GB/s"},
+            **islands,
+        )
+        return Problem(graph.stats, graph, Workload(**self.workload), cluster, self.method)
 
-    def settled(self, job: Any) -> Any:
+    def settled(self, problem: Any) -> Any:
         from gnnplan.planner.strategies import parse
 
-        strategy = parse(self.strategy).settle(job)
-        strategy.check(job)
+        strategy = parse(self.strategy).settle(problem)
+        strategy.check(problem)
         return strategy
 
     def __str__(self) -> str:
         words = " ".join(f"{k}={v}" for k, v in self.workload.items())
-        return f"{self.strategy} on {self.servers} server(s), {Path(self.graph).name}{' directed' if self.directed else ''}, {words}"
+        return (
+            f"{self.strategy} on {self.servers} server(s),"
+            f" {Path(self.graph).name}{' directed' if self.directed else ''}, {words}"
+        )
 
 
 @dataclass(frozen=True)
@@ -101,60 +129,129 @@ class Result:
 
     @property
     def spans(self) -> list[Any]:
-        from gnnplan.planner.trace import read_traces
+        from gnnplan.planner.vocabulary.trace import read_traces
 
         return read_traces(self.out)
 
 
 def meeting(world: int) -> tuple[Any, dict[str, str]]:
-    """A store at a port that the system chooses, hosted here for as long as it is held, and what ranks of this machine must know to
-    meet there, but their numbers. A port that was only found free may be somebody else's when rank 0 wants it."""
+    """A store at a port that the system chooses, hosted here for as long as it is held, and what
+    ranks of this machine must know to meet there, but their numbers. A port that was only found
+    free may be somebody else's when rank 0 wants it."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                   "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    return store, {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class ForkServer:
+    """A process that has torch and the executor loaded, and forks ranks. `close` ends it."""
+
+    def __init__(self) -> None:
+        self.socket, its = socket.socketpair()
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        with its:
+            self.process = subprocess.Popen([sys.executable, __file__], stdin=its, env=env)
+
+    def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
+        socket.send_fds(self.socket, [json.dumps(request).encode() + b"\n"], files)
+        answer = self.socket.recv(1 << 10)
+        assert answer, "the fork server has ended"
+        return json.loads(answer)
+
+    def fork(self, env: dict[str, str], stderr: Path) -> Rank:
+        (its_stdin, stdin), (stdout, its_stdout) = os.pipe(), os.pipe()
+        errors = os.open(stderr, os.O_WRONLY | os.O_CREAT)
+        files = its_stdin, its_stdout, errors
+        try:
+            pid = self.ask({"fork": env}, files)
+        finally:
+            for file in files:
+                os.close(file)
+        return Rank(self, pid, os.fdopen(stdin, "w"), os.fdopen(stdout))
+
+    def close(self) -> None:
+        self.socket.close()  # the end of its input ends it
+        self.process.wait(10)
+
+
+@dataclass
+class Rank:
+    """A forked process. Its server reaps it, so that its number stays its own until then."""
+
+    server: ForkServer
+    pid: int
+    stdin: IO[str]
+    stdout: IO[str]
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.server.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, seconds: float = 10.0) -> None:
+        until = time.monotonic() + seconds
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise TimeoutError(f"process {self.pid} still runs after {seconds} s")
+            time.sleep(0.005)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class World:
     """`world` processes that wait for cases. Not thread-safe; `close` leaves none behind."""
 
-    def __init__(self, world: int, folder: Path, cuda: bool = False, memory: bool = False) -> None:
+    def __init__(
+        self, server: ForkServer, world: int, folder: Path, cuda: bool = False, memory: bool = False
+    ) -> None:
         folder.mkdir(parents=True)
-        self.store, where = meeting(world)
-        env = os.environ | where | {"GNNPLAN_CACHE": str(folder / "cache"), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.store, env = meeting(world)
+        env["GNNPLAN_CACHE"] = os.environ["GNNPLAN_CACHE"]
         if not cuda:
             env["CUDA_VISIBLE_DEVICES"] = ""
         if memory:
             env["LOOK_CLOSELY"] = "1"
         self.world, self.folder = world, folder
         self.errors: list[Path] = [folder / f"stderr{rank}" for rank in range(world)]
-        self.processes: list[subprocess.Popen[str]] = []
-        for rank, path in enumerate(self.errors):
-            with path.open("w") as stderr:
-                self.processes.append(subprocess.Popen(
-                    [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                    env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                ))  # fmt: skip
+        self.processes = [
+            server.fork(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, path)
+            for rank, path in enumerate(self.errors)
+        ]
 
     def run(self, case: Case, out: Path) -> Result:
         """Raises AssertionError with the words of the rank that failed first."""
         out.mkdir(parents=True, exist_ok=bool(case.resume))
         for process in self.processes:
-            assert process.stdin
             with contextlib.suppress(BrokenPipeError):  # it has died: its answer says so
                 process.stdin.write(json.dumps({"case": asdict(case), "out": str(out)}) + "\n")
                 process.stdin.flush()
         until = time.monotonic() + SECONDS
         with selectors.DefaultSelector() as waiting:
             for rank, process in enumerate(self.processes):
-                assert process.stdout
                 waiting.register(process.stdout, selectors.EVENT_READ, rank)
             while waiting.get_map():
                 ready = waiting.select(max(0.0, until - time.monotonic()))
                 if not ready:
                     missing = [key.data for key in waiting.get_map().values()]
-                    self._fail(case, f"ranks {missing} of {self.world} gave no answer in {SECONDS} s", missing[0])
+                    self._fail(
+                        case,
+                        f"ranks {missing} of {self.world} gave no answer in {SECONDS} s",
+                        missing[0],
+                    )
                 for key, _ in ready:
                     stream: IO[str] = key.fileobj  # type: ignore[assignment]
                     if stream.readline() != "done\n":
@@ -168,7 +265,9 @@ class World:
         time.sleep(0.5)
         self.close()
         others = [r for r in range(self.world) if r != rank]
-        words = "\n".join(f"-- rank {r}\n{self.errors[r].read_text()[-3000:]}" for r in [rank, *others])
+        words = "\n".join(
+            f"-- rank {r}\n{self.errors[r].read_text()[-3000:]}" for r in [rank, *others]
+        )
         raise AssertionError(f"{case}: {what}\n{words}")
 
     @property
@@ -177,27 +276,28 @@ class World:
 
     def close(self) -> None:
         for process in self.processes:
-            assert process.stdin and process.stdout
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()  # the end of its input ends a rank
         until = time.monotonic() + 2
         for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(TimeoutError):
                 process.wait(max(0.0, until - time.monotonic()))
             process.kill()
             process.wait()
-            assert process.stdout
             process.stdout.close()
         self.processes = []
 
 
 class Ranks:
-    """Worlds by size, started when first needed. Calling it runs cases. `memory`: whether somebody looks at their peak memory; to look
-    for it every millisecond takes a quarter of their processors' time. Who does looks ten times as often, in all epochs: beside other
-    tests a peak of a millisecond, 3 % of some, was now and then missed in each of three."""
+    """Worlds by size, started when first needed. Calling it runs cases. `memory`: whether somebody
+    looks at their peak memory; to look for it every millisecond takes a quarter of their
+    processors' time. Who does looks ten times as often, in all epochs: beside other tests a peak of
+    a millisecond, 3 % of some, was now and then missed in each of three."""
 
-    def __init__(self, folder: Path, memory: bool = False) -> None:
-        self.folder, self.worlds, self.runs, self.memory = folder, dict[tuple[int, bool], World](), 0, memory
+    def __init__(self, server: ForkServer, folder: Path, memory: bool = False) -> None:
+        self.server, self.folder, self.memory = server, folder, memory
+        self.worlds: dict[tuple[int, bool], World] = {}
+        self.runs = 0
 
     def __call__(self, world: int, cases: Sequence[Case], cuda: bool = False) -> list[Result]:
         results = []
@@ -206,16 +306,22 @@ class Ranks:
             if key not in self.worlds or not self.worlds[key].alive:
                 if key in self.worlds:
                     self.worlds[key].close()
-                self.worlds[key] = World(world, self.folder / f"world{world}-{self.runs}", cuda, self.memory)
+                folder = self.folder / f"world{world}-{self.runs}"
+                self.worlds[key] = World(self.server, world, folder, cuda, self.memory)
             self.runs += 1
-            results.append(self.worlds[key].run(case, Path(case.resume) if case.resume else self.folder / f"run{self.runs}"))
+            results.append(
+                self.worlds[key].run(
+                    case, Path(case.resume) if case.resume else self.folder / f"run{self.runs}"
+                )
+            )
         return results
 
     def alone(self, case: Case) -> Result:
-        """The case in one process, this one: graph parallel with one rank is plain training. Always on the CPU."""
+        """The case in one process, this one: graph parallel with one rank is plain training. Always
+        on the CPU."""
         import torch
 
-        from gnnplan.executor.worker import Rank
+        from gnnplan.executor.ranks.rank import Rank
 
         self.runs += 1
         out = self.folder / f"run{self.runs}"
@@ -230,27 +336,32 @@ class Ranks:
 
 
 def _train(rank: Any, case: Case, out: Path) -> None:
-    from gnnplan.executor.checkpoint import Checkpoints, latest, question
+    from gnnplan.executor.ranks.checkpoint import Checkpoints, latest, question
     from gnnplan.executor.train import train
 
-    job = case.job(rank.world)
-    strategy = case.settled(job)
-    of_all = [Checkpoints(out, r, case.checkpoint_every, question(job, strategy)) for r in range(rank.world)]
+    problem = case.problem(rank.world)
+    strategy = case.settled(problem)
+    of_all = [
+        Checkpoints(out, r, case.checkpoint_every, question(problem, strategy))
+        for r in range(rank.world)
+    ]
     checkpoints = of_all[rank.rank]
     if case.resume:
         checkpoints.go_on(latest(each.epochs() for each in of_all))
-    train(rank, job, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
+    train(rank, problem, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
 
 
-def main() -> None:
-    """Be a rank until the input ends."""
+def be_rank() -> None:
+    """Train the cases that come in, until the input ends."""
     faulthandler.register(signal.SIGUSR1)
     answers, sys.stdout = sys.stdout, sys.stderr
     import warnings
 
     import torch
 
-    from gnnplan.executor import memory, train, worker
+    from gnnplan.executor import train
+    from gnnplan.executor.ranks import memory
+    from gnnplan.executor.ranks import rank as worker
 
     closely = "LOOK_CLOSELY" in os.environ
     memory.INTERVAL = 1e-4 if closely else 0.05
@@ -260,22 +371,36 @@ def main() -> None:
     base = worker.open_rank(timeout_s=SECONDS - 10)
     for number, line in enumerate(sys.stdin):
         request = json.loads(line)
-        if number == 1:  # trainings collect circles, but not in what the first has imported: that takes a tenth of a second
+        # trainings collect circles, but not in what the first has imported: that takes a tenth of a
+        # second
+        if number == 1:
             gc.collect(), gc.freeze()
         torch.manual_seed(base.rank)  # nothing may depend on torch's own random numbers
         case = Case(**request["case"])
         if closely:
             train.WATCHED_EPOCHS = case.epochs
-        _train(replace(base, spans=[], sent={}, staleness_errors=case.staleness_errors), case, Path(request["out"]))
+        _train(
+            replace(base, spans=[], sent={}, staleness_errors=case.staleness_errors),
+            case,
+            Path(request["out"]),
+        )
         answers.write("done\n")
         answers.flush()
     base.close()
 
 
-if __name__ == "__main__":
+def fork(env: dict[str, str], files: Sequence[int], server: socket.socket) -> int:
+    """Make a rank with this environment and these files as its standard ones. Returns its id."""
+    if pid := os.fork():
+        return pid
     code = 1
     try:
-        main()
+        server.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.environ.update(env)
+        be_rank()
         code = 0
     except BaseException:
         import traceback
@@ -283,3 +408,28 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)  # at once: Gloo's threads sometimes abort a regular exit
+
+
+def serve() -> None:
+    """Be the fork server until the input, a socket, ends."""
+    import_module("gnnplan.executor.train")
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=0) as server:
+        while True:
+            message, files, _, _ = socket.recv_fds(server, 1 << 16, 3)
+            if not message:
+                return
+            request = json.loads(message)
+            if "fork" in request:
+                answer: int | None = fork(request["fork"], files, server)
+                for file in files:
+                    os.close(file)
+            else:
+                pid, status = os.waitpid(request["poll"], os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if pid else None
+            server.sendall(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    serve()

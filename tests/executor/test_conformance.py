@@ -1,17 +1,26 @@
-"""What ranks do is what the schedule says: the same operations in the same order, with the bytes that were predicted."""
+"""What ranks do is what the schedule says: the same operations in the same order, with the bytes
+that were predicted."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
 import pytest
+from pairwise import covered
 from ranks import Case, Ranks, Result
 
-from gnnplan.planner.schedule import LANES, Collective, Load, Send
 from gnnplan.planner.strategies import FAMILIES, parse
-from gnnplan.planner.trace import Span, read_traces, recorded_order, transfer_times, write_traces
+from gnnplan.planner.vocabulary.schedule import LANES, Collective, Load, Send
+from gnnplan.planner.vocabulary.trace import (
+    Span,
+    read_traces,
+    recorded_order,
+    transfer_times,
+    write_traces,
+)
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -31,8 +40,16 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (4, 2, "gnnpipe(chunks=6,historical_gradients=True,period=1)", "sage", "rough", 0.5),
     (2, 1, "gnnpipe(chunks=1)", "gcnii", "rough", 0.0),
     (4, 1, "gnnpipe(stages=2)", "gcnii", "rough", 0.5),
-    (4, 2, "gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1))", "gcn", "multi", 0.0),
-    (4, 1, "gnnpipe(stages=2,chunks=3,checkpoint=True)", "sage", "islands", 0.0),  # chunks of which nothing crosses
+    (
+        4,
+        2,
+        "gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1))",
+        "gcn",
+        "multi",
+        0.0,
+    ),
+    # chunks of which nothing crosses
+    (4, 1, "gnnpipe(stages=2,chunks=3,checkpoint=True)", "sage", "islands", 0.0),
     (2, 1, "gnnpipe(stages=1,chunks=3)", "sage", "rough", 0.5),
     (3, 1, "gnnpipe(stages=1,chunks=40)", "gcn", "rough", 0.0),  # chunks smaller than the group
     (2, 2, "granndis", "gcn", "rough", 0.0),
@@ -45,14 +62,16 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (4, 2, "granndis(max_hop=2,fanout=1,degrees='local')", "sage", "rough", 0.0),
     (4, 2, "granndis(batches=2)", "gcn", "rough", 0.0),  # loads an aggregate
     (4, 2, "granndis(batches=3,narrow=True)", "sage", "rough", 0.5),  # loads rows and their halo
-    (3, 3, "granndis(max_hop=1,fanout=2,batches=4)", "gcnii", "multi", 0.5),  # loads rows for the encoder
+    # loads rows for the encoder
+    (3, 3, "granndis(max_hop=1,fanout=2,batches=4)", "gcnii", "multi", 0.5),
     (2, 1, "granndis(batches=2)", "sage", "rough", 0.0),
     (4, 1, "granndis(depth=1,group='island')", "gcn", "rough", 0.5),
     (4, 1, "granndis(group='island',narrow=True)", "sage", "multi", 0.0),
     (4, 2, "granndis(depth=2,group='island')", "gcnii", "rough", 0.0),
     (4, 1, "granndis(max_hop=1,fanout=2,batches=3,group='island')", "gcn", "rough", 0.0),
     (2, 1, "graph_parallel(narrow=True)", "gat", "rough", 0.5),
-    (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),  # moments before layers and the decoder
+    # moments before layers and the decoder
+    (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),
     (4, 2, "granndis(depth=1)", "resgcn norm=batch aggregation=sum", "multi", 0.0),
     (3, 1, "pipegcn", "sgc", "rough", 0.5),
@@ -70,9 +89,30 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "data_parallel", "sage mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (3, 1, "data_parallel(prefetch=2)", "gcnii mode=mini batch=7 fanout=full", "sparse", 0.0),
     (2, 1, "gsplit", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
-    (3, 1, "gsplit(splitter='random',narrow=True)", "sage mode=mini batch=20 fanout=full", "multi", 0.0),
-    (4, 2, "gsplit(splitter='node',prefetch=1)", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
-    (4, 2, "gsplit(group='all',splitter='edge')", "gcn mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.5),
+    (
+        3,
+        1,
+        "gsplit(splitter='random',narrow=True)",
+        "sage mode=mini batch=20 fanout=full",
+        "multi",
+        0.0,
+    ),
+    (
+        4,
+        2,
+        "gsplit(splitter='node',prefetch=1)",
+        "gat mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.0,
+    ),
+    (
+        4,
+        2,
+        "gsplit(group='all',splitter='edge')",
+        "gcn mode=mini batch=6 fanout=3,2,2,1",
+        "sparse",
+        0.5,
+    ),
     (2, 1, "p3", "sage mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (4, 2, "p3", "gcn mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
     (2, 2, "p3", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
@@ -82,31 +122,107 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "p3(pipelined=True)", "gat mode=mini batch=6 fanout=3,2,2,1", "multi", 0.0),
     (2, 2, "p3(pipelined=True)", "sgc mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (2, 1, "p3(pipelined=True)", "gcn mode=mini batch=20 fanout=3,2,2,1", "rough", 0.5),
-    (4, 2, "p3(over='rank',copies=2,pipelined=True)", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
-    (2, 1, "p3(copies=2)", "gat mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),  # nobody to push to
+    (
+        4,
+        2,
+        "p3(over='rank',copies=2,pipelined=True)",
+        "gat mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.5,
+    ),
+    # nobody to push to
+    (2, 1, "p3(copies=2)", "gat mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
     (2, 1, "gsplit(splitter='random')", "resgcn mode=mini batch=9 fanout=3,2,2,1", "islands", 0.0),
-    (2, 1, "data_parallel(cache=480,prefetch=1)", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
-    (3, 1, "data_parallel(cache=480,shared_cache=True)", "sage mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
-    (4, 2, "data_parallel(cache=720,shared_cache=True,features='spread')", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
-    (4, 2, "data_parallel(cache=200,shared_cache=True,features='spread')", "gcn mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.5),
-    (3, 3, "data_parallel(features='spread',cache=100,hot='degree')", "gcnii mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
-    (4, 2, "gsplit(cache=240,features='spread')", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
-    (4, 2, "gsplit(cache=480,features='spread',group='all',hot='degree')", "sage mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
-    (3, 1, "data_parallel(structure='spread',structure_cache=300,prefetch=1)", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
-    (4, 2, "p3(pipelined=True,structure='spread')", "sage mode=mini batch=9 fanout=3,2,2,1", "rough", 0.0),
+    (
+        2,
+        1,
+        "data_parallel(cache=480,prefetch=1)",
+        "gcn mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.0,
+    ),
+    (
+        3,
+        1,
+        "data_parallel(cache=480,shared_cache=True)",
+        "sage mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.5,
+    ),
+    (
+        4,
+        2,
+        "data_parallel(cache=720,shared_cache=True,features='spread')",
+        "gat mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.0,
+    ),
+    (
+        4,
+        2,
+        "data_parallel(cache=200,shared_cache=True,features='spread')",
+        "gcn mode=mini batch=6 fanout=3,2,2,1",
+        "sparse",
+        0.5,
+    ),
+    (
+        3,
+        3,
+        "data_parallel(features='spread',cache=100,hot='degree')",
+        "gcnii mode=mini batch=6 fanout=3,2,2,1",
+        "sparse",
+        0.0,
+    ),
+    (
+        4,
+        2,
+        "gsplit(cache=240,features='spread')",
+        "gcn mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.5,
+    ),
+    (
+        4,
+        2,
+        "gsplit(cache=480,features='spread',group='all',hot='degree')",
+        "sage mode=mini batch=6 fanout=3,2,2,1",
+        "sparse",
+        0.0,
+    ),
+    (
+        3,
+        1,
+        "data_parallel(structure='spread',structure_cache=300,prefetch=1)",
+        "gcn mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.5,
+    ),
+    (
+        4,
+        2,
+        "p3(pipelined=True,structure='spread')",
+        "sage mode=mini batch=9 fanout=3,2,2,1",
+        "rough",
+        0.0,
+    ),
 ]
 
 
 class Played:
-    """A run beside its schedule and prediction. Evaluated after every epoch: that must not show anywhere."""
+    """A run beside its schedule and prediction. Evaluated after every epoch: that must not show
+    anywhere."""
 
     def __init__(self, result: Result) -> None:
         self.result, self.world = result, result.world
-        job = result.case.job(result.world)
-        strategy = result.case.settled(job)
-        self.steps = strategy.steps(job)
-        self.schedule, self.prediction = strategy.schedule(job, result.case.epochs * self.steps), strategy.predict(job)
-        self.redrawn = strategy.mode == "mini"  # every epoch has other edges: prediction is of the first
+        problem = result.case.problem(result.world)
+        strategy = result.case.settled(problem)
+        self.steps = strategy.steps(problem)
+        self.schedule, self.prediction = (
+            strategy.schedule(problem, result.case.epochs * self.steps),
+            strategy.predict(problem),
+        )
+        # every epoch has other edges: prediction is of the first
+        self.redrawn = strategy.mode == "mini"
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -123,18 +239,43 @@ def option(word: str) -> tuple[str, Any]:
     return name, tuple(map(int, value.split(","))) if "," in value else value
 
 
+def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
+    """A family with every model, graph, world, dropout and value of a knob; a model with every
+    graph; every other word of a workload."""
+    world, servers, strategy, workload, graph, dropout = setting
+    model, *more = workload.split()
+    parsed = parse(strategy)
+    knobs = [knob for knob in parsed.knobs().items() if knob[0] in strategy]
+    values = [model, graph, (world, servers), dropout > 0, *knobs]
+    return {(type(parsed).__name__, str(value)) for value in values} | {(model, graph), *more}
+
+
 _played: dict[tuple, Played] = {}
 
 
-@pytest.fixture(params=SETTINGS, ids=lambda setting: f"{setting[2]}-{setting[3]}-{setting[0]}x{setting[1]}-{setting[4]}")
+@pytest.fixture(
+    params=covered(SETTINGS, needs, several=False),
+    ids=lambda setting: f"{setting[2]}-{setting[3]}-{setting[0]}x{setting[1]}-{setting[4]}",
+)
 def played(request: pytest.FixtureRequest, run_ranks: Ranks, graphs: dict[str, str]) -> Played:
     """Each setting runs once for all tests."""
     world, servers, strategy, model, graph, dropout = request.param
     if request.param not in _played:
         name, *more = model.split()
-        workload = {"model": name, "layers": 4, "hidden": 8, "heads": 2, "dropout": dropout, "seed": 1, **dict(map(option, more))}
-        islands = {1: "[[0, 2], [1, 3]]", 2: "[[0], [1]]"}[servers] if "island'" in strategy else ""  # of four ranks
-        case = Case(strategy, graphs[graph], workload, servers, epochs=EPOCHS, eval_every=1, islands=islands)
+        workload = {
+            "model": name,
+            "layers": 4,
+            "hidden": 8,
+            "heads": 2,
+            "dropout": dropout,
+            "seed": 1,
+            **dict(map(option, more)),
+        }
+        # of four ranks
+        islands = {1: "[[0, 2], [1, 3]]", 2: "[[0], [1]]"}[servers] if "island'" in strategy else ""
+        case = Case(
+            strategy, graphs[graph], workload, servers, epochs=EPOCHS, eval_every=1, islands=islands
+        )
         _played[request.param] = Played(run_ranks(world, [case])[0])
     return _played[request.param]
 
@@ -149,14 +290,22 @@ def test_order_of_operations(played: Played) -> None:
     assert {span.lane for span in played.spans} <= set(LANES)
     for rank in range(played.world):
         for lane in LANES:
-            recorded = [label for label in recorded_order(played.spans, rank, lane) if not label.endswith(":s-1")]
-            assert recorded == [str(task.label) for task in played.schedule.lane(rank, lane)], (rank, lane)
+            recorded = [
+                label
+                for label in recorded_order(played.spans, rank, lane)
+                if not label.endswith(":s-1")
+            ]
+            assert recorded == [str(task.label) for task in played.schedule.lane(rank, lane)], (
+                rank,
+                lane,
+            )
         once = [span.label for span in played.spans if span.rank == rank and span.step < 0]
         assert once == [str(task.label) for task in played.schedule.setup if task.rank == rank]
 
 
 def test_nothing_starts_before_what_it_waits_for(played: Played) -> None:
-    """On its own rank, by the schedule's arrows; those into earlier steps are what staleness means."""
+    """On its own rank, by the schedule's arrows; those into earlier steps are what staleness
+    means."""
     spans = {(span.rank, span.label): span for span in played.spans}
     arrows = 0
     for task in played.schedule.tasks:
@@ -164,7 +313,9 @@ def test_nothing_starts_before_what_it_waits_for(played: Played) -> None:
             if before.step >= 0:
                 arrows += 1
                 first, then = spans[task.rank, str(before)], spans[task.rank, str(task.label)]
-                assert first.end <= then.start, f"{then.label} of rank {task.rank} began before {first.label} had ended"
+                assert first.end <= then.start, (
+                    f"{then.label} of rank {task.rank} began before {first.label} had ended"
+                )
     assert arrows
 
 
@@ -172,14 +323,22 @@ def test_bytes_of_every_operation(played: Played) -> None:
     """Counted = scheduled per rank and operation = predicted in all; spans carry the same."""
     counted: Counter[str] = Counter()
     for rank, left in enumerate(played.ranks):
-        scheduled = played.schedule.bytes_by_op(task for task in played.schedule.tasks if task.rank == rank)
+        scheduled = played.schedule.bytes_by_op(
+            task for task in played.schedule.tasks if task.rank == rank
+        )
         assert left["bytes"] == {op: nbytes for op, nbytes in scheduled.items() if nbytes}
         counted.update(left["bytes"])
     if played.redrawn:
-        first = played.schedule.bytes_by_op(task for task in played.schedule.tasks if task.label.step < played.steps)
-        assert {op: n for op, n in first.items() if n} == {op: n for op, n in played.prediction.bytes.items() if n}
+        first = played.schedule.bytes_by_op(
+            task for task in played.schedule.tasks if task.label.step < played.steps
+        )
+        assert {op: n for op, n in first.items() if n} == {
+            op: n for op, n in played.prediction.bytes.items() if n
+        }
     else:
-        assert counted == {op: nbytes * EPOCHS for op, nbytes in played.prediction.bytes.items() if nbytes}
+        assert counted == {
+            op: nbytes * EPOCHS for op, nbytes in played.prediction.bytes.items() if nbytes
+        }
         assert counted.total() == played.prediction.bytes_total * EPOCHS
     spans = {(span.rank, span.label): span.nbytes for span in played.spans}
     for task in played.schedule.setup + played.schedule.tasks:
@@ -192,13 +351,20 @@ def test_set_up_bytes(played: Played) -> None:
     for left in played.ranks:
         counted.update(left["setup_bytes"])
     assert counted.total() == played.prediction.setup_bytes
-    assert counted == {op: nbytes for op, nbytes in played.schedule.bytes_by_op(played.schedule.setup).items() if nbytes}
+    assert counted == {
+        op: nbytes
+        for op, nbytes in played.schedule.bytes_by_op(played.schedule.setup).items()
+        if nbytes
+    }
 
 
 def test_evaluation_is_not_counted(played: Played) -> None:
     """Every epoch was evaluated, and its line says the bytes of training alone."""
     steps, tasks = played.steps, played.schedule.tasks
-    of_epoch = [sum(played.schedule.bytes_by_op(t for t in tasks if t.label.step // steps == e).values()) for e in range(EPOCHS)]
+    of_epoch = [
+        sum(played.schedule.bytes_by_op(t for t in tasks if t.label.step // steps == e).values())
+        for e in range(EPOCHS)
+    ]
     assert [row["bytes"] for row in played.result.metrics] == of_epoch
     assert of_epoch[0] == played.prediction.bytes_total
     assert all(row["val_accuracy"] is not None for row in played.result.metrics)
@@ -209,18 +375,32 @@ def test_a_measured_trace_survives_its_file(played: Played, tmp_path) -> None:
     assert read_traces(tmp_path) == played.spans
     assert all(span.start <= span.end for span in played.spans)
     tasks = played.schedule.setup + played.schedule.tasks
-    collectives = {str(task.label) for task in tasks if isinstance(task.work, Collective) and task.work.nbytes}
+    collectives = {
+        str(task.label) for task in tasks if isinstance(task.work, Collective) and task.work.nbytes
+    }
     assert set(transfer_times(played.spans)) == collectives
 
 
-@pytest.mark.parametrize("strategy", ["graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "granndis", "gnnpipe"])
+@pytest.mark.parametrize(
+    "strategy", ["graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "granndis", "gnnpipe"]
+)
 @pytest.mark.parametrize("model", ["gcn", "gcnii"])
-def test_one_rank_sends_nothing(run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str) -> None:
+def test_one_rank_sends_nothing(
+    run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str
+) -> None:
     """Nor does it record an exchange or an all-reduce; and it trains as one process does."""
-    case = Case(strategy, graphs["rough"], {"model": model, "layers": 3, "hidden": 8}, epochs=2, eval_every=1)
+    case = Case(
+        strategy,
+        graphs["rough"],
+        {"model": model, "layers": 3, "hidden": 8},
+        epochs=2,
+        eval_every=1,
+    )
     result = run_ranks.alone(case)
     played = Played(result)
     assert result.rank(0)["bytes"] == result.rank(0)["setup_bytes"] == {}
     assert played.prediction.bytes_total == played.prediction.setup_bytes == 0
     assert {span.lane for span in result.spans} == {"compute"}
-    assert recorded_order(result.spans, 0, "compute") == [str(task.label) for task in played.schedule.tasks]
+    assert recorded_order(result.spans, 0, "compute") == [
+        str(task.label) for task in played.schedule.tasks
+    ]

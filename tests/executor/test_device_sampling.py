@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Case
 
-from gnnplan.executor import sampler, sampling
-from gnnplan.executor.sampler import Sampler, drawing_device
-from gnnplan.executor.worker import Rank
-from gnnplan.planner import sampling as planned
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.job import Job
+from gnnplan.executor.minibatch import device_sampling as sampling
+from gnnplan.executor.minibatch import sampler
+from gnnplan.executor.minibatch.sampler import Sampler, drawing_device
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.graph import sampling as planned
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, Strategy
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
@@ -30,13 +32,24 @@ def same(vertices: np.ndarray, fanout: int, key: tuple[int, int, int, int], devi
         np.testing.assert_array_equal(ours, theirs)
 
 
-@given(vertices=st.lists(st.integers(0, 299), max_size=60, unique=True), fanout=st.sampled_from([1, 2, 5, 17, 1000, planned.ALL]),
-       key=st.tuples(*[st.integers(0, 2**31 - 1)] * 4))  # fmt: skip
-def test_tensors_draw_what_arrays_draw(vertices: list[int], fanout: int, key: tuple[int, int, int, int]) -> None:
+@given(
+    vertices=st.lists(st.integers(0, 299), max_size=60, unique=True),
+    fanout=st.sampled_from([1, 2, 5, 17, 1000, planned.ALL]),
+    key=st.tuples(*[st.integers(0, 2**31 - 1)] * 4),
+)
+def test_tensors_draw_what_arrays_draw(
+    vertices: list[int], fanout: int, key: tuple[int, int, int, int]
+) -> None:
     same(np.array(vertices, dtype=np.int64), fanout, key, "cpu")
 
 
-cuda = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
+cuda = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
 
 
 @pytest.mark.parametrize("device", [cuda])
@@ -45,9 +58,14 @@ def test_a_gpu_draws_what_a_cpu_draws(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", cuda])
-def test_a_sampler_that_draws_there_makes_the_same_shares(device: str, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Case("data_parallel", graphs["rough"], WORK).job(1)
-    here, there = (Sampler(DataParallel().batches(job), 0, ["mean", "gcn"], device=place) for place in (None, torch.device(device)))
+def test_a_sampler_that_draws_there_makes_the_same_shares(
+    device: str, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
+    here, there = (
+        Sampler(DataParallel().batches(problem), 0, ["mean", "gcn"], device=place)
+        for place in (None, torch.device(device))
+    )
     expected = [here[step].share for step in range(5)]
     monkeypatch.setattr(sampler, "draw", None)  # the host's
     for share, other in zip(expected, (there[step].share for step in range(5)), strict=True):
@@ -55,28 +73,54 @@ def test_a_sampler_that_draws_there_makes_the_same_shares(device: str, graphs: d
         for part, twin in zip(share.parts, other.parts, strict=True):
             np.testing.assert_array_equal(part.source, twin.source)
             for name in ("indptr", "indices", "weight"):
-                torch.testing.assert_close(getattr(part.block, name), getattr(twin.block, name), rtol=0, atol=0)
+                torch.testing.assert_close(
+                    getattr(part.block, name), getattr(twin.block, name), rtol=0, atol=0
+                )
 
 
-def on_gpus(graphs: dict[str, str], asked: str, memory: float) -> Job:
-    job = Case("data_parallel", graphs["rough"], WORK).job(1)
-    device = job.cluster.device.model_copy(update={"kind": "cuda", "memory": memory})
-    return replace(job, cluster=job.cluster.model_copy(update={"sampler": asked, "device": device}))
+def on_gpus(graphs: dict[str, str], asked: str, memory: float) -> Problem:
+    problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
+    device = problem.cluster.device.model_copy(update={"kind": "cuda", "memory": memory})
+    return replace(
+        problem, cluster=problem.cluster.model_copy(update={"sampler": asked, "device": device})
+    )
 
 
 def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str]) -> None:
     def drawing(kind: str, asked: str, memory: float, prefetch: int = 0) -> torch.device | None:
-        return drawing_device(Rank(0, 1, torch.device(kind), "gloo"), on_gpus(graphs, asked, memory), prefetch, None, None)
+        return drawing_device(
+            Rank(0, 1, torch.device(kind), "gloo"),
+            on_gpus(graphs, asked, memory),
+            prefetch,
+            None,
+            None,
+        )
 
     assert drawing("cuda", "device", 1e9) == torch.device("cuda")
-    assert drawing("cuda", "host", 1e9) is drawing("cpu", "device", 1e9) is drawing("cuda", "device", 1e3) is None
+    assert (
+        drawing("cuda", "host", 1e9)
+        is drawing("cpu", "device", 1e9)
+        is drawing("cuda", "device", 1e3)
+        is None
+    )
     assert drawing("cuda", "device", 1e9, prefetch=1) is None, "a fork has no CUDA"
 
 
-@pytest.mark.parametrize(("strategy", "memory", "there"), [
-    (DataParallel(), 1e9, True), (P3(over="rank"), 1e9, True), (DataParallel(), 1e3, False), (DataParallel(prefetch=1), 1e9, False),
-])  # fmt: skip
-def test_lists_take_memory_of_gpus_that_draw(graphs: dict[str, str], strategy: Strategy, memory: float, there: bool) -> None:
-    use = {asked: strategy.memory(job := on_gpus(graphs, asked, memory))["graph"] for asked in ("device", "host")}
-    lists = sum(array.nbytes for array in (job.graph.indptr, job.graph.indices))
+@pytest.mark.parametrize(
+    ("strategy", "memory", "there"),
+    [
+        (DataParallel(), 1e9, True),
+        (P3(over="rank"), 1e9, True),
+        (DataParallel(), 1e3, False),
+        (DataParallel(prefetch=1), 1e9, False),
+    ],
+)
+def test_lists_take_memory_of_gpus_that_draw(
+    graphs: dict[str, str], strategy: Strategy, memory: float, there: bool
+) -> None:
+    use = {
+        asked: strategy.memory(problem := on_gpus(graphs, asked, memory))["graph"]
+        for asked in ("device", "host")
+    }
+    lists = sum(array.nbytes for array in (problem.graph.indptr, problem.graph.indices))
     assert use["device"] - use["host"] == pytest.approx(lists * there)

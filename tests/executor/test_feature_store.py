@@ -13,14 +13,16 @@ from ranks import Case, Ranks
 from test_memory import counted
 from torch import Tensor
 
-from gnnplan.executor import store as executor_store
-from gnnplan.executor.data import features, sparse_features
-from gnnplan.executor.store import FeatureStore, map_features, write_features
-from gnnplan.executor.worker import Rank
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.store import CLASSES
+from gnnplan.executor.layers.blocks import features, sparse_features
+from gnnplan.executor.minibatch import feature_store as executor_store
+from gnnplan.executor.minibatch.feature_store import FeatureStore, map_features, write_features
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.evidence.validate import rows_by_class
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
-from gnnplan.planner.validate import rows_by_class
+from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
+from gnnplan.planner.vocabulary.files import cache_dir
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -28,77 +30,157 @@ ROW = 12 * 8  # [B] of `rough` in float64
 
 
 def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **more: object) -> Case:
-    asked = {"model": model, "layers": 3, "hidden": 8, "heads": 2, "dropout": 0.5, "lr": 0.05, "seed": 3, "dtype": "float64"}
-    return Case(strategy, graph, {**asked, "mode": "mini", "batch": 6, "fanout": (3, 2, 2), **more}, servers, eval_every=2)
+    asked = {
+        "model": model,
+        "layers": 3,
+        "hidden": 8,
+        "heads": 2,
+        "dropout": 0.5,
+        "lr": 0.05,
+        "seed": 3,
+        "dtype": "float64",
+    }
+    return Case(
+        strategy,
+        graph,
+        {**asked, "mode": "mini", "batch": 6, "fanout": (3, 2, 2), **more},
+        servers,
+        eval_every=2,
+    )
 
 
-@pytest.mark.parametrize(("world", "servers", "plain", "stores"), [
-    (2, 1, "data_parallel", [f"cache={ROW}", f"cache={20 * ROW},hot='degree'", "cache=100000", f"cache={9 * ROW},shared_cache=True",
-                             f"cache={20 * ROW},shared_cache=True,prefetch=1"]),
-    (4, 2, "data_parallel", ["features='spread'", f"features='spread',cache={9 * ROW}",
-                             f"features='spread',cache={9 * ROW},shared_cache=True"]),
-    (4, 2, "gsplit", [f"cache={5 * ROW}", f"features='spread',cache={5 * ROW},hot='degree'", "features='spread'"]),
-    (4, 2, "gsplit(group='all')", [f"group='all',features='spread',cache={5 * ROW}"]),
-], ids=lambda value: str(value) if isinstance(value, str | int) else "")  # fmt: skip
-def test_where_rows_come_from_changes_nothing(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, plain: str,
-                                              stores: list[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "servers", "plain", "stores"),
+    [
+        (
+            2,
+            1,
+            "data_parallel",
+            [
+                f"cache={ROW}",
+                f"cache={20 * ROW},hot='degree'",
+                "cache=100000",
+                f"cache={9 * ROW},shared_cache=True",
+                f"cache={20 * ROW},shared_cache=True,prefetch=1",
+            ],
+        ),
+        (
+            4,
+            2,
+            "data_parallel",
+            [
+                "features='spread'",
+                f"features='spread',cache={9 * ROW}",
+                f"features='spread',cache={9 * ROW},shared_cache=True",
+            ],
+        ),
+        (
+            4,
+            2,
+            "gsplit",
+            [
+                f"cache={5 * ROW}",
+                f"features='spread',cache={5 * ROW},hot='degree'",
+                "features='spread'",
+            ],
+        ),
+        (4, 2, "gsplit(group='all')", [f"group='all',features='spread',cache={5 * ROW}"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str | int) else "",
+)
+def test_where_rows_come_from_changes_nothing(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    world: int,
+    servers: int,
+    plain: str,
+    stores: list[str],
+) -> None:
     for graph, model in (("rough", "sage"), ("sparse", "gcn")):
         texts = [plain, *(f"{plain.partition('(')[0]}({knobs})" for knobs in stores)]
-        first, *others = run_ranks(world, [case(text, graphs[graph], servers, model) for text in texts])
+        first, *others = run_ranks(
+            world, [case(text, graphs[graph], servers, model) for text in texts]
+        )
         for other in others:
             assert other.losses == first.losses, str(other.case)
-            assert all(torch.equal(p, first.weights[name]) for name, p in other.weights.items()), str(other.case)
+            assert all(torch.equal(p, first.weights[name]) for name, p in other.weights.items()), (
+                str(other.case)
+            )
             assert other.metrics[-1]["test_accuracy"] == first.metrics[-1]["test_accuracy"]
 
 
 def test_ranks_leave_rows_by_class(run_ranks: Ranks, graphs: dict[str, str]) -> None:
     """Of all steps, as the planner counts them."""
-    result = run_ranks(4, [case(f"data_parallel(features='spread',cache={9 * ROW},shared_cache=True)", graphs["rough"], 2)])[0]
-    job = result.case.job(4)
-    strategy = result.case.settled(job)
-    batches, store = strategy.batches(job), strategy.store(job)
-    rows = sum(store.loads_of(job, batches.at(step)).rows for step in range(result.case.epochs * batches.steps))
+    result = run_ranks(
+        4,
+        [
+            case(
+                f"data_parallel(features='spread',cache={9 * ROW},shared_cache=True)",
+                graphs["rough"],
+                2,
+            )
+        ],
+    )[0]
+    problem = result.case.problem(4)
+    strategy = result.case.settled(problem)
+    batches, store = strategy.batches(problem), strategy.store(problem)
+    rows = sum(
+        store.loads_of(problem, batches.at(step)).rows
+        for step in range(result.case.epochs * batches.steps)
+    )
     left = [result.rank(rank)["rows"] for rank in range(4)]
     assert left == [dict(zip(CLASSES, of.tolist(), strict=True)) for of in rows]
     assert rows.sum(0).min() > 0
-    assert rows_by_class(result.rank(rank) for rank in range(4)) == dict(zip(CLASSES, rows.sum(0).tolist(), strict=True))
+    assert rows_by_class(result.rank(rank) for rank in range(4)) == dict(
+        zip(CLASSES, rows.sum(0).tolist(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("graph", ["rough", "sparse"])
 @pytest.mark.parametrize("cache", [ROW, 20 * ROW, 10**6])
 def test_rows_read_are_the_graphs(graphs: dict[str, str], graph: str, cache: int) -> None:
-    """In their order, by class as the planner counts them, and bytes in the span are those of the server's memory."""
-    job = case(f"data_parallel(cache={cache})", graphs[graph], layers=1, fanout=(3,)).job(1)
+    """In their order, by class as the planner counts them, and bytes in the span are those of the
+    server's memory."""
+    problem = case(f"data_parallel(cache={cache})", graphs[graph], layers=1, fanout=(3,)).problem(1)
     strategy, rank = DataParallel(cache=cache), Rank(0, 1, torch.device("cpu"), "gloo")
-    planned = strategy.store(job)
-    assert planned is not None and job.graph is not None
-    store, total = FeatureStore(rank, job, planned), np.zeros(4, dtype=int)
-    drawn = [batch.rows(0, 0) for batch in strategy.batches(job).first()]
+    planned = strategy.store(problem)
+    assert planned is not None and problem.graph is not None
+    store, total = FeatureStore(rank, problem, planned), np.zeros(4, dtype=int)
+    drawn = [batch.rows(0, 0) for batch in strategy.batches(problem).first()]
     for step, ids in enumerate([*drawn, np.zeros(0, np.int64), np.arange(60)[::-1]]):
-        rows, loads = store.read(ids, step), planned.loads(job, [ids])
-        whole = (features if graph == "rough" else sparse_features)(job.graph, ids, job.workload, rank.device)
+        rows, loads = store.read(ids, step), planned.loads(problem, [ids])
+        whole = (features if graph == "rough" else sparse_features)(
+            problem.graph, ids, problem.workload, rank.device
+        )
         if isinstance(rows, Tensor):
             assert isinstance(whole, Tensor) and torch.equal(rows, whole)
         else:
             assert not isinstance(whole, Tensor) and torch.equal(rows.lengths, whole.lengths)
-            assert torch.equal(rows.pattern.columns, whole.pattern.columns) and torch.equal(rows.values, whole.values)
+            assert torch.equal(rows.pattern.columns, whole.pattern.columns) and torch.equal(
+                rows.values, whole.values
+            )
         total += loads.rows[0]
-        assert next(span.nbytes for span in rank.spans if span.op == "load" and span.step == step) == loads.host[0]
+        assert (
+            next(span.nbytes for span in rank.spans if span.op == "load" and span.step == step)
+            == loads.host[0]
+        )
     assert store.rows == {name: n for name, n in zip(CLASSES, total.tolist(), strict=True)}
     assert store.rows["hit"] and store.rows["peer"] == store.rows["remote"] == 0
 
 
 def test_a_server_has_no_other_servers_rows(graphs: dict[str, str]) -> None:
-    job = case("", graphs["rough"], servers=2).job(2)
-    planned = DataParallel(features="spread").store(job)
+    problem = case("", graphs["rough"], servers=2).problem(2)
+    planned = DataParallel(features="spread").store(problem)
     assert planned is not None and planned.home is not None
-    store = FeatureStore(Rank(0, 2, torch.device("cpu"), "gloo"), job, planned)
+    store = FeatureStore(Rank(0, 2, torch.device("cpu"), "gloo"), problem, planned)
     assert len(store._host(np.flatnonzero(planned.home == 0)))
     with pytest.raises(AssertionError, match="server 0 has no features of vertices"):
         store._host(np.flatnonzero(planned.home == 1)[:1])
 
 
-def test_a_file_of_features_takes_the_place_of_a_copy(graphs: dict[str, str], tmp_path: Path) -> None:
+def test_a_file_of_features_takes_the_place_of_a_copy(
+    graphs: dict[str, str], tmp_path: Path
+) -> None:
     graph = load(graphs["rough"])
     assert isinstance(graph, Graph)
     copy, path = np.array(graph.x), tmp_path / "features" / "x.npy"
@@ -109,17 +191,22 @@ def test_a_file_of_features_takes_the_place_of_a_copy(graphs: dict[str, str], tm
     assert np.array_equal(graph.features(np.array([5, 3])), copy[[5, 3]])
     written = path.stat().st_mtime_ns
     write_features(path, graph)
-    assert path.stat().st_mtime_ns == written and [p.name for p in path.parent.iterdir()] == ["x.npy"]
+    assert path.stat().st_mtime_ns == written and [p.name for p in path.parent.iterdir()] == [
+        "x.npy"
+    ]
 
 
 @pytest.mark.parametrize("damage", ["shorter", "other shape", "not an array", "folder closed"])
-def test_a_bad_file_of_features_is_not_used(graphs: dict[str, str], tmp_path: Path, damage: str) -> None:
+def test_a_bad_file_of_features_is_not_used(
+    graphs: dict[str, str], tmp_path: Path, damage: str
+) -> None:
     graph = load(graphs["rough"])
     assert isinstance(graph, Graph)
     copy, path = np.array(graph.x), tmp_path / "features" / "x.npy"
     write_features(path, graph)
     if damage == "folder closed":
-        path = tmp_path / "features" / "x.npy" / "deeper" / "x.npy"  # a file where a folder should be
+        # a file where a folder should be
+        path = tmp_path / "features" / "x.npy" / "deeper" / "x.npy"
         write_features(path, graph)
         assert not map_features(path, graph) and np.array_equal(graph.x, copy)
         return
@@ -143,30 +230,42 @@ def test_ranks_of_a_server_share_large_features(run_ranks: Ranks) -> None:
     assert shared.losses == pytest.approx(alone.losses, rel=1e-9)
     graph = load(source)
     assert isinstance(graph, Graph)
-    files = list(run_ranks.folder.glob(f"world2*/cache/features/{graph.stats.hash}.npy"))
-    assert len(files) == 1 and np.array_equal(np.load(files[0]), graph.x)
+    (file,) = cache_dir().glob(f"features/{graph.stats.hash}*")
+    assert np.array_equal(np.load(file), graph.x)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse: bool) -> None:
-    """As torch counts it: what the cache leaves, and the most that there is while rows are put together."""
+    """As torch counts it: what the cache leaves, and the most that there is while rows are put
+    together."""
     graph = load("synthetic:community?vertices=6000&edges=9000&features=200&classes=5&seed=0")
     assert isinstance(graph, Graph)
     if sparse:
         x = sp.random(6000, 200, 0.08, "csr", np.float32, np.random.default_rng(0))
         graph = replace(graph, x=x, stats=replace(graph.stats, nonzeros=x.nnz, hash="sparse"))
-    job = case("", "synthetic:community?vertices=20&edges=20&features=4&classes=2").job(1)
-    job = replace(job, graph=graph, stats=graph.stats, workload=job.workload.model_copy(update={"dtype": "float32"}))
-    planned = DataParallel(cache=400_000, hot="degree").store(job)
+    problem = case("", "synthetic:community?vertices=20&edges=20&features=4&classes=2").problem(1)
+    problem = replace(
+        problem,
+        graph=graph,
+        stats=graph.stats,
+        workload=problem.workload.model_copy(update={"dtype": "float32"}),
+    )
+    planned = DataParallel(cache=400_000, hot="degree").store(problem)
     assert planned is not None
-    store, left, _ = counted(lambda: FeatureStore(Rank(0, 1, torch.device("cpu"), "gloo"), job, planned))
-    if not isinstance(store.cached, Tensor):  # its arrays are numpy's, whom the profiler does not see
+    store, left, _ = counted(
+        lambda: FeatureStore(Rank(0, 1, torch.device("cpu"), "gloo"), problem, planned)
+    )
+    # its arrays are numpy's, whom the profiler does not see
+    if not isinstance(store.cached, Tensor):
         pattern = store.cached.pattern
-        assert pattern.indptr.nbytes + pattern.columns.nbytes + store.cached.values.nbytes == planned.held(job)[0] + 4
+        assert (
+            pattern.indptr.nbytes + pattern.columns.nbytes + store.cached.values.nbytes
+            == planned.held(problem)[0] + 4
+        )
         return
-    assert left == planned.held(job)[0]
+    assert left == planned.held(problem)[0]
     ids = np.random.default_rng(1).permutation(6000)[:4000]
-    loads = planned.loads(job, [ids])
+    loads = planned.loads(problem, [ids])
     arriving = int((loads.host + loads.hits)[0])
     rows, left, most = counted(lambda: store.read(ids, 0))
     assert left == rows.nbytes == arriving  # all of them came from here

@@ -1,4 +1,5 @@
-"""What one lent GPU can prove: NCCL, several ranks on one device, streams that overlap, memory. Skips elsewhere."""
+"""What one lent GPU can prove: NCCL, several ranks on one device, streams that overlap, memory.
+Skips elsewhere."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ import torch.distributed as dist
 from plain import difference
 from ranks import Case, Ranks
 
+from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.train import train
-from gnnplan.executor.worker import Rank, open_rank
-from gnnplan.planner.schedule import LANES
-from gnnplan.planner.trace import recorded_order
+from gnnplan.planner.vocabulary.schedule import LANES
+from gnnplan.planner.vocabulary.trace import recorded_order
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +33,14 @@ CYCLES = 200_000_000  # about 0.1 s
 @pytest.fixture
 def gpu_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """The only rank, on the device."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+    ):
         monkeypatch.delenv(name, raising=False)
     rank = open_rank()
     assert (rank.device.type, rank.backend) == ("cuda", "nccl")
@@ -41,40 +49,79 @@ def gpu_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 
 
 def workload(model: str, **more: object) -> dict[str, object]:
-    return {"model": model, "layers": 4, "hidden": 8, "dropout": 0.5, "optimizer": "sgd", "lr": 0.05, "seed": 3, "dtype": "float64", **more}
+    return {
+        "model": model,
+        "layers": 4,
+        "hidden": 8,
+        "dropout": 0.5,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "seed": 3,
+        "dtype": "float64",
+        **more,
+    }
 
 
 def test_nccl_with_one_rank(gpu_rank: Rank, tmp_path: Path) -> None:
     """The library answers: sums, and a point-to-point batch of nothing, on device tensors."""
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1, device_id=gpu_rank.device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{tmp_path / 'store'}",
+        rank=0,
+        world_size=1,
+        device_id=gpu_rank.device,
+    )
     numbers = torch.arange(5.0, device=gpu_rank.device)
     dist.all_reduce(numbers)
     dist.barrier(device_ids=[gpu_rank.device.index])
     torch.cuda.synchronize()
     assert numbers.tolist() == [0, 1, 2, 3, 4]
-    assert gpu_rank.wire_device == gpu_rank.device and gpu_rank.staged(numbers).data_ptr() == numbers.data_ptr()
+    assert (
+        gpu_rank.wire_device == gpu_rank.device
+        and gpu_rank.staged(numbers).data_ptr() == numbers.data_ptr()
+    )
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])
 @pytest.mark.parametrize("graph", ["rough", "sparse"])
-def test_one_rank_on_the_gpu_equals_the_cpu(gpu_rank: Rank, run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path, graph: str,
-                                            model: str, strategy: str) -> None:  # fmt: skip
+def test_one_rank_on_the_gpu_equals_the_cpu(
+    gpu_rank: Rank,
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    tmp_path: Path,
+    graph: str,
+    model: str,
+    strategy: str,
+) -> None:
     """The same masks and weights, so the same training."""
     case = Case(strategy, graphs[graph], workload(model), eval_every=2)
-    job = case.job(1)
-    net = train(gpu_rank, job, case.settled(job), tmp_path, case.epochs, case.eval_every)
+    problem = case.problem(1)
+    net = train(gpu_rank, problem, case.settled(problem), tmp_path, case.epochs, case.eval_every)
     alone = run_ranks.alone(case)
     assert all(p.device.type == "cuda" for p in net.parameters())
-    assert difference({name: p.cpu() for name, p in net.state_dict().items()}, alone.weights) <= 1e-9
+    assert (
+        difference({name: p.cpu() for name, p in net.state_dict().items()}, alone.weights) <= 1e-9
+    )
 
 
-@pytest.mark.parametrize("strategy", ["graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis(depth=1)"])
+@pytest.mark.parametrize(
+    "strategy", ["graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis(depth=1)"]
+)
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])
-def test_two_ranks_on_one_gpu_equal_the_cpu(run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str) -> None:
-    """NCCL refuses two ranks on a device, so rows go over Gloo, staged through the host; GraphSAGE's features are sparse."""
+def test_two_ranks_on_one_gpu_equal_the_cpu(
+    run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str
+) -> None:
+    """NCCL refuses two ranks on a device, so rows go over Gloo, staged through the host;
+    GraphSAGE's features are sparse."""
     servers = 2 if "granndis" in strategy else 1
-    case = Case(strategy, graphs["sparse" if model == "sage" else "rough"], workload(model), servers, eval_every=2)
+    case = Case(
+        strategy,
+        graphs["sparse" if model == "sage" else "rough"],
+        workload(model),
+        servers,
+        eval_every=2,
+    )
     on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
     assert difference(on_gpu.weights, on_cpu.weights) <= 1e-9
     for rank in range(2):
@@ -83,25 +130,33 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(run_ranks: Ranks, graphs: dict[str, 
             assert on_gpu.rank(rank)["device"] == "cuda:0" and on_gpu.rank(rank)["peak_bytes"] > 0
         assert on_gpu.rank(rank)["bytes"] == on_cpu.rank(rank)["bytes"]
         for lane in LANES:
-            assert recorded_order(on_gpu.spans, rank, lane) == recorded_order(on_cpu.spans, rank, lane)
+            assert recorded_order(on_gpu.spans, rank, lane) == recorded_order(
+                on_cpu.spans, rank, lane
+            )
 
 
 def test_float32_losses_on_the_gpu(run_ranks: Ranks, graphs: dict[str, str]) -> None:
     for model in ("gcn", "sage", "gcnii"):
         case = Case("graph_parallel", graphs["rough"], workload(model, dtype="float32"))
-        assert run_ranks(2, [case], cuda=True)[0].losses == pytest.approx(run_ranks.alone(case).losses, rel=1e-4)
+        assert run_ranks(2, [case], cuda=True)[0].losses == pytest.approx(
+            run_ranks.alone(case).losses, rel=1e-4
+        )
 
 
-# -- lanes ---------------------------------------------------------------------------------------------------------------
+# -- lanes -----------------------------------------------------------------------------------------
 
 
 def test_a_lane_has_its_own_stream(gpu_rank: Rank) -> None:
-    """Work on the comm lane runs beside work on the step's own stream, and after what that stream had computed before."""
+    """Work on the comm lane runs beside work on the step's own stream, and after what that stream
+    had computed before."""
 
     def seconds(*where: str) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        futures = [gpu_rank.submit("comm", lambda: torch.cuda._sleep(CYCLES)) for _ in range(where.count("comm"))]
+        futures = [
+            gpu_rank.submit("comm", lambda: torch.cuda._sleep(CYCLES))
+            for _ in range(where.count("comm"))
+        ]
         for _ in range(where.count("compute")):
             torch.cuda._sleep(CYCLES)
         for future in futures:
@@ -110,7 +165,11 @@ def test_a_lane_has_its_own_stream(gpu_rank: Rank) -> None:
         return time.perf_counter() - start
 
     seconds("comm", "compute")  # warm
-    one, beside, behind = seconds("compute"), seconds("comm", "compute"), seconds("compute", "compute")
+    one, beside, behind = (
+        seconds("compute"),
+        seconds("comm", "compute"),
+        seconds("compute", "compute"),
+    )
     assert beside < 1.5 * one, "the lane waited for the step's own stream"
     assert behind > 1.8 * one
     stream = gpu_rank.submit("comm", lambda: torch.cuda.current_stream().cuda_stream).result()
@@ -125,22 +184,38 @@ def test_a_lane_reads_what_was_computed_before(gpu_rank: Rank) -> None:
         assert gpu_rank.submit("comm", lambda rows=rows: rows.cpu()).result().eq(value).all()
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
 @pytest.mark.parametrize(("model", "dropout"), [("gcn", 0.0), ("sage", 0.5), ("gcnii", 0.5)])
-def test_peak_memory(gpu_rank: Rank, tmp_path: Path, model: str, dropout: float, strategy: str) -> None:
-    """What the caching allocator gave out at most, against what the plan says without the context. On a CPU the growth of the
-    resident memory gives 0.87 to 0.93 for graph parallel and 0.71 to 0.81 for GNNPipe; no GPU has said its own yet."""
-    case = Case(strategy, "synthetic:community?vertices=40000&edges=1000000&features=256&classes=16&seed=0",
-                {"model": model, "layers": 4, "hidden": 256, "dropout": dropout}, epochs=3)  # fmt: skip
-    job = case.job(1)
-    device = job.cluster.device.model_copy(update={"kind": "cuda"})
-    job = replace(job, cluster=job.cluster.model_copy(update={"device": device}), _layouts={}, _chunks={})
-    settled = case.settled(job)
-    predicted = sum(float(np.sum(use)) for name, use in settled.memory(job).items() if name != "runtime")
+def test_peak_memory(
+    gpu_rank: Rank, tmp_path: Path, model: str, dropout: float, strategy: str
+) -> None:
+    """What the caching allocator gave out at most, against what the plan says without the context.
+    On a CPU the growth of the resident memory gives 0.87 to 0.93 for graph parallel and 0.71 to
+    0.81 for GNNPipe; no GPU has said its own yet."""
+    case = Case(
+        strategy,
+        "synthetic:community?vertices=40000&edges=1000000&features=256&classes=16&seed=0",
+        {"model": model, "layers": 4, "hidden": 256, "dropout": dropout},
+        epochs=3,
+    )
+    problem = case.problem(1)
+    device = problem.cluster.device.model_copy(update={"kind": "cuda"})
+    problem = replace(
+        problem,
+        cluster=problem.cluster.model_copy(update={"device": device}),
+        _layouts={},
+        _chunks={},
+    )
+    settled = case.settled(problem)
+    predicted = sum(
+        float(np.sum(use)) for name, use in settled.memory(problem).items() if name != "runtime"
+    )
     torch.cuda.empty_cache()
-    train(gpu_rank, job, settled, tmp_path, case.epochs, 0)
+    train(gpu_rank, problem, settled, tmp_path, case.epochs, 0)
     measured = json.loads((tmp_path / "rank0.json").read_text())["peak_bytes"]
-    assert 0.6 < predicted / measured < 1.5, f"{settled}: {predicted / 1e6:.0f} MB planned, {measured / 1e6:.0f} MB measured"
+    assert 0.6 < predicted / measured < 1.5, (
+        f"{settled}: {predicted / 1e6:.0f} MB planned, {measured / 1e6:.0f} MB measured"
+    )

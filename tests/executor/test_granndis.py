@@ -1,34 +1,54 @@
-"""GraNNDis: preload on a graph with skewed degrees is exact at any number of layers; batches and sampling are training with dense
-matrices on the same batches and on each server's own graph, written plainly."""
+"""GraNNDis: preload on a graph with skewed degrees is exact at any number of layers; batches and
+sampling are training with dense matrices on the same batches and on each server's own graph,
+written plainly."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from pairwise import covered
 from plain import Plain, difference
-from ranks import Case, Ranks, Result, in_turn
+from ranks import Case, Ranks, Result
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnplan.planner.layout import Expansion, expand
+from gnnplan.planner.ownership.layout import Expansion, expand
 
 pytestmark = pytest.mark.timeout(110)
 
 MODELS = ("gcn", "sage", "gcnii")
-WORLDS = [(2, 2), (4, 2)]  # ranks, servers
+WORLDS = [(4, 2), (2, 2)]  # ranks, servers
+
+
+def apart(row: tuple[int, int, int]) -> set[Hashable]:
+    """The world and what is trained, not their pairs: one has no part in the other."""
+    return {row[:2], row[2]}
+
+
 CROSSED, SINGLE = "[[0, 2], [1, 3]]", "[[0], [1]]"  # islands of a server
 
 
 def workload(model: str, **more: object) -> dict[str, object]:
-    return {"model": model, "layers": 3, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3, "dtype": "float64", **more}
+    return {
+        "model": model,
+        "layers": 3,
+        "hidden": 8,
+        "dropout": 0.5,
+        "lr": 0.05,
+        "seed": 3,
+        "dtype": "float64",
+        **more,
+    }
 
 
 @pytest.fixture(scope="session")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """300 vertices of which most have two neighbours and a few have a hundred, far apart from one another: 6 hops still grow."""
+    """300 vertices of which most have two neighbours and a few have a hundred, far apart from one
+    another: 6 hops still grow."""
     n, random = 300, np.random.default_rng(5)
     ring = np.arange(n)
     hubs = np.repeat(np.arange(0, n, 100), 40)
@@ -36,58 +56,95 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
     dst = np.concatenate([(ring + 1) % n, (hubs + random.zipf(1.5, hubs.size).clip(max=60)) % n])
     masks = {f"{name}_mask": ring % 3 == i for i, name in enumerate(("train", "val", "test"))}
     path = tmp_path_factory.mktemp("skewed") / "skewed.npz"
-    np.savez(path, src=src, dst=dst, x=random.standard_normal((n, 12), dtype=np.float32), y=random.integers(0, 4, n), **masks)
+    np.savez(
+        path,
+        src=src,
+        dst=dst,
+        x=random.standard_normal((n, 12), dtype=np.float32),
+        y=random.integers(0, 4, n),
+        **masks,
+    )
     return str(path)
 
 
-# -- preload -------------------------------------------------------------------------------------------------------------
+# -- preload ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "servers"), WORLDS)
-def test_full_preload_is_one_process_at_any_number_of_layers(run_ranks: Ranks, skewed: str, world: int, servers: int) -> None:
-    for layers in range(1, 7):
-        case = Case("granndis", skewed, workload(MODELS[layers % 3], layers=layers), servers, epochs=3)
-        result, alone = run_ranks(world, [case])[0], run_ranks.alone(replace(case, strategy="graph_parallel"))
-        assert result.losses == pytest.approx(alone.losses, rel=1e-9), layers
-        assert difference(result.weights, alone.weights) <= 1e-9, layers
+@pytest.mark.parametrize(
+    ("world", "servers", "layers"),
+    covered([(*world, layers) for world in WORLDS for layers in range(1, 7)], apart),
+)
+def test_full_preload_is_one_process_at_any_number_of_layers(
+    run_ranks: Ranks, skewed: str, world: int, servers: int, layers: int
+) -> None:
+    how = workload(MODELS[layers % 3], layers=layers)
+    case = Case("granndis", skewed, how, servers, epochs=3)
+    (result,) = run_ranks(world, [case])
+    alone = run_ranks.alone(replace(case, strategy="graph_parallel"))
+    assert result.losses == pytest.approx(alone.losses, rel=1e-9)
+    assert difference(result.weights, alone.weights) <= 1e-9
 
 
 @pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, SINGLE)])
 def test_islands_preload_exactly(run_ranks: Ranks, skewed: str, servers: int, islands: str) -> None:
-    """At every depth one process; and islands of one GPU are servers of one GPU, to the last bit."""
-    for model, layers in in_turn([("gcn", 3), ("sage", 4), ("gcnii", 3), ("gat", 2)], servers - 1):
-        case = Case("", skewed, workload(model, layers=layers, heads=2), servers, epochs=3, eval_every=2, islands=islands)
+    """At every depth one process; and islands of one GPU are servers of one GPU, to the last
+    bit."""
+    # shared out: every other one to either
+    for model, layers in [("gcn", 3), ("sage", 4), ("gcnii", 3), ("gat", 2)][servers - 1 :: 2]:
+        case = Case(
+            "",
+            skewed,
+            workload(model, layers=layers, heads=2),
+            servers,
+            epochs=3,
+            eval_every=2,
+            islands=islands,
+        )
         alone = run_ranks.alone(replace(case, strategy="graph_parallel"))
         depths = [*range(1, layers), None]
         for depth in depths:
-            of_islands = replace(case, strategy=f"granndis(depth={depth},narrow={depth == 1},group='island')")
+            of_islands = replace(
+                case, strategy=f"granndis(depth={depth},narrow={depth == 1},group='island')"
+            )
             result = run_ranks(4, [of_islands])[0]
             assert result.losses == pytest.approx(alone.losses, rel=1e-9), str(of_islands)
             assert difference(result.weights, alone.weights) <= 1e-9, str(of_islands)
             for ours, theirs in zip(result.metrics, alone.metrics, strict=True):
                 assert ours["test_accuracy"] == pytest.approx(theirs["test_accuracy"], abs=1e-12)
             if islands == SINGLE:
-                of_servers = replace(of_islands, strategy=of_islands.strategy.replace("island", "server"), servers=4, islands="")
+                of_servers = replace(
+                    of_islands,
+                    strategy=of_islands.strategy.replace("island", "server"),
+                    servers=4,
+                    islands="",
+                )
                 same = run_ranks(4, [of_servers])[0]
-                assert same.losses == result.losses and difference(same.weights, result.weights) == 0.0, str(of_islands)
+                assert (
+                    same.losses == result.losses and difference(same.weights, result.weights) == 0.0
+                ), str(of_islands)
 
 
-# -- batches and sampling, plainly -----------------------------------------------------------------------------------------
+# -- batches and sampling, plainly -----------------------------------------------------------------
 
 
 def granndis(case: Case, world: int) -> tuple[list[float], dict[str, Tensor], list[list[float]]]:
-    """Every step: the mean loss over the batch's targets, each with the rows and edges of the server that owns it. Losses of epochs
-    are over all training vertices; and the accuracies on validation and test of the weights that each epoch leaves."""
-    job = case.job(world)
-    strategy, plain, graph = case.settled(job), Plain(replace(case, servers=1)), job.graph
-    layout = strategy.layout(job)
+    """Every step: the mean loss over the batch's targets, each with the rows and edges of the
+    server that owns it. Losses of epochs are over all training vertices; and the accuracies on
+    validation and test of the weights that each epoch leaves."""
+    problem = case.problem(world)
+    strategy, plain, graph = case.settled(problem), Plain(replace(case, servers=1)), problem.graph
+    layout = strategy.layout(problem)
     server_of, n = np.asarray(layout.servers)[layout.owner], graph.stats.vertices
     operators = {}
-    assert sorted(set(layout.servers)) == list(range(2 if case.islands == CROSSED else world if case.islands else case.servers))
+    assert sorted(set(layout.servers)) == list(
+        range(2 if case.islands == CROSSED else world if case.islands else case.servers)
+    )
     for server in set(layout.servers):
         allowed = np.ones(n, dtype=bool)
         if strategy.sampled:
-            allowed = expand(graph, server_of == server, Expansion(strategy.max_hop, strategy.fanout, 3), server)
+            allowed = expand(
+                graph, server_of == server, Expansion(strategy.max_hop, strategy.fanout, 3), server
+            )
             assert (server_of == server).sum() < allowed.sum() < n
         among = torch.from_numpy(np.outer(allowed, allowed) | np.eye(n, dtype=bool))
         operators[server] = plain.operator * among
@@ -96,28 +153,41 @@ def granndis(case: Case, world: int) -> tuple[list[float], dict[str, Tensor], li
             operators[server] = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
             if plain.model != "sage":
                 looped = adjacency + torch.eye(n, dtype=torch.float64)
-                operators[server] = looped / (looped.sum(1)[:, None] * looped.sum(0)[None, :]).sqrt()
-    batch_of = np.where(graph.train, 0, -1) if strategy.batches == 1 else layout.drawn(graph.train, strategy.batches, 3)
+                operators[server] = (
+                    looped / (looped.sum(1)[:, None] * looped.sum(0)[None, :]).sqrt()
+                )
+    batch_of = (
+        np.where(graph.train, 0, -1)
+        if strategy.batches == 1
+        else layout.drawn(graph.train, strategy.batches, 3)
+    )
     y, losses, scores = torch.from_numpy(np.array(graph.y)), [], []
 
     def logits_of(step: int | None) -> Tensor:
         out = torch.zeros(n, graph.stats.classes, dtype=torch.float64)
         for server, operator in operators.items():
             plain.operator = operator
-            out = torch.where(torch.from_numpy(server_of == server)[:, None], plain.forward(step)[0], out)
+            out = torch.where(
+                torch.from_numpy(server_of == server)[:, None], plain.forward(step)[0], out
+            )
         return out
 
     for epoch in range(case.epochs):
         total = 0.0
         for step in range(epoch * strategy.batches, (epoch + 1) * strategy.batches):
-            targets = torch.from_numpy(batch_of == strategy.turn(job, step))
+            targets = torch.from_numpy(batch_of == strategy.turn(problem, step))
             loss = F.cross_entropy(logits_of(step)[targets], y[targets])
             total += loss.item() * int(targets.sum()) / graph.stats.train_vertices
             plain.descend(loss)
         losses.append(total)
         with torch.no_grad():
             right = logits_of(None).argmax(1) == y
-        scores.append([right[torch.from_numpy(np.array(mask))].double().mean().item() for mask in (graph.val, graph.test)])
+        scores.append(
+            [
+                right[torch.from_numpy(np.array(mask))].double().mean().item()
+                for mask in (graph.val, graph.test)
+            ]
+        )
     return losses, plain.w, scores
 
 
@@ -126,56 +196,120 @@ def assert_plain(case: Case, result: Result, tolerance: float = 1e-9) -> None:
     assert result.losses == pytest.approx(losses, rel=tolerance), str(case)
     assert difference(result.weights, weights) <= tolerance, str(case)
     for row, (val, test) in zip(result.metrics, scores, strict=True):
-        assert (row["val_accuracy"], row["test_accuracy"]) == (pytest.approx(val, abs=1e-12), pytest.approx(test, abs=1e-12)), str(case)
+        assert (row["val_accuracy"], row["test_accuracy"]) == (
+            pytest.approx(val, abs=1e-12),
+            pytest.approx(test, abs=1e-12),
+        ), str(case)
 
 
-@pytest.mark.parametrize(("world", "servers"), [*WORLDS, (2, 1)])
-def test_batches_are_mini_batches_with_whole_neighbourhoods(run_ranks: Ranks, skewed: str, world: int, servers: int) -> None:
-    cases = [Case(f"granndis(batches={batches}{more})", skewed, workload(model, **how), servers, epochs=3, eval_every=1)
-             for batches, model, more, how in ((2, "gcn", "", {}), (3, "sage", ",narrow=True", {"dropout": 0.0}),
-                                               (4, "gcnii", "", {"optimizer": "sgd"}), (3, "gcn", "", {"layers": 1, "dropout": 0.0}),
-                                               (2, "gat", "", {"heads": 2}), (2, "resgcn", "", {}))]  # fmt: skip
-    for case, result in zip(cases, run_ranks(world, cases), strict=True):
-        assert_plain(case, result)
-        whole = run_ranks.alone(replace(case, strategy="graph_parallel"))
-        assert difference(result.weights, whole.weights) > 1e-3  # another training, so the comparison has teeth
+def assert_plain_and_another(run_ranks: Ranks, world: int, case: Case) -> None:
+    """As written plainly; and not the training on the whole graph, so the comparison has teeth."""
+    (result,) = run_ranks(world, [case])
+    assert_plain(case, result)
+    whole = run_ranks.alone(replace(case, strategy="graph_parallel"))
+    assert difference(result.weights, whole.weights) > 1e-3
 
 
-@pytest.mark.parametrize(("world", "servers"), [*WORLDS, (3, 3)])
-def test_sampling_trains_on_each_servers_own_graph(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int) -> None:
-    cases = [Case(f"granndis({knobs})", graphs["rough"], workload(model), servers, epochs=3, eval_every=1, directed=directed)
-             for knobs, model, directed in (("max_hop=1,fanout=1", "gcn", False), ("max_hop=1,fanout=2,degrees='local'", "gcn", True),
-                                            ("max_hop=2,fanout=1,degrees='local'", "sage", False), ("max_hop=1,fanout=1", "sage", True),
-                                            ("max_hop=1,fanout=2,batches=3", "gcnii", False),
-                                            ("max_hop=1,fanout=2,batches=2,degrees='local'", "gcn", True))]  # fmt: skip
-    for case, result in zip(cases, run_ranks(world, cases), strict=True):
-        assert_plain(case, result)
-        whole = run_ranks.alone(replace(case, strategy="graph_parallel"))
-        assert difference(result.weights, whole.weights) > 1e-3
+BATCHES = (  # batches, model, more knobs, more of the workload
+    (2, "gcn", "", {}),
+    (3, "sage", ",narrow=True", {"dropout": 0.0}),
+    (4, "gcnii", "", {"optimizer": "sgd"}),
+    (3, "gcn", "", {"layers": 1, "dropout": 0.0}),
+    (2, "gat", "", {"heads": 2}),
+    (2, "resgcn", "", {}),
+)
+
+
+@pytest.mark.parametrize(
+    ("world", "servers", "number"),
+    covered([(*world, n) for world in (*WORLDS, (2, 1)) for n in range(len(BATCHES))], apart),
+)
+def test_batches_are_mini_batches_with_whole_neighbourhoods(
+    run_ranks: Ranks, skewed: str, world: int, servers: int, number: int
+) -> None:
+    batches, model, more, how = BATCHES[number]
+    text = f"granndis(batches={batches}{more})"
+    case = Case(text, skewed, workload(model, **how), servers, epochs=3, eval_every=1)
+    assert_plain_and_another(run_ranks, world, case)
+
+
+SAMPLED = (  # knobs, model, directed
+    ("max_hop=1,fanout=1", "gcn", False),
+    ("max_hop=1,fanout=2,degrees='local'", "gcn", True),
+    ("max_hop=2,fanout=1,degrees='local'", "sage", False),
+    ("max_hop=1,fanout=1", "sage", True),
+    ("max_hop=1,fanout=2,batches=3", "gcnii", False),
+    ("max_hop=1,fanout=2,batches=2,degrees='local'", "gcn", True),
+)
+
+
+@pytest.mark.parametrize(
+    ("world", "servers", "number"),
+    covered([(*world, n) for world in (*WORLDS, (3, 3)) for n in range(len(SAMPLED))], apart),
+)
+def test_sampling_trains_on_each_servers_own_graph(
+    run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, number: int
+) -> None:
+    knobs, model, directed = SAMPLED[number]
+    case = Case(
+        f"granndis({knobs})",
+        graphs["rough"],
+        workload(model),
+        servers,
+        epochs=3,
+        eval_every=1,
+        directed=directed,
+    )
+    assert_plain_and_another(run_ranks, world, case)
 
 
 @pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, SINGLE)])
-def test_islands_sample_and_batch_as_servers_do(run_ranks: Ranks, graphs: dict[str, str], servers: int, islands: str) -> None:
-    cases = [Case(f"granndis({knobs},group='island')", graphs["rough"], workload(model), servers, epochs=3, eval_every=1, islands=islands)
-             for knobs, model in (("max_hop=1,fanout=1", "gcn"), ("max_hop=1,fanout=2,degrees='local'", "sage"), ("batches=3", "sage"),
-                                  ("max_hop=1,fanout=2,batches=2", "gcnii"))]  # fmt: skip
-    for case, result in zip(cases, run_ranks(4, cases), strict=True):
-        assert_plain(case, result)
-        whole = run_ranks.alone(replace(case, strategy="graph_parallel"))
-        assert difference(result.weights, whole.weights) > 1e-3
+def test_islands_sample_and_batch_as_servers_do(
+    run_ranks: Ranks, graphs: dict[str, str], servers: int, islands: str
+) -> None:
+    cases = [
+        Case(
+            f"granndis({knobs},group='island')",
+            graphs["rough"],
+            workload(model),
+            servers,
+            epochs=3,
+            eval_every=1,
+            islands=islands,
+        )
+        for knobs, model in (
+            ("max_hop=1,fanout=1", "gcn"),
+            ("max_hop=1,fanout=2,degrees='local'", "sage"),
+            ("batches=3", "sage"),
+            ("max_hop=1,fanout=2,batches=2", "gcnii"),
+        )
+    ]
+    for case in cases:
+        assert_plain_and_another(run_ranks, 4, case)
 
 
 def test_sampling_everything_is_full_preload(run_ranks: Ranks, graphs: dict[str, str]) -> None:
-    """max_hop = layers and a fanout no degree exceeds: the same to the last bit, and so is R = 1."""
+    """max_hop = layers and a fanout no degree exceeds: the same to the last bit, and so is R =
+    1."""
     for model in MODELS:
         case = Case("granndis", graphs["rough"], workload(model), 2, epochs=3)
-        cases = [replace(case, strategy=f"granndis({knobs})") for knobs in ("max_hop=3,fanout=60", "batches=1", "batches=None")]
+        cases = [
+            replace(case, strategy=f"granndis({knobs})")
+            for knobs in ("max_hop=3,fanout=60", "batches=1", "batches=None")
+        ]
         full, *same = run_ranks(4, [case, *cases])
         for result in same:
-            assert result.losses == full.losses and difference(result.weights, full.weights) == 0.0, str(result.case)
+            assert (
+                result.losses == full.losses and difference(result.weights, full.weights) == 0.0
+            ), str(result.case)
 
 
-def test_a_graph_with_a_server_that_has_nothing_to_evaluate(run_ranks: Ranks, graphs: dict[str, str]) -> None:
-    """islands trains and validates on one component and tests on the other: one server has no target to train on."""
-    case = Case("granndis(max_hop=1)", graphs["islands"], workload("sage"), 2, epochs=2, eval_every=1)
+def test_a_graph_with_a_server_that_has_nothing_to_evaluate(
+    run_ranks: Ranks, graphs: dict[str, str]
+) -> None:
+    """islands trains and validates on one component and tests on the other: one server has no
+    target to train on."""
+    case = Case(
+        "granndis(max_hop=1)", graphs["islands"], workload("sage"), 2, epochs=2, eval_every=1
+    )
     assert all(row["test_accuracy"] is not None for row in run_ranks(2, [case])[0].metrics)

@@ -1,4 +1,5 @@
-"""Every operation against the plain one: dense products, DGL, autograd by differences, F.linear, exact hash values."""
+"""Every operation against the plain one: dense products, DGL, autograd by differences, F.linear,
+exact hash values."""
 
 import os
 import warnings
@@ -10,8 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from gnnplan.executor import kernels
-from gnnplan.executor.kernels import Block, SparseRows, aggregate, attend, dropout, dropout_mask, linear, linear_sum, softmax_aggregate
+from gnnplan.executor.layers.kernels import (
+    Block,
+    SparseRows,
+    aggregate,
+    attend,
+    dropout,
+    dropout_mask,
+    keep_allocator,
+    linear,
+    linear_sum,
+    matmul,
+    softmax_aggregate,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,26 +37,43 @@ def random_block(n_dst: int, n_src: int, edges: int, seed: int = 0, weighted: bo
     random = np.random.default_rng(seed)
     rows = np.sort(random.integers(0, max(n_dst, 1), edges))
     indptr = np.searchsorted(rows, np.arange(n_dst + 1))
-    return Block(indptr, random.integers(0, max(n_src, 1), edges), n_src, random.random(edges) if weighted else None)
+    return Block(
+        indptr,
+        random.integers(0, max(n_src, 1), edges),
+        n_src,
+        random.random(edges) if weighted else None,
+    )
 
 
 def dense(block: Block) -> torch.Tensor:
     """[R, S] in float64."""
     matrix = torch.zeros(block.n_dst, block.n_src, dtype=torch.float64)
     rows = torch.arange(block.n_dst).repeat_interleave(block.indptr.diff().long())
-    weight = torch.ones(block.edges, dtype=torch.float64) if block.weight is None else block.weight.double()
+    weight = (
+        torch.ones(block.edges, dtype=torch.float64)
+        if block.weight is None
+        else block.weight.double()
+    )
     return matrix.index_put((rows, block.indices.long()), weight, accumulate=True)
 
 
 blocks = st.builds(
-    lambda n_dst, more, edges, seed, weighted: random_block(n_dst, n_dst + more, edges if n_dst else 0, seed, weighted),
-    st.integers(0, 9), st.integers(0, 5), st.integers(0, 40), st.integers(0, 99), st.booleans(),
-)  # fmt: skip
+    lambda n_dst, more, edges, seed, weighted: random_block(
+        n_dst, n_dst + more, edges if n_dst else 0, seed, weighted
+    ),
+    st.integers(0, 9),
+    st.integers(0, 5),
+    st.integers(0, 40),
+    st.integers(0, 99),
+    st.booleans(),
+)
 
 
 @given(blocks, st.integers(0, 7), st.sampled_from([torch.float32, torch.float64]))
 @settings(deadline=None)
-def test_aggregate_is_a_matrix_product_both_ways(block: Block, width: int, dtype: torch.dtype) -> None:
+def test_aggregate_is_a_matrix_product_both_ways(
+    block: Block, width: int, dtype: torch.dtype
+) -> None:
     block = block.to(dtype=dtype)
     x = torch.randn(block.n_src, width, dtype=dtype, requires_grad=True)
     out = aggregate(block, x)
@@ -56,7 +85,9 @@ def test_aggregate_is_a_matrix_product_both_ways(block: Block, width: int, dtype
 
 def test_aggregate_by_differences() -> None:
     block = random_block(5, 8, 17)
-    assert torch.autograd.gradcheck(lambda x: aggregate(block, x), torch.randn(8, 3, dtype=torch.float64, requires_grad=True))
+    assert torch.autograd.gradcheck(
+        lambda x: aggregate(block, x), torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    )
 
 
 def test_means_and_weights_share_a_structure() -> None:
@@ -71,12 +102,21 @@ def test_means_and_weights_share_a_structure() -> None:
     assert weighted.t_weight.tolist() == [100, 1, 10] and weighted.indices is block.indices
 
 
-@pytest.mark.parametrize(("indptr", "indices", "n_src", "weight"), [
-    ([0, 1], [3], 3, None), ([0, 1, 1, 1], [0], 2, None), ([0, 1], [0], 1, [1.0, 2.0]), ([0, 2], [0], 1, None), ([0, 1], [-1], 2, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("indptr", "indices", "n_src", "weight"),
+    [
+        ([0, 1], [3], 3, None),
+        ([0, 1, 1, 1], [0], 2, None),
+        ([0, 1], [0], 1, [1.0, 2.0]),
+        ([0, 2], [0], 1, None),
+        ([0, 1], [-1], 2, None),
+    ],
+)
 def test_a_block_refuses_what_would_read_foreign_memory(indptr, indices, n_src, weight) -> None:
     with pytest.raises(ValueError):
-        Block(np.array(indptr), np.array(indices), n_src, None if weight is None else np.array(weight))
+        Block(
+            np.array(indptr), np.array(indices), n_src, None if weight is None else np.array(weight)
+        )
     with pytest.raises(ValueError, match="source rows"):
         aggregate(Block(np.array([0, 1]), np.array([0]), 1), torch.ones(2, 1))
 
@@ -94,9 +134,20 @@ def test_aggregate_equals_dgl(dgl, weighted: bool) -> None:
     block = random_block(300, 400, 5000, weighted=weighted).to(dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DGL's own
-        graph = dgl.create_block(("csc", (block.indptr.long(), block.indices.long(), [])), num_src_nodes=400, num_dst_nodes=300)
-        x, y = (torch.randn(400, 33, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
-        theirs = dgl.ops.u_mul_e_sum(graph, x, block.weight[:, None]) if weighted else dgl.ops.copy_u_sum(graph, x)
+        graph = dgl.create_block(
+            ("csc", (block.indptr.long(), block.indices.long(), [])),
+            num_src_nodes=400,
+            num_dst_nodes=300,
+        )
+        x, y = (
+            torch.randn(400, 33, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            for _ in range(2)
+        )
+        theirs = (
+            dgl.ops.u_mul_e_sum(graph, x, block.weight[:, None])
+            if weighted
+            else dgl.ops.copy_u_sum(graph, x)
+        )
         theirs.square().sum().backward()
     ours = aggregate(block, y)
     ours.square().sum().backward()
@@ -114,10 +165,13 @@ def test_a_gpu_computes_the_same() -> None:
     torch.testing.assert_close(out.cpu(), aggregate(block, x))
     out.sum().backward()
     torch.testing.assert_close(y.grad.cpu(), (dense(block).sum(0)[:, None].expand(-1, 33)).float())
-    assert torch.equal(dropout_mask(1, 2, 3, vertices.cuda(), 33, 0.3).cpu(), dropout_mask(1, 2, 3, vertices, 33, 0.3))
+    assert torch.equal(
+        dropout_mask(1, 2, 3, vertices.cuda(), 33, 0.3).cpu(),
+        dropout_mask(1, 2, 3, vertices, 33, 0.3),
+    )
 
 
-# -- softmax and attention -----------------------------------------------------------------------------------------------
+# -- softmax and attention -------------------------------------------------------------------------
 
 
 def dense_softmax(block: Block, m: torch.Tensor) -> torch.Tensor:
@@ -127,7 +181,9 @@ def dense_softmax(block: Block, m: torch.Tensor) -> torch.Tensor:
     return (weight * m).sum(1) / weight.sum(1).where(count.sum(1) > 0, 1.0)
 
 
-def dense_attention(block: Block, z: torch.Tensor, of_source: torch.Tensor, of_reader: torch.Tensor) -> torch.Tensor:
+def dense_attention(
+    block: Block, z: torch.Tensor, of_source: torch.Tensor, of_reader: torch.Tensor
+) -> torch.Tensor:
     count = dense(block)
     weight = count * F.leaky_relu(of_reader[:, None] + of_source[None, :], 0.2).exp()
     return (weight / weight.sum(1, keepdim=True).where(count.sum(1, keepdim=True) > 0, 1.0)) @ z
@@ -137,15 +193,32 @@ def dense_attention(block: Block, z: torch.Tensor, of_source: torch.Tensor, of_r
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_softmax_and_attention_are_dense_ones(edges: int, dtype: torch.dtype) -> None:
     """Values and all gradients, with rows without edges and edges that occur twice."""
-    block, close = random_block(30, 40, edges, weighted=False), {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
+    block, close = (
+        random_block(30, 40, edges, weighted=False),
+        ({"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}),
+    )
     messages = torch.randn(40, 9, dtype=dtype).abs() * 3
-    inputs = torch.randn(40, 9, dtype=dtype), torch.randn(40, dtype=dtype), torch.randn(30, dtype=dtype)
-    for ours, theirs, leaves in ((softmax_aggregate, dense_softmax, (messages,)), (attend, dense_attention, inputs)):
-        a, b = ([leaf.clone().to(kind).requires_grad_() for leaf in leaves] for kind in (dtype, torch.float64))
+    inputs = (
+        torch.randn(40, 9, dtype=dtype),
+        torch.randn(40, dtype=dtype),
+        torch.randn(30, dtype=dtype),
+    )
+    for ours, theirs, leaves in (
+        (softmax_aggregate, dense_softmax, (messages,)),
+        (attend, dense_attention, inputs),
+    ):
+        a, b = (
+            [leaf.clone().to(kind).requires_grad_() for leaf in leaves]
+            for kind in (dtype, torch.float64)
+        )
         out, expected = ours(block, *a), theirs(block, *b)
         torch.testing.assert_close(out, expected.to(dtype), **close)
         gradient = torch.randn(30, 9, dtype=dtype)
-        for x, y in zip(torch.autograd.grad(out, a, gradient), torch.autograd.grad(expected, b, gradient.double()), strict=True):
+        for x, y in zip(
+            torch.autograd.grad(out, a, gradient),
+            torch.autograd.grad(expected, b, gradient.double()),
+            strict=True,
+        ):
             torch.testing.assert_close(x, y.to(dtype), **close)
 
 
@@ -153,25 +226,40 @@ def test_softmax_and_attention_are_dense_ones(edges: int, dtype: torch.dtype) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_softmax_and_attention_on_a_gpu(dtype: torch.dtype) -> None:
-    block, close = random_block(300, 400, 5000, weighted=False), {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
-    inputs = torch.randn(400, 32, dtype=dtype), torch.randn(400, dtype=dtype), torch.randn(300, dtype=dtype)
+    block, close = (
+        random_block(300, 400, 5000, weighted=False),
+        ({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}),
+    )
+    inputs = (
+        torch.randn(400, 32, dtype=dtype),
+        torch.randn(400, dtype=dtype),
+        torch.randn(300, dtype=dtype),
+    )
     for kernel, leaves in ((softmax_aggregate, inputs[:1]), (attend, inputs)):
-        a, b = ([leaf.detach().to(device).requires_grad_() for leaf in leaves] for device in ("cpu", "cuda"))
+        a, b = (
+            [leaf.detach().to(device).requires_grad_() for leaf in leaves]
+            for device in ("cpu", "cuda")
+        )
         outs = kernel(block, *a), kernel(block.to("cuda"), *b)
         torch.testing.assert_close(outs[1].cpu(), outs[0], **close)
-        gradients = [torch.autograd.grad(out, leaves, torch.ones_like(out)) for out, leaves in zip(outs, (a, b), strict=True)]
+        gradients = [
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+            for out, leaves in zip(outs, (a, b), strict=True)
+        ]
         for x, y in zip(*gradients, strict=True):
             torch.testing.assert_close(y.cpu(), x, **close)
 
 
 def test_softmax_and_attention_survive_large_numbers() -> None:
-    """A destination whose messages all lie far below the column's largest keeps its softmax; logits of thousands do not overflow;
-    messages further apart than float32's exponents stay finite."""
+    """A destination whose messages all lie far below the column's largest keeps its softmax; logits
+    of thousands do not overflow; messages further apart than float32's exponents stay finite."""
     block = Block(np.array([0, 2, 4]), np.array([0, 1, 2, 3]), 4)
     m = torch.tensor([[100.0], [99.0], [1.0], [0.0]], requires_grad=True)
     out = softmax_aggregate(block, m)
     torch.testing.assert_close(out, dense_softmax(block, m.double()).float())
-    torch.testing.assert_close(*(torch.autograd.grad(o.sum(), m)[0] for o in (out, dense_softmax(block, m.double()))))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(o.sum(), m)[0] for o in (out, dense_softmax(block, m.double())))
+    )
     far = torch.tensor([[1e6], [0.0], [1.0], [0.0]], requires_grad=True)
     out = softmax_aggregate(block, far)
     assert out.isfinite().all() and out[0] == 1e6 and 0 <= out[1] <= 1
@@ -180,20 +268,34 @@ def test_softmax_and_attention_survive_large_numbers() -> None:
     assert attend(block, z, logits, torch.zeros(2)).tolist() == [[1, 0, 0, 0], [0, 0, 0.5, 0.5]]
 
 
-# -- linear --------------------------------------------------------------------------------------------------------------
+# -- linear ----------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from([0, 1, 3, 999]), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans())
+@given(
+    st.sampled_from([0, 1, 3, 999]),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.booleans(),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=40)
 def test_linear_equals_torch(rows: int, h_in: int, h_out: int, with_bias: bool, relu: bool) -> None:
-    x, weight = torch.randn(rows, h_in, requires_grad=True), torch.randn(h_out, h_in, requires_grad=True)
+    x, weight = (
+        torch.randn(rows, h_in, requires_grad=True),
+        torch.randn(h_out, h_in, requires_grad=True),
+    )
     bias = torch.randn(h_out, requires_grad=True) if with_bias else None
     inputs = [t for t in (x, weight, bias) if t is not None]
     ours, theirs = linear(x, weight, bias, relu), F.linear(x, weight, bias)
     theirs = theirs.relu() if relu else theirs
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    grad = torch.randn(h_out) * (theirs.detach().abs() > 1e-4)  # not at the kink, where rounding decides; rows = 0 broadcasts
-    for a, b in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
+    # not at the kink, where rounding decides; rows = 0 broadcasts
+    grad = torch.randn(h_out) * (theirs.detach().abs() > 1e-4)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, grad),
+        torch.autograd.grad(theirs, inputs, grad),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-4)
 
 
@@ -206,7 +308,8 @@ def test_sums_of_linear_layers_by_blocks_of_rows(rows: int, relu: bool) -> None:
     theirs = [t.detach().double().requires_grad_() for t in ours]
     outs = [linear_sum([(x, w), (y, v)], bias, relu) for x, w, y, v, bias in (ours, theirs)]
     torch.testing.assert_close(outs[0], outs[1].float(), atol=1e-4, rtol=1e-4)
-    grad = torch.randn(rows, 300) * (outs[1].detach().abs() > 1e-3)  # not at the kink, where rounding decides
+    # not at the kink, where rounding decides
+    grad = torch.randn(rows, 300) * (outs[1].detach().abs() > 1e-3)
     for out in outs:
         out.backward(grad.to(out.dtype))
     for a, b in zip(ours, theirs, strict=True):
@@ -216,7 +319,7 @@ def test_sums_of_linear_layers_by_blocks_of_rows(rows: int, relu: bool) -> None:
 def test_linear_without_onednn_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = torch.randn(50, 7), torch.randn(5, 7), torch.randn(5)
     ours = linear(x, weight, bias, relu=True)
-    monkeypatch.setattr(kernels, "has_onednn", lambda: False)
+    monkeypatch.setattr(matmul, "has_onednn", lambda: False)
     torch.testing.assert_close(linear(x, weight, bias, relu=True), ours)
 
 
@@ -224,41 +327,55 @@ def test_the_probe_survives_a_torch_without_the_operation(monkeypatch: pytest.Mo
     def gone(*_: object) -> None:
         raise AttributeError("no such operation")
 
-    monkeypatch.setattr(kernels, "_product", gone)
-    assert kernels.has_onednn.__wrapped__() is False
+    monkeypatch.setattr(matmul, "_product", gone)
+    assert matmul.has_onednn.__wrapped__() is False
 
 
 def test_linear_in_float64_by_differences_and_only_needed_gradients() -> None:
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (5, 3), (5,))]
+    inputs = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((4, 3), (5, 3), (5,))
+    ]
     assert torch.autograd.gradcheck(lambda *t: linear(*t, relu=True), inputs)
     constant, weight = torch.randn(4, 3), torch.randn(5, 3, requires_grad=True)
     linear(constant, weight).sum().backward()
     assert constant.grad is None and weight.grad is not None
 
 
-# -- sparse rows ---------------------------------------------------------------------------------------------------------
+# -- sparse rows -----------------------------------------------------------------------------------
 
 
 def sparse_rows(x: torch.Tensor) -> SparseRows:
     rows, columns = x.nonzero().unbind(1)
-    return SparseRows.of(torch.bincount(rows, minlength=len(x)), columns, x[rows, columns], x.shape[1])
+    return SparseRows.of(
+        torch.bincount(rows, minlength=len(x)), columns, x[rows, columns], x.shape[1]
+    )
 
 
 def dense_rows(x: SparseRows) -> torch.Tensor:
     rows = torch.arange(x.shape[0]).repeat_interleave(x.lengths)
-    return torch.zeros(x.shape, dtype=x.values.dtype).index_put((rows, x.pattern.columns.long()), x.values, accumulate=True)
+    return torch.zeros(x.shape, dtype=x.values.dtype).index_put(
+        (rows, x.pattern.columns.long()), x.values, accumulate=True
+    )
 
 
 thin = st.builds(
     lambda rows, width, density, seed: torch.from_numpy(
-        np.random.default_rng(seed).standard_normal((rows, width)) * (np.random.default_rng(seed + 1).random((rows, width)) < density)),
-    st.integers(0, 12), st.integers(1, 30), st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 2**31),
-)  # fmt: skip
+        np.random.default_rng(seed).standard_normal((rows, width))
+        * (np.random.default_rng(seed + 1).random((rows, width)) < density)
+    ),
+    st.integers(0, 12),
+    st.integers(1, 30),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.integers(0, 2**31),
+)
 
 
 @settings(deadline=None)
 @given(thin, st.integers(1, 9), st.booleans(), st.booleans())
-def test_linear_of_sparse_rows_equals_that_of_dense_ones(x: torch.Tensor, h_out: int, with_bias: bool, relu: bool) -> None:
+def test_linear_of_sparse_rows_equals_that_of_dense_ones(
+    x: torch.Tensor, h_out: int, with_bias: bool, relu: bool
+) -> None:
     weight = torch.randn(h_out, x.shape[1], dtype=x.dtype, requires_grad=True)
     bias = torch.randn(h_out, dtype=x.dtype, requires_grad=True) if with_bias else None
     inputs = [t for t in (weight, bias) if t is not None]
@@ -266,23 +383,45 @@ def test_linear_of_sparse_rows_equals_that_of_dense_ones(x: torch.Tensor, h_out:
     theirs = theirs.relu() if relu else theirs
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
     grad = torch.randn_like(theirs)
-    for a, b in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, grad),
+        torch.autograd.grad(theirs, inputs, grad),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
 @settings(deadline=None)
 @given(thin, st.data())
-def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x: torch.Tensor, data: st.DataObject) -> None:
+def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(
+    x: torch.Tensor, data: st.DataObject
+) -> None:
     ours, rows = sparse_rows(x), st.integers(0, len(x))
     start, stop = sorted(data.draw(st.tuples(rows, rows)))
-    chosen = torch.tensor(data.draw(st.lists(st.integers(0, max(len(x) - 1, 0)), max_size=20 if len(x) else 0)), dtype=torch.int64)
+    chosen = torch.tensor(
+        data.draw(st.lists(st.integers(0, max(len(x) - 1, 0)), max_size=20 if len(x) else 0)),
+        dtype=torch.int64,
+    )
     cut, picked = ours[start:stop], ours.index_select(0, chosen)
-    for sparse, plain in ((ours, x), (cut, x[start:stop]), (picked, x[chosen]), (ours[:], x), (ours.to("cpu"), x),
-                          (SparseRows.cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]]))):  # fmt: skip
-        assert sparse.shape == tuple(plain.shape) and sparse.nbytes == 2 * 8 * int((plain != 0).sum())
+    for sparse, plain in (
+        (ours, x),
+        (cut, x[start:stop]),
+        (picked, x[chosen]),
+        (ours[:], x),
+        (ours.to("cpu"), x),
+        (SparseRows.cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]])),
+    ):
+        assert sparse.shape == tuple(plain.shape) and sparse.nbytes == 2 * 8 * int(
+            (plain != 0).sum()
+        )
         assert torch.equal(dense_rows(sparse), plain)
         indptr, where, order = sparse.pattern.transposed
-        assert torch.equal(dense_rows(SparseRows.of(indptr.diff(), where, sparse.values[order.long()], len(plain))), plain.t())
+        assert torch.equal(
+            dense_rows(
+                SparseRows.of(indptr.diff(), where, sparse.values[order.long()], len(plain))
+            ),
+            plain.t(),
+        )
 
 
 def test_a_cut_is_sorted_once() -> None:
@@ -294,7 +433,9 @@ def test_a_cut_is_sorted_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0 - 1e-6])
-def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(p: float, dtype: torch.dtype) -> None:
+def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(
+    p: float, dtype: torch.dtype
+) -> None:
     """More numbers than are hashed at once."""
     x = torch.randn(700, 131, dtype=dtype)
     x[torch.rand(x.shape) < 0.1] = 0.0
@@ -306,16 +447,22 @@ def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(p: float, dtyp
     assert len(ours.values) == 0 and dropout(ours, 1, 2, 3, vertices[:0], 0.0) is ours
 
 
-# -- dropout -------------------------------------------------------------------------------------------------------------
+# -- dropout ---------------------------------------------------------------------------------------
 
 
 def test_masks_are_fixed_for_ever() -> None:
     """Plans and papers compare losses between versions: the hash may never change."""
     mask = dropout_mask(0, 0, 0, torch.tensor([0, 1, 10**12]), 10, 0.5)
-    assert ["".join("01"[b] for b in row) for row in mask.tolist()] == ["0110000001", "0101000000", "1010110111"]
+    assert ["".join("01"[b] for b in row) for row in mask.tolist()] == [
+        "0110000001",
+        "0101000000",
+        "1010110111",
+    ]
 
 
-def reference_mask(seed: int, epoch: int, layer: int, vertex: int, width: int, p: float) -> list[bool]:
+def reference_mask(
+    seed: int, epoch: int, layer: int, vertex: int, width: int, p: float
+) -> list[bool]:
     """The same with Python's whole numbers: the definition."""
     wrap, golden = 2**64 - 1, 0x9E3779B97F4A7C15
 
@@ -333,32 +480,57 @@ def reference_mask(seed: int, epoch: int, layer: int, vertex: int, width: int, p
     return [(w ^ 0x8000) >= round(p * 2**16) for w in words]
 
 
-@given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(0, 1000), st.integers(0, 2**40), st.integers(1, 9), st.floats(0.0, 0.999))
+@given(
+    st.integers(0, 2**31),
+    st.integers(0, 10**6),
+    st.integers(0, 1000),
+    st.integers(0, 2**40),
+    st.integers(1, 9),
+    st.floats(0.0, 0.999),
+)
 @settings(deadline=None)
-def test_masks_are_splitmix64(seed: int, epoch: int, layer: int, vertex: int, width: int, p: float) -> None:
-    assert dropout_mask(seed, epoch, layer, torch.tensor([vertex]), width, p)[0].tolist() == reference_mask(
-        seed, epoch, layer, vertex, width, p)  # fmt: skip
+def test_masks_are_splitmix64(
+    seed: int, epoch: int, layer: int, vertex: int, width: int, p: float
+) -> None:
+    assert dropout_mask(seed, epoch, layer, torch.tensor([vertex]), width, p)[
+        0
+    ].tolist() == reference_mask(seed, epoch, layer, vertex, width, p)
 
 
 @given(st.permutations(range(12)), st.integers(0, 12))
 @settings(deadline=None)
 def test_masks_do_not_depend_on_which_rows_or_in_what_order(order: list[int], some: int) -> None:
-    full, rows = dropout_mask(1, 2, 3, torch.arange(12), 6, 0.4), torch.tensor(order[:some], dtype=torch.int64)
+    full, rows = (
+        dropout_mask(1, 2, 3, torch.arange(12), 6, 0.4),
+        torch.tensor(order[:some], dtype=torch.int64),
+    )
     assert torch.equal(dropout_mask(1, 2, 3, rows, 6, 0.4), full[rows])
     many = torch.arange(5000)  # several blocks of rows
-    assert torch.equal(dropout_mask(1, 2, 3, many, 200, 0.4)[4321], dropout_mask(1, 2, 3, many[4321:4322], 200, 0.4)[0])
+    assert torch.equal(
+        dropout_mask(1, 2, 3, many, 200, 0.4)[4321],
+        dropout_mask(1, 2, 3, many[4321:4322], 200, 0.4)[0],
+    )
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_masks_look_random(p: float) -> None:
-    """Within three to five sigma: the rate, per column too, and the agreement of neighbours in every direction."""
+    """Within three to five sigma: the rate, per column too, and the agreement of neighbours in
+    every direction."""
     rows, width = 4000, 64
     mask = dropout_mask(7, 3, 1, torch.arange(rows), width, p).double() - (1 - p)
     sigma = (p * (1 - p)) ** 0.5
     assert abs(mask.mean()) < 3 * sigma / (rows * width) ** 0.5
     assert mask.mean(0).abs().max() < 5 * sigma / rows**0.5
-    others = [dropout_mask(*key, torch.arange(rows), width, p).double() - (1 - p) for key in ((7, 4, 1), (7, 3, 2), (8, 3, 1), (3, 7, 1))]
-    pairs = [(mask[1:], mask[:-1]), (mask[:, 1:], mask[:, :-1]), (mask[:, 4:], mask[:, :-4]), *((mask, other) for other in others)]
+    others = [
+        dropout_mask(*key, torch.arange(rows), width, p).double() - (1 - p)
+        for key in ((7, 4, 1), (7, 3, 2), (8, 3, 1), (3, 7, 1))
+    ]
+    pairs = [
+        (mask[1:], mask[:-1]),
+        (mask[:, 1:], mask[:, :-1]),
+        (mask[:, 4:], mask[:, :-4]),
+        *((mask, other) for other in others),
+    ]
     for a, b in pairs:
         assert abs((a * b).mean()) < 4 * sigma**2 / a.numel() ** 0.5
 
@@ -375,15 +547,17 @@ def test_dropout_scales_and_passes_the_same_gradient() -> None:
 
 
 def test_the_allocator_answers() -> None:
-    assert kernels.keep_allocator() in (True, False)
+    assert keep_allocator() in (True, False)
 
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("rows", [1, 127, 128, 1000, 2500, 4093])
-def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(monkeypatch: pytest.MonkeyPatch, rows: int, relu: bool) -> None:
-    """A mini-batch has another number of rows at every step, and oneDNN kept 0.6 MB of code for each: 212 MB after three epochs
-    where 129 were needed."""
-    if not kernels.has_onednn():
+def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(
+    monkeypatch: pytest.MonkeyPatch, rows: int, relu: bool
+) -> None:
+    """A mini-batch has another number of rows at every step, and oneDNN kept 0.6 MB of code for
+    each: 212 MB after three epochs where 129 were needed."""
+    if not matmul.has_onednn():
         pytest.skip("this torch has no oneDNN product")
     generator = torch.Generator().manual_seed(rows)
     a, b = (torch.randn(rows, 300, generator=generator, requires_grad=True) for _ in range(2))
@@ -391,13 +565,19 @@ def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(monkeypatch: pytes
     bias = torch.randn(260, generator=generator, requires_grad=True)
     sizes: set[tuple[int, ...]] = set()
     made = torch.ops.mkldnn._linear_pointwise
-    monkeypatch.setattr(kernels.torch.ops.mkldnn, "_linear_pointwise", lambda x, *more: (sizes.add(tuple(x.shape)), made(x, *more))[1])
+    monkeypatch.setattr(
+        torch.ops.mkldnn,
+        "_linear_pointwise",
+        lambda x, *more: (sizes.add(tuple(x.shape)), made(x, *more))[1],
+    )
     found = []
     for vary in (False, True):
-        monkeypatch.setattr(kernels.Shapes, "vary", vary)
+        monkeypatch.setattr(matmul.Shapes, "vary", vary)
         sizes.clear()
-        out = kernels.linear_sum([(a, v), (b, w)], bias, relu)
+        out = linear_sum([(a, v), (b, w)], bias, relu)
         found.append((out, *torch.autograd.grad(out.square().sum(), (a, b, v, w, bias))))
     for plain, pieces in zip(*found, strict=True):
-        torch.testing.assert_close(plain, pieces, rtol=1e-4, atol=1e-3 * float(plain.detach().abs().max()))
+        torch.testing.assert_close(
+            plain, pieces, rtol=1e-4, atol=1e-3 * float(plain.detach().abs().max())
+        )
     assert {shape[0] for shape in sizes if shape[1] == 300} <= {1000, 128, 256, 512}

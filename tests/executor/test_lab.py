@@ -1,4 +1,5 @@
-"""The emulated cluster: servers that reach each other, no faster than their cards, and vanish with the process that made them."""
+"""The emulated cluster: servers that reach each other, no faster than their cards, and vanish with
+the process that made them."""
 
 import contextlib
 import json
@@ -12,13 +13,14 @@ import uuid
 from pathlib import Path
 
 import pytest
+from ranks import Case, Ranks, Result
 
 from gnnplan.cli import app
-from gnnplan.executor import lab
-from gnnplan.executor.blame import blame
-from gnnplan.executor.checkpoint import latest, stored
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.plan import question, read
+from gnnplan.executor.launch import emulation as lab
+from gnnplan.executor.launch.blame import blame
+from gnnplan.executor.ranks.checkpoint import latest, stored
+from gnnplan.planner.decision.plan import question, read
+from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
 
@@ -31,7 +33,7 @@ def _here() -> str:
     return ""
 
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 needs_namespaces = pytest.mark.skipif(bool(_here()), reason=_here())
 TALK = """
 import os, socket, sys, time
@@ -70,7 +72,10 @@ def gone(mark: str) -> bool:
 def plan(folder: Path, servers: int, each: int, *more: str) -> Path:
     path = folder / "plan.json"
     shape = ["--set", f"servers={servers}", "--set", f"gpus_per_server={each}"]
-    app(["plan", "--graph", GRAPH, *shape, "--hidden", "8", "-o", str(path), *more], standalone_mode=False)
+    app(
+        ["plan", "--graph", GRAPH, *shape, "--hidden", "8", "-o", str(path), *more],
+        standalone_mode=False,
+    )
     return path
 
 
@@ -79,7 +84,9 @@ def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
     rate, nbytes = 5e6, 4_000_000
 
     def seconds(places: list[int]) -> float:
-        ranks = lab.start(servers, places, [sys.executable, "-c", TALK, str(nbytes)], stdout=subprocess.PIPE)
+        ranks = lab.start(
+            servers, places, [sys.executable, "-c", TALK, str(nbytes)], stdout=subprocess.PIPE
+        )
         took, _ = (rank.communicate(timeout=60)[0] for rank in ranks)
         assert not lab.wait(ranks, 10)
         return float(took)
@@ -91,29 +98,65 @@ def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
     assert inside < across / 3  # of 0.8 s: loopback takes milliseconds
 
 
-@needs_namespaces
-def test_training_across_emulated_servers_is_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = plan(tmp_path, 2, 2, "--strategy", "graph_parallel")
-    for out, more in (("lab", ["--emulate", "100Mbit/s"]), ("plain", [])):
-        app(["run", str(path), "--epochs", "3", "--out", str(tmp_path / out), *more], standalone_mode=False)
-    told = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()] for out in ("lab", "plain")]
-    assert [row["loss"] for row in told[0]] == [row["loss"] for row in told[1]]
-    assert [row["bytes"] for row in told[0]] == [row["bytes"] for row in told[1]]
-    app(["validate", str(tmp_path / "lab")], standalone_mode=False)
+def unbroken(plan: Path, epochs: int, run_ranks: Ranks) -> Result:
+    """The plan's training by ranks of no servers in particular."""
+    problem = question(read(plan))
+    how = problem.workload.model_dump()
+    case = Case("graph_parallel", GRAPH, how, problem.cluster.servers, epochs)
+    return run_ranks(problem.ranks, [case])[0]
 
 
 @needs_namespaces
-@pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_training_across_emulated_servers_is_training(tmp_path: Path, run_ranks: Ranks):
+    path, out = plan(tmp_path, 2, 2, "--strategy", "graph_parallel"), tmp_path / "lab"
+    app(
+        ["run", str(path), "--epochs", "3", "--out", str(out), "--emulate", "100Mbit/s"],
+        standalone_mode=False,
+    )
+    told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    plain = unbroken(path, 3, run_ranks).metrics
+    assert [row["loss"] for row in told] == [row["loss"] for row in plain]
+    assert [row["bytes"] for row in told] == [row["bytes"] for row in plain]
+    app(["validate", str(out)], standalone_mode=False)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "signalled",
+    [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)],
+)
 def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Signals):
     mark = f"MARK-{uuid.uuid4().hex}"
-    command = [sys.executable, "-m", "gnnplan", "run", str(plan(tmp_path, 2, 1)), "--epochs", "1000000", "--emulate", "unshaped", "--out",
-               str(tmp_path / "out")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "gnnplan",
+        "run",
+        str(plan(tmp_path, 2, 1)),
+        "--epochs",
+        "1000000",
+        "--emulate",
+        "unshaped",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     with open(tmp_path / "said", "w") as said:
-        process = subprocess.Popen(command, env=os.environ | {"MARK": mark}, stdout=said, stderr=said, start_new_session=True,
-                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a job in the background ignores it
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"MARK": mark},
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            # a job in the background ignores it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     try:
         limit = time.monotonic() + 120
-        while not (tmp_path / "out" / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < limit:
+        while (
+            not (tmp_path / "out" / "metrics.jsonl").exists()
+            and process.poll() is None
+            and time.monotonic() < limit
+        ):
             time.sleep(0.1)
         assert process.poll() is None, (tmp_path / "said").read_text()
         assert len(alive(mark)) >= 6  # itself, two ranks, three namespaces
@@ -127,53 +170,82 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
 
 @needs_namespaces
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(tmp_path: Path):
+def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(
+    tmp_path: Path, run_ranks: Ranks
+):
     """And once it is back in its place, training goes on to what an unbroken one comes to."""
     out, path = tmp_path / "out", plan(tmp_path, 2, 1, "--strategy", "graph_parallel")
-    job = question(read(path))
+    problem = question(read(path))
 
     def command(**options: object) -> list[str]:
-        return [sys.executable, "-m", "gnnplan.executor", "launch", str(path), str(out), json.dumps({"checkpoint_every": 2, **options})]
+        return [
+            sys.executable,
+            "-m",
+            "gnnplan.executor",
+            "launch",
+            str(path),
+            str(out),
+            json.dumps({"checkpoint_every": 2, **options}),
+        ]
 
     with lab.lab(2) as servers:
-        ranks = lab.start(servers, [0, 1], command(epochs=1_000_000, timeout_s=4.0), stderr=subprocess.DEVNULL)
+        ranks = lab.start(
+            servers, [0, 1], command(epochs=1_000_000, timeout_s=4.0), stderr=subprocess.DEVNULL
+        )
         limit = time.monotonic() + 120
         while not (kept := latest(stored(out, range(2)).values())) and time.monotonic() < limit:
             time.sleep(0.1)
         assert kept
         servers[1].cut()
         failed = lab.wait(ranks, patience=10)
-    assert set(failed) == set(range(job.ranks))
+    assert set(failed) == set(range(problem.ranks))
     notes = [json.loads(note.read_text()) for note in out.glob("error.rank*.json")]
-    assert notes and all("did not answer" in note["message"] and note["doing"] for note in notes)
-    words = r"ranks do not reach each other: rank 0 \(server 0\) in \S+.*, rank 1 \(server 1\) in \S+.* waited 4 s\. None of them died"
-    error = blame(failed, out, job.servers, 4.0)
+    assert notes and all("did not answer" in note["message"] and note["activity"] for note in notes)
+    words = (
+        r"ranks do not reach each other: rank 0 \(server 0\) in \S+.*, rank 1 \(server 1\) in \S+.*"
+        r" waited 4 s\. None of them died"
+    )
+    error = blame(failed, out, problem.servers, 4.0)
     assert re.match(words, str(error)) and error.exit_code == 4, str(error)
     last = int(re.search(r"go on from epoch (\d+) with", str(error))[1])
     with lab.lab(2) as servers:
-        assert not lab.wait(lab.start(servers, [0, 1], command(epochs=last + 2, resume=True), stderr=subprocess.DEVNULL), patience=10)
-    app(["run", str(path), "--epochs", str(last + 2), "--out", str(tmp_path / "unbroken")], standalone_mode=False)
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (out, tmp_path / "unbroken")]
-    assert [(row["epoch"], row["loss"]) for row in rows[0]] == [(row["epoch"], row["loss"]) for row in rows[1]]
-    assert (out / "weights.safetensors").read_bytes() == (tmp_path / "unbroken" / "weights.safetensors").read_bytes()
+        assert not lab.wait(
+            lab.start(
+                servers, [0, 1], command(epochs=last + 2, resume=True), stderr=subprocess.DEVNULL
+            ),
+            patience=10,
+        )
+    whole = unbroken(path, last + 2, run_ranks)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["loss"]) for row in rows] == [
+        (row["epoch"], row["loss"]) for row in whole.metrics
+    ]
+    weights = "weights.safetensors"
+    assert (out / weights).read_bytes() == (whole.out / weights).read_bytes()
 
 
 @needs_namespaces
-def test_emulated_servers_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from gnnplan.executor.measure import measure
+@pytest.mark.usefixtures("sizes")
+def test_emulated_servers_are_measured_apart():
+    from gnnplan.executor.measure.measure import measure
 
-    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     said: list[str] = []
-    cluster = measure(1, said.append, servers=2, emulated=1e7, seconds=0.2)  # messages of 60 ms: other tests have the cores for ten
+    # messages of 27 ms: other tests have the cores for ten
+    cluster = measure(1, said.append, servers=2, emulated=1e7, seconds=0.09)
     assert (cluster.servers, cluster.gpus_per_server, cluster.one_machine) == (2, 1, True)
-    assert cluster.inter_node and cluster.inter_node.bandwidth < 1.3 * 1e7  # no faster than the card, but for a burst
+    # no faster than the card, but for a burst
+    assert cluster.inter_node and cluster.inter_node.bandwidth < 1.3 * 1e7
     assert cluster.inter_node.bandwidth > 2e6
-    assert set(cluster.collectives) == {f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")}
+    assert set(cluster.collectives) == {
+        f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")
+    }
     assert any("between servers" in what for what in said)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lab.shutil, "which", lambda tool: None if tool == "tc" else f"/usr/bin/{tool}")
+    monkeypatch.setattr(
+        lab.shutil, "which", lambda tool: None if tool == "tc" else f"/usr/bin/{tool}"
+    )
     with pytest.raises(SpecError, match="needs tc; apt-get install iproute2"):
         lab.check()
     monkeypatch.setattr(lab.shutil, "which", lambda tool: f"/usr/bin/{tool}")
@@ -182,7 +254,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
         lab.check()
     monkeypatch.setattr(lab.os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab.torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SpecError, match=r"ranks are on the processor: .* use CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(
+        SpecError, match=r"ranks are on the processor: .* use CUDA_VISIBLE_DEVICES="
+    ):
         lab.check()
     monkeypatch.setattr(lab.sys, "platform", "darwin")
     with pytest.raises(SpecError, match="needs Linux"):
@@ -190,7 +264,10 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
 
 
 @needs_namespaces
-@pytest.mark.parametrize(("servers", "rate", "said"), [(0, None, "1 to 200"), (201, None, "1 to 200"), (2, 10.0, "slowest that can be")])
+@pytest.mark.parametrize(
+    ("servers", "rate", "said"),
+    [(0, None, "1 to 200"), (201, None, "1 to 200"), (2, 10.0, "slowest that can be")],
+)
 def test_no_such_lab(servers: int, rate: float | None, said: str):
     with pytest.raises(SpecError, match=said), lab.lab(servers, rate):
         pass

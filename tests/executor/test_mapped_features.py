@@ -1,4 +1,5 @@
-"""Features that stay in their file: a folder of .npy trains to the same bit as the .npz, reading only the rows that it needs."""
+"""Features that stay in their file: a folder of .npy trains to the same bit as the .npz, reading
+only the rows that it needs."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from ranks import Case, Ranks
 
-from gnnplan.executor.data import features
-from gnnplan.executor.memory import resident
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.specs import Workload
+from gnnplan.executor.layers.blocks import features
+from gnnplan.executor.ranks.memory import resident
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -32,42 +34,72 @@ def folder(graphs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     return str(path)
 
 
-@pytest.mark.parametrize("strategies", [
-    ("data_parallel", "data_parallel(cache=960,shared_cache=True)", "p3"), ("gsplit", "graph_parallel")], ids=str)  # fmt: skip
-def test_mapped_features_train_to_the_same_bit(run_ranks: Ranks, graphs: dict[str, str], folder: str, strategies: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        ("data_parallel", "data_parallel(cache=960,shared_cache=True)", "p3"),
+        ("gsplit", "graph_parallel"),
+    ],
+    ids=str,
+)
+def test_mapped_features_train_to_the_same_bit(
+    run_ranks: Ranks, graphs: dict[str, str], folder: str, strategies: tuple[str, ...]
+) -> None:
     cases = []
     for strategy in strategies:
-        workload: dict[str, object] = {"model": "sage", "layers": 2, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3}
+        workload: dict[str, object] = {
+            "model": "sage",
+            "layers": 2,
+            "hidden": 8,
+            "dropout": 0.5,
+            "lr": 0.05,
+            "seed": 3,
+        }
         if strategy != "graph_parallel":
             workload |= {"mode": "mini", "batch": 6, "fanout": (3, 2)}
-        cases += [Case(strategy, graph, workload, eval_every=2) for graph in (graphs["rough"], folder)]
+        cases += [
+            Case(strategy, graph, workload, eval_every=2) for graph in (graphs["rough"], folder)
+        ]
     results = run_ranks(2, cases)
     for read, mapped in zip(results[::2], results[1::2], strict=True):
         assert mapped.losses == read.losses, str(mapped.case)
-        assert all(torch.equal(p, read.weights[name]) for name, p in mapped.weights.items()), str(mapped.case)
+        assert all(torch.equal(p, read.weights[name]) for name, p in mapped.weights.items()), str(
+            mapped.case
+        )
         assert mapped.metrics[-1]["test_accuracy"] == read.metrics[-1]["test_accuracy"]
 
 
+@pytest.mark.processes
 def test_only_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
-    """By what the process has resident: neither the first load, which looks at every number, nor the second keeps the features."""
+    """By what the process has resident: neither the first load, which looks at every number, nor
+    the second keeps the features."""
     random = np.random.default_rng(0)
     x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (VERTICES, WIDTH))
     for row in x:
         row[:] = random.standard_normal(WIDTH, dtype=np.float32)
-    for name, array in (("src", random.integers(0, VERTICES, 9_000)), ("dst", random.integers(0, VERTICES, 9_000)),
-                        ("y", random.integers(0, 4, VERTICES))):  # fmt: skip
+    for name, array in (
+        ("src", random.integers(0, VERTICES, 9_000)),
+        ("dst", random.integers(0, VERTICES, 9_000)),
+        ("y", random.integers(0, 4, VERTICES)),
+    ):
         np.save(tmp_path / f"{name}.npy", array)
     nbytes = x.nbytes
     del x
-    words = subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, text=True, stdout=subprocess.PIPE,
-                           env=os.environ | {"GNNPLAN_CACHE": str(tmp_path / "cache")}).stdout  # fmt: skip
+    words = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"GNNPLAN_CACHE": str(tmp_path / "cache")},
+    ).stdout
     first, second, rows = (int(word) for word in words.split())
     assert max(first, second, rows) < nbytes / 2
     assert rows >= 8 * WIDTH * 4
 
 
 def _tell(folder: str) -> None:
-    """Bytes that two loads and 8 rows, far apart, leave resident: a process of its own, whose other pages are known."""
+    """Bytes that two loads and 8 rows, far apart, leave resident: a process of its own, whose other
+    pages are known."""
     small = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
     assert isinstance(small, Graph)
     features(small, np.arange(8), Workload(), torch.device("cpu"))
@@ -76,7 +108,9 @@ def _tell(folder: str) -> None:
         graphs.append(load(folder))
         grown.append(resident())
     graph = graphs[-1]
-    assert isinstance(graph, Graph) and isinstance(graph.x, np.memmap) and not graph.x.flags.writeable
+    assert (
+        isinstance(graph, Graph) and isinstance(graph.x, np.memmap) and not graph.x.flags.writeable
+    )
     out = features(graph, np.arange(0, VERTICES, VERTICES // 8), Workload(), torch.device("cpu"))
     grown.append(resident())
     assert out.shape == (8, WIDTH)

@@ -1,4 +1,5 @@
-"""Measuring gives a usable cluster, says where each number comes from, and leaves nothing behind."""
+"""Measuring gives a usable cluster, says where each number comes from, and leaves nothing
+behind."""
 
 import itertools
 import math
@@ -11,15 +12,17 @@ from statistics import median
 
 import pytest
 
-from gnnplan.executor import measure as module
-from gnnplan.executor.measure import _aggregation, measure
-from gnnplan.executor.microbench import GRAPHS, TENSORS, WIDTHS, Bench
-from gnnplan.executor.rehearsal import PIECES, held_to
-from gnnplan.planner import scaled
-from gnnplan.planner.alphabeta import Shape, beside_cores, beyond, fit, shapes
-from gnnplan.planner.errors import LostRank, SpecError
-from gnnplan.planner.files import read_cluster
-from gnnplan.planner.specs import Cluster, Device, Link
+from gnnplan.executor.measure import measure as module
+from gnnplan.executor.measure.fitting import aggregation
+from gnnplan.executor.measure.measure import measure
+from gnnplan.executor.measure.microbench import GRAPHS, TENSORS, WIDTHS, Bench
+from gnnplan.executor.measure.rehearsal import PIECES, held_to
+from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.vocabulary.errors import LostRank, SpecError
+from gnnplan.planner.vocabulary.files import cache_dir
 
 
 @pytest.fixture
@@ -48,28 +51,64 @@ def one_core() -> Iterator[None]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux has it")
-@pytest.mark.usefixtures("one_core")
+@pytest.mark.usefixtures("one_core", "sizes")
 def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
     said: list[str] = []
     cluster = measure(2, said.append, seconds=0.02)
     assert (cluster.servers, cluster.gpus_per_server, cluster.cores) == (1, 2, 1)
-    assert cluster.crowding >= 1 and 0 < cluster.refill < 0.1  # a step of one layer takes a millisecond
-    assert cluster.inter_node == cluster.intra_node  # several servers played on this machine talk over the same loopback
+    # a step of one layer takes a millisecond
+    assert cluster.timeslice_slowdown >= 1 and 0 < cluster.cold_cache_penalty < 0.1
+    # several servers played on this machine talk over the same loopback
+    assert cluster.inter_node == cluster.intra_node
     device = cluster.device
-    numbers = [device.gemm, device.memory, device.memory_bandwidth, device.launch, device.hash_rate, device.edge_rate]
-    numbers += [rate for rates in (device.memory_rates, *device.gather.values()) for rate in rates.values()]
+    numbers = [
+        device.gemm,
+        device.memory,
+        device.memory_bandwidth,
+        device.launch,
+        device.hash_rate,
+        device.edge_rate,
+    ]
+    numbers += [
+        rate for rates in (device.memory_rates, *device.gather.values()) for rate in rates.values()
+    ]
     numbers += [device.row_bandwidth, *cluster.host_rates.values()]
-    numbers += [n for link in (cluster.intra_node, *cluster.collectives.values()) for n in (link.bandwidth, link.latency)]
-    assert all(math.isfinite(n) and n > 0 for n in numbers) and device.overlap_tax == 0 and cluster.one_machine
-    assert all(0 < link.work < 1e-6 for link in cluster.collectives.values())  # seconds of a core per byte
+    numbers += [
+        n
+        for link in (cluster.intra_node, *cluster.collectives.values())
+        for n in (link.bandwidth, link.latency)
+    ]
+    assert (
+        all(math.isfinite(n) and n > 0 for n in numbers)
+        and device.overlap_tax == 0
+        and cluster.one_machine
+    )
+    # seconds of a core per byte
+    assert all(0 < link.core_s_per_byte < 1e-6 for link in cluster.collectives.values())
     assert set(device.gather) == set(WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
-    assert all(len(rates) == len(dict(GRAPHS)) for rates in device.gather.values())  # of each number of vertices
+    # of each number of vertices
+    assert all(len(rates) == len(dict(GRAPHS)) for rates in device.gather.values())
     assert len(device.memory_rates) == len(TENSORS)
     places = ("intra_node", "inter_node")
-    assert set(cluster.collectives) == {f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places}
-    told = {"device.name", "device.kind", "device.overlap_tax", "device.cache", "device.cache_bandwidth"}  # rates by width stand for them
+    assert set(cluster.collectives) == {
+        f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places
+    }
+    # rates by width stand for them
+    told = {
+        "device.name",
+        "device.kind",
+        "device.overlap_tax",
+        "device.cache",
+        "device.cache_bandwidth",
+    }
     fields = {f"device.{name}" for name in type(device).model_fields} - told
-    fields |= {f"collectives.{name}" for name in cluster.collectives} | {"cores", "crowding", "refill", "one_machine", "host_rates"}
+    fields |= {f"collectives.{name}" for name in cluster.collectives} | {
+        "cores",
+        "timeslice_slowdown",
+        "cold_cache_penalty",
+        "one_machine",
+        "host_rates",
+    }
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
@@ -78,29 +117,62 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
 
 
 def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart() -> None:
-    """Known prices are found again: 20 ns a row and 10 GB/s to write it, and gathering by width and size; one size has one degree only.
-    As it was, a graph with few edges to a row was a quarter too fast."""
+    """Known prices are found again: 20 ns a row and 10 GB/s to write it, and gathering by width and
+    size; one size has one degree only. As it was, a graph with few edges to a row was a quarter too
+    fast."""
     rates = {(16, 2_500): 40e9, (16, 80_000): 20e9, (256, 2_500): 80e9, (256, 80_000): 25e9}
-    samples = [(width, rows, edges, 2 * edges * width * 4 / rates[width, rows] + 2 * rows * (20e-9 + width * 4 / 10e9))
-               for width in (16, 256) for rows, edges in ((2_500, 125_000), (2_500, 20_000), (80_000, 800_000))]  # fmt: skip
-    found = _aggregation(samples)
+    samples = [
+        (
+            width,
+            rows,
+            edges,
+            2 * edges * width * 4 / rates[width, rows] + 2 * rows * (20e-9 + width * 4 / 10e9),
+        )
+        for width in (16, 256)
+        for rows, edges in ((2_500, 125_000), (2_500, 20_000), (80_000, 800_000))
+    ]
+    found = aggregation(samples)
     assert (found["row_latency"], found["row_bandwidth"]) == pytest.approx((20e-9, 10e9), rel=1e-3)
-    assert found["gather"][16] == pytest.approx({16 * 4 * rows: rates[16, rows] for rows in (2_500, 80_000)}, rel=1e-3)
-    assert found["gather"][256] == pytest.approx({256 * 4 * rows: rates[256, rows] for rows in (2_500, 80_000)}, rel=1e-3)
-    free = _aggregation([(width, rows, edges, 1e-11 * edges * width) for width, rows, edges, _ in samples])
-    assert free["row_latency"] < 1e-12 and 1e12 < free["row_bandwidth"] <= 1e13  # a file may have ten times that
-    busy = [(width, rows, edges, seconds * 5 if edges == 20_000 else seconds) for width, rows, edges, seconds in samples]
-    rates_then = _aggregation(busy)["gather"]
-    for width, rows, edges, seconds in busy:  # others had the machine at times: rows get the blame, but not for all that edges take
-        assert 2 * edges * width * 4 / rates_then[width][rows * width * 4] >= 0.49 * seconds or edges == 20_000
+    assert found["gather"][16] == pytest.approx(
+        {16 * 4 * rows: rates[16, rows] for rows in (2_500, 80_000)}, rel=1e-3
+    )
+    assert found["gather"][256] == pytest.approx(
+        {256 * 4 * rows: rates[256, rows] for rows in (2_500, 80_000)}, rel=1e-3
+    )
+    free = aggregation(
+        [(width, rows, edges, 1e-11 * edges * width) for width, rows, edges, _ in samples]
+    )
+    # a file may have ten times that
+    assert free["row_latency"] < 1e-12 and 1e12 < free["row_bandwidth"] <= 1e13
+    busy = [
+        (width, rows, edges, seconds * 5 if edges == 20_000 else seconds)
+        for width, rows, edges, seconds in samples
+    ]
+    rates_then = aggregation(busy)["gather"]
+    # others had the machine at times: rows get the blame, but not for all that edges take
+    for width, rows, edges, seconds in busy:
+        assert (
+            2 * edges * width * 4 / rates_then[width][rows * width * 4] >= 0.49 * seconds
+            or edges == 20_000
+        )
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("does", "said"), [("exit 3", "exit code 3"), ("export GROUP_RANK=none", "ValueError: .*'none'")])
-def test_a_rank_that_fails_is_named_and_nothing_stays(started: list[subprocess.Popen], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                      does: str, said: str) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [("exit 3", "exit code 3"), ("export GROUP_RANK=none", "ValueError: .*'none'")],
+)
+def test_a_rank_that_fails_is_named_and_nothing_stays(
+    started: list[subprocess.Popen],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    does: str,
+    said: str,
+) -> None:
     broken = tmp_path / "python"
-    broken.write_text(f'#!/bin/sh\nif [ "$RANK" = 1 ]; then {does}; fi\nexec {sys.executable} "$@"\n')
+    broken.write_text(
+        f'#!/bin/sh\nif [ "$RANK" = 1 ]; then {does}; fi\nexec {sys.executable} "$@"\n'
+    )
     broken.chmod(0o755)
     monkeypatch.setattr(module.sys, "executable", str(broken))
     with pytest.raises(LostRank, match=rf"rank \d of 2 failed while measuring: {said}"):
@@ -111,14 +183,34 @@ def test_a_rank_that_fails_is_named_and_nothing_stays(started: list[subprocess.P
 SIZES = [2**k for k in range(10, 25)]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("sizes")
 def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
-    """One on each of two servers, by Slurm's names alone; the first has the cluster, and the port is of the job."""
-    srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0",
-            "SLURM_JOB_ID": str(os.getpid()), "GNNPLAN_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    """One on each of two servers, by Slurm's names alone; the first has the cluster, and the port
+    is of the job."""
+    srun = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "GNNPLAN_CACHE": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
+    (cache_dir() / "partitions").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "partitions").symlink_to(cache_dir() / "partitions")  # METIS has cut these graphs
     command = [sys.executable, "-m", "gnnplan", "measure", "--seconds", "0.01", "-o"]
-    ranks = [subprocess.Popen([*command, str(tmp_path / f"{rank}.yaml")], env=os.environ | srun | {name: str(rank) for name in (
-        "SLURM_PROCID", "SLURM_NODEID")}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [*command, str(tmp_path / f"{rank}.yaml")],
+            env=os.environ | srun | {name: str(rank) for name in ("SLURM_PROCID", "SLURM_NODEID")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
     try:
         said = [rank.communicate(timeout=200)[1] for rank in ranks]
     finally:
@@ -127,27 +219,45 @@ def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], said
     cluster = read_cluster(str(tmp_path / "0.yaml"))
     assert (cluster.servers, cluster.gpus_per_server, cluster.one_machine) == (2, 1, False)
-    assert set(cluster.collectives) == {f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")}
+    assert set(cluster.collectives) == {
+        f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")
+    }
     assert not (tmp_path / "1.yaml").exists() and "between servers" in said[0] and not said[1]
 
 
 def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are() -> None:
-    """Steps of a device that is 1.3 times as slow as its kernels, with 25 us of the framework for an operation; and one of them taken by
-    a neighbour. An operation's price was once that of the smallest piece alone: where that was slow, all kernels were said to be fast."""
+    """Steps of a device that is 1.3 times as slow as its kernels, with 25 us of the framework for
+    an operation; and one of them taken by a neighbour. An operation's price was once that of the
+    smallest piece alone: where that was slow, all kernels were said to be fast."""
     core = Device(kind="cpu", memory=1e9, gemm=1e11, memory_bandwidth=2e10)
     kernels = Cluster(device=core, intra_node=Link(bandwidth=1e9))
     slow = scaled.device(kernels, 1 / 1.3)
     truth = [piece.seconds(slow, 25e-6) for piece in PIECES]
     held, told = held_to(kernels, truth)
-    assert (held.device.launch, held.device.gemm) == pytest.approx((25e-6, slow.device.gemm), rel=1e-3) and "25.0 us" in told
+    assert (held.device.launch, held.device.gemm) == pytest.approx(
+        (25e-6, slow.device.gemm), rel=1e-3
+    ) and "25.0 us" in told
     held, _ = held_to(kernels, [1.4 * truth[0], *truth[1:]])
-    assert held.device.launch < 34e-6 and held.device.gemm == pytest.approx(slow.device.gemm, rel=0.05)  # 35 us by the smallest alone
+    # 35 us by the smallest alone
+    assert held.device.launch < 34e-6 and held.device.gemm == pytest.approx(
+        slow.device.gemm, rel=0.05
+    )
 
 
 def test_times_that_do_not_grow_with_the_size_are_a_link_all_the_same() -> None:
-    """Six small sizes on a machine that does much else: the bandwidth that fits best had no end, and `measure` ended in a traceback."""
-    link, errors = fit([(2**k, took, 1e-5) for k, took in zip(range(10, 16), (4e-3, 3e-3, 5e-3, 4e-3, 3e-3, 4e-3), strict=True)])
-    assert 2**15 / 4e-3 <= link.bandwidth <= 2**15 / 3e-4 and link.latency == pytest.approx(4e-3, rel=0.3) and len(errors) == 3
+    """Six small sizes on a machine that does much else: the bandwidth that fits best had no end,
+    and `measure` ended in a traceback."""
+    link, errors = fit(
+        [
+            (2**k, took, 1e-5)
+            for k, took in zip(range(10, 16), (4e-3, 3e-3, 5e-3, 4e-3, 3e-3, 4e-3), strict=True)
+        ]
+    )
+    assert (
+        2**15 / 4e-3 <= link.bandwidth <= 2**15 / 3e-4
+        and link.latency == pytest.approx(4e-3, rel=0.3)
+        and len(errors) == 3
+    )
 
 
 def test_fit_survives_an_outlier() -> None:
@@ -155,54 +265,97 @@ def test_fit_survives_an_outlier() -> None:
     samples[4] = (SIZES[4], 10 * samples[4][1], 0.0)
     link, errors = fit(samples, Shape(latencies=2, wire=3, moved=2))
     assert link.latency == pytest.approx(50e-6, rel=0.2) and max(errors) < 0.1
-    assert link.bandwidth == pytest.approx(2e9, rel=0.2) and link.work == pytest.approx(5e-11)
+    assert link.bandwidth == pytest.approx(2e9, rel=0.2) and link.core_s_per_byte == pytest.approx(
+        5e-11
+    )
 
 
 def test_fit_tells_a_messages_cost_from_its_bytes() -> None:
-    """Two groups of three at once on two cores: what their messages keep these busy is latency no longer, and no time is lost."""
+    """Two groups of three at once on two cores: what their messages keep these busy is latency no
+    longer, and no time is lost."""
     shape = shapes(3)["exchange"]
     samples = [(n, 2 * 500e-6 + 2 * n / 1e9, 6 * (60e-6 + n * 1e-9)) for n in SIZES]
     link, _ = fit(samples, shape)
-    assert (link.wake, link.work) == pytest.approx((60e-6, 1e-9), rel=0.1)
+    assert (link.core_s_per_message, link.core_s_per_byte) == pytest.approx((60e-6, 1e-9), rel=0.1)
     told = beside_cores(link, shape, groups=2, cores=2)
-    assert 2 * told.latency + 2 * 6 * link.wake / 2 == pytest.approx(2 * link.latency)
-    most = beside_cores(link.model_copy(update={"wake": 1.0}), shape, groups=2, cores=2)
-    assert most.latency == pytest.approx(0.1 * link.latency) and 2 * most.latency + 6 * most.wake == pytest.approx(2 * link.latency)
+    assert 2 * told.latency + 2 * 6 * link.core_s_per_message / 2 == pytest.approx(2 * link.latency)
+    most = beside_cores(
+        link.model_copy(update={"core_s_per_message": 1.0}), shape, groups=2, cores=2
+    )
+    assert most.latency == pytest.approx(
+        0.1 * link.latency
+    ) and 2 * most.latency + 6 * most.core_s_per_message == pytest.approx(2 * link.latency)
 
 
 def test_an_exchange_among_all_costs_what_both_its_links_cost() -> None:
-    """Squirrel's epochs on two servers of two ranks were predicted 54 % too long: pairs inside and between servers, measured one after the
-    other, waited for each other twice. Two servers of two ranks on two cores: what is told of both links adds up to the samples."""
+    """Squirrel's epochs on two servers of two ranks were predicted 54 % too long: pairs inside and
+    between servers, measured one after the other, waited for each other twice. Two servers of two
+    ranks on two cores: what is told of both links adds up to the samples."""
     inside, between = shapes(2)["exchange"], shapes(2, 2)["exchange"]
     assert (inside.messages, between.messages, between.latencies, between.port) == (2, 8, 2, 2)
-    raw = Link(bandwidth=1e9, latency=1e-3, wake=200e-6, work=1e-9)
-    samples = [(n, 1.9e-3 + max(n / 1e9, 2 * 2 * n / 4e8), 4 * 200e-6 + 8 * 50e-6 + n * (4e-9 + 8 * 2e-9)) for n in SIZES]
+    raw = Link(bandwidth=1e9, latency=1e-3, core_s_per_message=200e-6, core_s_per_byte=1e-9)
+    samples = [
+        (n, 1.9e-3 + max(n / 1e9, 2 * 2 * n / 4e8), 4 * 200e-6 + 8 * 50e-6 + n * (4e-9 + 8 * 2e-9))
+        for n in SIZES
+    ]
     link, errors = fit(beyond(samples, raw, inside, groups=2), between)
-    assert (link.wake, link.work, link.bandwidth) == pytest.approx((50e-6, 2e-9, 4e8), rel=0.05) and max(errors) < 0.05
-    near, far = beside_cores(raw, inside, groups=2, cores=2), beside_cores(link, between, groups=1, cores=2)
-    cores = (4 * near.wake + 8 * far.wake) / 2
+    assert (link.core_s_per_message, link.core_s_per_byte, link.bandwidth) == pytest.approx(
+        (50e-6, 2e-9, 4e8), rel=0.05
+    ) and max(errors) < 0.05
+    near, far = (
+        beside_cores(raw, inside, groups=2, cores=2),
+        beside_cores(link, between, groups=1, cores=2),
+    )
+    cores = (4 * near.core_s_per_message + 8 * far.core_s_per_message) / 2
     assert near.latency + 2 * far.latency + cores == pytest.approx(1.9e-3, rel=0.02)
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_only_ranks_that_share_cores_have_less_latency(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
-    """On GPUs nobody counts the cores' time for a message, which was taken from its latency all the same."""
+def test_only_ranks_that_share_cores_have_less_latency(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    """On GPUs nobody counts the cores' time for a message, which was taken from its latency all the
+    same."""
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
-    found = {"name": "a device", "active": 2, "gemm": [(1000, 64, 64, [1e-3, 1e-3])], "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
-             "touched": [(1e6, [1e-10, 1e-10])], "hashed": [1e-9, 1e-9], "weighed": (1000, [1e-4, 1e-4]),
-             "draw": [1e-8], "lay": [1e-8], "steps": [[0.01]] * 6, "send.intra_node": samples}  # fmt: skip
+    found = {
+        "name": "a device",
+        "active": 2,
+        "gemm": [(1000, 64, 64, [1e-3, 1e-3])],
+        "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
+        "elementwise": [(1e6, [1e-10, 1e-10])],
+        "dropout_hash": [1e-9, 1e-9],
+        "attention": (1000, [1e-4, 1e-4]),
+        "draw": [1e-8],
+        "lay": [1e-8],
+        "steps": [[0.01]] * 6,
+        "send.intra_node": samples,
+    }
     cluster = module.cluster_of(found, 1, 2, 1e9, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
-    assert (not device.memory_rates, device.hash_rate is None, device.edge_rate is None) == (cuda,) * 3  # of cores alone
+    # of cores alone
+    assert (not device.memory_rates, device.hash_rate is None, device.edge_rate is None) == (
+        cuda,
+    ) * 3
     plain, _ = fit(samples)
     assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency
-    assert cluster.refill == 0 and module.cluster_of(found | {"refill": [3e-4, 4e-4, -1e-4]}, 1, 2, 1e9, one_machine=True).refill == 3e-4
+    assert (
+        cluster.cold_cache_penalty == 0
+        and module.cluster_of(
+            found | {"cold_cache_penalty": [3e-4, 4e-4, -1e-4]}, 1, 2, 1e9, one_machine=True
+        ).cold_cache_penalty
+        == 3e-4
+    )
 
 
 def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a hurry on a busy machine the first message of 1 KiB took longer than any may take: nothing was left to check the fit with."""
-    bench, sent, times = object.__new__(Bench), dict[int, list[tuple[float, float]]](), itertools.count(20)
+    """In a hurry on a busy machine the first message of 1 KiB took longer than any may take:
+    nothing was left to check the fit with."""
+    bench, sent, times = (
+        object.__new__(Bench),
+        dict[int, list[tuple[float, float]]](),
+        itertools.count(20),
+    )
     bench.rank, bench.seconds = 0, 0.01
     monkeypatch.setattr(Bench, "_send", lambda *asked: lambda: None)
     monkeypatch.setattr(Bench, "_time_messages", lambda *asked: (next(times) * 1e-3, 1e-3))
@@ -213,10 +366,15 @@ def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch: pytest.MonkeyPatc
 def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
     """A link that is half as fast beyond 1 MiB (a cache is full), as loopback is."""
     truth = Link(bandwidth=4e9, latency=20e-6, efficiency={2**18: 1.0, 2**21: 0.5})
-    link, errors = fit([(n, truth.latency + float(truth.stretched(n)) / truth.bandwidth, 0.0) for n in SIZES])
-    assert median(errors) < 0.03 and max(errors) < 0.12  # most at 2 MiB, where the truth has a corner that is not fitted
+    link, errors = fit(
+        [(n, truth.latency + float(truth.stretched(n)) / truth.bandwidth, 0.0) for n in SIZES]
+    )
+    # most at 2 MiB, where the truth has a corner that is not fitted
+    assert median(errors) < 0.03 and max(errors) < 0.12
     plain = link.model_copy(update={"efficiency": {}})
-    assert plain.latency + 2**24 / plain.bandwidth < 0.6 * (truth.latency + float(truth.stretched(2**24)) / truth.bandwidth)
+    assert plain.latency + 2**24 / plain.bandwidth < 0.6 * (
+        truth.latency + float(truth.stretched(2**24)) / truth.bandwidth
+    )
 
 
 def test_a_card_between_no_servers_is_refused() -> None:

@@ -1,8 +1,8 @@
-"""Mini-batches shared by ranks train as one process does on the same batches; and one process as training written plainly does.
+"""Mini-batches shared by ranks train as one process does on the same batches; and one process as
+training written plainly does.
 
-Batches and samples follow from seed, epoch, batch, layer and vertex: the plain training draws them with planner/sampling.py, whose
-distribution tests/planner/test_sampling.py holds against DGL.
-"""
+Batches and samples follow from seed, epoch, batch, layer and vertex: the plain training draws them
+with planner/graph/sampling.py, whose distribution tests/planner/test_sampling.py holds against DGL."""
 
 from __future__ import annotations
 
@@ -13,38 +13,67 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pairwise import covered
 from plain import Plain, difference
-from ranks import Case, Ranks, in_turn
+from ranks import Case, Ranks, values
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnplan.executor.kernels import Shapes
-from gnnplan.planner.sampling import Frontier, frontier, seeds_of
+from gnnplan.executor.layers.kernels import Shapes
+from gnnplan.planner.graph.sampling import Frontier, frontier, seeds_of
 
 pytestmark = pytest.mark.timeout(110)
 
 MODELS = ("gcn", "sage", "gat", "gcnii", "resgcn", "sgc")
 SPLITS = [
-    (2, 1, "data_parallel"), (3, 1, "data_parallel"), (4, 2, "data_parallel(checkpoint=True)"),
-    (2, 1, "gsplit"), (3, 1, "gsplit(splitter='random')"), (4, 1, "gsplit(splitter='node',narrow=True)"), (2, 1, "gsplit(splitter='edge')"),
-    (4, 2, "gsplit"), (4, 2, "gsplit(group='all',splitter='random',checkpoint=True)"),
-    (2, 1, "data_parallel(prefetch=1)"), (2, 1, "gsplit(prefetch=2)"),
-]  # fmt: skip
+    (2, 1, "data_parallel"),
+    (3, 1, "data_parallel"),
+    (4, 2, "data_parallel(checkpoint=True)"),
+    (2, 1, "gsplit"),
+    (3, 1, "gsplit(splitter='random')"),
+    (4, 1, "gsplit(splitter='node',narrow=True)"),
+    (2, 1, "gsplit(splitter='edge')"),
+    (4, 2, "gsplit"),
+    (4, 2, "gsplit(group='all',splitter='random',checkpoint=True)"),
+    (2, 1, "data_parallel(prefetch=1)"),
+    (2, 1, "gsplit(prefetch=2)"),
+]
 
 
-PAIRS = [("rough", "sage", {"dropout": 0.5}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}), ("sparse", "gcn", {"dropout": 0.5}),
-         ("sparse", "gcnii", {}), ("rough", "resgcn", {"dropout": 0.5}), ("rough", "sgc", {"dropout": 0.5}),
-         ("islands", "sage", {"batch": 4, "fanout": "full"})]  # fmt: skip
+PAIRS = [
+    ("rough", "sage", {"dropout": 0.5}),
+    ("rough", "gcn", {}),
+    ("multi", "gat", {"dropout": 0.5}),
+    ("sparse", "gcn", {"dropout": 0.5}),
+    ("sparse", "gcnii", {}),
+    ("rough", "resgcn", {"dropout": 0.5}),
+    ("rough", "sgc", {"dropout": 0.5}),
+    ("islands", "sage", {"batch": 4, "fanout": "full"}),
+]
 
 
 def workload(model: str, **more: object) -> dict[str, object]:
-    """10 steps: 3 epochs of 4 batches on `rough`'s training vertices, the last of an epoch smaller."""
-    return {"model": model, "layers": 3, "hidden": 8, "heads": 2, "dropout": 0.0, "lr": 0.05, "seed": 3, "mode": "mini", "batch": 6,
-            "fanout": (3, 2, 2), "dtype": "float64", **more}  # fmt: skip
+    """10 steps: 3 epochs of 4 batches on `rough`'s training vertices, the last of an epoch
+    smaller."""
+    return {
+        "model": model,
+        "layers": 3,
+        "hidden": 8,
+        "heads": 2,
+        "dropout": 0.0,
+        "lr": 0.05,
+        "seed": 3,
+        "mode": "mini",
+        "batch": 6,
+        "fanout": (3, 2, 2),
+        "dtype": "float64",
+        **more,
+    }
 
 
 def drawn_operator(plain: Plain, found: Frontier, layer: int) -> Tensor:
-    """[N, N]: what rows of h_l read in this batch. An edge drawn stands for degree / drawn edges of its row."""
+    """[N, N]: what rows of h_l read in this batch. An edge drawn stands for degree / drawn edges of
+    its row."""
     n, graph = plain.graph.stats.vertices, plain.graph
     indptr, places = found.edges[layer - 1]
     taken = torch.zeros(n, n, dtype=torch.float64)
@@ -62,15 +91,20 @@ def drawn_operator(plain: Plain, found: Frontier, layer: int) -> Tensor:
 
 
 def batches_of(plain: Plain, epochs: int) -> Iterator[tuple[float, Callable[[], Tensor], bool]]:
-    """Batch after batch: its share of the training vertices, its mean loss at the weights of the moment, whether it ends an epoch."""
+    """Batch after batch: its share of the training vertices, its mean loss at the weights of the
+    moment, whether it ends an epoch."""
     w, graph, step = plain.workload, plain.graph, itertools.count()
     labels = torch.from_numpy(np.array(graph.y))
     for epoch in range(epochs):
         for number, seeds in enumerate(drawn := seeds_of(graph, w.batch, w.seed, epoch)):
             found, at = frontier(graph, seeds, w.fanouts, w.seed, epoch, number), next(step)
-            operators = {layer: drawn_operator(plain, found, layer) for layer in range(1, w.layers + 1)}
+            operators = {
+                layer: drawn_operator(plain, found, layer) for layer in range(1, w.layers + 1)
+            }
 
-            def loss(seeds: np.ndarray = seeds, at: int = at, operators: dict[int, Tensor] = operators) -> Tensor:
+            def loss(
+                seeds: np.ndarray = seeds, at: int = at, operators: dict[int, Tensor] = operators
+            ) -> Tensor:
                 def read(of: int, h: Tensor) -> tuple[Tensor, Tensor]:
                     return operators[of], plain.prepare(of, at, h)
 
@@ -97,7 +131,9 @@ def train_plainly_in_batches(case: Case) -> tuple[list[float], dict[str, Tensor]
 _references: dict[str, object] = {}
 
 
-def assert_as_one_process(run_ranks: Ranks, world: int, cases: list[Case], tolerance: float = 1e-9) -> None:
+def assert_as_one_process(
+    run_ranks: Ranks, world: int, cases: list[Case], tolerance: float = 1e-9
+) -> None:
     for case, result in zip(cases, run_ranks(world, cases), strict=True):
         alone = replace(case, strategy="data_parallel", servers=1)
         if str(alone) not in _references:
@@ -107,24 +143,44 @@ def assert_as_one_process(run_ranks: Ranks, world: int, cases: list[Case], toler
         assert result.losses == pytest.approx(reference.losses, rel=tolerance), str(case)
         last, expected = result.metrics[-1], reference.metrics[-1]
         assert [last[f"{s}_accuracy"] for s in ("train", "val", "test")] == pytest.approx(
-            [expected[f"{s}_accuracy"] for s in ("train", "val", "test")], abs=1e-12)  # fmt: skip
+            [expected[f"{s}_accuracy"] for s in ("train", "val", "test")], abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_one_process_is_plain_training_on_the_same_batches(run_ranks: Ranks, graphs: dict[str, str], model: str) -> None:
-    for graph, directed, more in (("rough", False, {}), ("rough", True, {"dropout": 0.5, "optimizer": "sgd"}),
-                                  ("multi", False, {"fanout": "full", "batch": 20}), ("sparse", False, {"dropout": 0.5})):  # fmt: skip
+def test_one_process_is_plain_training_on_the_same_batches(
+    run_ranks: Ranks, graphs: dict[str, str], model: str
+) -> None:
+    for graph, directed, more in (
+        ("rough", False, {}),
+        ("rough", True, {"dropout": 0.5, "optimizer": "sgd"}),
+        ("multi", False, {"fanout": "full", "batch": 20}),
+        ("sparse", False, {"dropout": 0.5}),
+    ):
         case = Case("data_parallel", graphs[graph], workload(model, **more), directed=directed)
         losses, weights = train_plainly_in_batches(case)
         alone = run_ranks.alone(case)
         assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
         assert difference(alone.weights, weights) <= 1e-9, str(case)
-        assert not Shapes.vary  # it outlived the run once, and who multiplied after it in this process got other roundings
+        # it outlived the run once, and who multiplied after it in this process got other roundings
+        assert not Shapes.vary
 
 
-@pytest.mark.parametrize("number", range(len(SPLITS)), ids=lambda number: "-".join(map(str, SPLITS[number])))
-def test_ranks_train_as_one_process(run_ranks: Ranks, graphs: dict[str, str], number: int) -> None:
-    world, servers, strategy = SPLITS[number]
-    cases = [Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
-             for graph, model, more in in_turn(PAIRS, number)]  # fmt: skip
-    assert_as_one_process(run_ranks, world, cases)
+@pytest.mark.parametrize(
+    ("split", "pair"),
+    covered(
+        list(itertools.product(SPLITS, PAIRS)),
+        lambda row: {row[0], row[1][:2], (values(*row[0])["family"], row[1][1])},
+    ),
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_ranks_train_as_one_process(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    split: tuple[int, int, str],
+    pair: tuple[str, str, dict[str, object]],
+) -> None:
+    world, servers, strategy = split
+    graph, model, more = pair
+    case = Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
+    assert_as_one_process(run_ranks, world, [case])

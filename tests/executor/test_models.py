@@ -1,4 +1,5 @@
-"""Layers against DGL's and torch's, models against dense matrices, and weights that do not depend on who holds them."""
+"""Layers against DGL's and torch's, models against dense matrices, and weights that do not depend
+on who holds them."""
 
 from __future__ import annotations
 
@@ -18,19 +19,32 @@ from ranks import Case, Ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gnnplan.executor.data import weighted_block
-from gnnplan.executor.kernels import Block
-from gnnplan.executor.learner import Gradients
-from gnnplan.executor.models import BatchNorm, GATLayer, GCNIILayer, GCNLayer, GENLayer, Net, SAGELayer, keep
-from gnnplan.executor.optimizer import Adam
-from gnnplan.planner import gnn
-from gnnplan.planner.gnn import describe
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.specs import Workload
+from gnnplan.executor.layers.blocks import weighted_block
+from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.layers.models import (
+    BatchNorm,
+    GATLayer,
+    GCNIILayer,
+    GCNLayer,
+    GENLayer,
+    Net,
+    SAGELayer,
+    keep,
+)
+from gnnplan.executor.ranks.learner import Gradients
+from gnnplan.executor.ranks.optimizer import Adam
+from gnnplan.planner.gnn import model as gnn
+from gnnplan.planner.gnn.model import describe
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
 
 MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn", "sgc")
 DTYPES = (torch.float64, torch.float32)
-TOLERANCE = {torch.float64: {"rtol": 1e-10, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
+TOLERANCE = {
+    torch.float64: {"rtol": 1e-10, "atol": 1e-12},
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +71,24 @@ def block_of(graph: Graph, edges: str, dtype: torch.dtype) -> Block:
     """The whole graph with a layer's edge weights, as one rank has it."""
     everything = np.arange(graph.stats.vertices)
     workload = Workload(dtype="float64" if dtype == torch.float64 else "float32")
-    return weighted_block(graph, edges, everything, everything, graph.indptr, graph.indices, workload)
+    return weighted_block(
+        graph, edges, everything, everything, graph.indptr, graph.indices, workload
+    )
 
 
 def theirs_of(dgl: ModuleType, graph: Graph, self_edges: bool):  # type: ignore[no-untyped-def]
     dst = np.repeat(np.arange(graph.stats.vertices), graph.degree)
-    found = dgl.graph((torch.from_numpy(graph.indices.astype(np.int64)), torch.from_numpy(dst)), num_nodes=graph.stats.vertices)
+    found = dgl.graph(
+        (torch.from_numpy(graph.indices.astype(np.int64)), torch.from_numpy(dst)),
+        num_nodes=graph.stats.vertices,
+    )
     return dgl.add_self_loop(found) if self_edges else found
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def with_gradients(run: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
@@ -86,17 +107,24 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) ->
         torch.testing.assert_close(a, b, **TOLERANCE[dtype])
 
 
-# -- layers against DGL ------------------------------------------------------------------------------------------------
+# -- layers against DGL ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("projects_first", [False, True])
-def test_gcn_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool) -> None:
+def test_gcn_layer_is_dgls(
+    dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool
+) -> None:
     """GraphConv norm='both' on A + I; its weight is ours transposed."""
     layer = GCNLayer(shape(12, 5, projects_first))
-    layer.weight.data, layer.bias.data = random(5, 12, dtype=dtype, seed=1), random(5, dtype=dtype, seed=2)
+    layer.weight.data, layer.bias.data = (
+        random(5, 12, dtype=dtype, seed=1),
+        random(5, dtype=dtype, seed=2),
+    )
     x = random(graph.stats.vertices, 12, dtype=dtype)
-    ours = with_gradients(lambda x, w, b: layer(block_of(graph, "gcn", dtype), x), x, layer.weight, layer.bias)
+    ours = with_gradients(
+        lambda x, w, b: layer(block_of(graph, "gcn", dtype), x), x, layer.weight, layer.bias
+    )
     conv = dgl.nn.GraphConv(12, 5, norm="both").to(dtype)
     conv.weight.data, conv.bias.data = layer.weight.data.t().clone(), layer.bias.data.clone()
     looped = theirs_of(dgl, graph, self_edges=True)
@@ -107,28 +135,49 @@ def test_gcn_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, pr
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("projects_first", [False, True])
-def test_sage_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool) -> None:
+def test_sage_layer_is_dgls(
+    dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool
+) -> None:
     layer = SAGELayer(shape(12, 5, projects_first))
-    layer.weight.data, layer.weight_self.data = random(5, 12, dtype=dtype, seed=1), random(5, 12, dtype=dtype, seed=2)
+    layer.weight.data, layer.weight_self.data = (
+        random(5, 12, dtype=dtype, seed=1),
+        random(5, 12, dtype=dtype, seed=2),
+    )
     layer.bias.data = random(5, dtype=dtype, seed=3)
     x = random(graph.stats.vertices, 12, dtype=dtype)
     parameters = (layer.weight, layer.weight_self, layer.bias)
     ours = with_gradients(lambda x, *_: layer(block_of(graph, "mean", dtype), x), x, *parameters)
     conv = dgl.nn.SAGEConv(12, 5, "mean").to(dtype)
-    conv.fc_neigh.weight.data, conv.fc_self.weight.data, conv.fc_self.bias.data = (p.data.clone() for p in parameters)
+    conv.fc_neigh.weight.data, conv.fc_self.weight.data, conv.fc_self.bias.data = (
+        p.data.clone() for p in parameters
+    )
     plain = theirs_of(dgl, graph, self_edges=False)
-    theirs = with_gradients(lambda x, *_: conv(plain, x), x, conv.fc_neigh.weight, conv.fc_self.weight, conv.fc_self.bias)
+    theirs = with_gradients(
+        lambda x, *_: conv(plain, x),
+        x,
+        conv.fc_neigh.weight,
+        conv.fc_self.weight,
+        conv.fc_self.bias,
+    )
     assert_same(ours, theirs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["aggregates first", "multiplies first"])
-def test_sgc_is_dgls(dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype, layers: int, dropout: float) -> None:
-    """All of its layers are one SGConv on A + I. On undirected graphs: it normalises both ends by the in-degree."""
+def test_sgc_is_dgls(
+    dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype, layers: int, dropout: float
+) -> None:
+    """All of its layers are one SGConv on A + I. On undirected graphs: it normalises both ends by
+    the in-degree."""
     graph = load(graphs["rough"])
     assert isinstance(graph, Graph)
-    workload = Workload(model="sgc", layers=layers, dropout=dropout, dtype="float64" if dtype == torch.float64 else "float32")
+    workload = Workload(
+        model="sgc",
+        layers=layers,
+        dropout=dropout,
+        dtype="float64" if dtype == torch.float64 else "float32",
+    )
     net = Net(describe(workload, 12, 5), workload)
     assert net.layer(1).projects_first == (dropout > 0)
     (weight, bias), block = net.parameters(), block_of(graph, "gcn", dtype)
@@ -144,19 +193,35 @@ def test_sgc_is_dgls(dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype
     conv = dgl.nn.SGConv(12, 5, k=layers).to(dtype)
     conv.fc.weight.data, conv.fc.bias.data = weight.data.clone(), bias.data.clone()
     looped = theirs_of(dgl, graph, self_edges=True)
-    assert_same(ours, with_gradients(lambda x, *_: conv(looped, x), x, conv.fc.weight, conv.fc.bias), dtype)
+    assert_same(
+        ours, with_gradients(lambda x, *_: conv(looped, x), x, conv.fc.weight, conv.fc.bias), dtype
+    )
 
 
 class Touched(TorchDispatchMode):
-    """Bytes that torch's operations read and write, but for products, sums over neighbours, and what moves nothing."""
+    """Bytes that torch's operations read and write, but for products, sums over neighbours, and
+    what moves nothing."""
 
-    elsewhere = ("mkldnn", "embedding", "view", "aten.t.", "slice.", "detach", "transpose", "as_strided", "empty", "alias")
+    elsewhere = (
+        "mkldnn",
+        "embedding",
+        "view",
+        "aten.t.",
+        "slice.",
+        "detach",
+        "transpose",
+        "as_strided",
+        "empty",
+        "alias",
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = op(*args, **(kwargs or {}))
         if not any(name in str(op) for name in self.elsewhere):
             read = args[1:] if "copy_" in str(op) else args
@@ -165,33 +230,54 @@ class Touched(TorchDispatchMode):
 
 
 def test_gcnii_touches_what_torch_says() -> None:
-    """Both its mixtures were not counted: the backward pass of Squirrel's 32 layers was predicted a fifth too short."""
-    graph, width = load("synthetic:community?vertices=2000&edges=8000&features=8&classes=4&seed=0"), 16
+    """Both its mixtures were not counted: the backward pass of Squirrel's 32 layers was predicted a
+    fifth too short."""
+    graph, width = (
+        load("synthetic:community?vertices=2000&edges=8000&features=8&classes=4&seed=0"),
+        16,
+    )
     assert isinstance(graph, Graph)
     rows, workload = graph.stats.vertices, Workload(model="gcnii", layers=4, hidden=width)
     model = describe(workload, graph.stats.features, 16)
     layer, block = Net(model, workload).layer(2), block_of(graph, "gcn", torch.float32)
-    x, x0 = random(rows, width, dtype=torch.float32).requires_grad_(), random(rows, width, dtype=torch.float32, seed=5).requires_grad_()
+    x, x0 = (
+        random(rows, width, dtype=torch.float32).requires_grad_(),
+        random(rows, width, dtype=torch.float32, seed=5).requires_grad_(),
+    )
     with Touched() as forward:
         out = layer(block, x, keep, x0, relu=True)
     with Touched() as backward:
         torch.autograd.grad(out, (x, x0, *layer.parameters()), torch.ones_like(out))  # type: ignore[attr-defined]
     edges = float(graph.stats.edges)
-    assert model.forward(2, rows, rows, edges).touched == pytest.approx(forward.nbytes, rel=0.05)
-    assert model.backward(2, rows, rows, edges).touched == pytest.approx(backward.nbytes, rel=0.1)
+    assert model.forward(2, rows, rows, edges).elementwise_bytes == pytest.approx(
+        forward.nbytes, rel=0.05
+    )
+    assert model.backward(2, rows, rows, edges).elementwise_bytes == pytest.approx(
+        backward.nbytes, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", [1, 7])
-def test_gcnii_layer_is_dgls(dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype, number: int) -> None:
-    """On undirected graphs: GCN2Conv normalises both ends by the in-degree. Its weight is ours transposed."""
+def test_gcnii_layer_is_dgls(
+    dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype, number: int
+) -> None:
+    """On undirected graphs: GCN2Conv normalises both ends by the in-degree. Its weight is ours
+    transposed."""
     graph = load(graphs["rough"])
     assert isinstance(graph, Graph)
     layer = GCNIILayer(shape(8, 8), number, alpha=0.2, theta=0.7)
     layer.weight.data = random(8, 8, dtype=dtype, seed=1)
-    x, x0 = random(graph.stats.vertices, 8, dtype=dtype), random(graph.stats.vertices, 8, dtype=dtype, seed=5)
-    ours = with_gradients(lambda x, x0, w: layer(block_of(graph, "gcn", dtype), x, keep, x0), x, x0, layer.weight)
-    conv = dgl.nn.GCN2Conv(8, number, alpha=0.2, lambda_=0.7, project_initial_features=True, bias=False).to(dtype)
+    x, x0 = (
+        random(graph.stats.vertices, 8, dtype=dtype),
+        random(graph.stats.vertices, 8, dtype=dtype, seed=5),
+    )
+    ours = with_gradients(
+        lambda x, x0, w: layer(block_of(graph, "gcn", dtype), x, keep, x0), x, x0, layer.weight
+    )
+    conv = dgl.nn.GCN2Conv(
+        8, number, alpha=0.2, lambda_=0.7, project_initial_features=True, bias=False
+    ).to(dtype)
     conv.weight1.data = layer.weight.data.t().clone()
     looped = theirs_of(dgl, graph, self_edges=True)
     theirs = with_gradients(lambda x, x0, w: conv(looped, x, x0), x, x0, conv.weight1)
@@ -214,7 +300,14 @@ def test_gat_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, he
     left, right = (half.clone()[None] for half in layer.attention.data.chunk(2, 1))
     conv.attn_l.data, conv.attn_r.data = left, right
     looped = theirs_of(dgl, graph, self_edges=True)
-    theirs = with_gradients(lambda x, *_: conv(looped, x).flatten(1), x, conv.fc.weight, conv.bias, conv.attn_l, conv.attn_r)
+    theirs = with_gradients(
+        lambda x, *_: conv(looped, x).flatten(1),
+        x,
+        conv.fc.weight,
+        conv.bias,
+        conv.attn_l,
+        conv.attn_r,
+    )
     theirs[4:] = [torch.cat([theirs[4][0], theirs[5][0]], 1)]
     assert_same(ours, theirs, dtype)
 
@@ -222,17 +315,27 @@ def test_gat_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, he
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("aggregation", ["softmax", "sum"])
 @pytest.mark.parametrize("norm", [None, "layer"])
-def test_gen_layer_is_the_dense_formula(graph: Graph, dtype: torch.dtype, aggregation: str, norm: str | None) -> None:
-    """DeeperGCN's block; without a norm as its first layer, which neither activates nor adds its inputs."""
+def test_gen_layer_is_the_dense_formula(
+    graph: Graph, dtype: torch.dtype, aggregation: str, norm: str | None
+) -> None:
+    """DeeperGCN's block; without a norm as its first layer, which neither activates nor adds its
+    inputs."""
     layer = GENLayer(shape(7, 7, activates=norm is not None, norm=norm or "none"), aggregation)
     for i, parameter in enumerate(layer.parameters()):
         parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
     n = graph.stats.vertices
     adjacency = torch.zeros(n, n, dtype=dtype)
-    adjacency[torch.from_numpy(np.repeat(np.arange(n), graph.degree)), torch.from_numpy(graph.indices.astype(np.int64))] = 1
+    adjacency[
+        torch.from_numpy(np.repeat(np.arange(n), graph.degree)),
+        torch.from_numpy(graph.indices.astype(np.int64)),
+    ] = 1
 
     def dense(x: Tensor, *_: Tensor) -> Tensor:
-        own = x if norm is None else torch.nn.functional.layer_norm(x, (7,), layer.norm.weight, layer.norm.bias).relu()
+        own = (
+            x
+            if norm is None
+            else torch.nn.functional.layer_norm(x, (7,), layer.norm.weight, layer.norm.bias).relu()
+        )
         messages = own.relu() + 1e-7
         if aggregation == "sum":
             gathered = adjacency @ messages
@@ -242,18 +345,23 @@ def test_gen_layer_is_the_dense_formula(graph: Graph, dtype: torch.dtype, aggreg
         return (gathered + own) @ layer.weight.T + layer.bias + (0.0 if norm is None else x)
 
     x = random(n, 7, dtype=dtype)
-    ours = with_gradients(lambda x, *_: layer(block_of(graph, "one", dtype), x), x, *layer.parameters())
+    ours = with_gradients(
+        lambda x, *_: layer(block_of(graph, "one", dtype), x), x, *layer.parameters()
+    )
     assert_same(ours, with_gradients(dense, x, *layer.parameters()), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_norm_is_torchs(dtype: torch.dtype) -> None:
-    """Rows of three ranks, by hand as the executor does it: outputs, gradients and running moments over several steps; then evaluation.
-    The columns' means are far from zero, where a plain sum of squares would lose float32's digits."""
+    """Rows of three ranks, by hand as the executor does it: outputs, gradients and running moments
+    over several steps; then evaluation. The columns' means are far from zero, where a plain sum of
+    squares would lose float32's digits."""
     ours, theirs = BatchNorm(5).to(dtype), torch.nn.BatchNorm1d(5).to(dtype)
     ours.weight.data = theirs.weight.data = random(5, dtype=dtype, seed=1)
     for step in range(60):
-        x = (random(90, 5, dtype=dtype, seed=step) + torch.tensor([0, 1, 10, 100, -300], dtype=dtype)).requires_grad_()
+        x = (
+            random(90, 5, dtype=dtype, seed=step) + torch.tensor([0, 1, 10, 100, -300], dtype=dtype)
+        ).requires_grad_()
         parts = x.detach().split([50, 0, 40])
         moments = ours.moments(sum(ours.sums(part) for part in parts), 90).requires_grad_()
         if step in (0, 59):
@@ -266,24 +374,34 @@ def test_batch_norm_is_torchs(dtype: torch.dtype) -> None:
             expected = theirs(x)
             theirs.zero_grad()
             expected.backward(gradient)
-            close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2 if step == 0 else 5e-4}
+            close = (
+                {"rtol": 1e-9, "atol": 1e-9}
+                if dtype == torch.float64
+                else {"rtol": 2e-2, "atol": 2e-2 if step == 0 else 5e-4}
+            )
             torch.testing.assert_close(out, expected, **close)
             torch.testing.assert_close(torch.cat(home), x.grad, **close)
-            torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=close["rtol"], atol=100 * close["atol"])
+            torch.testing.assert_close(
+                ours.weight.grad, theirs.weight.grad, rtol=close["rtol"], atol=100 * close["atol"]
+            )
         else:
             theirs(x)
     torch.testing.assert_close(ours.running_mean, theirs.running_mean)
-    torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=1e-3 if dtype == torch.float32 else 1e-12, atol=0)
+    torch.testing.assert_close(
+        ours.running_var, theirs.running_var, rtol=1e-3 if dtype == torch.float32 else 1e-12, atol=0
+    )
     torch.testing.assert_close(ours(x, None), theirs.eval()(x), rtol=1e-3, atol=1e-3)
 
 
-# -- layers against themselves -----------------------------------------------------------------------------------------
+# -- layers against themselves ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "edges"), [(GCNLayer, "gcn"), (SAGELayer, "mean")])
 @pytest.mark.parametrize("relu", [False, True])
-def test_projecting_first_changes_nothing(graph: Graph, kind: type, edges: str, relu: bool, dtype: torch.dtype) -> None:
+def test_projecting_first_changes_nothing(
+    graph: Graph, kind: type, edges: str, relu: bool, dtype: torch.dtype
+) -> None:
     """(A x) W = A (x W), with the ReLU inside or not, output and all gradients."""
     results = []
     for projects_first in (False, True):
@@ -292,39 +410,60 @@ def test_projecting_first_changes_nothing(graph: Graph, kind: type, edges: str, 
             parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
         x = random(graph.stats.vertices, 12, dtype=dtype, seed=8)
         block = block_of(graph, edges, dtype)
-        results.append(with_gradients(lambda x, *_, layer=layer, block=block: layer(block, x, relu=relu), x, *layer.parameters()))
+        results.append(
+            with_gradients(
+                lambda x, *_, layer=layer, block=block: layer(block, x, relu=relu),
+                x,
+                *layer.parameters(),
+            )
+        )
     assert_same(*results, dtype)
 
 
 def test_isolated_vertices_keep_their_own_row_only(graph: Graph) -> None:
-    """GCN: x W + b (a self edge of weight 1); GraphSAGE: x W_self + b (the mean of nothing is zero)."""
-    alone = torch.from_numpy(np.flatnonzero((graph.degree == 0) & (np.bincount(graph.indices, minlength=graph.stats.vertices) == 0)))
+    """GCN: x W + b (a self edge of weight 1); GraphSAGE: x W_self + b (the mean of nothing is
+    zero)."""
+    alone = torch.from_numpy(
+        np.flatnonzero(
+            (graph.degree == 0) & (np.bincount(graph.indices, minlength=graph.stats.vertices) == 0)
+        )
+    )
     assert len(alone) >= 6
     x = random(graph.stats.vertices, 12, dtype=torch.float64)
-    for layer, edges, own in ((GCNLayer(shape(12, 5)), "gcn", "weight"), (SAGELayer(shape(12, 5)), "mean", "weight_self")):
+    for layer, edges, own in (
+        (GCNLayer(shape(12, 5)), "gcn", "weight"),
+        (SAGELayer(shape(12, 5)), "mean", "weight_self"),
+    ):
         for i, parameter in enumerate(layer.parameters()):
             parameter.data = random(*parameter.shape, dtype=torch.float64, seed=i)
         out = layer(block_of(graph, edges, torch.float64), x)[alone]
         torch.testing.assert_close(out, x[alone] @ getattr(layer, own).T + layer.bias)
 
 
-# -- the whole model ---------------------------------------------------------------------------------------------------
+# -- the whole model -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("directed", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-def test_net_is_the_plain_model(graphs: dict[str, str], model: str, directed: bool, dtype: torch.dtype) -> None:
+def test_net_is_the_plain_model(
+    graphs: dict[str, str], model: str, directed: bool, dtype: torch.dtype
+) -> None:
     """Logits and every weight's gradient."""
     name = "float64" if dtype == torch.float64 else "float32"
-    case = Case("graph_parallel", graphs["rough"], {"model": model, "layers": 4, "hidden": 8, "seed": 5, "dtype": name}, directed=directed)
-    job, plain = case.job(1), Plain(case)
-    net = Net(job.model, job.workload)
-    x = torch.tensor(job.graph.features(), dtype=dtype)
+    case = Case(
+        "graph_parallel",
+        graphs["rough"],
+        {"model": model, "layers": 4, "hidden": 8, "seed": 5, "dtype": name},
+        directed=directed,
+    )
+    problem, plain = case.problem(1), Plain(case)
+    net = Net(problem.model, problem.workload)
+    x = torch.tensor(problem.graph.features(), dtype=dtype)
     h = x0 = net.encode(x) if net.encoder else x
     for number in net.which:
         layer = net.layer(number)
-        h = layer(block_of(job.graph, layer.edges, dtype), h, keep, x0, net.relu_after(number))
+        h = layer(block_of(problem.graph, layer.edges, dtype), h, keep, x0, net.relu_after(number))
     logits = net.decode(h)
     expected, _ = plain.forward(None)
     torch.testing.assert_close(logits.double(), expected, **TOLERANCE[dtype])
@@ -332,18 +471,32 @@ def test_net_is_the_plain_model(graphs: dict[str, str], model: str, directed: bo
     logits.backward(gradient)
     expected.backward(gradient.double())
     for key, parameter in net.named_parameters():
-        torch.testing.assert_close(parameter.grad.double(), plain.w[key].grad, **TOLERANCE[dtype], msg=key)
+        torch.testing.assert_close(
+            parameter.grad.double(), plain.w[key].grad, **TOLERANCE[dtype], msg=key
+        )
 
 
-@given(model=st.sampled_from(MODELS), layers=st.integers(1, 9), cut=st.integers(0, 9), seed=st.integers(0, 2**31 - 1))
-def test_weights_do_not_depend_on_who_holds_them(model: str, layers: int, cut: int, seed: int) -> None:
-    """A stage's layers start as they do in the whole model: together the stages have it all, and nothing twice."""
+@given(
+    model=st.sampled_from(MODELS),
+    layers=st.integers(1, 9),
+    cut=st.integers(0, 9),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_weights_do_not_depend_on_who_holds_them(
+    model: str, layers: int, cut: int, seed: int
+) -> None:
+    """A stage's layers start as they do in the whole model: together the stages have it all, and
+    nothing twice."""
     cut = min(cut, layers)
     workload = Workload(model=model, layers=layers, hidden=4, seed=seed)
     shapes = describe(workload, 5, 2)
     whole = Net(shapes, workload).state_dict()
     torch.manual_seed(123)  # torch's own random numbers play no part
-    stages = [Net(shapes, workload, which).state_dict() for which in (range(1, cut + 1), range(cut + 1, layers + 1)) if which]
+    stages = [
+        Net(shapes, workload, which).state_dict()
+        for which in (range(1, cut + 1), range(cut + 1, layers + 1))
+        if which
+    ]
     assert sum(len(stage) for stage in stages) == len(whole)
     together = {name: p for stage in stages for name, p in stage.items()}
     assert together.keys() == whole.keys()
@@ -352,7 +505,8 @@ def test_weights_do_not_depend_on_who_holds_them(model: str, layers: int, cut: i
 
 
 def test_weights_are_drawn_apart() -> None:
-    """No two matrices of a model are alike, other seeds give others, and numbers lie within Glorot's bound."""
+    """No two matrices of a model are alike, other seeds give others, and numbers lie within
+    Glorot's bound."""
     draws = []
     for seed in (0, 1):
         workload = Workload(model="sage", layers=4, hidden=6, seed=seed)
@@ -367,31 +521,56 @@ def test_weights_are_drawn_apart() -> None:
 
 
 @pytest.mark.parametrize(("aggregation", "norm"), [("softmax", "layer"), ("sum", "batch")])
-def test_a_model_of_112_layers_trains(run_ranks: Ranks, graphs: dict[str, str], aggregation: str, norm: str) -> None:
+def test_a_model_of_112_layers_trains(
+    run_ranks: Ranks, graphs: dict[str, str], aggregation: str, norm: str
+) -> None:
     """ResGCN+ as deep as GraNNDis' deepest."""
-    how = {"model": "resgcn", "layers": 112, "hidden": 16, "dropout": 0.2, "lr": 0.003, "aggregation": aggregation, "norm": norm}
+    how = {
+        "model": "resgcn",
+        "layers": 112,
+        "hidden": 16,
+        "dropout": 0.2,
+        "lr": 0.003,
+        "aggregation": aggregation,
+        "norm": norm,
+    }
     losses = run_ranks.alone(Case("graph_parallel", graphs["rough"], how, epochs=8)).losses
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.8 * losses[0] and max(losses[4:]) < losses[0]
 
 
-@pytest.mark.parametrize(("model", "turned"), [
-    ("gcn", ["layers.1.weight"]), ("sage", ["layers.1.weight", "layers.1.weight_self"]), ("gat", ["layers.1.weight"]),
-    ("gcnii", ["encoder.weight"]), ("resgcn", ["encoder.weight"]),
-])  # fmt: skip
-def test_what_multiplies_sparse_features_lies_column_by_column(model: str, turned: list[str]) -> None:
-    """Every chunk of a pipeline turned the matrix and its gradient anew. The gradient, Adam's moments and the sum over ranks lie alike, and
-    numbers are those of dense features."""
+@pytest.mark.parametrize(
+    ("model", "turned"),
+    [
+        ("gcn", ["layers.1.weight"]),
+        ("sage", ["layers.1.weight", "layers.1.weight_self"]),
+        ("gat", ["layers.1.weight"]),
+        ("gcnii", ["encoder.weight"]),
+        ("resgcn", ["encoder.weight"]),
+    ],
+)
+def test_what_multiplies_sparse_features_lies_column_by_column(
+    model: str, turned: list[str]
+) -> None:
+    """Every chunk of a pipeline turned the matrix and its gradient anew. The gradient, Adam's
+    moments and the sum over ranks lie alike, and numbers are those of dense features."""
     workload = Workload(model=model, layers=3, hidden=4)
     sparse, dense = (Net(describe(workload, 50, 3, nonzeros), workload) for nonzeros in (2.5, 0.0))
-    assert [name for name, p in sparse.named_parameters() if p.ndim == 2 and not p.is_contiguous()] == turned
+    assert [
+        name for name, p in sparse.named_parameters() if p.ndim == 2 and not p.is_contiguous()
+    ] == turned
     gradients, plain = (Gradients(net.parameters(), (0,)) for net in (sparse, dense))
     adam, theirs = Adam(gradients.parameters, 0.1), Adam(plain.parameters, 0.1)
-    for (name, p), q, mean in zip(sparse.named_parameters(), dense.parameters(), adam.mean, strict=True):
+    for (name, p), q, mean in zip(
+        sparse.named_parameters(), dense.parameters(), adam.mean, strict=True
+    ):
         assert p.stride() == p.grad.stride() == mean.stride(), name
         assert torch.equal(p, q), name
         q.grad.copy_(random(*q.shape, dtype=torch.float32))
         p.grad.copy_(q.grad)
-    assert torch.equal(gradients.flat.sort().values, plain.flat.sort().values)  # views of the buffer that is summed
-    adam.step(), theirs.step()  # fmt: skip
-    assert all(torch.equal(p, q) for p, q in zip(sparse.parameters(), dense.parameters(), strict=True))
+    # views of the buffer that is summed
+    assert torch.equal(gradients.flat.sort().values, plain.flat.sort().values)
+    adam.step(), theirs.step()
+    assert all(
+        torch.equal(p, q) for p, q in zip(sparse.parameters(), dense.parameters(), strict=True)
+    )

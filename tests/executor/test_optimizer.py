@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from gnnplan.executor.optimizer import SGD, Adam
+from gnnplan.executor.ranks.optimizer import SGD, Adam
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -26,8 +26,11 @@ def test_steps_are_those_of_torch(ours: type, theirs: type, dtype: torch.dtype) 
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
+@pytest.mark.processes
 def test_a_step_does_not_import_the_compiler() -> None:
-    code = ("import sys, torch; from gnnplan.executor.optimizer import Adam; "
-            "p = torch.zeros(2, requires_grad=True); p.grad = torch.ones(2); "
-            "Adam([p], 0.1).step(); sys.exit('torch._dynamo' in sys.modules)")
+    code = (
+        "import sys, torch; from gnnplan.executor.ranks.optimizer import Adam; "
+        "p = torch.zeros(2, requires_grad=True); p.grad = torch.ones(2); "
+        "Adam([p], 0.1).step(); sys.exit('torch._dynamo' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,43 +1,74 @@
-"""P3: without the pipeline it trains as one process does on the same batches; with it, on weights exactly three updates old."""
+"""P3: without the pipeline it trains as one process does on the same batches; with it, on weights
+exactly three updates old."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from pairwise import covered, pairs
 from plain import Plain, difference
-from ranks import Case, Ranks, in_turn
+from ranks import Case, Ranks, values
 from test_minibatch_exactness import assert_as_one_process, batches_of, workload
 from torch import Tensor
 
-from gnnplan.executor.models import GCNLayer, GENLayer
+from gnnplan.executor.layers.models import GCNLayer, GENLayer
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import p3
-from gnnplan.executor.worker import Rank
-from gnnplan.planner.errors import SpecError
 from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
 
 pytestmark = pytest.mark.timeout(110)
 
-SETTINGS = [(2, 1, "p3"), (2, 2, "p3"), (3, 1, "p3(prefetch=2)"), (4, 2, "p3"), (4, 2, "p3(over='rank')"),
-            (4, 2, "p3(over='rank',copies=2)"), (2, 2, "p3(copies=2)")]  # fmt: skip
+SETTINGS = [
+    (2, 1, "p3"),
+    (2, 2, "p3"),
+    (3, 1, "p3(prefetch=2)"),
+    (4, 2, "p3"),
+    (4, 2, "p3(over='rank')"),
+    (4, 2, "p3(over='rank',copies=2)"),
+    (2, 2, "p3(copies=2)"),
+]
 
 
-PAIRS = [("rough", "sage", {"dropout": 0.5}), ("sparse", "gat", {}), ("rough", "gcn", {}), ("multi", "gat", {"dropout": 0.5}),
-         ("sparse", "sage", {"dropout": 0.5}), ("rough", "sgc", {"dropout": 0.5}), ("rough", "gat", {"heads": 4}),
-         ("sparse", "sgc", {"layers": 1, "fanout": (3,)}), ("islands", "gcn", {"batch": 4, "fanout": "full", "norm": "layer"})]  # fmt: skip
+PAIRS = [
+    ("rough", "sage", {"dropout": 0.5}),
+    ("sparse", "gat", {}),
+    ("rough", "gcn", {}),
+    ("multi", "gat", {"dropout": 0.5}),
+    ("sparse", "sage", {"dropout": 0.5}),
+    ("rough", "sgc", {"dropout": 0.5}),
+    ("rough", "gat", {"heads": 4}),
+    ("sparse", "sgc", {"layers": 1, "fanout": (3,)}),
+    ("islands", "gcn", {"batch": 4, "fanout": "full", "norm": "layer"}),
+]
 
 
-@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda number: "-".join(map(str, SETTINGS[number])))
-def test_without_the_pipeline_it_is_one_process(run_ranks: Ranks, graphs: dict[str, str], number: int) -> None:
-    world, servers, strategy = SETTINGS[number]
-    cases = [Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
-             for graph, model, more in in_turn(PAIRS, number)]  # fmt: skip
-    assert_as_one_process(run_ranks, world, cases)
+@pytest.mark.parametrize(
+    ("setting", "pair"),
+    covered(
+        list(itertools.product(SETTINGS, PAIRS)),
+        lambda row: {row[0], str(row[1])} | pairs({**values(*row[0]), "model": row[1][1]}),
+    ),
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_without_the_pipeline_it_is_one_process(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    setting: tuple[int, int, str],
+    pair: tuple[str, str, dict[str, object]],
+) -> None:
+    world, servers, strategy = setting
+    graph, model, more = pair
+    case = Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
+    assert_as_one_process(run_ranks, world, [case])
 
 
 def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    """w_{t+1} = w_t - lr grad f_t(w_{t-3}), the first four batches on the initial weights; losses as each batch saw them."""
+    """w_{t+1} = w_t - lr grad f_t(w_{t-3}), the first four batches on the initial weights; losses
+    as each batch saw them."""
     plain, losses, total = Plain(replace(case, servers=1)), [], 0.0
     history = [[p.detach().clone() for p in plain.w.values()]]  # w_0, w_1, ..
     for step, (share, loss_of, last) in enumerate(batches_of(plain, case.epochs)):
@@ -60,27 +91,55 @@ def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tens
     return losses, plain.state
 
 
-@pytest.mark.parametrize(("model", "world", "servers", "copies"), [
-    *[(model, *ranks, 1) for model in ("gcn", "sage", "gat", "sgc") for ranks in ((2, 1), (4, 2))], ("gat", 4, 4, 2), ("sage", 2, 1, 2)])
-def test_the_pipeline_is_the_recursion(run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, copies: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "world", "servers", "copies"),
+    [
+        *[
+            (model, *ranks, 1)
+            for model in ("gcn", "sage", "gat", "sgc")
+            for ranks in ((2, 1), (4, 2))
+        ],
+        ("gat", 4, 4, 2),
+        ("sage", 2, 1, 2),
+    ],
+)
+def test_the_pipeline_is_the_recursion(
+    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, copies: int
+) -> None:
     """Every model with both optimizers and graphs."""
-    optimizer, graph = (("sgd", "rough"), ("adam", "sparse"))[(servers + (model in ("gcn", "gat"))) % 2]
-    case = Case(f"p3(pipelined=True,copies={copies})", graphs[graph], workload(model, dropout=0.5, optimizer=optimizer, lr=0.02),
-                servers, epochs=4, eval_every=1)  # fmt: skip
+    optimizer, graph = (("sgd", "rough"), ("adam", "sparse"))[
+        (servers + (model in ("gcn", "gat"))) % 2
+    ]
+    case = Case(
+        f"p3(pipelined=True,copies={copies})",
+        graphs[graph],
+        workload(model, dropout=0.5, optimizer=optimizer, lr=0.02),
+        servers,
+        epochs=4,
+        eval_every=1,
+    )
     losses, weights = train_with_a_delay_of_three(case)
     result = run_ranks(world, [case])[0]
     assert result.losses == pytest.approx(losses, rel=1e-9), str(case)
     assert difference(result.weights, weights) <= 1e-9, str(case)
 
 
-def test_a_layer_without_the_calls_is_named(monkeypatch: pytest.MonkeyPatch, graphs: dict[str, str]) -> None:
+def test_a_layer_without_the_calls_is_named(
+    monkeypatch: pytest.MonkeyPatch, graphs: dict[str, str]
+) -> None:
     """A user's own layer; under other strategies it runs."""
     for call in ("transform", "apply"):
         monkeypatch.delattr(GCNLayer, call)
-    job = Case("p3", graphs["rough"], workload("gcn")).job(2)
-    with pytest.raises(SpecError, match=r"layer 1 \(GCNLayer\) has no transform, apply: .* use data_parallel or gsplit"):
-        p3.Worker(Rank(0, 2, torch.device("cpu"), "gloo"), job, parse("p3").settle(job))
+    problem = Case("p3", graphs["rough"], workload("gcn")).problem(2)
+    with pytest.raises(
+        SpecError,
+        match=r"layer 1 \(GCNLayer\) has no transform, apply: .* use data_parallel or gsplit",
+    ):
+        p3.Worker(Rank(0, 2, torch.device("cpu"), "gloo"), problem, parse("p3").settle(problem))
     assert not hasattr(GENLayer, "scatter")
-    with pytest.raises(SpecError, match="that of resgcn reads an encoder's output: it has no scatter, transform and apply"):
-        other = Case("p3", graphs["rough"], workload("resgcn")).job(2)
+    with pytest.raises(
+        SpecError,
+        match="that of resgcn reads an encoder's output: it has no scatter, transform and apply",
+    ):
+        other = Case("p3", graphs["rough"], workload("resgcn")).problem(2)
         parse("p3").settle(other).check(other)

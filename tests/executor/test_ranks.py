@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
-from ranks import Case, Ranks
+from ranks import Case, ForkServer, Ranks
 
 
 @pytest.mark.timeout(110)
-def test_a_failed_case_ends_its_world_only(tmp_path: Path, graphs: dict[str, str]) -> None:
-    ranks = Ranks(tmp_path)
+def test_a_failed_case_ends_its_world_only(
+    tmp_path: Path, graphs: dict[str, str], fork_server: ForkServer
+) -> None:
+    ranks = Ranks(fork_server, tmp_path)
     try:
         case = Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1)
         with pytest.raises(AssertionError, match="needs a layer per stage"):
@@ -30,7 +32,8 @@ def test_a_failed_case_ends_its_world_only(tmp_path: Path, graphs: dict[str, str
 @pytest.mark.timeout(110)
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
 def test_gloos_threads_wait_for_their_turn(run_ranks: Ranks, graphs: dict[str, str]) -> None:
-    """Gloo's own thread displaced those that held its lock and span on it: an exchange of 1 KB among four ranks on two cores took 4 ms."""
+    """Gloo's own thread displaced those that held its lock and span on it: an exchange of 1 KB
+    among four ranks on two cores took 4 ms."""
     run_ranks(2, [Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1)])
     for process in run_ranks.worlds[2, False].processes:
         threads = list(Path(f"/proc/{process.pid}/task").iterdir())

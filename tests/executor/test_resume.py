@@ -1,4 +1,5 @@
-"""Training that was broken off and went on from its last checkpoint is, to the bit, the training that was not."""
+"""Training that was broken off and went on from its last checkpoint is, to the bit, the training
+that was not."""
 
 from __future__ import annotations
 
@@ -16,23 +17,43 @@ import torch
 from ranks import Case, Ranks, Result
 
 from gnnplan.cli import app
-from gnnplan.executor import checkpoint, train
-from gnnplan.executor.checkpoint import Checkpoints, fill, latest, stored
-from gnnplan.executor.worker import Rank
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.trace import recorded_order
+from gnnplan.executor import train
+from gnnplan.executor.ranks import checkpoint
+from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, latest, stored
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.trace import recorded_order
 
 pytestmark = pytest.mark.timeout(110)
 
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
-MINI = {"model": "sage", "mode": "mini", "batch": 8, "fanout": (3, 2), "layers": 2, "hidden": 6, "dropout": 0.3}
+MINI = {
+    "model": "sage",
+    "mode": "mini",
+    "batch": 8,
+    "fanout": (3, 2),
+    "layers": 2,
+    "hidden": 6,
+    "dropout": 0.3,
+}
 CASES = [
     Case("graph_parallel", "rough", FULL),
-    Case("graph_parallel(narrow=True,checkpoint=True)", "rough", {**FULL, "model": "gcn", "norm": "batch"}),
-    *(Case(name, "rough", FULL, staleness_errors=True) for name in ("pipegcn", "pipegcn_f", "pipegcn_g", "pipegcn_gf")),
+    Case(
+        "graph_parallel(narrow=True,checkpoint=True)",
+        "rough",
+        {**FULL, "model": "gcn", "norm": "batch"},
+    ),
+    *(
+        Case(name, "rough", FULL, staleness_errors=True)
+        for name in ("pipegcn", "pipegcn_f", "pipegcn_g", "pipegcn_gf")
+    ),
     Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"}),
     Case("gnnpipe(stages=2,chunks=4)", "rough", FULL),
-    Case("gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True)", "rough", {**FULL, "model": "gat", "heads": 2}),
+    Case(
+        "gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True)",
+        "rough",
+        {**FULL, "model": "gat", "heads": 2},
+    ),
     Case("gnnpipe(stages=1,chunks=3)", "rough", {**FULL, "model": "gcnii"}),
     Case("granndis", "rough", FULL, servers=2),
     Case("granndis(max_hop=1,fanout=3,batches=3)", "rough", FULL, servers=2),
@@ -42,38 +63,59 @@ CASES = [
     Case("p3", "rough", MINI),
     Case("p3(pipelined=True)", "rough", MINI),
     Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2}),
-    Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),  # one batch per epoch: batches under way are of several epochs
-]  # fmt: skip
+    # one batch per epoch: batches under way are of several epochs
+    Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),
+]
 
 
 def same(broken: Result, unbroken: Result) -> None:
     """In weights, and in all that a run leaves but its times."""
     weights = unbroken.weights
-    assert broken.weights.keys() == weights.keys() and all(torch.equal(broken.weights[name], p) for name, p in weights.items())
-    timeless = [[{name: value for name, value in row.items() if name != "epoch_s"} for row in run.metrics] for run in (broken, unbroken)]
+    assert broken.weights.keys() == weights.keys() and all(
+        torch.equal(broken.weights[name], p) for name, p in weights.items()
+    )
+    timeless = [
+        [{name: value for name, value in row.items() if name != "epoch_s"} for row in run.metrics]
+        for run in (broken, unbroken)
+    ]
     assert timeless[0] == timeless[1]
     for rank in range(unbroken.world):
         one, other = broken.rank(rank), unbroken.rank(rank)
         assert len(one["rss_bytes"]) == one["epochs"] == other["epochs"]
-        assert all(one[name] == other[name] for name in ("bytes", "setup_bytes", "rows", "staleness"))
+        assert all(
+            one[name] == other[name] for name in ("bytes", "setup_bytes", "rows", "staleness")
+        )
         for lane in ("compute", "comm", "reduce"):
-            assert recorded_order(broken.spans, rank, lane) == recorded_order(unbroken.spans, rank, lane)
+            assert recorded_order(broken.spans, rank, lane) == recorded_order(
+                unbroken.spans, rank, lane
+            )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy} {case.workload['model']} {case.workload.get('batch', '')}")
-def test_broken_off_and_resumed_is_unbroken(case: Case, run_ranks: Ranks, graphs: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "case",
+    CASES,
+    ids=lambda case: f"{case.strategy} {case.workload['model']} {case.workload.get('batch', '')}",
+)
+def test_broken_off_and_resumed_is_unbroken(
+    case: Case, run_ranks: Ranks, graphs: dict[str, str]
+) -> None:
     """Checkpoints of epochs 2 and 4, broken off after 5: the fifth is trained again."""
     case = replace(case, graph=graphs[case.graph])
-    unbroken, broken = run_ranks(2, [replace(case, epochs=7), replace(case, epochs=5, checkpoint_every=2)])
+    unbroken, broken = run_ranks(
+        2, [replace(case, epochs=7), replace(case, epochs=5, checkpoint_every=2)]
+    )
     before = unbroken.weights
-    assert not all(torch.equal(broken.weights[name], p) for name, p in before.items())  # there is something left to learn
+    # there is something left to learn
+    assert not all(torch.equal(broken.weights[name], p) for name, p in before.items())
     resumed = run_ranks(2, [replace(case, epochs=7, resume=str(broken.out))])[0]
     same(resumed, unbroken)
 
 
-def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(run_ranks: Ranks, graphs: dict[str, str],
-                                                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """One with a slow disk was still at epoch 20's when a fast one had 20 and 30 and no longer 10: lost then, they had none in common."""
+def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
+    run_ranks: Ranks, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with a slow disk was still at epoch 20's when a fast one had 20 and 30 and no longer 10:
+    lost then, they had none in common."""
     fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
 
     def meet(rank: Rank, epoch: int, *more: Any) -> dict[str, Any]:
@@ -86,21 +128,61 @@ def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(run_ra
     assert there == {1: [], 2: [1], 3: [1, 2], 4: [2, 3]}
 
 
+@pytest.mark.processes
 def test_servers_with_disks_of_their_own_resume_from_these(tmp_path: Path) -> None:
     """A rank on each of two, as srun starts them: each finds plan and options in its own folder."""
     plan = tmp_path / "plan.json"
     graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
-    app(["plan", "--graph", graph, "--hidden", "8", "--set", "servers=2", "--set", "gpus_per_server=1", "--strategy", "pipegcn", "-o",
-         str(plan)], standalone_mode=False)  # fmt: skip
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0",
-             "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    app(
+        [
+            "plan",
+            "--graph",
+            graph,
+            "--hidden",
+            "8",
+            "--set",
+            "servers=2",
+            "--set",
+            "gpus_per_server=1",
+            "--strategy",
+            "pipegcn",
+            "-o",
+            str(plan),
+        ],
+        standalone_mode=False,
+    )
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_LOCALID": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
-    def run(job: int, *arguments: str) -> None:
+    def run(problem: int, *arguments: str) -> None:
         ranks = []
         for rank in map(str, range(2)):
-            command = [sys.executable, "-m", "gnnplan", "run", *(word.replace("RANK", rank) for word in arguments)]
-            env = os.environ | slurm | {"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_JOB_ID": str(os.getpid() + job)}
-            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+            command = [
+                sys.executable,
+                "-m",
+                "gnnplan",
+                "run",
+                *(word.replace("RANK", rank) for word in arguments),
+            ]
+            env = (
+                os.environ
+                | slurm
+                | {
+                    "SLURM_PROCID": rank,
+                    "SLURM_NODEID": rank,
+                    "SLURM_JOB_ID": str(os.getpid() + problem),
+                }
+            )
+            ranks.append(
+                subprocess.Popen(
+                    command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+            )
         try:
             said = [rank.communicate(timeout=80)[1] for rank in ranks]
         finally:
@@ -108,22 +190,42 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path: Path) -> No
                 process.kill()
         assert [process.returncode for process in ranks] == [0, 0], said
 
-    run(1, str(plan), "--out", str(tmp_path / "serverRANK"), "--epochs", "4", "--checkpoint-every", "2", "--eval-every", "3")
+    run(
+        1,
+        str(plan),
+        "--out",
+        str(tmp_path / "serverRANK"),
+        "--epochs",
+        "4",
+        "--checkpoint-every",
+        "2",
+        "--eval-every",
+        "3",
+    )
     run(2, "--resume", str(tmp_path / "serverRANK"), "--epochs", "7")
-    rows = [json.loads(line) for line in (tmp_path / "server0" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]  # with the options that it had
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "server0" / "metrics.jsonl").read_text().splitlines()
+    ]
+    # with the options that it had
+    assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]
 
 
-# -- files -----------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2}
 
 
 def saved(out: Path, rank: int, *epochs: int) -> Checkpoints:
     """Checkpoints of these epochs, of weights that tell them."""
-    checkpoints, process = Checkpoints(out, rank, 10, QUESTION), Rank(rank, 2, torch.device("cpu"), "gloo")
+    checkpoints, process = (
+        Checkpoints(out, rank, 10, QUESTION),
+        Rank(rank, 2, torch.device("cpu"), "gloo"),
+    )
     for epoch in epochs:
-        checkpoints.save(process, epoch, {"weight": torch.tensor([float(epoch)])}, {"bytes": {"halo": epoch}})
+        checkpoints.save(
+            process, epoch, {"weight": torch.tensor([float(epoch)])}, {"bytes": {"halo": epoch}}
+        )
     checkpoints.wait()
     process.close()
     return checkpoints
@@ -138,7 +240,11 @@ def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path: Path) 
     notes, tensors = mine.load(last)
     assert notes == {"bytes": {"halo": 20}} and tensors["weight"].item() == 20
     assert mine.epochs() == [20]  # epochs after it are trained again
-    assert [path.name for path in mine.folder.iterdir() if "tmp" in path.name or path.name.startswith(".")] == []
+    assert [
+        path.name
+        for path in mine.folder.iterdir()
+        if "tmp" in path.name or path.name.startswith(".")
+    ] == []
 
 
 @pytest.mark.parametrize("left", [0, 7, 8, 100, -1])
@@ -151,16 +257,24 @@ def test_a_torn_file_is_as_none(left: int, tmp_path: Path) -> None:
 
 def test_another_training_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 0, 10)
-    with pytest.raises(SpecError, match=r"is of another training \(ranks 2 there and 3 here\); resume with the plan"):
+    with pytest.raises(
+        SpecError,
+        match=r"is of another training \(ranks 2 there and 3 here\); resume with the plan",
+    ):
         Checkpoints(tmp_path, 0, 10, {**QUESTION, "ranks": 3}).epochs()
     with pytest.raises(SpecError, match=r"gnnplan '1' there and '2' here"):
         Checkpoints(tmp_path, 0, 10, {**QUESTION, "gnnplan": "2"}).epochs()
-    with pytest.raises(SpecError, match=r"checkpoint's weight is torch.float32 \[1\], this training's torch.float32 \[2\]"):
+    with pytest.raises(
+        SpecError,
+        match=r"checkpoint's weight is torch.float32 \[1\], this training's torch.float32 \[2\]",
+    ):
         fill({"weight": torch.zeros(2)}, {"weight": torch.zeros(1)})
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
     """A folder where the file should be: it cannot be replaced."""
     (tmp_path / "checkpoints" / "epoch10.rank0.safetensors").mkdir(parents=True)
-    with pytest.raises(SpecError, match=r"cannot be written .*; free the disk, or train with --checkpoint-every 0"):
+    with pytest.raises(
+        SpecError, match=r"cannot be written .*; free the disk, or train with --checkpoint-every 0"
+    ):
         saved(tmp_path, 0, 10)

@@ -1,4 +1,5 @@
-"""The sampler in a process of its own: what happens when it dies, and that being ahead changes nothing."""
+"""The sampler in a process of its own: what happens when it dies, and that being ahead changes
+nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ import torch
 from ranks import Case
 
 from gnnplan.executor import train as module
-from gnnplan.executor.sampler import Arriving, Sampled, Sampler
+from gnnplan.executor.minibatch.sampler import Arriving, Sampled, Sampler
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
-from gnnplan.executor.worker import Rank
 from gnnplan.planner.strategies import DataParallel
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.processes]
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
 
 
@@ -46,15 +47,24 @@ class Collecting(Sampler):
 
 
 def arriving(kind: type[Sampler], graphs: dict[str, str], prefetch: int) -> Arriving:
-    job = Case("data_parallel", graphs["rough"], WORK).job(1)
-    return Arriving(Rank(0, 1, torch.device("cpu"), "gloo"), kind(DataParallel().batches(job), 0, ["mean", "mean"]), prefetch)
+    problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
+    return Arriving(
+        Rank(0, 1, torch.device("cpu"), "gloo"),
+        kind(DataParallel().batches(problem), 0, ["mean", "mean"]),
+        prefetch,
+    )
 
 
-@pytest.mark.parametrize(("kind", "words"), [
-    (Broken, "(?s)Traceback.*no such neighbour"),
-    (Killed, r"DataLoader worker \(pid.*(Killed|exited unexpectedly)"),
-])  # fmt: skip
-def test_a_sampler_that_dies_ends_the_run_with_its_words(kind: type[Sampler], words: str, graphs: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Broken, "(?s)Traceback.*no such neighbour"),
+        (Killed, r"DataLoader worker \(pid.*(Killed|exited unexpectedly)"),
+    ],
+)
+def test_a_sampler_that_dies_ends_the_run_with_its_words(
+    kind: type[Sampler], words: str, graphs: dict[str, str]
+) -> None:
     shares = arriving(kind, graphs, 1)
     with pytest.raises((ValueError, RuntimeError), match=words):
         for step in range(4):
@@ -62,8 +72,8 @@ def test_a_sampler_that_dies_ends_the_run_with_its_words(kind: type[Sampler], wo
 
 
 def test_a_sampler_leaves_what_it_inherits_alone(graphs: dict[str, str], tmp_path: Path) -> None:
-    """Once in some hundred runs a sampler hung at its start: it collected a process group of an earlier run, whose destructor waits for
-    threads that a fork has not."""
+    """Once in some hundred runs a sampler hung at its start: it collected a process group of an
+    earlier run, whose destructor waits for threads that a fork has not."""
     told = tmp_path / "told"
 
     class Group:
@@ -85,9 +95,12 @@ def test_a_sampler_leaves_what_it_inherits_alone(graphs: dict[str, str], tmp_pat
     assert told.read_text() == f"{os.getpid()}\n"
 
 
-def test_samplers_begin_when_all_have_forked(graphs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once in some hundred runs a sampler hung at its start: its rank, which hosted the store, was looking up the name of another's
-    sampler when it forked, and the lock of that look-up stayed taken."""
+def test_samplers_begin_when_all_have_forked(
+    graphs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in some hundred runs a sampler hung at its start: its rank, which hosted the store, was
+    looking up the name of another's sampler when it forked, and the lock of that look-up stayed
+    taken."""
     told = tmp_path / "told"
 
     class Telling(Sampler):
@@ -108,12 +121,22 @@ def test_samplers_begin_when_all_have_forked(graphs: dict[str, str], tmp_path: P
 
 
 def test_a_run_ends_its_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was left to the collector: of P3's pipeline, which is part of a circle, idle samplers stayed for runs."""
+    """It was left to the collector: of P3's pipeline, which is part of a circle, idle samplers
+    stayed for runs."""
     graph = "synthetic:community?vertices=300&edges=1500&features=8&classes=3"
     case = Case("data_parallel(prefetch=2)", graph, {**WORK, "batch": 40}, epochs=1)
-    job, kept = case.job(1), list[Any]()
-    monkeypatch.setattr(module, "open_worker", lambda *asked: kept.append(open_worker(*asked)) or kept[0])  # as a circle would
-    module.train(Rank(0, 1, torch.device("cpu"), "gloo", traced=0), job, case.settled(job), None, case.epochs)
+    problem, kept = case.problem(1), list[Any]()
+    # as a circle would
+    monkeypatch.setattr(
+        module, "open_worker", lambda *asked: kept.append(open_worker(*asked)) or kept[0]
+    )
+    module.train(
+        Rank(0, 1, torch.device("cpu"), "gloo", traced=0),
+        problem,
+        case.settled(problem),
+        None,
+        case.epochs,
+    )
     assert kept[0].arriving.sampler and not multiprocessing.active_children()
 
 
@@ -124,5 +147,7 @@ def test_being_ahead_changes_nothing(graphs: dict[str, str]) -> None:
         assert np.array_equal(here.own, there.own)
         for mine, theirs in zip(here.parts, there.parts, strict=True):
             assert np.array_equal(mine.source, theirs.source)
-            assert torch.equal(mine.block.indices, theirs.block.indices) and torch.equal(mine.block.indptr, theirs.block.indptr)
+            assert torch.equal(mine.block.indices, theirs.block.indices) and torch.equal(
+                mine.block.indptr, theirs.block.indptr
+            )
     ahead.close()

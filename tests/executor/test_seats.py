@@ -1,4 +1,5 @@
-"""Ranks sit where the plan has put them: launchers count GPUs, everything else is in the plan's ranks."""
+"""Ranks sit where the plan has put them: launchers count GPUs, everything else is in the plan's
+ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 from ranks import Case, Ranks, Result, meeting
 
-from gnnplan.executor import launch
-from gnnplan.planner import plan
-from gnnplan.planner.search import Found, weigh
-from gnnplan.planner.trace import recorded_order
+from gnnplan.executor.launch import launcher as launch
+from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.search import SearchResult, evaluate
+from gnnplan.planner.vocabulary.trace import recorded_order
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -23,9 +24,9 @@ RANK = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from gnnplan.executor.launch import leave, prepare
+from gnnplan.executor.launch.launcher import leave, prepare
 from gnnplan.executor.train import train
-from gnnplan.executor.worker import open_rank
+from gnnplan.executor.ranks.rank import open_rank
 _, job, strategy = prepare(Path(sys.argv[1]))
 rank = open_rank(60.0, job)
 sys.stdout.write(f"{os.environ['RANK']} {rank.rank} {dist.get_rank()}\\n")
@@ -38,36 +39,57 @@ leave(0)
 
 def planned(case: Case, world: int, seats: tuple[int, ...], folder: Path) -> tuple[Path, Any]:
     """A plan of the case with its ranks on these GPUs."""
-    job = case.job(world).seated(seats)
-    candidate = weigh(job, case.settled(job))
-    plan.write(folder / "plan.json", plan.make(job, Found([candidate], [])))
+    problem = case.problem(world).seated(seats)
+    candidate = evaluate(problem, case.settled(problem))
+    plan.write(folder / "plan.json", plan.make(problem, SearchResult([candidate], [])))
     out = folder / "out"
     out.mkdir()
     return out, candidate
 
 
 def assert_as_planned(result: Result, in_order: Result, candidate: Any) -> None:
-    """The same losses as with ranks in order; every rank left its own bytes and operations, under its own number."""
+    """The same losses as with ranks in order; every rank left its own bytes and operations, under
+    its own number."""
     assert result.losses == pytest.approx(in_order.losses, rel=1e-9)
-    schedule = candidate.strategy.schedule(candidate.job, 3)
+    schedule = candidate.strategy.schedule(candidate.problem, 3)
     for rank in range(result.world):
         tasks = [task for task in schedule.tasks if task.rank == rank]
         left = result.rank(rank)
-        assert left["rank"] == rank and left["bytes"] == {op: n for op, n in schedule.bytes_by_op(tasks).items() if n}
+        assert left["rank"] == rank and left["bytes"] == {
+            op: n for op, n in schedule.bytes_by_op(tasks).items() if n
+        }
         for lane in ("compute", "comm", "reduce"):
-            recorded = [label for label in recorded_order(result.spans, rank, lane) if not label.endswith(":s-1")]
+            recorded = [
+                label
+                for label in recorded_order(result.spans, rank, lane)
+                if not label.endswith(":s-1")
+            ]
             assert recorded == [str(task.label) for task in tasks if task.lane == lane]
 
 
 def test_ranks_that_torchrun_starts(run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path):
-    """Four processes in the order of their GPUs, two servers of two, stages of two: rank 0 is not process 0."""
-    case = Case("gnnpipe(stages=2,chunks=3)", graphs["rough"], {"model": "gcn", "layers": 4, "hidden": 8, "dtype": "float64"}, 2, epochs=3)
+    """Four processes in the order of their GPUs, two servers of two, stages of two: rank 0 is not
+    process 0."""
+    case = Case(
+        "gnnpipe(stages=2,chunks=3)",
+        graphs["rough"],
+        {"model": "gcn", "layers": 4, "hidden": 8, "dtype": "float64"},
+        2,
+        epochs=3,
+    )
     out, candidate = planned(case, 4, (2, 0, 3, 1), tmp_path)
     _store, where = meeting(4)  # held until they are done
     env = os.environ | where | {"CUDA_VISIBLE_DEVICES": ""}
-    processes = [subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path / "plan.json"), str(out)], stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, text=True, env=env | {"RANK": str(k), "LOCAL_RANK": str(k)})
-                 for k in range(4)]  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path / "plan.json"), str(out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env | {"RANK": str(k), "LOCAL_RANK": str(k)},
+        )
+        for k in range(4)
+    ]
     try:
         said = [process.communicate(timeout=90) for process in processes]
     finally:
@@ -75,15 +97,25 @@ def test_ranks_that_torchrun_starts(run_ranks: Ranks, graphs: dict[str, str], tm
             process.kill()
             process.wait()
     assert [process.returncode for process in processes] == [0] * 4, said
-    assert [words.split() for words, _ in said] == [["0", "1", "1"], ["1", "3", "3"], ["2", "0", "0"], ["3", "2", "2"]]
+    assert [words.split() for words, _ in said] == [
+        ["0", "1", "1"],
+        ["1", "3", "3"],
+        ["2", "0", "0"],
+        ["3", "2", "2"],
+    ]
     assert_as_planned(Result(case, 4, out), run_ranks(4, [case])[0], candidate)
 
 
 def test_ranks_that_a_run_starts(run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path):
-    case = Case("gnnpipe(chunks=3)", graphs["rough"], {"model": "gcn", "layers": 3, "hidden": 8, "dtype": "float64"}, epochs=3)
+    case = Case(
+        "gnnpipe(chunks=3)",
+        graphs["rough"],
+        {"model": "gcn", "layers": 3, "hidden": 8, "dtype": "float64"},
+        epochs=3,
+    )
     out, candidate = planned(case, 2, (1, 0), tmp_path)
-    _, job, _ = launch.prepare(tmp_path / "plan.json")
-    assert job.by_gpu == (1, 0)
-    launch.start(tmp_path / "plan.json", out, launch.Options(3, 0, 60.0), job)
+    _, problem, _ = launch.prepare(tmp_path / "plan.json")
+    assert problem.by_gpu == (1, 0)
+    launch.start(tmp_path / "plan.json", out, launch.Options(3, 0, 60.0), problem)
     assert_as_planned(Result(case, 2, out), run_ranks(2, [case])[0], candidate)
     assert json.loads((out / "rank0.json").read_text())["bytes"]

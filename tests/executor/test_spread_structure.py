@@ -1,4 +1,5 @@
-"""A structure that is spread changes who draws, and nothing else: no loss, no weight, no bit. A sampler has its share of it only."""
+"""A structure that is spread changes who draws, and nothing else: no loss, no weight, no bit. A
+sampler has its share of it only."""
 
 from __future__ import annotations
 
@@ -7,65 +8,129 @@ import pytest
 import torch
 from ranks import Case, Ranks
 
-from gnnplan.executor.sampler import Sampler
-from gnnplan.planner.graph import Graph
-from gnnplan.planner.minibatch import Batches
-from gnnplan.planner.sampling import draw, key_of
+from gnnplan.executor.minibatch.sampler import Sampler
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.sampling import draw, key_of
+from gnnplan.planner.ownership.minibatch import Batches
 
 pytestmark = pytest.mark.timeout(110)
 
 
 def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
-    asked = {"model": "gcn", "layers": 3, "hidden": 8, "heads": 2, "dropout": 0.5, "lr": 0.05, "seed": 3, "dtype": "float64"}
+    asked = {
+        "model": "gcn",
+        "layers": 3,
+        "hidden": 8,
+        "heads": 2,
+        "dropout": 0.5,
+        "lr": 0.05,
+        "seed": 3,
+        "dtype": "float64",
+    }
     directed = bool(more.pop("directed", False))
-    return Case(strategy, graph, {**asked, "mode": "mini", "batch": 6, "fanout": (3, 2, 2), **more}, servers, directed=directed)
+    return Case(
+        strategy,
+        graph,
+        {**asked, "mode": "mini", "batch": 6, "fanout": (3, 2, 2), **more},
+        servers,
+        directed=directed,
+    )
 
 
 SETTINGS: list[tuple[int, int, str, list[str], dict[str, object]]] = [
-    (3, 1, "data_parallel()", ["structure='spread'", "structure='spread',structure_cache=300,prefetch=1"], {"directed": True}),
-    (4, 2, "data_parallel(features='spread')", ["structure='spread',structure_cache=300,hot='degree'"],
-     {"model": "sage", "fanout": "full"}),
+    (
+        3,
+        1,
+        "data_parallel()",
+        ["structure='spread'", "structure='spread',structure_cache=300,prefetch=1"],
+        {"directed": True},
+    ),
+    (
+        4,
+        2,
+        "data_parallel(features='spread')",
+        ["structure='spread',structure_cache=300,hot='degree'"],
+        {"model": "sage", "fanout": "full"},
+    ),
     (2, 1, "gsplit()", ["structure='spread'"], {"directed": True}),
-    (2, 1, "p3()", ["structure='spread'", "structure='spread',structure_cache=300"], {"directed": True}),
+    (
+        2,
+        1,
+        "p3()",
+        ["structure='spread'", "structure='spread',structure_cache=300"],
+        {"directed": True},
+    ),
     (4, 2, "p3(pipelined=True)", ["structure='spread'"], {"model": "sage", "fanout": "full"}),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("world", "servers", "plain", "knobs", "more"), SETTINGS, ids=lambda value: str(value))
-def test_training_is_bit_equal(run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, plain: str, knobs: list[str],
-                               more: dict[str, object]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "servers", "plain", "knobs", "more"), SETTINGS, ids=lambda value: str(value)
+)
+def test_training_is_bit_equal(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    world: int,
+    servers: int,
+    plain: str,
+    knobs: list[str],
+    more: dict[str, object],
+) -> None:
     reference = run_ranks(world, [case(plain, graphs["rough"], servers, **more)])[0]
     for knob in knobs:
         strategy = (plain[:-1] + "," + knob + ")").replace("(,", "(")
         result = run_ranks(world, [case(strategy, graphs["rough"], servers, **more)])[0]
         assert result.losses == reference.losses, strategy
-        assert all(torch.equal(p, result.weights[name]) for name, p in reference.weights.items()), strategy
+        assert all(torch.equal(p, result.weights[name]) for name, p in reference.weights.items()), (
+            strategy
+        )
         asked = result.rank(0)["bytes"].keys() - reference.rank(0)["bytes"].keys()
         assert asked == (set() if plain == "gsplit()" else {"ask_edges", "edges"})
 
 
-@pytest.mark.parametrize("text", ["data_parallel(structure='spread',structure_cache=300)", "p3(structure='spread')",
-                                  "gsplit(structure='spread',splitter='random')"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data_parallel(structure='spread',structure_cache=300)",
+        "p3(structure='spread')",
+        "gsplit(structure='spread',splitter='random')",
+    ],
+)
 @pytest.mark.parametrize("directed", [False, True])
-def test_a_sampler_has_no_list_that_is_elsewhere(graphs: dict[str, str], text: str, directed: bool) -> None:
-    """Nor the graph that has; what it has is what is predicted of its memory, and it says whose list it lacks."""
+def test_a_sampler_has_no_list_that_is_elsewhere(
+    graphs: dict[str, str], text: str, directed: bool
+) -> None:
+    """Nor the graph that has; what it has is what is predicted of its memory, and it says whose
+    list it lacks."""
     what = case(text, graphs["rough"], directed=directed)
-    job = what.job(2)
-    strategy = what.settled(job)
-    lists, graph, batches = strategy.lists(job), job.graph, strategy.batches(job)
+    problem = what.problem(2)
+    strategy = what.settled(problem)
+    lists, graph, batches = strategy.lists(problem), problem.graph, strategy.batches(problem)
     assert isinstance(graph, Graph)
     for rank in (0, 1):
         sampler, keeps = Sampler(batches, rank, ["gcn"] * 3, lists=lists), lists.keeps(rank)
         assert 0 < keeps.sum() < keeps.size
-        assert not any(isinstance(value, Batches) or value is graph or value is graph.indices for value in vars(sampler).values())
+        assert not any(
+            isinstance(value, Batches) or value is graph or value is graph.indices
+            for value in vars(sampler).values()
+        )
         assert sampler.graph.degree.tolist() == np.where(keeps, graph.degree, 0).tolist()
-        arrays = {id(array): array.nbytes for array in (sampler.graph.indptr, sampler.graph.indices, *sampler._degrees)}
+        arrays = {
+            id(array): array.nbytes
+            for array in (sampler.graph.indptr, sampler.graph.indices, *sampler._degrees)
+        }
         assert sum(arrays.values()) == lists.copied(graph)[rank]
         assert sampler._degrees[0].tolist() == graph.degree.tolist()
-        assert sampler._degrees[1].tolist() == np.bincount(graph.indices, minlength=keeps.size).tolist()
+        assert (
+            sampler._degrees[1].tolist()
+            == np.bincount(graph.indices, minlength=keeps.size).tolist()
+        )
         here, key = np.flatnonzero(keeps), key_of(3, 0, 1, 2)
         indptr, neighbours = sampler._draw(here, 2, key)
         expected, places = draw(graph, here, 2, key)
-        assert indptr.tolist() == expected.tolist() and neighbours.tolist() == graph.indices[places].tolist()
+        assert (
+            indptr.tolist() == expected.tolist()
+            and neighbours.tolist() == graph.indices[places].tolist()
+        )
         with pytest.raises(AssertionError, match=f"rank {rank} has no adjacency lists of vertices"):
             sampler._draw(np.flatnonzero(~keeps)[:1], 2, key)

@@ -6,13 +6,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gnnplan.planner.specs import Link
+from gnnplan.planner.cluster.spec import Link
 
-LINKS = st.builds(Link, bandwidth=st.sampled_from([1e7, 1e8, 7e8, 1e9, 1e10]), latency=st.sampled_from([0.0, 1e-6, 1e-3]))
+LINKS = st.builds(
+    Link,
+    bandwidth=st.sampled_from([1e7, 1e8, 7e8, 1e9, 1e10]),
+    latency=st.sampled_from([0.0, 1e-6, 1e-3]),
+)
 
 
 def wiring(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
     """Any links, and with them any lists of so many GPUs: the fields of a Cluster."""
+
     def parts() -> list[list[int]]:
         of = draw(st.lists(st.integers(0, 2), min_size=gpus, max_size=gpus))
         return [[g for g in range(gpus) if of[g] == i] for i in sorted(set(of))]

@@ -1,4 +1,5 @@
-"""Laws of the mini-batch families: closed form, schedule and samples tell one story, batch by batch."""
+"""Laws of the mini-batch families: closed form, schedule and samples tell one story, batch by
+batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,22 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.formulas import p3_bytes, split_bytes
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.job import Job
-from gnnplan.planner.schedule import Collective
-from gnnplan.planner.search import families, search
-from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision.search import families, search
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
-from gnnplan.planner.strategies.p3 import UNEVEN
-from gnnplan.simulator.player import Score, critical_path, play, serial
+from gnnplan.planner.strategies.p3.slices import UNEVEN
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.formulas import p3_bytes, split_bytes
+from gnnplan.planner.vocabulary.schedule import Collective
+from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
 
 ROUND = 1e-9
 
 
 def community(vertices: int, edges: int, seed: int = 0) -> Graph:
-    graph = load(f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=5&seed={seed}")
+    graph = load(
+        f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=5&seed={seed}"
+    )
     assert isinstance(graph, Graph)
     return graph
 
@@ -33,190 +38,356 @@ def community(vertices: int, edges: int, seed: int = 0) -> Graph:
 GRAPHS = (community(400, 6000), community(120, 900, 1), community(60, 100, 2))
 
 
-def job_of(graph: Graph, servers: int = 2, gpus: int = 2, inter: float = 1e9, intra: float = 1e10, gemm: float = 1e11,
-           host: float = 2e7, **workload: Any) -> Job:  # fmt: skip
+def problem_of(
+    graph: Graph,
+    servers: int = 2,
+    gpus: int = 2,
+    inter: float = 1e9,
+    intra: float = 1e10,
+    gemm: float = 1e11,
+    host: float = 2e7,
+    **workload: Any,
+) -> Problem:
     device = Device(memory=1e12, gemm=gemm, memory_bandwidth=1e11, launch=1e-6)
-    where = Cluster(servers=servers, gpus_per_server=gpus, device=device, intra_node=Link(bandwidth=intra, latency=1e-6),
-                    inter_node=Link(bandwidth=inter, latency=1e-5), host_rates={"draw": host, "lay": 2 * host})  # fmt: skip
-    asked = {"mode": "mini", "layers": 3, "hidden": 16, "batch": 16, "fanout": (4, 3, 2), **workload}
-    return Job(graph.stats, graph, Workload(**asked), where)
+    where = Cluster(
+        servers=servers,
+        gpus_per_server=gpus,
+        device=device,
+        intra_node=Link(bandwidth=intra, latency=1e-6),
+        inter_node=Link(bandwidth=inter, latency=1e-5),
+        host_rates={"draw": host, "lay": 2 * host},
+    )
+    asked = {
+        "mode": "mini",
+        "layers": 3,
+        "hidden": 16,
+        "batch": 16,
+        "fanout": (4, 3, 2),
+        **workload,
+    }
+    return Problem(graph.stats, graph, Workload(**asked), where)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def problems(draw: st.DrawFn) -> Problem:
     layers = draw(st.integers(1, 3))
-    return job_of(
-        draw(st.sampled_from(GRAPHS)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), inter=10 ** draw(st.floats(6, 10)),
-        intra=10 ** draw(st.floats(7, 11)), gemm=10 ** draw(st.floats(9, 13)), host=10 ** draw(st.floats(5, 8)),
-        model=draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])), heads=1, layers=layers, seed=draw(st.integers(0, 3)),
-        fanout=draw(st.sampled_from(["full", (4, 3, 2)[:layers]])), batch=draw(st.integers(6, 20)),
+    return problem_of(
+        draw(st.sampled_from(GRAPHS)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        inter=10 ** draw(st.floats(6, 10)),
+        intra=10 ** draw(st.floats(7, 11)),
+        gemm=10 ** draw(st.floats(9, 13)),
+        host=10 ** draw(st.floats(5, 8)),
+        model=draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])),
+        heads=1,
+        layers=layers,
+        seed=draw(st.integers(0, 3)),
+        fanout=draw(st.sampled_from(["full", (4, 3, 2)[:layers]])),
+        batch=draw(st.integers(6, 20)),
         dropout=draw(st.sampled_from([0.0, 0.5])),
-    )  # fmt: skip
+    )
 
 
-def variants(job: Job) -> Iterator[Strategy]:
+def variants(problem: Problem) -> Iterator[Strategy]:
     forced: list[Strategy] = [
-        DataParallel(prefetch=2), DataParallel(checkpoint=True), GSplit(splitter="random"), GSplit(splitter="node", presample=1),
-        P3("server"), P3("rank"), P3("rank", pipelined=True), P3("server", pipelined=True), P3("rank", prefetch=1),
-        GSplit(splitter="edge", group="all"), GSplit(narrow=True, prefetch=1), GSplit(group="all", checkpoint=True),
-        DataParallel(structure="spread"), DataParallel(structure="spread", structure_cache=600, hot="degree", prefetch=1),
-        P3("rank", copies=2), P3("rank", pipelined=True, copies=2), P3("server", pipelined=True, copies=2),
-        P3("rank", structure="spread"), P3("server", pipelined=True, structure="spread", structure_cache=600), GSplit(structure="spread"),
-    ]  # fmt: skip
-    for strategy in dict.fromkeys(s.settle(job) for s in [s for family in families(job) for s in family.candidates(job)] + forced):
+        DataParallel(prefetch=2),
+        DataParallel(checkpoint=True),
+        GSplit(splitter="random"),
+        GSplit(splitter="node", presample=1),
+        P3("server"),
+        P3("rank"),
+        P3("rank", pipelined=True),
+        P3("server", pipelined=True),
+        P3("rank", prefetch=1),
+        GSplit(splitter="edge", group="all"),
+        GSplit(narrow=True, prefetch=1),
+        GSplit(group="all", checkpoint=True),
+        DataParallel(structure="spread"),
+        DataParallel(structure="spread", structure_cache=600, hot="degree", prefetch=1),
+        P3("rank", copies=2),
+        P3("rank", pipelined=True, copies=2),
+        P3("server", pipelined=True, copies=2),
+        P3("rank", structure="spread"),
+        P3("server", pipelined=True, structure="spread", structure_cache=600),
+        GSplit(structure="spread"),
+    ]
+    for strategy in dict.fromkeys(
+        s.settle(problem)
+        for s in [s for family in families(problem) for s in family.candidates(problem)] + forced
+    ):
         try:
-            strategy.check(job)
+            strategy.check(problem)
         except SpecError:
             continue
         yield strategy
 
 
-@given(jobs())
+@given(problems())
 @settings(max_examples=8)
-def test_the_closed_form_of_an_epoch_is_its_simulation(job: Job):
-    """Sampling in line: exactly. Ahead: the longer of sampler and rank, which neither simulation nor their sum contradict. P3's several
-    groups, which sum apart and share ports: from above, to 3 %."""
-    for strategy in variants(job):
+def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
+    """Sampling in line: exactly. Ahead: the longer of sampler and rank, which neither simulation
+    nor their sum contradict. P3's several groups, which sum apart and share ports: from above, to 3
+    %."""
+    for strategy in variants(problem):
         pipelined = isinstance(strategy, P3) and strategy.pipelined
-        schedule, p = strategy.schedule(job, strategy.steps(job) * (1 + 4 * pipelined)), strategy.predict(job)
-        score = Score(schedule, job.cost)
-        played = play(schedule, job.cost, score=score)
-        ends = [critical_path(schedule, job.cost, score), play(schedule, job.cost, contention=False, score=score).end_s, played.end_s,
-                serial(schedule, job.cost, score)]  # fmt: skip
+        schedule, p = (
+            strategy.schedule(problem, strategy.steps(problem) * (1 + 4 * pipelined)),
+            strategy.predict(problem),
+        )
+        task_graph = TaskGraph(schedule, problem.cost)
+        played = play(schedule, problem.cost, task_graph=task_graph)
+        ends = [
+            critical_path(schedule, problem.cost, task_graph),
+            play(schedule, problem.cost, contention=False, task_graph=task_graph).end_s,
+            played.end_s,
+            serial(schedule, problem.cost, task_graph),
+        ]
         assert all(low <= high * (1 + ROUND) for low, high in pairwise(ends)), (strategy, ends)
         closed = float(p.epoch_s)
         if pipelined:  # later epochs draw other batches
-            epoch = played.epoch_s(strategy.steps(job))
+            epoch = played.epoch_s(strategy.steps(problem))
             assert abs(closed / epoch - 1) <= strategy.claim, (strategy, closed, epoch)
-        elif isinstance(strategy, P3) and len(strategy.rails(job)) > 1:
-            assert ends[2] <= closed * (1 + ROUND) <= (1 + UNEVEN) * ends[2], (strategy, closed, ends)
+        elif isinstance(strategy, P3) and len(strategy.rails(problem)) > 1:
+            assert ends[2] <= closed * (1 + ROUND) <= (1 + UNEVEN) * ends[2], (
+                strategy,
+                closed,
+                ends,
+            )
         elif strategy.prefetch:
-            assert closed <= ends[2] * (1 + ROUND) <= 2 * closed * (1 + ROUND), (strategy, closed, ends)
+            assert closed <= ends[2] * (1 + ROUND) <= 2 * closed * (1 + ROUND), (
+                strategy,
+                closed,
+                ends,
+            )
         else:
-            assert closed == pytest.approx(ends[1], rel=ROUND) == pytest.approx(ends[2], rel=ROUND), strategy
+            assert (
+                closed == pytest.approx(ends[1], rel=ROUND) == pytest.approx(ends[2], rel=ROUND)
+            ), strategy
         parts = float(p.compute_s) + float(p.comm_s) + float(p.bubble_s)
         assert parts == pytest.approx(closed, rel=1e-9)
 
 
-@given(jobs())
+@given(problems())
 @settings(max_examples=12)
-def test_bytes_of_the_first_epoch_are_those_of_predict(job: Job):
-    for strategy in variants(job):
-        p, schedule = strategy.predict(job), strategy.schedule(job, strategy.steps(job))
-        assert {op: n for op, n in schedule.bytes_by_op().items() if n} == {op: n for op, n in p.bytes.items() if n}
+def test_bytes_of_the_first_epoch_are_those_of_predict(problem: Problem):
+    for strategy in variants(problem):
+        p, schedule = strategy.predict(problem), strategy.schedule(problem, strategy.steps(problem))
+        assert {op: n for op, n in schedule.bytes_by_op().items() if n} == {
+            op: n for op, n in p.bytes.items() if n
+        }
         assert sum(p.bytes_by_link.values()) == p.bytes_total
 
 
-@given(jobs())
+@given(problems())
 @settings(max_examples=8)
-def test_one_rank_sends_nothing(job: Job):
-    alone = replace(job, cluster=job.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}), _mini={}, _layouts={})
+def test_one_rank_sends_nothing(problem: Problem):
+    alone = replace(
+        problem,
+        cluster=problem.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}),
+        _mini={},
+        _layouts={},
+    )
     for strategy in variants(alone):
         assert strategy.predict(alone).bytes == {}
         assert not [t for t in strategy.schedule(alone, 2).tasks if isinstance(t.work, Collective)]
     found = [strategy for family in families(alone) for strategy in family.candidates(alone)]
-    assert {strategy.name for strategy in found} == {"data_parallel"} and len(found) == 2  # with and without a cache
+    # with and without a cache
+    assert {strategy.name for strategy in found} == {"data_parallel"} and len(found) == 2
 
 
 def test_what_memory_is_left_is_proposed_as_a_cache():
-    """Nine tenths of it, all rows at the most; none on a CPU, whose cache is the memory that it would spare."""
-    job = job_of(GRAPHS[0], 1, 2)
-    rows = 400 * job.model.features * 4
+    """Nine tenths of it, all rows at the most; none on a CPU, whose cache is the memory that it
+    would spare."""
+    problem = problem_of(GRAPHS[0], 1, 2)
+    rows = 400 * problem.model.features * 4
 
-    def caches(job: Job) -> set[int]:
-        return {s.cache for family in (DataParallel, GSplit) for s in family.candidates(job) if isinstance(s, (DataParallel, GSplit))}
+    def caches(problem: Problem) -> set[int]:
+        return {
+            s.cache
+            for family in (DataParallel, GSplit)
+            for s in family.candidates(problem)
+            if isinstance(s, (DataParallel, GSplit))
+        }
 
-    assert caches(job) == {0, rows}
-    needs = float(sum(DataParallel().memory(job).values(), np.zeros(1)).max())
-    tight = replace(job, cluster=job.cluster.model_copy(update={"device": job.cluster.device.model_copy(update={"memory": needs + 1000})}))
-    assert {s.cache for s in DataParallel.candidates(tight) if isinstance(s, DataParallel)} == {0, 900}
-    on_cpu = replace(job, cluster=job.cluster.model_copy(update={"device": job.cluster.device.model_copy(update={"kind": "cpu"})}))
+    assert caches(problem) == {0, rows}
+    needs = float(sum(DataParallel().memory(problem).values(), np.zeros(1)).max())
+    tight = replace(
+        problem,
+        cluster=problem.cluster.model_copy(
+            update={"device": problem.cluster.device.model_copy(update={"memory": needs + 1000})}
+        ),
+    )
+    assert {s.cache for s in DataParallel.candidates(tight) if isinstance(s, DataParallel)} == {
+        0,
+        900,
+    }
+    on_cpu = replace(
+        problem,
+        cluster=problem.cluster.model_copy(
+            update={"device": problem.cluster.device.model_copy(update={"kind": "cpu"})}
+        ),
+    )
     assert caches(on_cpu) == {0}
-    slow = job.cluster.model_copy(update={"host": Link(bandwidth=1e6, latency=1e-6)})
-    assert search(replace(job, cluster=slow)).ranked[0].strategy.knobs()["cache"] == rows
+    slow = problem.cluster.model_copy(update={"host": Link(bandwidth=1e6, latency=1e-6)})
+    assert search(replace(problem, cluster=slow)).ranked[0].strategy.knobs()["cache"] == rows
 
 
 def test_gsplit_bytes_by_hand():
-    """Over the frontiers' remote rows as sampled, by the formula; ids are 8 bytes each, and 8 to each peer for how many."""
-    job = job_of(GRAPHS[0], 1, 3, fanout=(3, 3, 3))
+    """Over the frontiers' remote rows as sampled, by the formula; ids are 8 bytes each, and 8 to
+    each peer for how many."""
+    problem = problem_of(GRAPHS[0], 1, 3, fanout=(3, 3, 3))
     strategy = GSplit(splitter="random")
-    batches = strategy.batches(job)
+    batches = strategy.batches(problem)
     remote, ids = [0, 0, 0], 0
-    for step in range(strategy.steps(job)):
+    for step in range(strategy.steps(problem)):
         batch = batches.at(step)
         for layer in (1, 2, 3):
             rows = int(batch.facts(layer).sends.sum())
             remote[layer - 1] += rows
             ids += 8 * (rows + 3 * 2)
-    bytes_ = strategy.predict(job).bytes
+    bytes_ = strategy.predict(problem).bytes
     assert bytes_["ids"] == ids
     assert bytes_["halo"] == 4 * (remote[0] * 40 + 2 * remote[1] * 16 + 2 * remote[2] * 16)
-    weights = job.model.weights
-    assert bytes_["all_reduce"] == strategy.steps(job) * 2 * 2 * weights * 4
+    weights = problem.model.weights
+    assert bytes_["all_reduce"] == strategy.steps(problem) * 2 * 2 * weights * 4
     assert bytes_["halo"] + bytes_["ids"] == split_bytes(remote, (40, 16, 16), 4, ids // 8)
 
 
 @pytest.mark.parametrize(("copies", "servers"), [(1, 4), (2, 4), (4, 4), (2, 2)])
 def test_copies_of_columns_by_hand(copies: int, servers: int):
-    """Partial sums by the formula; a block's ids, degrees and edges to S/c - 1 peers; the first weight's slices over who has them. Even
-    slices of ranks that all meet: the closed form is exact."""
-    job, gpus = job_of(GRAPHS[0], servers, 4 // servers), 4 // servers
-    strategy = P3("server", copies=copies).settle(job)
-    strategy.check(job)
-    assert [strategy.twins(job, 0), strategy.rail(job, 3)] == {
-        (1, 4): [(0,), (0, 1, 2, 3)], (2, 4): [(0, 2), (2, 3)], (4, 4): [(0, 1, 2, 3), (3,)], (2, 2): [(0, 1, 2, 3), (3,)]}[copies, servers]
-    batches, steps, peers = strategy.batches(job), strategy.steps(job), servers // copies - 1
+    """Partial sums by the formula; a block's ids, degrees and edges to S/c - 1 peers; the first
+    weight's slices over who has them. Even slices of ranks that all meet: the closed form is
+    exact."""
+    problem, gpus = problem_of(GRAPHS[0], servers, 4 // servers), 4 // servers
+    strategy = P3("server", copies=copies).settle(problem)
+    strategy.check(problem)
+    assert [strategy.twins(problem, 0), strategy.rail(problem, 3)] == {
+        (1, 4): [(0,), (0, 1, 2, 3)],
+        (2, 4): [(0, 2), (2, 3)],
+        (4, 4): [(0, 1, 2, 3), (3,)],
+        (2, 2): [(0, 1, 2, 3), (3,)],
+    }[copies, servers]
+    batches, steps, peers = (
+        strategy.batches(problem),
+        strategy.steps(problem),
+        servers // copies - 1,
+    )
     facts = [batches.at(step).facts(1) for step in range(steps)]
-    f1, f2, e1 = (sum(int(getattr(f, what).sum()) for f in facts) for what in ("rows", "sources", "edges"))
+    f1, f2, e1 = (
+        sum(int(getattr(f, what).sum()) for f in facts) for what in ("rows", "sources", "edges")
+    )
     first, holders = 2 * 40 * 16 * 4, copies * gpus  # GraphSAGE has two matrices
-    expected = {"pull": p3_bytes(servers, f1, 16, copies=copies), "push": peers * (4 * (f1 + f2 + e1) + steps * 4 * (3 * 4 + 8)),
-                "all_reduce": steps * 2 * (3 * (job.model.weights * 4 - first) + (holders - 1) * first)}  # fmt: skip
-    p = strategy.predict(job)
+    expected = {
+        "pull": p3_bytes(servers, f1, 16, copies=copies),
+        "push": peers * (4 * (f1 + f2 + e1) + steps * 4 * (3 * 4 + 8)),
+        "all_reduce": steps * 2 * (3 * (problem.model.weights * 4 - first) + (holders - 1) * first),
+    }
+    p = strategy.predict(problem)
     assert p.bytes == {op: nbytes for op, nbytes in expected.items() if nbytes}
-    assert float(p.epoch_s) == pytest.approx(play(strategy.schedule(job, steps), job.cost).end_s, rel=ROUND)
+    assert float(p.epoch_s) == pytest.approx(
+        play(strategy.schedule(problem, steps), problem.cost).end_s, rel=ROUND
+    )
 
 
 def test_sampling_ahead_hides_what_is_shorter():
-    """Sampling and training about equal: ahead, an epoch is little longer than one of them; in line it is both."""
-    job = job_of(GRAPHS[0], 1, 2, host=1e6, gemm=3e9, batch=24)
-    line, ahead = (play(DataParallel(prefetch=p).schedule(job, 30), job.cost).end_s for p in (0, 2))
+    """Sampling and training about equal: ahead, an epoch is little longer than one of them; in line
+    it is both."""
+    problem = problem_of(GRAPHS[0], 1, 2, host=1e6, gemm=3e9, batch=24)
+    line, ahead = (
+        play(DataParallel(prefetch=p).schedule(problem, 30), problem.cost).end_s for p in (0, 2)
+    )
     assert ahead < 0.75 * line
 
 
 def test_batches_beyond_those_known_are_like_earlier_ones():
-    job = job_of(GRAPHS[0], 1, 2)
-    batches = DataParallel().batches(job)
+    problem = problem_of(GRAPHS[0], 1, 2)
+    batches = DataParallel().batches(problem)
     assert batches.at(batches.known) is batches.at(0)
-    assert [batches.at(0).own(rank).tolist() for rank in (0, 1)] != [batches.at(1).own(rank).tolist() for rank in (0, 1)]
-    seen = np.concatenate([batches.at(step).own(rank) for step in range(batches.steps) for rank in (0, 1)])
+    assert [batches.at(0).own(rank).tolist() for rank in (0, 1)] != [
+        batches.at(1).own(rank).tolist() for rank in (0, 1)
+    ]
+    seen = np.concatenate(
+        [batches.at(step).own(rank) for step in range(batches.steps) for rank in (0, 1)]
+    )
     assert sorted(seen.tolist()) == np.flatnonzero(GRAPHS[0].train).tolist()
 
 
-@pytest.mark.parametrize(("text", "more", "rule"), [
-    ("gsplit(splitter='rand')", {}, "splitter is one of gsplit, node, edge, random, not 'rand'"),
-    ("p3(copies=3,over='server')", {}, r"each copy of the columns is over equally many servers \(copies: 3, servers: 2\); use one of 1, 2"),
-    ("p3(copies=0,over='rank')", {}, r"over equally many ranks \(copies: 0, ranks: 4\); use one of 1, 2, 4"),
-    ("gsplit(group='host')", {}, "group is 'server' .* or 'all', not 'host'"),
-    ("gsplit(presample=0)", {}, "presample is a number of epochs, 1 or more, not 0; use the paper's 10"),
-    ("gsplit(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
-    ("data_parallel(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
-    ("data_parallel", {"batch": 100_000}, r"at most the training vertices \(batch: 100,000, training vertices: \d+\); use --batch"),
-    ("data_parallel", {"batch": 3}, r"a batch has a seed for every rank \(batch: 3, ranks: 4\); use --batch 4 or more"),
-    ("data_parallel", {"mode": "full"}, "data_parallel trains on mini-batches, and the workload asks for mode full; use --mode mini"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "more", "rule"),
+    [
+        (
+            "gsplit(splitter='rand')",
+            {},
+            "splitter is one of gsplit, node, edge, random, not 'rand'",
+        ),
+        (
+            "p3(copies=3,over='server')",
+            {},
+            (
+                r"each copy of the columns is over equally many servers \(copies: 3, servers: 2\);"
+                r" use one of 1, 2"
+            ),
+        ),
+        (
+            "p3(copies=0,over='rank')",
+            {},
+            r"over equally many ranks \(copies: 0, ranks: 4\); use one of 1, 2, 4",
+        ),
+        ("gsplit(group='host')", {}, "group is 'server' .* or 'all', not 'host'"),
+        (
+            "gsplit(presample=0)",
+            {},
+            "presample is a number of epochs, 1 or more, not 0; use the paper's 10",
+        ),
+        ("gsplit(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
+        ("data_parallel(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
+        (
+            "data_parallel",
+            {"batch": 100_000},
+            (
+                r"at most the training vertices \(batch: 100,000, training vertices: \d+\); use"
+                r" --batch"
+            ),
+        ),
+        (
+            "data_parallel",
+            {"batch": 3},
+            r"a batch has a seed for every rank \(batch: 3, ranks: 4\); use --batch 4 or more",
+        ),
+        (
+            "data_parallel",
+            {"mode": "full"},
+            (
+                "data_parallel trains on mini-batches, and the workload asks for mode full; use"
+                " --mode mini"
+            ),
+        ),
+    ],
+)
 def test_what_cannot_be(text: str, more: dict[str, Any], rule: str):
     with pytest.raises(SpecError, match=rule):
-        parse(text).check(job_of(GRAPHS[0], **more))
+        parse(text).check(problem_of(GRAPHS[0], **more))
 
 
 def test_a_graph_without_training_vertices_has_no_batches():
-    graph = replace(GRAPHS[2], train=np.zeros(60, dtype=bool), stats=replace(GRAPHS[2].stats, train_vertices=0))
-    with pytest.raises(SpecError, match=r"drawn from training vertices, and .* has none; use --mode full"):
-        DataParallel().check(job_of(graph))
+    graph = replace(
+        GRAPHS[2], train=np.zeros(60, dtype=bool), stats=replace(GRAPHS[2].stats, train_vertices=0)
+    )
+    with pytest.raises(
+        SpecError, match=r"drawn from training vertices, and .* has none; use --mode full"
+    ):
+        DataParallel().check(problem_of(graph))
 
 
 def test_fanouts_are_a_number_per_layer():
-    with pytest.raises(ValueError, match=r"a number per layer, from the seeds outwards \(fanout: 2 numbers, layers: 3\); use 3 numbers"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"a number per layer, from the seeds outwards \(fanout: 2 numbers, layers: 3\); use 3"
+            r" numbers"
+        ),
+    ):
         Workload(mode="mini", layers=3, fanout=(5, 5))
     with pytest.raises(ValueError, match="batch norm needs all vertices at once"):
         Workload(mode="mini", norm="batch")

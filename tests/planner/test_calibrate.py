@@ -1,4 +1,5 @@
-"""Constants of other people's testbeds: found again where they are known, and never from what is then scored."""
+"""Constants of other people's testbeds: found again where they are known, and never from what is
+then scored."""
 
 import csv
 from functools import partial
@@ -6,92 +7,175 @@ from functools import partial
 import numpy as np
 import pytest
 
-from gnnplan.planner import calibrate, published
-from gnnplan.planner.calibrate import CONSTANTS, FITS, MOST, Fit, fit, scaled
-from gnnplan.planner.files import read_cluster
-from gnnplan.planner.published import COLUMNS, Row
+from gnnplan.planner.evidence.papers import calibrate
+from gnnplan.planner.evidence.papers.calibrate import (
+    FITS,
+    MOST,
+    TESTBED_CONSTANTS,
+    Fit,
+    fit_testbed,
+    scaled,
+)
+from gnnplan.planner.evidence.papers.figures import predict
+from gnnplan.planner.evidence.papers.question import Row
+from gnnplan.planner.evidence.papers.rows import COLUMNS
+from gnnplan.planner.problem.inputs import read_cluster
 
 TRUE = {"gemm": 0.5, "links": 0.25, "sage": 0.8}
 
 
-def figure(dataset: str, model: str, strategy: str, metric: str, factors: dict[str, float]) -> dict[str, str]:
+def figure(
+    dataset: str, model: str, strategy: str, metric: str, factors: dict[str, float]
+) -> dict[str, str]:
     """What would be printed if these were the testbed's constants."""
-    row = {**dict.fromkeys(COLUMNS, ""), "paper": "made up", "source": "Table 1", "testbed": "gnnpipe_a5000", "dataset": dataset,
-           "model": model, "layers": "8", "hidden": "1000", "num_nodes": "2", "gpus_per_node": "4", "strategy": strategy,
-           "strategy_params": "{}", "metric": metric, "value": "1"}  # fmt: skip
-    return {**row, "value": str(published.predict(row, partial(scaled, factors=factors)))}
+    row = {
+        **dict.fromkeys(COLUMNS, ""),
+        "paper": "made up",
+        "source": "Table 1",
+        "testbed": "gnnpipe_a5000",
+        "dataset": dataset,
+        "model": model,
+        "layers": "8",
+        "hidden": "1000",
+        "num_nodes": "2",
+        "gpus_per_node": "4",
+        "strategy": strategy,
+        "strategy_params": "{}",
+        "metric": metric,
+        "value": "1",
+    }
+    return {**row, "value": str(predict(row, partial(scaled, factors=factors)))}
 
 
 def table(dataset: str, factors: dict[str, float]) -> list[dict[str, str]]:
-    return [figure(dataset, model, strategy, metric, factors) for model in ("gcn", "sage")
-            for strategy in ("graph_parallel", "gnnpipe_pipeline") for metric in ("epoch_time_s", "comm_time_s")]  # fmt: skip
+    return [
+        figure(dataset, model, strategy, metric, factors)
+        for model in ("gcn", "sage")
+        for strategy in ("graph_parallel", "gnnpipe_pipeline")
+        for metric in ("epoch_time_s", "comm_time_s")
+    ]
 
 
 def test_known_constants_are_found_again(monkeypatch: pytest.MonkeyPatch):
-    """Exactly, where nothing is believed before; else what these eight figures say stays said (they tell products' rate and GraphSAGE's
-    badly apart), and it matters little how much was believed."""
+    """Exactly, where nothing is believed before; else what these eight figures say stays said (they
+    tell products' rate and GraphSAGE's badly apart), and it matters little how much was
+    believed."""
     rows = table("flickr", TRUE)
     printed = [float(row["value"]) for row in rows]
-    assert of(rows, fit(rows, tuple(TRUE))) == pytest.approx(printed, rel=0.08)
+    assert of(rows, fit_testbed(rows, tuple(TRUE))) == pytest.approx(printed, rel=0.08)
     monkeypatch.setattr(calibrate, "WIDTH", 2 * calibrate.WIDTH)
-    assert of(rows, fit(rows, tuple(TRUE))) == pytest.approx(printed, rel=0.02)
+    assert of(rows, fit_testbed(rows, tuple(TRUE))) == pytest.approx(printed, rel=0.02)
     monkeypatch.setattr(calibrate, "WIDTH", np.inf)
-    assert fit(rows, tuple(TRUE)) == pytest.approx(TRUE, rel=0.005)
+    assert fit_testbed(rows, tuple(TRUE)) == pytest.approx(TRUE, rel=0.005)
 
 
 def of(rows: list[dict[str, str]], factors: dict[str, float]) -> list[float]:
-    return [published.predict(row, partial(scaled, factors=factors)) for row in rows]
+    return [predict(row, partial(scaled, factors=factors)) for row in rows]
 
 
 def test_without_rows_constants_are_what_presets_say():
     row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {})
-    assert fit([], ("device", "links")) == {"device": 1.0, "links": 1.0} == fit([{**row, "dataset": "unheard-of"}], ("device", "links"))
+    assert (
+        fit_testbed([], ("device", "links"))
+        == {"device": 1.0, "links": 1.0}
+        == fit_testbed([{**row, "dataset": "unheard-of"}], ("device", "links"))
+    )
 
 
 def test_rows_that_the_model_predicts_alike_weigh_as_one():
-    """Two figures that no constant can meet both; one of them printed three times over is still one."""
-    quick, slow = (figure("flickr", "gcn", "graph_parallel", metric, {"links": factor})
-                   for metric, factor in (("epoch_time_s", 1.0), ("comm_time_s", 0.1)))  # fmt: skip
-    once, often = fit([quick, slow], ("links",)), fit([quick, quick, quick, slow], ("links",))
+    """Two figures that no constant can meet both; one of them printed three times over is still
+    one."""
+    quick, slow = (
+        figure("flickr", "gcn", "graph_parallel", metric, {"links": factor})
+        for metric, factor in (("epoch_time_s", 1.0), ("comm_time_s", 0.1))
+    )
+    once, often = (
+        fit_testbed([quick, slow], ("links",)),
+        fit_testbed([quick, quick, quick, slow], ("links",)),
+    )
     assert 0.1 < once["links"] < 1 and often == pytest.approx(once)
-    assert fit([quick, {**quick, "metric": "throughput_epochs_per_s", "value": str(1 / float(quick["value"]))}, slow],
-               ("links",))["links"] > once["links"]  # fmt: skip
+    assert (
+        fit_testbed(
+            [
+                quick,
+                {
+                    **quick,
+                    "metric": "throughput_epochs_per_s",
+                    "value": str(1 / float(quick["value"])),
+                },
+                slow,
+            ],
+            ("links",),
+        )["links"]
+        > once["links"]
+    )
 
 
 def test_what_is_believed_pulls_as_far_as_it_says(monkeypatch: pytest.MonkeyPatch):
-    """A figure that is proportional to its constant, four times too long: log 4 is shared as WIDTH^2 to MISS^2."""
-    row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {"device": 0.25, "links": 0.25, "launch": 4.0})
-    monkeypatch.setitem(CONSTANTS, "all", lambda cluster, factor: CONSTANTS["links"](CONSTANTS["code"](cluster, factor=factor),
-                                                                                      factor=factor))  # fmt: skip
+    """A figure that is proportional to its constant, four times too long: log 4 is shared as
+    WIDTH^2 to MISS^2."""
+    row = figure(
+        "flickr",
+        "gcn",
+        "graph_parallel",
+        "epoch_time_s",
+        {"device": 0.25, "links": 0.25, "launch": 4.0},
+    )
+    monkeypatch.setitem(
+        TESTBED_CONSTANTS,
+        "all",
+        lambda cluster, factor: TESTBED_CONSTANTS["links"](
+            TESTBED_CONSTANTS["code"](cluster, factor=factor), factor=factor
+        ),
+    )
     believed = calibrate.WIDTH**2 / (calibrate.WIDTH**2 + calibrate.MISS**2)
-    assert np.log(fit([row], ("all",))["all"]) / np.log(0.25) == pytest.approx(believed, rel=0.02)
+    assert np.log(fit_testbed([row], ("all",))["all"]) / np.log(0.25) == pytest.approx(
+        believed, rel=0.02
+    )
 
 
 def test_what_rows_do_not_tell_stays_as_it_was():
-    """A ratio of times says nothing of a factor that both have (but for latencies, which keep their own)."""
-    own, other = (figure("flickr", "gcn", name, "epoch_time_s", TRUE) for name in ("gnnpipe_pipeline", "graph_parallel"))
+    """A ratio of times says nothing of a factor that both have (but for latencies, which keep their
+    own)."""
+    own, other = (
+        figure("flickr", "gcn", name, "epoch_time_s", TRUE)
+        for name in ("gnnpipe_pipeline", "graph_parallel")
+    )
     ratio = float(other["value"]) / float(own["value"])
-    found = fit([{**own, "metric": "speedup_vs", "baseline": "graph_parallel", "value": str(ratio)}], ("device", "links", "launch"))
-    assert np.prod([found["device"], found["links"], 1 / found["launch"]]) == pytest.approx(1.0, rel=0.1)
+    found = fit_testbed(
+        [{**own, "metric": "speedup_vs", "baseline": "graph_parallel", "value": str(ratio)}],
+        ("device", "links", "launch"),
+    )
+    assert np.prod([found["device"], found["links"], 1 / found["launch"]]) == pytest.approx(
+        1.0, rel=0.1
+    )
 
 
 def test_what_is_left_out_gives_nothing(monkeypatch: pytest.MonkeyPatch):
-    """Two graphs on unlike testbeds: each is scored with the constants of the other, so neither error is 0, and lies about its own rows
-    change nothing for it."""
+    """Two graphs on unlike testbeds: each is scored with the constants of the other, so neither
+    error is 0, and lies about its own rows change nothing for it."""
     slow = {name: factor / 2 for name, factor in TRUE.items()}
     rows = table("flickr", TRUE) + table("squirrel", slow)
-    monkeypatch.setattr(calibrate, "FITS", (Fit("gnnpipe_a5000", tuple(TRUE), ("Table 1",), ("flickr", "squirrel"), calibrate.TIMES),))
+    monkeypatch.setattr(
+        calibrate,
+        "FITS",
+        (Fit("gnnpipe_a5000", tuple(TRUE), ("Table 1",), ("flickr", "squirrel"), calibrate.TIMES),),
+    )
 
     def scored(result: dict, dataset: str) -> list[float]:
         return [row["predicted"] for row in result["rows"] if row["dataset"] == dataset]
 
     told = calibrate.leave_one_out(rows)
     assert not any(row["fitted"] for row in told["rows"])
-    assert [row["error"] for row in told["rows"] if row["dataset"] == "flickr"] != pytest.approx([0.0] * 8, abs=0.1)
-    wanted = [published.predict(row, partial(scaled, factors=slow)) for row in rows[:8]]
+    assert [row["error"] for row in told["rows"] if row["dataset"] == "flickr"] != pytest.approx(
+        [0.0] * 8, abs=0.1
+    )
+    wanted = [predict(row, partial(scaled, factors=slow)) for row in rows[:8]]
     assert scored(told, "flickr") == pytest.approx(wanted, rel=0.1)
     lies = [{**row, "value": str(3 * float(row["value"]))} for row in rows[:8]] + rows[8:]
-    assert scored(calibrate.leave_one_out(lies), "flickr") == pytest.approx(scored(told, "flickr"), rel=1e-9)
+    assert scored(calibrate.leave_one_out(lies), "flickr") == pytest.approx(
+        scored(told, "flickr"), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("each", FITS, ids=lambda each: each.testbed)
@@ -99,15 +183,16 @@ def test_kept_constants_are_few_and_say_their_rows(each: Fit):
     with open(calibrate.FITTED, newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["testbed"] == each.testbed]
     assert [line["constant"] for line in lines] == list(each.constants) and len(lines) <= MOST
-    assert all(int(line["rows"]) > len(each.constants) for line in lines)  # more figures than constants
+    # more figures than constants
+    assert all(int(line["rows"]) > len(each.constants) for line in lines)
     assert all(line["datasets"].split("; ") == list(each.datasets) for line in lines)
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("name", TESTBED_CONSTANTS)
 def test_a_faster_testbed_is_never_slower(name: str):
     """Of a launch or an overlap's tax more is slower; all else is a rate."""
     row: Row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {})
-    usual, more = (published.predict(row, partial(scaled, factors={name: factor})) for factor in (1.0, 2.0))
+    usual, more = (predict(row, partial(scaled, factors={name: factor})) for factor in (1.0, 2.0))
     assert usual == pytest.approx(float(row["value"]))
     assert more <= usual if name not in ("launch", "tax") else more >= usual
 

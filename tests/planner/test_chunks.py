@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.chunks import Chunks, estimated_chunks
-from gnnplan.planner.graph import Graph, in_neighbours, load
-from gnnplan.planner.partition import partition
+from gnnplan.planner.graph.graph import Graph, in_neighbours
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.ownership.chunks import Chunks, estimated_chunks
 
 
 def graph_of(edges: list[tuple[int, int]], vertices: int, directed: bool) -> Graph:
@@ -17,7 +18,12 @@ def graph_of(edges: list[tuple[int, int]], vertices: int, directed: bool) -> Gra
     assert isinstance(like, Graph)
     pairs = np.array([(u, v) for u, v in edges if u != v], dtype=np.int64).reshape(-1, 2)
     indptr, indices, _ = in_neighbours(pairs[:, 0], pairs[:, 1], vertices, directed=directed)
-    return replace(like, stats=replace(like.stats, edges=len(indices), directed=directed, hash=str(edges)), indptr=indptr, indices=indices)
+    return replace(
+        like,
+        stats=replace(like.stats, edges=len(indices), directed=directed, hash=str(edges)),
+        indptr=indptr,
+        indices=indices,
+    )
 
 
 @st.composite
@@ -34,7 +40,10 @@ def cuts(draw: st.DrawFn) -> Chunks:
 def test_counts_are_those_of_sets(cut: Chunks):
     k, g, graph = cut.chunks, cut.members, cut.graph
     chunk, member = cut.sub // g, cut.sub % g
-    reads = [set(graph.indices[graph.indptr[v] : graph.indptr[v + 1]].tolist()) for v in range(len(chunk))]
+    reads = [
+        set(graph.indices[graph.indptr[v] : graph.indptr[v + 1]].tolist())
+        for v in range(len(chunk))
+    ]
     for i in range(g):
         mine = np.flatnonzero(member == i)
         assert sorted(cut.own(i).tolist()) == mine.tolist()
@@ -46,23 +55,36 @@ def test_counts_are_those_of_sets(cut: Chunks):
             assert set(rows.tolist()) == set(np.flatnonzero((chunk == c) & (member == i)).tolist())
             assert cut.facts.rows[c, i] == len(rows)
             assert cut.facts.edges[c, i] == sum(graph.indptr[v + 1] - graph.indptr[v] for v in rows)
-            assert cut.facts.sources[c, i] == len(set(rows.tolist()).union(*(reads[v] for v in rows)))
+            assert cut.facts.sources[c, i] == len(
+                set(rows.tolist()).union(*(reads[v] for v in rows))
+            )
             for j in range(g):
                 given = cut.rows(c, i)[cut.given(c, i, j)].tolist() if i != j else []
-                wanted = {u for v in np.flatnonzero(member == j) for u in reads[v] if member[u] == i and chunk[u] == c} if i != j else set()
+                wanted = (
+                    {
+                        u
+                        for v in np.flatnonzero(member == j)
+                        for u in reads[v]
+                        if member[u] == i and chunk[u] == c
+                    }
+                    if i != j
+                    else set()
+                )
                 assert set(given) == wanted and len(given) == cut.facts.sends[c, i, j]
 
 
 @given(cuts())
 @settings(deadline=None, max_examples=60)
 def test_members_share_every_chunk_evenly(cut: Chunks):
-    """A chunk of at least as many vertices as members gives each some; a smaller one gives at most one to each."""
+    """A chunk of at least as many vertices as members gives each some; a smaller one gives at most
+    one to each."""
     for rows in cut.facts.rows:
         assert (rows > 0).all() if rows.sum() >= cut.members else rows.max(initial=0) <= 1
 
 
 def test_the_cut_inside_chunks_follows_edges():
-    """Four cliques of six in two chunks: the cut inside a chunk separates its two cliques, and then nothing crosses."""
+    """Four cliques of six in two chunks: the cut inside a chunk separates its two cliques, and then
+    nothing crosses."""
     cliques = [(a + i, a + j) for a in range(0, 24, 6) for i in range(6) for j in range(i)]
     graph = graph_of(cliques, 24, directed=False)
     cut = Chunks(graph, np.arange(24) // 12, 2, 2)
@@ -72,11 +94,14 @@ def test_the_cut_inside_chunks_follows_edges():
 
 @pytest.mark.parametrize(("chunks", "members"), [(8, 2), (16, 4), (1, 2), (5, 3)])
 def test_estimates_resemble_a_random_graph(chunks: int, members: int):
-    graph = load("synthetic:community?vertices=3000&edges=24000&features=4&classes=2&mixing=1&skew=100")
+    graph = load(
+        "synthetic:community?vertices=3000&edges=24000&features=4&classes=2&mixing=1&skew=100"
+    )
     assert isinstance(graph, Graph)
     real = Chunks(graph, partition(graph, chunks, "random"), chunks, members).facts
     guess = estimated_chunks(graph.stats, chunks, members, "random")
     assert guess.rows.sum() == 3000 and guess.sends.shape == real.sends.shape
-    assert guess.sends.sum() == pytest.approx(real.sends.sum(), rel=0.5 if chunks == 1 else 0.15)  # METIS cuts better than at random
+    # METIS cuts better than at random
+    assert guess.sends.sum() == pytest.approx(real.sends.sum(), rel=0.5 if chunks == 1 else 0.15)
     assert guess.sources.sum() == pytest.approx(real.sources.sum(), rel=0.15)
     assert (guess.sends <= guess.rows[:, :, None]).all()

@@ -1,4 +1,5 @@
-"""All-reduces by algorithm: what each sends is counted and carried out, against nccl-tests' factors; what a cluster takes."""
+"""All-reduces by algorithm: what each sends is counted and carried out, against nccl-tests'
+factors; what a cluster takes."""
 
 from __future__ import annotations
 
@@ -12,46 +13,62 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.collectives import AllReduce, all_reduce
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.formulas import ring_all_reduce_bytes
-from gnnplan.planner.specs import Cluster, Device, Link
+from gnnplan.planner.cluster.collectives import AllReduce, all_reduce
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.vocabulary.formulas import ring_all_reduce_bytes
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 
 
 def cluster(servers: int, gpus: int, kind: str = "cuda", **more: Any) -> Cluster:
     device = Device(kind=kind, memory=1e12, gemm=1e12, memory_bandwidth=1e12)
-    links = {"intra_node": Link(bandwidth=1e11, latency=5e-6), "inter_node": Link(bandwidth=1e10, latency=2e-5)}
+    links = {
+        "intra_node": Link(bandwidth=1e11, latency=5e-6),
+        "inter_node": Link(bandwidth=1e10, latency=2e-5),
+    }
     return Cluster(servers=servers, gpus_per_server=gpus, **{"device": device, **links, **more})
 
 
 groups = st.lists(st.integers(1, 5), min_size=1, max_size=9).map(
-    lambda sizes: [list(range(a, b)) for a, b in pairwise(np.cumsum([0, *sizes]).tolist())])
+    lambda sizes: [list(range(a, b)) for a, b in pairwise(np.cumsum([0, *sizes]).tolist())]
+)
 
 
 @given(groups, st.sampled_from(ALGORITHMS))
 @settings(deadline=None)
-def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(servers: list[list[int]], algorithm: str):
-    """Where what all ranks send is 2(n-1) buffers, nccl-tests' bus factor 2(n-1)/n is what each sends on average."""
+def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(
+    servers: list[list[int]], algorithm: str
+):
+    """Where what all ranks send is 2(n-1) buffers, nccl-tests' bus factor 2(n-1)/n is what each
+    sends on average."""
     n = sum(map(len, servers))
     unit, phases = all_reduce(algorithm, servers)
     if n > 1:
-        assert unit * sum(phase.units * phase.source.size for phase in phases) == pytest.approx(2 * (n - 1))
+        assert unit * sum(phase.units * phase.source.size for phase in phases) == pytest.approx(
+            2 * (n - 1)
+        )
         assert ring_all_reduce_bytes(n, 250) == 2 * (n - 1) * 1000
     assert all((phase.source != phase.target).all() or n == 1 for phase in phases)
 
 
 def summed_by_trees(reduced: AllReduce, n: int) -> np.ndarray:
-    """Both halves of a number per rank, sent up and down the edges that the phases name; edges are in pairs, up then down."""
+    """Both halves of a number per rank, sent up and down the edges that the phases name; edges are
+    in pairs, up then down."""
     values = np.stack([np.arange(n) + 1.0] * 2)
     chains, trees = reduced.phases
     half = len(trees.source) // 2
     each = half // 2  # edges of each tree
     for tree in (0, 1):
-        edges = [(int(a), int(b)) for a, b in zip(chains.source[: len(chains.source) // 2], chains.target, strict=False)]
+        edges = [
+            (int(a), int(b))
+            for a, b in zip(chains.source[: len(chains.source) // 2], chains.target, strict=False)
+        ]
         mine = slice(tree * each, (tree + 1) * each)
-        edges += [(int(a), int(b)) for a, b in zip(trees.source[:half][mine], trees.target[:half][mine], strict=True)]
+        edges += [
+            (int(a), int(b))
+            for a, b in zip(trees.source[:half][mine], trees.target[:half][mine], strict=True)
+        ]
         above = nx.DiGraph(edges)
         above.add_nodes_from(range(n))
         assert nx.is_arborescence(above.reverse())
@@ -73,36 +90,53 @@ def test_trees_bring_the_sum_to_every_rank(servers: list[list[int]]):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 16, 31, 100, 128])
 def test_no_server_hands_on_both_halves(count: int):
-    """A server with two children in one tree has none in the other: nobody sends or receives more than two buffers. The trees are
-    log2 deep (Sanders, Speck, Traeff 2009; NCCL 2.4)."""
+    """A server with two children in one tree has none in the other: nobody sends or receives more
+    than two buffers. The trees are log2 deep (Sanders, Speck, Traeff 2009; NCCL 2.4)."""
     unit, (_, across) = all_reduce("tree", [[s] for s in range(count)])
     sent = unit * across.units * np.bincount(across.source, minlength=count)
     assert sent.max() <= 2 and across.steps <= 2 * (ceil(log2(count)) + 1)
     half = across.source.size // 2
-    children = [np.bincount(across.target[:half][part], minlength=count) for part in (slice(0, half // 2), slice(half // 2, half))]
+    children = [
+        np.bincount(across.target[:half][part], minlength=count)
+        for part in (slice(0, half // 2), slice(half // 2, half))
+    ]
     if count % 2 == 0:
         assert not ((children[0] > 1) & (children[1] > 1)).any()
 
 
 def test_hierarchical_by_hand():
-    """Four servers of two: half of the buffer in and out of every GPU twice, and a quarter's three quarters twice by each card."""
+    """Four servers of two: half of the buffer in and out of every GPU twice, and a quarter's three
+    quarters twice by each card."""
     unit, (inside, across) = all_reduce("hierarchical", [[0, 1], [2, 3], [4, 5], [6, 7]])
-    assert (inside.source.tolist(), inside.target.tolist()) == ([0, 1, 2, 3, 4, 5, 6, 7], [1, 0, 3, 2, 5, 4, 7, 6])
+    assert (inside.source.tolist(), inside.target.tolist()) == (
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [1, 0, 3, 2, 5, 4, 7, 6],
+    )
     assert across.target.tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
-    assert (inside.units * unit, inside.steps) == (2 * 1 / 2, 2) and (across.units * unit, across.steps) == (2 * 3 / 4 / 2, 6)
+    assert (inside.units * unit, inside.steps) == (2 * 1 / 2, 2) and (
+        across.units * unit,
+        across.steps,
+    ) == (2 * 3 / 4 / 2, 6)
     cost = Cost.of(cluster(4, 2, nics=[[0], [1]], all_reduce="hierarchical"))
     taken = cost.all_reduce(10**9, range(8))
     assert taken.latency == pytest.approx(2 * 5e-6 + 6 * 2e-5)
-    assert {port: s for port, s in taken.busy.items() if port[1] == 0} == pytest.approx({
-        ("gpu_out", 0): 0.01, ("gpu_in", 0): 0.01, ("nic_out", 0): 0.075, ("nic_in", 0): 0.075})  # fmt: skip
-    assert len(all_reduce("hierarchical", [[0, 1], [2]]).phases) == 1  # shares that some servers have no rank for: a ring
+    assert {port: s for port, s in taken.busy.items() if port[1] == 0} == pytest.approx(
+        {("gpu_out", 0): 0.01, ("gpu_in", 0): 0.01, ("nic_out", 0): 0.075, ("nic_in", 0): 0.075}
+    )
+    # shares that some servers have no rank for: a ring
+    assert len(all_reduce("hierarchical", [[0, 1], [2]]).phases) == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bus_bandwidth_of_large_buffers_is_the_links(ranks: int):
-    """nccl-tests: busbw = size / time * 2(n-1)/n reaches the link; on one server, and on several by their cards."""
+    """nccl-tests: busbw = size / time * 2(n-1)/n reaches the link; on one server, and on several by
+    their cards."""
     size = 10**11
-    for where, link in ((cluster(1, ranks), 1e11), (cluster(ranks, 1), 1e10), (cluster(ranks, 1, "cpu"), 1e10)):
+    for where, link in (
+        (cluster(1, ranks), 1e11),
+        (cluster(ranks, 1), 1e10),
+        (cluster(ranks, 1, "cpu"), 1e10),
+    ):
         seconds = float(Cost.of(where).all_reduce(size, range(ranks)).alone)
         assert size / seconds * 2 * (ranks - 1) / ranks == pytest.approx(link, rel=1e-3)
 
@@ -110,38 +144,71 @@ def test_bus_bandwidth_of_large_buffers_is_the_links(ranks: int):
 def test_a_small_buffer_on_1024_ranks_takes_a_trees_latency():
     """128 servers of 8: 7 hops in a server and 7 between, up and down; a ring has 2,046."""
     kinds: dict[str | None, Any] = {
-        name: Cost.of(cluster(128, 8, all_reduce=name)).all_reduce(1024, range(1024)) for name in (*ALGORITHMS, None)}  # fmt: skip
+        name: Cost.of(cluster(128, 8, all_reduce=name)).all_reduce(1024, range(1024))
+        for name in (*ALGORITHMS, None)
+    }
     assert float(kinds["tree"].latency) == pytest.approx(2 * 7 * 5e-6 + 2 * 7 * 2e-5)
     assert float(kinds["ring"].latency) == pytest.approx(2046 * 2e-5)
-    assert float(kinds[None].alone) == pytest.approx(float(kinds["tree"].alone), rel=1e-6) and kinds[None].alone < kinds["ring"].alone / 100
-    assert Cost.of(cluster(128, 8, "cpu")).all_reduce(1024, range(1024)) == kinds["ring"]  # Gloo has no tree
+    assert (
+        float(kinds[None].alone) == pytest.approx(float(kinds["tree"].alone), rel=1e-6)
+        and kinds[None].alone < kinds["ring"].alone / 100
+    )
+    # Gloo has no tree
+    assert Cost.of(cluster(128, 8, "cpu")).all_reduce(1024, range(1024)) == kinds["ring"]
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 10**10), st.floats(0, 1e-3), st.floats(1e8, 1e12))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 10**10),
+    st.floats(0, 1e-3),
+    st.floats(1e8, 1e12),
+)
 @settings(deadline=None)
-def test_nccl_takes_the_faster_one_and_fills_the_rings_ports(servers: int, gpus: int, size: int, latency: float, bandwidth: float):
+def test_nccl_takes_the_faster_one_and_fills_the_rings_ports(
+    servers: int, gpus: int, size: int, latency: float, bandwidth: float
+):
     where = cluster(servers, gpus, inter_node=Link(bandwidth=bandwidth, latency=latency))
-    ring, tree, chosen = (Cost.of(where.model_copy(update={"all_reduce": name})).all_reduce(size, range(servers * gpus))
-                          for name in ("ring", "tree", None))  # fmt: skip
+    ring, tree, chosen = (
+        Cost.of(where.model_copy(update={"all_reduce": name})).all_reduce(
+            size, range(servers * gpus)
+        )
+        for name in ("ring", "tree", None)
+    )
     assert chosen.busy == ring.busy and chosen.latency >= 0
-    assert float(chosen.alone) == pytest.approx(min(ring.alone, max(tree.alone, ring.alone - ring.latency)))
+    assert float(chosen.alone) == pytest.approx(
+        min(ring.alone, max(tree.alone, ring.alone - ring.latency))
+    )
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from(ALGORITHMS), st.integers(0, 10**9))
 @settings(deadline=None)
 def test_bytes_by_link_are_those_on_the_ports(servers: int, gpus: int, algorithm: str, size: int):
-    """Whole bytes that add up to the schedule's, and within a byte of what passes cards and GPUs."""
+    """Whole bytes that add up to the schedule's, and within a byte of what passes cards and
+    GPUs."""
     cost = Cost.of(cluster(servers, gpus, all_reduce=algorithm))
     n = servers * gpus
-    told, passed = cost.reduced_by_link(2 * (n - 1) * size, range(n)), cost.all_reduce(size, range(n)).busy
+    told, passed = (
+        cost.reduced_by_link(2 * (n - 1) * size, range(n)),
+        cost.all_reduce(size, range(n)).busy,
+    )
     assert sum(told.values()) == 2 * (n - 1) * size
     for port, link, where in (("nic_out", 1e10, "inter_node"), ("gpu_out", 1e11, "intra_node")):
-        assert sum(s * link for p, s in passed.items() if p[0] == port) == pytest.approx(told.get(where, 0), abs=2)
+        assert sum(s * link for p, s in passed.items() if p[0] == port) == pytest.approx(
+            told.get(where, 0), abs=2
+        )
 
 
 def test_cards_share_what_leaves_a_server():
-    """Two cards per server: each carries half, in a ring and in a tree, whose one rank per server would else leave by one."""
+    """Two cards per server: each carries half, in a ring and in a tree, whose one rank per server
+    would else leave by one."""
     for algorithm in ("ring", "tree"):
-        busy = Cost.of(cluster(2, 4, nics=[[0, 1], [2, 3]], all_reduce=algorithm)).all_reduce(10**9, range(8)).busy
+        busy = (
+            Cost.of(cluster(2, 4, nics=[[0, 1], [2, 3]], all_reduce=algorithm))
+            .all_reduce(10**9, range(8))
+            .busy
+        )
         out = [busy["nic_out", card] for card in range(4)]
-        assert out == pytest.approx([out[0]] * 4) and out[0] == pytest.approx({"ring": 1.75, "tree": 1.0}[algorithm] / 2 * 0.1)
+        assert out == pytest.approx([out[0]] * 4) and out[0] == pytest.approx(
+            {"ring": 1.75, "tree": 1.0}[algorithm] / 2 * 0.1
+        )

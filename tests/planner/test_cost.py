@@ -9,61 +9,106 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtr, ndtri
 
-from gnnplan.planner import scaled
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.graph import load
-from gnnplan.planner.schedule import Collective, Compute, Gather, Send
-from gnnplan.planner.specs import Cluster, Device, Link
+from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.vocabulary.schedule import Collective, Compute, Gather, Send
 
-DEVICE = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e8, gather={10: 1e6, 1000: 1e8}, launch=0.5, overlap_tax=0.5)
-COST = Cost.of(Cluster(servers=2, gpus_per_server=2, device=DEVICE, all_reduce="ring",
-                       intra_node=Link(bandwidth=1e6, latency=1.0), inter_node=Link(bandwidth=1e5, latency=2.0),
-                       collectives={"send.inter_node": Link(bandwidth=5e4, latency=3.0)}))  # fmt: skip
+DEVICE = Device(
+    memory=1e9,
+    gemm=1e9,
+    memory_bandwidth=1e8,
+    gather={10: 1e6, 1000: 1e8},
+    launch=0.5,
+    overlap_tax=0.5,
+)
+COST = Cost.of(
+    Cluster(
+        servers=2,
+        gpus_per_server=2,
+        device=DEVICE,
+        all_reduce="ring",
+        intra_node=Link(bandwidth=1e6, latency=1.0),
+        inter_node=Link(bandwidth=1e5, latency=2.0),
+        collectives={"send.inter_node": Link(bandwidth=5e4, latency=3.0)},
+    )
+)
 
 
-@pytest.mark.parametrize(("work", "seconds"), [
-    (Compute(), 0.0),
-    (Compute(flops=2e9), 2.0),
-    (Compute(touched=3e8), 3.0),
-    (Compute(launches=4), 2.0),
-    (Compute(gathers=(Gather(1e5, 10, 1e3, 1e4),)), 4.0),  # 1e5 rows x 10 numbers x 4 B at 1 MB/s
-    (Compute(gathers=(Gather(1e5, 10, 1e3, 1e4),), itemsize=8), 8.0),
-    (Compute(gathers=(Gather(1e5, 10, 1e3, 1e4), Gather(1e5, 1000, 1e3, 1e4))), 8.0),
-    (Compute(beside=4e6), 2.0),  # 4 s beside it, half of which it loses
-    (Compute(flops=1e9, streamed=5e7), 1.0),
-    (Compute(flops=1e9, streamed=2e8), 2.0),  # a product of few columns waits for its rows
-    (Compute(flops=1e9) + Compute(touched=1e8, launches=2), 3.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (Compute(), 0.0),
+        (Compute(flops=2e9), 2.0),
+        (Compute(elementwise_bytes=3e8), 3.0),
+        (Compute(launches=4), 2.0),
+        (
+            Compute(gathers=(Gather(1e5, 10, 1e3, 1e4),)),
+            4.0,
+        ),  # 1e5 rows x 10 numbers x 4 B at 1 MB/s
+        (Compute(gathers=(Gather(1e5, 10, 1e3, 1e4),), itemsize=8), 8.0),
+        (Compute(gathers=(Gather(1e5, 10, 1e3, 1e4), Gather(1e5, 1000, 1e3, 1e4))), 8.0),
+        (Compute(overlapped_bytes=4e6), 2.0),  # 4 s beside it, half of which it loses
+        (Compute(flops=1e9, gemm_bytes=5e7), 1.0),
+        (Compute(flops=1e9, gemm_bytes=2e8), 2.0),  # a product of few columns waits for its rows
+        (Compute(flops=1e9) + Compute(elementwise_bytes=1e8, launches=2), 3.0),
+    ],
+)
 def test_compute(work: Compute, seconds: float):
     assert COST.compute_s(work) == pytest.approx(seconds)
 
 
-CORE = Device(kind="cpu", memory=1e9, gemm=1e9, memory_bandwidth=1e8, memory_rates={1e3: 4e8, 1e5: 1e8}, hash_rate=1e6, edge_rate=1e5,
-              gather={16: {1e3: 4e8, 1e5: 1e8}, 64: 4e8}, launch=0.5)  # fmt: skip
+CORE = Device(
+    kind="cpu",
+    memory=1e9,
+    gemm=1e9,
+    memory_bandwidth=1e8,
+    memory_rates={1e3: 4e8, 1e5: 1e8},
+    hash_rate=1e6,
+    edge_rate=1e5,
+    gather={16: {1e3: 4e8, 1e5: 1e8}, 64: 4e8},
+    launch=0.5,
+)
 
 
-@pytest.mark.parametrize(("work", "on_gpu", "on_core"), [
-    (Compute(flops=1e9, streamed=5e7), 1.0, 1.5),  # a core computes or waits for memory, one after the other
-    (Compute(touched=4e8), 4.0, 4.0),
-    (Compute(touched=4e8, tensor=1e2), 4.0, 1.0),  # small tensors are still in its cache
-    (Compute(touched=4e8, tensor=1e4), 4.0, 2.0),
-    (Compute(flops=1e9, streamed=4e8, tensor=1e9), 4.0, 5.0),
-    (Compute(worked=2e6), 0.48, 2.0),  # instructions, where a device that has not been measured has six passes over memory
-    (Compute(weighed=2e5), 0.08, 2.0),
-    (Compute(picked=((1e5, 64, 1e3),)), 0.256, 0.768),  # 25.6 MB; a core takes three times as long as for what lies in a row
-])  # fmt: skip
-def test_a_core_is_measured_where_a_gpu_waits_for_memory(work: Compute, on_gpu: float, on_core: float):
+@pytest.mark.parametrize(
+    ("work", "on_gpu", "on_core"),
+    [
+        # a core computes or waits for memory, one after the other
+        (Compute(flops=1e9, gemm_bytes=5e7), 1.0, 1.5),
+        (Compute(elementwise_bytes=4e8), 4.0, 4.0),
+        (
+            Compute(elementwise_bytes=4e8, tensor_bytes=1e2),
+            4.0,
+            1.0,
+        ),  # small tensors are still in its cache
+        (Compute(elementwise_bytes=4e8, tensor_bytes=1e4), 4.0, 2.0),
+        (Compute(flops=1e9, gemm_bytes=4e8, tensor_bytes=1e9), 4.0, 5.0),
+        # instructions, where a device that has not been measured has six passes over memory
+        (Compute(hash_ops=2e6), 0.48, 2.0),
+        (Compute(attention_edges=2e5), 0.08, 2.0),
+        # 25.6 MB; a core takes three times as long as for what lies in a row
+        (Compute(random_rows=((1e5, 64, 1e3),)), 0.256, 0.768),
+    ],
+)
+def test_a_core_is_measured_where_a_gpu_waits_for_memory(
+    work: Compute, on_gpu: float, on_core: float
+):
     core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     assert (COST.compute_s(work), core.compute_s(work)) == pytest.approx((on_gpu, on_core))
 
 
 def test_rows_of_many_bytes_are_gathered_slower():
-    """Log-log in the bytes that are read from, flat outside; a rate alone is that of all sizes. Arrays as one by one."""
+    """Log-log in the bytes that are read from, flat outside; a rate alone is that of all sizes.
+    Arrays as one by one."""
     core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     sizes = np.array([1e2, 1e3, 1e4, 1e5, 1e9])
     assert core.gather_rate(16, sizes) == pytest.approx([4e8, 4e8, 2e8, 1e8, 1e8])
     assert core.gather_rate(64, sizes) == pytest.approx(4e8)
-    assert core.gather_rate(32, sizes) == pytest.approx([core.gather_rate(32, size) for size in sizes])
+    assert core.gather_rate(32, sizes) == pytest.approx(
+        [core.gather_rate(32, size) for size in sizes]
+    )
     assert core.gather_rate(32, 1e5) == pytest.approx(2e8)  # halfway between the widths
     works = [Compute(gathers=(Gather(1e5, 16, among, 1e4),)) for among in (10.0, 1e4)]
     near, far = (core.compute_s(work) for work in works)
@@ -71,9 +116,12 @@ def test_rows_of_many_bytes_are_gathered_slower():
 
 
 def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():
-    """1e6 rows gathered, 16 numbers each at 400 MB/s, take 0.16 s; to make 1e4 rows of 64 B costs 1e-5 s and 64 B at 1 MB/s each."""
+    """1e6 rows gathered, 16 numbers each at 400 MB/s, take 0.16 s; to make 1e4 rows of 64 B costs
+    1e-5 s and 64 B at 1 MB/s each."""
     device = CORE.model_copy(update={"row_latency": 1e-5, "row_bandwidth": 1e6})
-    core, nothing = (Cost.of(Cluster(device=each, intra_node=Link(bandwidth=1e9))) for each in (device, CORE))
+    core, nothing = (
+        Cost.of(Cluster(device=each, intra_node=Link(bandwidth=1e9))) for each in (device, CORE)
+    )
     work, twice = (Compute(gathers=(Gather(1e6, 16, 10.0, into),)) for into in (1e4, 2e4))
     assert nothing.compute_s(work) == nothing.compute_s(twice) == pytest.approx(0.16)
     assert core.compute_s(work) == pytest.approx(0.16 + 0.1 + 0.64)
@@ -83,15 +131,25 @@ def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():
 
 
 def test_gather_rates_between_widths_are_log_log_and_flat_outside():
-    assert [COST.gather_rate(width) for width in (1, 10, 100, 1000, 5000)] == pytest.approx([1e6, 1e6, 1e7, 1e8, 1e8])
-    plain = Cost.of(COST.cluster.model_copy(update={"device": DEVICE.model_copy(update={"gather": {}})}))
+    assert [COST.gather_rate(width) for width in (1, 10, 100, 1000, 5000)] == pytest.approx(
+        [1e6, 1e6, 1e7, 1e8, 1e8]
+    )
+    plain = Cost.of(
+        COST.cluster.model_copy(update={"device": DEVICE.model_copy(update={"gather": {}})})
+    )
     assert plain.gather_rate(7) == 5e7  # half the memory bandwidth
 
 
 def test_a_send_takes_what_was_measured_for_sends_where_it_was_measured():
     inside, across = COST.send(0, Send(1, 2_000_000)), COST.send(1, Send(2, 100_000))
-    assert inside.alone == pytest.approx(1.0 + 2.0) and set(inside.busy) == {("gpu_out", 0), ("gpu_in", 1)}
-    assert across.alone == pytest.approx(3.0 + 2.0) and set(across.busy) == {("nic_out", 0), ("nic_in", 1)}
+    assert inside.alone == pytest.approx(1.0 + 2.0) and set(inside.busy) == {
+        ("gpu_out", 0),
+        ("gpu_in", 1),
+    }
+    assert across.alone == pytest.approx(3.0 + 2.0) and set(across.busy) == {
+        ("nic_out", 0),
+        ("nic_in", 1),
+    }
 
 
 def test_an_exchange_starts_its_messages_one_by_one_and_fills_the_busiest_port():
@@ -101,46 +159,91 @@ def test_an_exchange_starts_its_messages_one_by_one_and_fills_the_busiest_port()
     transfer = COST.exchange(sent)
     assert transfer.latency == 1 * 1.0 + 2 * 2.0  # rank 0 starts one message inside, two across
     assert transfer.busy[("nic_out", 0)] == transfer.busy[("nic_in", 1)] == pytest.approx(3.0)
-    assert transfer.busy[("gpu_out", 0)] == pytest.approx(1.0) and transfer.alone == pytest.approx(5.0 + 3.0)
+    assert transfer.busy[("gpu_out", 0)] == pytest.approx(1.0) and transfer.alone == pytest.approx(
+        5.0 + 3.0
+    )
     assert COST.exchange(np.zeros((4, 4))).alone == 0.0
-    shares = {r: Collective("exchange", (0, 1, 2, 3), tuple((p, int(sent[r, p])) for p in range(4) if sent[r, p])) for r in range(4)}
+    shares = {
+        r: Collective(
+            "exchange", (0, 1, 2, 3), tuple((p, int(sent[r, p])) for p in range(4) if sent[r, p])
+        )
+        for r in range(4)
+    }
     assert COST.collective(shares) == transfer
 
 
 def test_a_ring():
     """4 ranks, 1 MB: 2 x 3 hops; each port carries 1.5 MB, a card once."""
     across, inside = COST.all_reduce(1_000_000, range(4)), COST.all_reduce(1_000_000, (0, 1))
-    assert across.latency == 6 * 2.0 and across.busy[("gpu_in", 3)] == pytest.approx(1.5) and across.alone == pytest.approx(12.0 + 15.0)
-    assert {port for port in across.busy if port[0] == "nic_out"} == {("nic_out", 0), ("nic_out", 1)}
-    assert inside.alone == pytest.approx(2 * 1.0 + 1.0) and not [port for port in inside.busy if port[0].startswith("nic")]
+    assert (
+        across.latency == 6 * 2.0
+        and across.busy[("gpu_in", 3)] == pytest.approx(1.5)
+        and across.alone == pytest.approx(12.0 + 15.0)
+    )
+    assert {port for port in across.busy if port[0] == "nic_out"} == {
+        ("nic_out", 0),
+        ("nic_out", 1),
+    }
+    assert inside.alone == pytest.approx(2 * 1.0 + 1.0) and not [
+        port for port in inside.busy if port[0].startswith("nic")
+    ]
     assert COST.all_reduce(1_000_000, (2,)).alone == 0.0
-    assert COST.collective({0: Collective("all_reduce", (0, 1), ((-1, 500_000),), 1_000_000)}) == inside
+    assert (
+        COST.collective({0: Collective("all_reduce", (0, 1), ((-1, 500_000),), 1_000_000)})
+        == inside
+    )
 
 
-BOX = Cluster(servers=2, gpus_per_server=4, device=DEVICE, all_reduce="ring", intra_node=Link(bandwidth=1e6, latency=1.0),
-              inter_node=Link(bandwidth=1e5, latency=2.0), islands=[[0, 1], [2, 3]], island=Link(bandwidth=1e7, latency=0.5),
-              switches=[[0, 1, 2], [3]], switch=Link(bandwidth=5e5, latency=0.25), nics=[[0, 1], [2, 3]])  # fmt: skip
+BOX = Cluster(
+    servers=2,
+    gpus_per_server=4,
+    device=DEVICE,
+    all_reduce="ring",
+    intra_node=Link(bandwidth=1e6, latency=1.0),
+    inter_node=Link(bandwidth=1e5, latency=2.0),
+    islands=[[0, 1], [2, 3]],
+    island=Link(bandwidth=1e7, latency=0.5),
+    switches=[[0, 1, 2], [3]],
+    switch=Link(bandwidth=5e5, latency=0.25),
+    nics=[[0, 1], [2, 3]],
+)
 
 
 def test_ports_by_where_two_gpus_sit():
-    """Islands {0,1} {2,3}, switches {0,1,2} {3}, cards for {0,1} and {2,3}: the second card is behind no switch alone."""
+    """Islands {0,1} {2,3}, switches {0,1,2} {3}, cards for {0,1} and {2,3}: the second card is
+    behind no switch alone."""
     cost = Cost.of(BOX)
 
     def busy(a: int, b: int) -> dict:
         return cost.send(a, Send(b, 1_000_000)).busy
 
     assert busy(0, 1) == {("island_out", 0): 0.1, ("island_in", 1): 0.1}
-    assert busy(2, 3) == {("island_out", 2): 0.1, ("island_in", 3): 0.1}  # an island may reach over switches
+    # an island may reach over switches
+    assert busy(2, 3) == {("island_out", 2): 0.1, ("island_in", 3): 0.1}
     assert busy(0, 2) == {("gpu_out", 0): 1.0, ("gpu_in", 2): 1.0}
-    assert busy(1, 3) == {("gpu_out", 1): 1.0, ("gpu_in", 3): 1.0, ("switch_out", 0): 2.0, ("switch_in", 1): 2.0}
+    assert busy(1, 3) == {
+        ("gpu_out", 1): 1.0,
+        ("gpu_in", 3): 1.0,
+        ("switch_out", 0): 2.0,
+        ("switch_in", 1): 2.0,
+    }
     assert busy(0, 4) == {("nic_out", 0): 10.0, ("nic_in", 2): 10.0}
-    assert busy(3, 6) == {("nic_out", 1): 10.0, ("nic_in", 3): 10.0, ("switch_out", 1): 2.0, ("switch_in", 2): 2.0}
-    assert cost.send(1, Send(3, 1_000_000)).alone == 1.0 + 0.25 + 2.0 and cost.send(0, Send(1, 1_000_000)).alone == 0.5 + 0.1
+    assert busy(3, 6) == {
+        ("nic_out", 1): 10.0,
+        ("nic_in", 3): 10.0,
+        ("switch_out", 1): 2.0,
+        ("switch_in", 2): 2.0,
+    }
+    assert (
+        cost.send(1, Send(3, 1_000_000)).alone == 1.0 + 0.25 + 2.0
+        and cost.send(0, Send(1, 1_000_000)).alone == 0.5 + 0.1
+    )
     assert [cost.placement(0, rank) for rank in (1, 2, 4)] == ["island", "intra_node", "inter_node"]
 
 
 def test_seats_move_ranks_not_ports():
-    """Rank 0 on GPU 5 and rank 1 on GPU 4: an island of the second server. All ports are named after ranks and places."""
+    """Rank 0 on GPU 5 and rank 1 on GPU 4: an island of the second server. All ports are named
+    after ranks and places."""
     cost = Cost.of(BOX, (5, 4, 0))
     assert cost.servers == (1, 1, 0) and cost.placement(0, 1) == "island"
     assert cost.send(0, Send(2, 1_000_000)).busy == {("nic_out", 2): 10.0, ("nic_in", 0): 10.0}
@@ -150,28 +253,51 @@ def test_seats_move_ranks_not_ports():
 
 
 def test_a_ring_visits_places_one_after_the_other():
-    """8 ranks, 8 MB: 14 MB between neighbours; islands inside, a hop between islands, two cards that share what leaves a server."""
+    """8 ranks, 8 MB: 14 MB between neighbours; islands inside, a hop between islands, two cards
+    that share what leaves a server."""
     cost = Cost.of(BOX, (0, 7, 2, 5, 4, 3, 6, 1))
-    (hops,) = cost._flows("ring", tuple(range(8)))[0].phases
-    assert [cost.seats[a] for a in hops.source] == list(range(8)) and [cost.seats[b] for b in hops.target] == [*range(1, 8), 0]
+    (hops,) = cost._all_reduces.hops("ring", tuple(range(8)))[0].phases
+    assert [cost.seats[a] for a in hops.source] == list(range(8)) and [
+        cost.seats[b] for b in hops.target
+    ] == [*range(1, 8), 0]
     ring = cost.all_reduce(8_000_000, range(8))
     at = {gpu: rank for rank, gpu in enumerate(cost.seats)}
-    assert ring.busy["island_out", at[0]] == pytest.approx(1.4) and ring.busy["gpu_out", at[1]] == pytest.approx(14.0)
+    assert ring.busy["island_out", at[0]] == pytest.approx(1.4) and ring.busy[
+        "gpu_out", at[1]
+    ] == pytest.approx(14.0)
     assert [ring.busy["nic_out", card] for card in range(4)] == pytest.approx([70.0] * 4)
-    assert ring.busy["switch_out", 0] == pytest.approx(14.0)  # half of the ring, to the card that the switch does not have to itself
-    assert ring.latency == 14 * 2.25  # as a message that leaves by that card: 2 s, and 0.25 s for its switch's uplink
+    # half of the ring, to the card that the switch does not have to itself
+    assert ring.busy["switch_out", 0] == pytest.approx(14.0)
+    # as a message that leaves by that card: 2 s, and 0.25 s for its switch's uplink
+    assert ring.latency == 14 * 2.25
     shares = cost.reduced_by_link(8 * 14_000_000, range(8))
-    assert shares == {"inter_node": 2 * 14_000_000, "island": 4 * 14_000_000, "intra_node": 2 * 14_000_000}
+    assert shares == {
+        "inter_node": 2 * 14_000_000,
+        "island": 4 * 14_000_000,
+        "intra_node": 2 * 14_000_000,
+    }
 
 
 @pytest.mark.parametrize("group", [None, (5, 0, 3, 6)])
 def test_equal_messages_are_counted_once_and_come_out_as_any_others(group: tuple[int, ...] | None):
-    """Where all messages between the pairs that talk are equal, of several sizes in turn; beside one message at a time."""
+    """Where all messages between the pairs that talk are equal, of several sizes in turn; beside
+    one message at a time."""
     link, pairs = Link(bandwidth=1e9, latency=1e-5), ((0, 1), (2, 3))
-    where = Cluster(servers=2, gpus_per_server=4, device=DEVICE, intra_node=link, inter_node=Link(bandwidth=1e8, latency=3e-5),
-                    islands=pairs, island=Link(bandwidth=1e10, latency=2e-6), switches=((0, 1, 2), (3,)),
-                    switch=Link(bandwidth=5e8, latency=1e-6))  # fmt: skip
-    cost, ranks = Cost.of(where, (3, 1, 4, 6, 0, 2, 7, 5)), tuple(range(8)) if group is None else group
+    where = Cluster(
+        servers=2,
+        gpus_per_server=4,
+        device=DEVICE,
+        intra_node=link,
+        inter_node=Link(bandwidth=1e8, latency=3e-5),
+        islands=pairs,
+        island=Link(bandwidth=1e10, latency=2e-6),
+        switches=((0, 1, 2), (3,)),
+        switch=Link(bandwidth=5e8, latency=1e-6),
+    )
+    cost, ranks = (
+        Cost.of(where, (3, 1, 4, 6, 0, 2, 7, 5)),
+        (tuple(range(8)) if group is None else group),
+    )
     talk = np.random.default_rng(0).random((len(ranks),) * 2) < 0.6
     np.fill_diagonal(talk, False)
     for nbytes in (1, 4_000, 7):
@@ -180,27 +306,35 @@ def test_equal_messages_are_counted_once_and_come_out_as_any_others(group: tuple
             for port, seconds in cost.send(ranks[i], Send(ranks[j], nbytes)).busy.items():
                 busy[port] = busy.get(port, 0.0) + seconds
         transfer = cost.exchange(talk * nbytes, group)
-        assert transfer.busy == pytest.approx(busy, rel=1e-12) and set(map(type, transfer.busy.values())) == {float}
+        assert transfer.busy == pytest.approx(busy, rel=1e-12) and set(
+            map(type, transfer.busy.values())
+        ) == {float}
         uneven = talk * nbytes
         uneven[tuple(np.argwhere(talk)[0])] += 1  # the same messages, which are no longer equal
         assert cost.exchange(uneven, group).latency == transfer.latency
         links: dict[str, int] = {}
         for i, j in np.argwhere(talk):
-            links[cost.placement(ranks[i], ranks[j])] = links.get(cost.placement(ranks[i], ranks[j]), 0) + nbytes
+            links[cost.placement(ranks[i], ranks[j])] = (
+                links.get(cost.placement(ranks[i], ranks[j]), 0) + nbytes
+            )
         assert cost.bytes_by_link(talk * nbytes, group) == links
 
 
-# -- rows that are read again ------------------------------------------------------------------------------------------------
+# -- rows that are read again ----------------------------------------------------------------------
 
 GPU = Device(gemm=1e9, memory=1e9, memory_bandwidth=1e8, cache=1e6, cache_bandwidth=1e9)
 
 
 def on_gpu(spread: float, **changed: float) -> Cost:
-    return Cost.of(Cluster(device=GPU.model_copy(update=changed), intra_node=Link(bandwidth=1e9)), spread=spread)
+    return Cost.of(
+        Cluster(device=GPU.model_copy(update=changed), intra_node=Link(bandwidth=1e9)),
+        spread=spread,
+    )
 
 
 def test_a_cache_keeps_the_rows_that_are_read_most():
-    """20,000 rows of 400 B, read by a lognormal popularity, and a cache for 2,500 of them: those that it misses are counted one by one."""
+    """20,000 rows of 400 B, read by a lognormal popularity, and a cache for 2,500 of them: those
+    that it misses are counted one by one."""
     reads = np.exp(1.2 * np.random.default_rng(0).standard_normal(20_000))
     share = np.sort(reads)[-2500:].sum() / reads.sum()
     rate = on_gpu(1.2).gather_rate(100, 20_000 * 400.0, 1e9)
@@ -208,26 +342,51 @@ def test_a_cache_keeps_the_rows_that_are_read_most():
 
 
 def test_every_row_comes_from_memory_once():
-    """Read twice each, half of them are first readings, however large the cache; read often, the cache's own rate is the limit."""
+    """Read twice each, half of them are first readings, however large the cache; read often, the
+    cache's own rate is the limit."""
     assert on_gpu(1.0).gather_rate(1, 1e5, 2.0) == pytest.approx(2e8)
     assert on_gpu(1.0).gather_rate(1, 1e5, 1e6) == pytest.approx(1e9)
     assert on_gpu(1.0).gather_rate(1, 1e5, 1.0) == pytest.approx(1e8)  # no reuse
 
 
-@given(st.floats(0.0, 3.0), st.integers(1, 4096), st.floats(1.0, 1e8), st.floats(1.0, 1e4), st.floats(1.0, 10.0))
-def test_more_cache_is_never_slower_and_wider_rows_are(spread: float, width: int, distinct: float, times: float, more: float):
+@given(
+    st.floats(0.0, 3.0),
+    st.integers(1, 4096),
+    st.floats(1.0, 1e8),
+    st.floats(1.0, 1e4),
+    st.floats(1.0, 10.0),
+)
+def test_more_cache_is_never_slower_and_wider_rows_are(
+    spread: float, width: int, distinct: float, times: float, more: float
+):
     work = Compute(gathers=(Gather(times * distinct, width, distinct, 1.0),))
     usual = on_gpu(spread).compute_s(work)
-    for changed in ({"cache": GPU.cache * more}, {"cache_bandwidth": 1e9 * more}, {"memory_bandwidth": 1e8 * more}):
+    for changed in (
+        {"cache": GPU.cache * more},
+        {"cache_bandwidth": 1e9 * more},
+        {"memory_bandwidth": 1e8 * more},
+    ):
         assert on_gpu(spread, **changed).compute_s(work) <= usual * (1 + 1e-12)
-    assert on_gpu(spread).compute_s(Compute(gathers=(Gather(times * distinct, width + 1, distinct, 1.0),))) >= usual * (1 - 1e-12)
+    assert on_gpu(spread).compute_s(
+        Compute(gathers=(Gather(times * distinct, width + 1, distinct, 1.0),))
+    ) >= usual * (1 - 1e-12)
 
 
 def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset: Callable[[str], str]):
-    """Of all edges, the share that the tenth of vertices with the most has: within 0.2 of the lognormal's (Flickr, whose few hubs stand
-    out of a narrow crowd, is the worst), and 0.07 on average."""
+    """Of all edges, the share that the tenth of vertices with the most has: within 0.2 of the
+    lognormal's (Flickr, whose few hubs stand out of a narrow crowd, is the worst), and 0.07 on
+    average."""
     errors = []
-    for name in ("squirrel", "flickr", "ogbn_arxiv", "coauthor_cs", "coauthor_physics", "amazon_photo", "musae_facebook", "chameleon"):
+    for name in (
+        "squirrel",
+        "flickr",
+        "ogbn_arxiv",
+        "coauthor_cs",
+        "coauthor_physics",
+        "amazon_photo",
+        "musae_facebook",
+        "chameleon",
+    ):
         graph = load(dataset(name))
         degrees = np.sort(graph.degree)[::-1]
         top = degrees[: len(degrees) // 10].sum() / degrees.sum()
@@ -235,28 +394,53 @@ def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset: Calla
     assert max(errors) < 0.2 and np.mean(errors) < 0.07, errors
 
 
-# -- through a server's memory ---------------------------------------------------------------------------------------------
+# -- through a server's memory ---------------------------------------------------------------------
 
-STAGED = Cluster(servers=2, gpus_per_server=4, device=DEVICE, all_reduce="ring", intra_node=Link(bandwidth=1e9, latency=9.0),
-                 inter_node=Link(bandwidth=1e5, latency=2.0), host=Link(bandwidth=1e6, latency=0.5), peer_access=False,
-                 bridge=Link(bandwidth=2e6, latency=0.0), islands=[[0, 1], [2], [3]], island=Link(bandwidth=1e7, latency=0.25))  # fmt: skip
+STAGED = Cluster(
+    servers=2,
+    gpus_per_server=4,
+    device=DEVICE,
+    all_reduce="ring",
+    intra_node=Link(bandwidth=1e9, latency=9.0),
+    inter_node=Link(bandwidth=1e5, latency=2.0),
+    host=Link(bandwidth=1e6, latency=0.5),
+    peer_access=False,
+    bridge=Link(bandwidth=2e6, latency=0.0),
+    islands=[[0, 1], [2], [3]],
+    island=Link(bandwidth=1e7, latency=0.25),
+)
 
 
 def test_without_peer_access_bytes_go_up_and_down_through_memory():
-    """1 MB: up one host link and down another, in and out of memory; between servers up, out, in and down. NVLink needs neither."""
+    """1 MB: up one host link and down another, in and out of memory; between servers up, out, in
+    and down. NVLink needs neither."""
     cost = Cost.of(STAGED)
     inside, across = cost.send(0, Send(2, 1_000_000)), cost.send(0, Send(6, 1_000_000))
-    assert inside.busy == {("gpu_out", 0): 1.0, ("gpu_in", 2): 1.0, ("bridge", 0): 1.0} and inside.alone == 2 * 0.5 + 1.0
-    assert across.busy == {("gpu_out", 0): 1.0, ("gpu_in", 6): 1.0, ("bridge", 0): 1.0, ("bridge", 1): 1.0,
-                           ("nic_out", 0): 10.0, ("nic_in", 1): 10.0}  # fmt: skip
+    assert (
+        inside.busy == {("gpu_out", 0): 1.0, ("gpu_in", 2): 1.0, ("bridge", 0): 1.0}
+        and inside.alone == 2 * 0.5 + 1.0
+    )
+    assert across.busy == {
+        ("gpu_out", 0): 1.0,
+        ("gpu_in", 6): 1.0,
+        ("bridge", 0): 1.0,
+        ("bridge", 1): 1.0,
+        ("nic_out", 0): 10.0,
+        ("nic_in", 1): 10.0,
+    }
     assert across.alone == 2 * 0.5 + 2.0 + 10.0
     assert cost.send(0, Send(1, 1_000_000)).busy == {("island_out", 0): 0.1, ("island_in", 1): 0.1}
-    measured = Cost.of(STAGED.model_copy(update={"collectives": {"send.intra_node": Link(bandwidth=5e5, latency=0.0)}}))
+    measured = Cost.of(
+        STAGED.model_copy(
+            update={"collectives": {"send.intra_node": Link(bandwidth=5e5, latency=0.0)}}
+        )
+    )
     assert measured.send(0, Send(2, 1_000_000)).alone == 2.0  # as measured, which is through memory
 
 
 def test_all_gpus_of_a_server_share_its_bridge():
-    """Two pairs at once: twice through memory's 2 MB/s each, 2 s where each alone takes 1. A ring of four passes it four times."""
+    """Two pairs at once: twice through memory's 2 MB/s each, 2 s where each alone takes 1. A ring
+    of four passes it four times."""
     cost = Cost.of(STAGED.model_copy(update={"islands": (), "island": None}))
     sent = np.zeros((8, 8))
     sent[0, 1] = sent[2, 3] = 1_000_000
@@ -266,28 +450,47 @@ def test_all_gpus_of_a_server_share_its_bridge():
 
 def test_switches_of_a_server_without_peer_access_are_left():
     """Even between GPUs of one switch: memory is above it."""
-    where = STAGED.model_copy(update={"switches": ((0, 1), (2, 3)), "switch": Link(bandwidth=5e5, latency=0.0), "bridge": None})
+    where = STAGED.model_copy(
+        update={
+            "switches": ((0, 1), (2, 3)),
+            "switch": Link(bandwidth=5e5, latency=0.0),
+            "bridge": None,
+        }
+    )
     assert Cost.of(where).send(2, Send(3, 1_000_000)).busy == {
-        ("gpu_out", 2): 1.0, ("gpu_in", 3): 1.0, ("switch_out", 1): 2.0, ("switch_in", 1): 2.0}  # fmt: skip
+        ("gpu_out", 2): 1.0,
+        ("gpu_in", 3): 1.0,
+        ("switch_out", 1): 2.0,
+        ("switch_in", 1): 2.0,
+    }
 
 
-# -- efficiency by size of a message ---------------------------------------------------------------------------------------
+# -- efficiency by size of a message ---------------------------------------------------------------
 
 
 def test_small_messages_reach_a_share_of_the_bandwidth():
     """1 % at 100 B, all at 1 MB; half way between on log scales a tenth."""
     link = Link(bandwidth=1e6, latency=0.0, efficiency={"100B": 0.01, "1MB": 1.0})
-    assert [link.stretched(n) for n in (10, 100, 10_000, 1_000_000, 10**8)] == pytest.approx([1000, 10_000, 100_000, 1_000_000, 10**8])
+    assert [link.stretched(n) for n in (10, 100, 10_000, 1_000_000, 10**8)] == pytest.approx(
+        [1000, 10_000, 100_000, 1_000_000, 10**8]
+    )
     assert link.stretched(20_000, 2) == pytest.approx(200_000)
     cost = Cost.of(COST.cluster.model_copy(update={"intra_node": link}))
     assert cost.send(0, Send(1, 10_000)).alone == pytest.approx(0.1)
     sent = np.zeros((4, 4))
     sent[0, 1], sent[1, 0] = 10_000, 1_000_000
-    assert cost.exchange(sent).busy == pytest.approx({("gpu_out", 0): 0.1, ("gpu_in", 1): 0.1, ("gpu_out", 1): 1.0, ("gpu_in", 0): 1.0})
-    assert cost.all_reduce(20_000, (0, 1)).alone == pytest.approx(0.2)  # two messages of 10,000 B from each
+    assert cost.exchange(sent).busy == pytest.approx(
+        {("gpu_out", 0): 0.1, ("gpu_in", 1): 0.1, ("gpu_out", 1): 1.0, ("gpu_in", 0): 1.0}
+    )
+    # two messages of 10,000 B from each
+    assert cost.all_reduce(20_000, (0, 1)).alone == pytest.approx(0.2)
 
 
-@given(st.dictionaries(st.floats(1, 1e9), st.floats(1e-6, 1.0), min_size=1, max_size=5), st.floats(0, 1e10), st.floats(0, 1e10))
+@given(
+    st.dictionaries(st.floats(1, 1e9), st.floats(1e-6, 1.0), min_size=1, max_size=5),
+    st.floats(0, 1e10),
+    st.floats(0, 1e10),
+)
 @settings(deadline=None)
 def test_more_bytes_are_never_faster(efficiency: dict[float, float], a: float, b: float):
     try:
@@ -298,7 +501,9 @@ def test_more_bytes_are_never_faster(efficiency: dict[float, float], a: float, b
         assert any(x / efficiency[x] > y / efficiency[y] for x, y in pairwise(sizes))
         return
     less, more = sorted((a, b))
-    assert less <= link.stretched(less) * (1 + 1e-9) and link.stretched(less) <= link.stretched(more) * (1 + 1e-9)
+    assert less <= link.stretched(less) * (1 + 1e-9) and link.stretched(less) <= link.stretched(
+        more
+    ) * (1 + 1e-9)
 
 
 def test_without_efficiency_a_link_is_alpha_beta_to_the_bit():

@@ -9,17 +9,25 @@ import pytest
 import scipy.sparse as sp
 from scipy.special import pdtr
 
-from gnnplan.planner.expected import FULLEST, EstimatedBatch, EstimatedBatches, expected_frontier, taken
-from gnnplan.planner.files import read_cluster
-from gnnplan.planner.graph import Graph, GraphStats, load
-from gnnplan.planner.job import Job
-from gnnplan.planner.minibatch import MiniBatch
-from gnnplan.planner.sampling import frontier
-from gnnplan.planner.schedule import Load
-from gnnplan.planner.specs import ALL, Cluster, Device, Link, Workload
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import ALL, Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import frontier
+from gnnplan.planner.ownership.estimated_batches import (
+    FULLEST,
+    EstimatedBatch,
+    EstimatedBatches,
+    expected_frontier,
+    taken,
+)
+from gnnplan.planner.ownership.minibatch import MiniBatch
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
-from gnnplan.planner.strategies.p3 import UNEVEN
-from gnnplan.planner.strategies.strategy import Strategy
+from gnnplan.planner.strategies.base import Strategy
+from gnnplan.planner.strategies.p3.slices import UNEVEN
+from gnnplan.planner.vocabulary.schedule import Load
 from gnnplan.simulator.player import play
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
@@ -32,12 +40,20 @@ def joined(vertices: int, a: np.ndarray, b: np.ndarray, both: bool = True) -> Gr
     edges = sp.csr_matrix(one + one.T) if both else one
     edges.eliminate_zeros()
     edges.sort_indices()
-    stats = replace(GRAPH.stats, vertices=vertices, edges=edges.nnz, directed=not both, train_vertices=vertices)
-    return replace(GRAPH, stats=stats, indptr=edges.indptr.astype(np.int64), indices=edges.indices.astype(np.int32))
+    stats = replace(
+        GRAPH.stats, vertices=vertices, edges=edges.nnz, directed=not both, train_vertices=vertices
+    )
+    return replace(
+        GRAPH,
+        stats=stats,
+        indptr=edges.indptr.astype(np.int64),
+        indices=edges.indices.astype(np.int32),
+    )
 
 
 def drawn_like(vertices: int, degree: int, spread: float, both: bool = True) -> Graph:
-    """Ends of edges in proportion to a lognormal; in a directed graph of the one end and of the other apart."""
+    """Ends of edges in proportion to a lognormal; in a directed graph of the one end and of the
+    other apart."""
     rng = np.random.default_rng(0)
 
     def ends() -> np.ndarray:
@@ -47,22 +63,41 @@ def drawn_like(vertices: int, degree: int, spread: float, both: bool = True) -> 
     one = ends()
     other = one if both else ends()
     count = vertices * degree // (1 + both)
-    return joined(vertices, rng.choice(vertices, count, p=one), rng.choice(vertices, count, p=other), both)
+    return joined(
+        vertices, rng.choice(vertices, count, p=one), rng.choice(vertices, count, p=other), both
+    )
 
 
-def counted(graph: Graph, seeds: int, fanouts: tuple[int, ...], count: int = 12, weight: np.ndarray | None = None
-            ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+def counted(
+    graph: Graph,
+    seeds: int,
+    fanouts: tuple[int, ...],
+    count: int = 12,
+    weight: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows and edges, at the mean of some batches."""
     n = graph.stats.vertices
-    found = [frontier(graph, np.random.default_rng(i).choice(n, seeds, False, weight), fanouts, 0, 0, i) for i in range(count)]
-    return (np.mean([[rows.size for rows in one.nodes] for one in found], axis=0),
-            np.mean([[places.size for _, places in one.edges] for one in found], axis=0))  # fmt: skip
+    found = [
+        frontier(graph, np.random.default_rng(i).choice(n, seeds, False, weight), fanouts, 0, 0, i)
+        for i in range(count)
+    ]
+    return (
+        np.mean([[rows.size for rows in one.nodes] for one in found], axis=0),
+        np.mean([[places.size for _, places in one.edges] for one in found], axis=0),
+    )
 
 
-@pytest.mark.parametrize(("degree", "fanouts"), [
-    *((degree, fanouts) for degree in (3, 8, 30) for fanouts in ((5, 10, 15), (ALL, ALL, ALL))), (8, (10, 5, 2)), (30, (10, 5, 2)),
-])  # fmt: skip
-def test_the_expected_frontier_is_that_of_a_uniform_graph(degree: int, fanouts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("degree", "fanouts"),
+    [
+        *((degree, fanouts) for degree in (3, 8, 30) for fanouts in ((5, 10, 15), (ALL, ALL, ALL))),
+        (8, (10, 5, 2)),
+        (30, (10, 5, 2)),
+    ],
+)
+def test_the_expected_frontier_is_that_of_a_uniform_graph(
+    degree: int, fanouts: tuple[int, ...]
+) -> None:
     """Every layer's rows and edges to 5 %."""
     graph = joined(20_000, *np.random.default_rng(0).integers(0, 20_000, (2, 20_000 * degree // 2)))
     told = expected_frontier(replace(graph.stats, batch_spread=(0.0, 0.0)), 200, fanouts)
@@ -74,7 +109,8 @@ def test_the_expected_frontier_is_that_of_a_uniform_graph(degree: int, fanouts: 
 @pytest.mark.parametrize("both", [True, False], ids=["both ways", "directed"])
 @pytest.mark.parametrize("spread", [0.7, 1.2])
 def test_the_expected_frontier_is_that_of_a_skewed_graph(spread: float, both: bool) -> None:
-    """Of lognormal degrees, every layer's rows and edges to 6 %: a uniform graph's would be up to three times as many."""
+    """Of lognormal degrees, every layer's rows and edges to 6 %: a uniform graph's would be up to
+    three times as many."""
     graph = drawn_like(20_000, 20, spread, both)
     for fanouts in ((5, 10, 15), (25, 10), (ALL, ALL)):
         told = expected_frontier(replace(graph.stats, batch_spread=(spread, spread)), 200, fanouts)
@@ -87,23 +123,43 @@ def test_popular_training_vertices() -> None:
     """Seeds in proportion to degrees."""
     graph = drawn_like(20_000, 20, 1.2)
     rows, edges = counted(graph, 200, (25, 10), weight=graph.degree / graph.degree.sum())
-    told = expected_frontier(replace(graph.stats, batch_spread=(1.2, 1.2), train_popular=True), 200, (25, 10))
+    told = expected_frontier(
+        replace(graph.stats, batch_spread=(1.2, 1.2), train_popular=True), 200, (25, 10)
+    )
     assert told.rows == pytest.approx(rows, rel=0.06)
     assert told.edges == pytest.approx(edges, rel=0.06)
-    assert told.edges[1] > 1.2 * expected_frontier(replace(graph.stats, batch_spread=(1.2, 1.2)), 200, (25, 10)).edges[1]
+    assert (
+        told.edges[1]
+        > 1.2
+        * expected_frontier(replace(graph.stats, batch_spread=(1.2, 1.2)), 200, (25, 10)).edges[1]
+    )
 
 
-@pytest.mark.parametrize(("name", "spread"), [("flickr", 1.2), ("ogbn_arxiv", 1.5), ("squirrel", 1.5), ("coauthor_physics", 1.0),
-                                              ("tolokers", 1.5)])  # fmt: skip
-def test_the_expected_frontier_is_that_of_a_real_graph(dataset: Callable[[str], str], name: str, spread: float) -> None:
-    """Rows of h_0 and edges of batches of two sizes: with a spread of its own off by 12 % on average and a third at the most, with the
-    usual one by a quarter on average."""
+@pytest.mark.parametrize(
+    ("name", "spread"),
+    [
+        ("flickr", 1.2),
+        ("ogbn_arxiv", 1.5),
+        ("squirrel", 1.5),
+        ("coauthor_physics", 1.0),
+        ("tolokers", 1.5),
+    ],
+)
+def test_the_expected_frontier_is_that_of_a_real_graph(
+    dataset: Callable[[str], str], name: str, spread: float
+) -> None:
+    """Rows of h_0 and edges of batches of two sizes: with a spread of its own off by 12 % on
+    average and a third at the most, with the usual one by a quarter on average."""
     graph = load(dataset(name))
     assert isinstance(graph, Graph)
     own: list[float] = []
     usual: list[float] = []
     n = graph.stats.vertices
-    for seeds, fanouts in ((min(1024, n // 40), (15, 15, 15)), (min(256, n // 160), (15, 15, 15)), (min(1000, n // 40), (25, 10))):
+    for seeds, fanouts in (
+        (min(1024, n // 40), (15, 15, 15)),
+        (min(256, n // 160), (15, 15, 15)),
+        (min(1000, n // 40), (25, 10)),
+    ):
         rows, edges = counted(graph, seeds, fanouts, 4)
         for errors, spreads in ((own, (spread, spread)), (usual, None)):
             told = expected_frontier(replace(graph.stats, batch_spread=spreads), seeds, fanouts)
@@ -112,11 +168,17 @@ def test_the_expected_frontier_is_that_of_a_real_graph(dataset: Callable[[str], 
     assert np.mean(np.abs(usual)) < 0.25
 
 
-@pytest.mark.parametrize(("name", "edges", "features"), [
-    ("orkut", (751e6, 926e6), (169e6, 422e6)), ("ogbn-papers100M", (389e6, 452e6), (154e6, 231e6)),
-    ("friendster", (13.1e9, 13.4e9), (9.4e9, 11.4e9)),
-])  # fmt: skip
-def test_gsplit_table_1(name: str, edges: tuple[float, float], features: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "edges", "features"),
+    [
+        ("orkut", (751e6, 926e6), (169e6, 422e6)),
+        ("ogbn-papers100M", (389e6, 452e6), (154e6, 231e6)),
+        ("friendster", (13.1e9, 13.4e9), (9.4e9, 11.4e9)),
+    ],
+)
+def test_gsplit_table_1(
+    name: str, edges: tuple[float, float], features: tuple[float, float]
+) -> None:
     """Mini- and micro-batches of an epoch, four numbers from a graph's two spreads: to 11 %."""
     stats = load(name)
     assert isinstance(stats, GraphStats)
@@ -125,12 +187,17 @@ def test_gsplit_table_1(name: str, edges: tuple[float, float], features: tuple[f
         batches = EstimatedBatches(stats, workload, groups, 1)
         batch = batches.at(0)
         times = stats.train_vertices / 1024
-        assert sum(int(batch.facts(layer).edges.sum()) for layer in (1, 2, 3)) * times == pytest.approx(drawn, rel=0.11)
-        assert sum(batch.rows(rank, 0).size for rank in range(len(groups))) * times == pytest.approx(loaded, rel=0.11)
+        assert sum(
+            int(batch.facts(layer).edges.sum()) for layer in (1, 2, 3)
+        ) * times == pytest.approx(drawn, rel=0.11)
+        assert sum(
+            batch.rows(rank, 0).size for rank in range(len(groups))
+        ) * times == pytest.approx(loaded, rel=0.11)
 
 
 def test_p3s_example_of_a_mini_batch() -> None:
-    """Sec. 3.2.2: 24,703 vertices one hop and 188,339 two hops around 1000 seeds of ogbn-products; nothing here was fitted to it."""
+    """Sec. 3.2.2: 24,703 vertices one hop and 188,339 two hops around 1000 seeds of ogbn-products;
+    nothing here was fitted to it."""
     stats = load("ogbn-products")
     assert isinstance(stats, GraphStats)
     told = expected_frontier(stats, 1000, (25, 10))
@@ -138,58 +205,96 @@ def test_p3s_example_of_a_mini_batch() -> None:
     assert told.rows[0] == pytest.approx(188_339, rel=0.15)
 
 
-# -- shared by ranks -----------------------------------------------------------------------------------------------------------
+# -- shared by ranks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groups", [(0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)], ids=str)
 def test_shares_of_a_split_batch_add_up(groups: tuple[int, ...]) -> None:
-    """Every row and edge of a group is one rank's; a rank reads its own rows and those that are sent to it."""
+    """Every row and edge of a group is one rank's; a rank reads its own rows and those that are
+    sent to it."""
     stats = replace(GRAPH.stats, vertices=20_000, edges=400_001, train_vertices=1_000)
     workload = Workload(mode="mini", layers=3, batch=101, fanout=(5, 3, 2))
-    split, alone = (EstimatedBatches(stats, workload, made, 1).at(0) for made in (groups, tuple(range(len(set(groups))))))
+    split, alone = (
+        EstimatedBatches(stats, workload, made, 1).at(0)
+        for made in (groups, tuple(range(len(set(groups)))))
+    )
     for layer in (1, 2, 3):
         f, whole = split.facts(layer), alone.facts(layer)
         assert f.rows.sum() == whole.rows.sum() and f.edges.sum() == whole.edges.sum()
-        assert (f.sources == split.facts(layer - 1).rows + f.sends.sum(0)).all() if layer > 1 else True
+        assert (
+            (f.sources == split.facts(layer - 1).rows + f.sends.sum(0)).all() if layer > 1 else True
+        )
         assert not f.sends[~np.equal.outer(groups, groups)].any() and not f.sends.diagonal().any()
-    assert sum(split.rows(rank, 0).size for rank in range(len(groups))) == sum(alone.rows(rank, 0).size for rank in range(alone.ranks))
+    assert sum(split.rows(rank, 0).size for rank in range(len(groups))) == sum(
+        alone.rows(rank, 0).size for rank in range(alone.ranks)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_a_random_split_sends_is_what_a_graph_sends(ranks: int) -> None:
-    """Rows that cross before each layer, owners at random: to 8 %; and the share of edges that does."""
+    """Rows that cross before each layer, owners at random: to 8 %; and the share of edges that
+    does."""
     graph = drawn_like(20_000, 20, 1.0)
     seeds, fanouts = 200, (5, 5, 5)
     member = np.random.default_rng(1).integers(0, ranks, 20_000)
-    drawn = [frontier(graph, np.random.default_rng(i).permutation(20_000)[:seeds], fanouts, 0, 0, i) for i in range(4)]
+    drawn = [
+        frontier(graph, np.random.default_rng(i).permutation(20_000)[:seeds], fanouts, 0, 0, i)
+        for i in range(4)
+    ]
     real = [MiniBatch(graph, [one], (0,) * ranks, member, 1) for one in drawn]
     stats = replace(graph.stats, batch_spread=(1.0, 1.0))
-    told = EstimatedBatches(stats, Workload(mode="mini", layers=3, batch=seeds, fanout=fanouts), (0,) * ranks, 1, "random").at(0)
+    told = EstimatedBatches(
+        stats,
+        Workload(mode="mini", layers=3, batch=seeds, fanout=fanouts),
+        (0,) * ranks,
+        1,
+        "random",
+    ).at(0)
     assert isinstance(told, EstimatedBatch)
     for layer in (1, 2, 3):
-        assert told.facts(layer).sends.sum() == pytest.approx(np.mean([one.facts(layer).sends.sum() for one in real]), rel=0.08)
+        assert told.facts(layer).sends.sum() == pytest.approx(
+            np.mean([one.facts(layer).sends.sum() for one in real]), rel=0.08
+        )
         share = told.crossing(layer).sum() / told.facts(layer).edges.sum()
         assert share == pytest.approx((ranks - 1) / ranks, abs=0.01)
-        assert share == pytest.approx(np.mean([one.crossing(layer).sum() / one.facts(layer).edges.sum() for one in real]), abs=0.02)
+        assert share == pytest.approx(
+            np.mean([one.crossing(layer).sum() / one.facts(layer).edges.sum() for one in real]),
+            abs=0.02,
+        )
 
 
-def stats_job(train: int, batch: int, ranks: int = 3) -> Job:
+def stats_job(train: int, batch: int, ranks: int = 3) -> Problem:
     stats = GraphStats("told", "told", 50_000, 400_000, 32, 5, train, False, "", known=False)
-    where = Cluster(gpus_per_server=ranks, device=Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11),
-                    intra_node=Link(bandwidth=1e9, latency=1e-6))  # fmt: skip
-    return Job(stats, None, Workload(mode="mini", layers=2, hidden=16, batch=batch, fanout=(4, 3)), where)
+    where = Cluster(
+        gpus_per_server=ranks,
+        device=Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11),
+        intra_node=Link(bandwidth=1e9, latency=1e-6),
+    )
+    return Problem(
+        stats, None, Workload(mode="mini", layers=2, hidden=16, batch=batch, fanout=(4, 3)), where
+    )
 
 
 def test_batches_of_statistics() -> None:
-    """An epoch has every training vertex once, its batches are shared out as real ones are, and it is predicted as it is simulated."""
-    job, strategy = stats_job(train=10_000, batch=768), DataParallel()
-    batches = strategy.batches(job)
-    sizes = [[batches.at(step).own(rank).size for rank in range(3)] for step in range(batches.steps)]
-    assert np.sum(sizes) == 10_000 and sizes[0] == [256, 256, 256] and sizes[-1] == [6, 5, 5] and sizes[0] == sizes[1]
-    loaded = sum(t.work.nbytes for t in strategy.schedule(job, 1).tasks if isinstance(t.work, Load))
+    """An epoch has every training vertex once, its batches are shared out as real ones are, and it
+    is predicted as it is simulated."""
+    problem, strategy = stats_job(train=10_000, batch=768), DataParallel()
+    batches = strategy.batches(problem)
+    sizes = [
+        [batches.at(step).own(rank).size for rank in range(3)] for step in range(batches.steps)
+    ]
+    assert (
+        np.sum(sizes) == 10_000
+        and sizes[0] == [256, 256, 256]
+        and sizes[-1] == [6, 5, 5]
+        and sizes[0] == sizes[1]
+    )
+    loaded = sum(
+        t.work.nbytes for t in strategy.schedule(problem, 1).tasks if isinstance(t.work, Load)
+    )
     assert loaded == sum(batches.at(0).rows(rank, 0).size for rank in range(3)) * 32 * 4
-    end = play(strategy.schedule(job, batches.steps), job.cost).end_s
-    assert float(strategy.predict(job).epoch_s) == pytest.approx(end, rel=1e-9)
+    end = play(strategy.schedule(problem, batches.steps), problem.cost).end_s
+    assert float(strategy.predict(problem).epoch_s) == pytest.approx(end, rel=1e-9)
 
 
 def test_memory_of_more_batches_than_numpy_chooses_from() -> None:
@@ -198,98 +303,165 @@ def test_memory_of_more_batches_than_numpy_chooses_from() -> None:
     assert few.keys() == many.keys() and all(np.array_equal(few[use], many[use]) for use in few)
 
 
-# -- who has what --------------------------------------------------------------------------------------------------------------
+# -- who has what ----------------------------------------------------------------------------------
 
 
-def jobs(spread: float = 1.2) -> tuple[Job, Job]:
+def problems(spread: float = 1.2) -> tuple[Problem, Problem]:
     """A graph, and statistics of it: batches of 200 on two servers of two."""
     graph, rng = drawn_like(20_000, 20, spread), np.random.default_rng(0)
-    graph = replace(graph, x=np.zeros((20_000, 8), np.float32), y=rng.integers(0, 3, 20_000), train=np.arange(20_000) < 2_000,
-                    stats=replace(graph.stats, features=8, train_vertices=2_000, hash=f"drawn like {spread}"))  # fmt: skip
-    where = Cluster(servers=2, gpus_per_server=2, device=Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11),
-                    intra_node=Link(bandwidth=1e10, latency=1e-6), inter_node=Link(bandwidth=1e9, latency=1e-6))  # fmt: skip
+    graph = replace(
+        graph,
+        x=np.zeros((20_000, 8), np.float32),
+        y=rng.integers(0, 3, 20_000),
+        train=np.arange(20_000) < 2_000,
+        stats=replace(graph.stats, features=8, train_vertices=2_000, hash=f"drawn like {spread}"),
+    )
+    where = Cluster(
+        servers=2,
+        gpus_per_server=2,
+        device=Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11),
+        intra_node=Link(bandwidth=1e10, latency=1e-6),
+        inter_node=Link(bandwidth=1e9, latency=1e-6),
+    )
     workload = Workload(mode="mini", layers=2, hidden=16, batch=200, fanout=(10, 5))
     told = replace(graph.stats, known=False, batch_spread=(spread, spread), hash=f"told {spread}")
-    return Job(graph.stats, graph, workload, where), Job(told, None, workload, where)
+    return Problem(graph.stats, graph, workload, where), Problem(told, None, workload, where)
 
 
-@pytest.mark.parametrize(("cached", "shared"), [(0, False), (500, False), (2_000, False), (2_000, True), (20_000, False)])
+@pytest.mark.parametrize(
+    ("cached", "shared"), [(0, False), (500, False), (2_000, False), (2_000, True), (20_000, False)]
+)
 @pytest.mark.parametrize("features", ["everywhere", "spread"])
-def test_rows_that_a_cache_hits(cached: int, shared: bool, features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_a_cache_hits(
+    cached: int, shared: bool, features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the rows that a batch reads, those of each class: to 5 % of all."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     if not cached and (shared or features == "everywhere"):
         return
     strategy, found = DataParallel(cache=cached * 32, shared_cache=shared, features=features), []
-    for job in jobs():
-        strategy.check(job)
-        store = strategy.store(job)
+    for problem in problems():
+        strategy.check(problem)
+        store = strategy.store(problem)
         assert store is not None
-        loads = [store.loads_of(job, batch) for batch in strategy.batches(job).first()]
+        loads = [store.loads_of(problem, batch) for batch in strategy.batches(problem).first()]
         rows = np.sum([one.rows for one in loads], axis=0)
-        assert all(np.array_equal(one.fetched, 32 * one.asked.T) and not one.asked.diagonal().any() for one in loads)
-        assert all((one.host == 32 * one.rows[:, 2]).all() for one in loads) and (store.held(job) == 32 * min(cached, 20_000)).all()
+        assert all(
+            np.array_equal(one.fetched, 32 * one.asked.T) and not one.asked.diagonal().any()
+            for one in loads
+        )
+        assert (
+            all((one.host == 32 * one.rows[:, 2]).all() for one in loads)
+            and (store.held(problem) == 32 * min(cached, 20_000)).all()
+        )
         found.append(rows.sum(0) / rows.sum())
     assert found[1] == pytest.approx(found[0], abs=0.05)
 
 
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
-def test_neighbours_asked_for(cached: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids asked and edges drawn for others: to 10 % without cached lists and with all; with half of the others' to a quarter of all, since
-    those that are read most for their bytes come first on a graph."""
+def test_neighbours_asked_for(
+    cached: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids asked and edges drawn for others: to 10 % without cached lists and with all; with half of
+    the others' to a quarter of all, since those that are read most for their bytes come first on a
+    graph."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
-    others = (4 * jobs()[0].stats.edges + 8 * 20_000) // 2
-    strategy, found = DataParallel(structure="spread", structure_cache=round(cached * others * 1.01)), []
-    for job in jobs():
-        strategy.check(job)
-        lists = strategy.lists(job)
+    others = (4 * problems()[0].stats.edges + 8 * 20_000) // 2
+    strategy, found = (
+        DataParallel(structure="spread", structure_cache=round(cached * others * 1.01)),
+        [],
+    )
+    for problem in problems():
+        strategy.check(problem)
+        lists = strategy.lists(problem)
         assert lists is not None
-        drawn = [lists.of(batch, layer, fanout) for batch in strategy.batches(job).first() for layer, fanout in ((2, 10), (1, 5))]
-        away = sum(np.array([asked.sum(), (edges * ~np.eye(4, dtype=bool)).sum()]) for asked, edges in drawn)
+        drawn = [
+            lists.of(batch, layer, fanout)
+            for batch in strategy.batches(problem).first()
+            for layer, fanout in ((2, 10), (1, 5))
+        ]
+        away = sum(
+            np.array([asked.sum(), (edges * ~np.eye(4, dtype=bool)).sum()])
+            for asked, edges in drawn
+        )
         found.append(away / sum(np.array([edges.sum(), edges.sum()]) for _, edges in drawn))
     assert found[1] == pytest.approx(found[0], abs=0.25 if cached == 0.5 else 0.0, rel=0.1)
 
 
-@pytest.mark.parametrize("strategy", [
-    DataParallel(features="spread", structure="spread"), DataParallel(cache=32_000, shared_cache=True, prefetch=1), GSplit(), P3(),
-    P3(over="rank"), GSplit(splitter="random", group="all", cache=16_000, structure="spread"), P3(structure="spread", copies=2),
-    P3(pipelined=True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DataParallel(features="spread", structure="spread"),
+        DataParallel(cache=32_000, shared_cache=True, prefetch=1),
+        GSplit(),
+        P3(),
+        P3(over="rank"),
+        GSplit(splitter="random", group="all", cache=16_000, structure="spread"),
+        P3(structure="spread", copies=2),
+        P3(pipelined=True),
+    ],
+    ids=str,
+)
 def test_statistics_are_predicted_as_they_are_simulated(strategy: Strategy) -> None:
-    job = jobs()[1]
-    strategy = strategy.settle(job)
-    strategy.check(job)
-    steps = strategy.steps(job)
-    two, one = (play(strategy.schedule(job, count * steps), job.cost).end_s for count in (2, 1))
+    problem = problems()[1]
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    steps = strategy.steps(problem)
+    two, one = (
+        play(strategy.schedule(problem, count * steps), problem.cost).end_s for count in (2, 1)
+    )
     knobs = strategy.knobs()
     claim = strategy.claim if knobs.get("pipelined") or knobs["prefetch"] else UNEVEN
-    assert float(strategy.predict(job).epoch_s) == pytest.approx(two - one, rel=claim)
-    assert all(np.isfinite(each).all() and each.shape == (4,) for each in strategy.memory(job).values())
+    assert float(strategy.predict(problem).epoch_s) == pytest.approx(two - one, rel=claim)
+    assert all(
+        np.isfinite(each).all() and each.shape == (4,) for each in strategy.memory(problem).values()
+    )
 
 
-def test_a_split_batch_moves_what_a_graphs_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_batch_moves_what_a_graphs_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GSplit with owners at random, P3 and data parallel: bytes of every operation, to 10 %."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
-    for strategy in (GSplit(splitter="random", group="all"), P3(structure="spread"), DataParallel(features="spread", structure="spread")):
-        real, told = (strategy.settle(job).predict(job).bytes for job in jobs())
+    for strategy in (
+        GSplit(splitter="random", group="all"),
+        P3(structure="spread"),
+        DataParallel(features="spread", structure="spread"),
+    ):
+        real, told = (strategy.settle(problem).predict(problem).bytes for problem in problems())
         assert real.keys() == told.keys()
         for op, count in real.items():
             assert told[op] == pytest.approx(count, rel=0.1), op
 
 
 def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for() -> None:
-    """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, and between four GPUs a part of them does; the fullest
-    of these has a little more than its share to read."""
+    """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, and between four GPUs a part
+    of them does; the fullest of these has a little more than its share to read."""
     for name, whole, split in (("orkut", 0.0, 0.0), ("friendster", 1.0, 0.5)):
         stats, where = load(name), read_cluster("gsplit_p3_8xlarge")
         assert isinstance(stats, GraphStats)
-        job = Job(stats, None, Workload(mode="mini", layers=3, batch=1024, fanout=(15, 15, 15)), where)
-        edges = sum(int(DataParallel().batches(job).at(0).facts(layer).edges[0]) for layer in (1, 2, 3))
-        read = {op: float(np.max(s)) for op, s in DataParallel().predict(job).by_op.items() if op.startswith("read")}
-        assert sum(read.values()) == pytest.approx(whole * job.stats.train_vertices / 1024 * edges * 64 / where.host.bandwidth, rel=0.02)
-        half = GSplit(structure="spread", cache=int(where.device.memory) // 2).predict(job).by_op
+        problem = Problem(
+            stats, None, Workload(mode="mini", layers=3, batch=1024, fanout=(15, 15, 15)), where
+        )
+        edges = sum(
+            int(DataParallel().batches(problem).at(0).facts(layer).edges[0]) for layer in (1, 2, 3)
+        )
+        read = {
+            op: float(np.max(s))
+            for op, s in DataParallel().predict(problem).by_op.items()
+            if op.startswith("read")
+        }
+        assert sum(read.values()) == pytest.approx(
+            whole * problem.stats.train_vertices / 1024 * edges * 64 / where.host.bandwidth,
+            rel=0.02,
+        )
+        half = (
+            GSplit(structure="spread", cache=int(where.device.memory) // 2).predict(problem).by_op
+        )
         drawn = sum(float(np.max(s)) for op, s in half.items() if op.startswith("read"))
-        assert drawn <= split * FULLEST["gsplit"][0] * sum(read.values()) and bool(drawn) == bool(split)
+        assert drawn <= split * FULLEST["gsplit"][0] * sum(read.values()) and bool(drawn) == bool(
+            split
+        )
 
 
 @pytest.mark.parametrize("splitter", FULLEST)
@@ -300,16 +472,23 @@ def test_shares_of_a_split_add_up_whoever_has_most(splitter: str, ranks: int) ->
     assert isinstance(stats, GraphStats)
     work = Workload(mode="mini", layers=2, batch=1000, fanout=(5, 5))
     batches = EstimatedBatches(stats, work, (0,) * ranks, 1, splitter)
-    edges, whole = (each.at(0).facts(1).edges for each in (batches, EstimatedBatches(stats, work, (0,), 1)))
+    edges, whole = (
+        each.at(0).facts(1).edges for each in (batches, EstimatedBatches(stats, work, (0,), 1))
+    )
     assert edges.sum() == whole.sum()
     low, high = sorted(FULLEST[splitter])
-    assert low <= edges[0] / edges.mean() * (1 + 1e-4) and edges[0] / edges.mean() <= high * (1 + 1e-4)
+    assert low <= edges[0] / edges.mean() * (1 + 1e-4) and edges[0] / edges.mean() <= high * (
+        1 + 1e-4
+    )
     assert np.ptp(edges[1:]) <= 1 <= edges[0] - edges[1]
 
 
 @pytest.mark.parametrize("fanout", [1, 2, 3, 10, 40])
 def test_what_is_taken_is_the_mean_of_the_smaller(fanout):
-    """E[min(X, k)] = sum over j < k of P(X > j), also of vertices without neighbours and of very many."""
+    """E[min(X, k)] = sum over j < k of P(X > j), also of vertices without neighbours and of very
+    many."""
     mean = np.array([0.0, 1e-9, 0.3, 1.0, 7.0, 39.0, 1e6])
-    assert taken(fanout, mean) == pytest.approx(sum(1.0 - pdtr(j, mean) for j in range(fanout)), rel=1e-6, abs=1e-14)
+    assert taken(fanout, mean) == pytest.approx(
+        sum(1.0 - pdtr(j, mean) for j in range(fanout)), rel=1e-6, abs=1e-14
+    )
     assert taken(10**12, mean) == pytest.approx(mean)

@@ -1,4 +1,5 @@
-"""Printed figures, row by row: what is asked, what is predicted, what is skipped and why, and how a file may be wrong."""
+"""Printed figures, row by row: what is asked, what is predicted, what is skipped and why, and how a
+file may be wrong."""
 
 import csv
 import json
@@ -7,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.graph import GraphStats, datasets, load
-from gnnplan.planner.published import COLUMNS, Skip, predict, question, read, score
+from gnnplan.planner.evidence.papers.figures import predict
+from gnnplan.planner.evidence.papers.interpret import question
+from gnnplan.planner.evidence.papers.published import evaluate_rows
+from gnnplan.planner.evidence.papers.question import Skip
+from gnnplan.planner.evidence.papers.rows import COLUMNS, read
+from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.statistics import datasets
 from gnnplan.planner.strategies import GNNPipe, GraphParallel
+from gnnplan.planner.vocabulary.errors import SpecError
 
 PIPELINE = '{"alpha": 23, "chunks": 32, "group": 1, "stages": 8}'
 
@@ -18,11 +25,27 @@ PIPELINE = '{"alpha": 23, "chunks": 32, "group": 1, "stages": 8}'
 def row(**changed: object) -> dict[str, str]:
     """A cell of GNNPipe Table 4: GCN, 32 layers of 1000, on Squirrel."""
     plain: dict[str, object] = {
-        "paper": "gnnpipe", "source": "Table 4", "testbed": "gnnpipe_a5000", "dataset": "squirrel", "model": "gcn", "layers": 32,
-        "hidden": 1000, "num_nodes": 2, "gpus_per_node": 4, "strategy": "gnnpipe_pipeline", "strategy_params": PIPELINE,
-        "metric": "comm_volume_bytes", "baseline": "", "value": 289910292, "unit_as_printed": "GB", "note": "",
-    }  # fmt: skip
-    return {**{name: "" for name in COLUMNS}, **{name: str(value) for name, value in (plain | changed).items()}}
+        "paper": "gnnpipe",
+        "source": "Table 4",
+        "testbed": "gnnpipe_a5000",
+        "dataset": "squirrel",
+        "model": "gcn",
+        "layers": 32,
+        "hidden": 1000,
+        "num_nodes": 2,
+        "gpus_per_node": 4,
+        "strategy": "gnnpipe_pipeline",
+        "strategy_params": PIPELINE,
+        "metric": "comm_volume_bytes",
+        "baseline": "",
+        "value": 289910292,
+        "unit_as_printed": "GB",
+        "note": "",
+    }
+    return {
+        **{name: "" for name in COLUMNS},
+        **{name: str(value) for name, value in (plain | changed).items()},
+    }
 
 
 def file_of(tmp_path: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> Path:
@@ -34,56 +57,94 @@ def file_of(tmp_path: Path, *rows: dict[str, str], columns: tuple[str, ...] = CO
     return path
 
 
-@pytest.mark.parametrize(("dataset", "hidden", "model", "printed"), [
-    ("squirrel", 1000, "gcn", 0.27), ("squirrel", 1000, "gcnii", 0.54), ("reddit", 100, "sage", 1.22), ("reddit", 100, "gcnii", 2.43),
-])  # fmt: skip
-def test_a_pipeline_moves_what_is_printed(dataset: str, hidden: int, model: str, printed: float) -> None:
+@pytest.mark.parametrize(
+    ("dataset", "hidden", "model", "printed"),
+    [
+        ("squirrel", 1000, "gcn", 0.27),
+        ("squirrel", 1000, "gcnii", 0.54),
+        ("reddit", 100, "sage", 1.22),
+        ("reddit", 100, "gcnii", 2.43),
+    ],
+)
+def test_a_pipeline_moves_what_is_printed(
+    dataset: str, hidden: int, model: str, printed: float
+) -> None:
     """GNNPipe Table 4, GiB to two decimals, from statistics alone."""
     assert round(predict(row(dataset=dataset, hidden=hidden, model=model)) / 2**30, 2) == printed
 
 
 def test_a_row_asks_for_its_testbed_and_strategy() -> None:
     asked = question(row())
-    assert asked.strategy == GNNPipe(stages=8, chunks=32).settle(asked.job) and asked.job.ranks == 8
-    assert asked.job.stats.name == "squirrel" and asked.job.workload.hidden == 1000
-    fewer = question(row(strategy="graph_parallel", strategy_params="", num_nodes=1, gpus_per_node=2))
-    assert fewer.strategy == GraphParallel() and fewer.job.servers == (0, 0)
+    assert (
+        asked.strategy == GNNPipe(stages=8, chunks=32).settle(asked.problem)
+        and asked.problem.ranks == 8
+    )
+    assert asked.problem.stats.name == "squirrel" and asked.problem.workload.hidden == 1000
+    fewer = question(
+        row(strategy="graph_parallel", strategy_params="", num_nodes=1, gpus_per_node=2)
+    )
+    assert fewer.strategy == GraphParallel() and fewer.problem.servers == (0, 0)
 
 
 def test_ratios_are_of_the_two_strategies() -> None:
-    times = {name: predict(row(metric="epoch_time_s", strategy=name, strategy_params=params))
-             for name, params in (("graph_parallel", ""), ("gnnpipe_pipeline", PIPELINE))}  # fmt: skip
+    times = {
+        name: predict(row(metric="epoch_time_s", strategy=name, strategy_params=params))
+        for name, params in (("graph_parallel", ""), ("gnnpipe_pipeline", PIPELINE))
+    }
     against = row(metric="speedup_vs", baseline="graph_parallel", value=2.4, unit_as_printed="x")
     assert predict(against) == pytest.approx(times["graph_parallel"] / times["gnnpipe_pipeline"])
-    slower = row(metric="slowdown_fraction_vs", baseline="graph_parallel", value=0.1, unit_as_printed="%")
+    slower = row(
+        metric="slowdown_fraction_vs", baseline="graph_parallel", value=0.1, unit_as_printed="%"
+    )
     assert predict(slower) == pytest.approx(times["gnnpipe_pipeline"] / times["graph_parallel"] - 1)
 
 
 def test_feasibility_is_the_memory_models() -> None:
-    big: dict[str, Any] = {"metric": "fits_in_memory", "unit_as_printed": "runs", "value": 1, "dataset": "reddit", "model": "sage",
-                           "layers": 4, "strategy": "graph_parallel", "strategy_params": "", "testbed": "pipegcn_2080ti",
-                           "num_nodes": 1}  # fmt: skip
-    least = predict(row(**{**big, "metric": "min_partitions", "unit_as_printed": "partitions"}, hidden=1024, gpus_per_node=""))
+    big: dict[str, Any] = {
+        "metric": "fits_in_memory",
+        "unit_as_printed": "runs",
+        "value": 1,
+        "dataset": "reddit",
+        "model": "sage",
+        "layers": 4,
+        "strategy": "graph_parallel",
+        "strategy_params": "",
+        "testbed": "pipegcn_2080ti",
+        "num_nodes": 1,
+    }
+    least = predict(
+        row(
+            **{**big, "metric": "min_partitions", "unit_as_printed": "partitions"},
+            hidden=1024,
+            gpus_per_node="",
+        )
+    )
     assert least >= 2
     assert predict(row(**big, hidden=1024, gpus_per_node=int(least))) == 1.0
     assert predict(row(**big, hidden=1024, gpus_per_node=int(least) - 1)) == 0.0
 
 
-@pytest.mark.parametrize(("changed", "why"), [
-    ({"strategy": "roc"}, "roc is none of our strategies"),
-    ({"dataset": "mag240m"}, "no statistics of mag240m"),
-    ({"dataset": ""}, "dataset is not stated"),
-    ({"model": "gin"}, "model gin is none of ours"),
-    ({"hidden": ""}, "hidden is not stated"),
-    ({"testbed": "moon"}, "testbed moon is none of ours"),
-    ({"metric": "accuracy_pct"}, "accuracy_pct is not predicted"),
-    ({"metric": "speedup_vs_max"}, "it summarises many runs"),
-    ({"metric": "speedup_vs", "baseline": "any_of:roc|cagnet"}, "no one baseline"),
-    ({"strategy_params": '{"stages": 3}'}, "stages"),
-    ({"strategy_params": '{"stage": 8}'}, "stage .strategy_params. is nothing that we know"),
-    ({"strategy": "dgl_data_parallel", "strategy_params": '{"batch": "a", "fanout": 5}'}, "not a workload of ours"),
-    ({"gpus_per_node": 9}, "has 4 GPUs per server, and 9 are asked"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"strategy": "roc"}, "roc is none of our strategies"),
+        ({"dataset": "mag240m"}, "no statistics of mag240m"),
+        ({"dataset": ""}, "dataset is not stated"),
+        ({"model": "gin"}, "model gin is none of ours"),
+        ({"hidden": ""}, "hidden is not stated"),
+        ({"testbed": "moon"}, "testbed moon is none of ours"),
+        ({"metric": "accuracy_pct"}, "accuracy_pct is not predicted"),
+        ({"metric": "speedup_vs_max"}, "it summarises many runs"),
+        ({"metric": "speedup_vs", "baseline": "any_of:roc|cagnet"}, "no one baseline"),
+        ({"strategy_params": '{"stages": 3}'}, "stages"),
+        ({"strategy_params": '{"stage": 8}'}, "stage .strategy_params. is nothing that we know"),
+        (
+            {"strategy": "dgl_data_parallel", "strategy_params": '{"batch": "a", "fanout": 5}'},
+            "not a workload of ours",
+        ),
+        ({"gpus_per_node": 9}, "has 4 GPUs per server, and 9 are asked"),
+    ],
+)
 def test_what_the_model_does_not_speak_of_is_skipped(changed: dict[str, Any], why: str) -> None:
     with pytest.raises(Skip, match=why.replace("|", r"\|")):
         predict(row(**changed))
@@ -93,47 +154,88 @@ def test_the_score_leaves_out_what_was_fitted(tmp_path: Path) -> None:
     gcn, sage = row(), row(model="sage", value=2 * 289910292)
     lost = row(strategy="roc")
     rows = read(file_of(tmp_path, gcn, sage, lost))
-    told = score(rows, fitted=lambda one: one["model"] == "sage")
+    told = evaluate_rows(rows, fitted=lambda one: one["model"] == "sage")
     assert json.loads(json.dumps(told)) == told
-    assert [one["fitted"] for one in told["rows"]] == [False, True] and told["skipped"][0]["why"] == "roc is none of our strategies"
-    assert told["summary"]["comm_volume_bytes"]["n"] == 1 and told["summary"]["comm_volume_bytes"]["max"] < 0.01
+    assert [one["fitted"] for one in told["rows"]] == [False, True] and told["skipped"][0][
+        "why"
+    ] == "roc is none of our strategies"
+    assert (
+        told["summary"]["comm_volume_bytes"]["n"] == 1
+        and told["summary"]["comm_volume_bytes"]["max"] < 0.01
+    )
     assert told["rows"][1]["error"] == pytest.approx(-0.5, abs=0.01)
 
 
 def test_a_winner_counts_where_printed_times_differ(tmp_path: Path) -> None:
     times = dict(metric="epoch_time_s", unit_as_printed="s")
-    parallel, pipeline = row(**times, strategy="graph_parallel", strategy_params="", value=1), row(**times, value=1.04)
-    assert score(read(file_of(tmp_path, parallel, pipeline)))["summary"]["winner"] == {"n": 0, "right": 0}
+    parallel, pipeline = (
+        row(**times, strategy="graph_parallel", strategy_params="", value=1),
+        row(**times, value=1.04),
+    )
+    assert evaluate_rows(read(file_of(tmp_path, parallel, pipeline)))["summary"]["winner"] == {
+        "n": 0,
+        "right": 0,
+    }
     predicted = [predict(parallel), predict(pipeline)]
-    told = [{**parallel, "value": "1"}, {**pipeline, "value": "2" if predicted[1] > predicted[0] else "0.5"}]
-    assert score(read(file_of(tmp_path, *told)))["summary"]["winner"] == {"n": 1, "right": 1}
-    wrong = [{**parallel, "value": "1"}, {**pipeline, "value": "0.5" if predicted[1] > predicted[0] else "2"}]
-    assert score(read(file_of(tmp_path, *wrong)))["summary"]["winner"] == {"n": 1, "right": 0}
+    told = [
+        {**parallel, "value": "1"},
+        {**pipeline, "value": "2" if predicted[1] > predicted[0] else "0.5"},
+    ]
+    assert evaluate_rows(read(file_of(tmp_path, *told)))["summary"]["winner"] == {
+        "n": 1,
+        "right": 1,
+    }
+    wrong = [
+        {**parallel, "value": "1"},
+        {**pipeline, "value": "0.5" if predicted[1] > predicted[0] else "2"},
+    ]
+    assert evaluate_rows(read(file_of(tmp_path, *wrong)))["summary"]["winner"] == {
+        "n": 1,
+        "right": 0,
+    }
 
 
-@pytest.mark.parametrize(("changed", "rule"), [
-    ({"value": "fast"}, r"figures.csv:2: value 'fast' is not a number; write it in SI"),
-    ({"value": "nan"}, "is not finite"),
-    ({"unit_as_printed": "fortnights"}, "unit 'fortnights' is unknown"),
-    ({"unit_as_printed": "s"}, "comm_volume_bytes cannot be printed in 's', a unit of time; give one of bytes"),
-    ({"strategy_params": "{"}, "strategy_params: not JSON"),
-    ({"strategy_params": "[1]"}, "strategy_params is not a JSON object"),
-    ({"layers": "3.0"}, r"layers '3.0' is not a whole number above 0 .*; leave it empty"),
-    ({"num_nodes": "0"}, "num_nodes '0' is not a whole number above 0"),
-    ({"metric": "speedup_vs", "unit_as_printed": "x", "value": "0"}, "speedup_vs must be above 0, is 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"value": "fast"}, r"figures.csv:2: value 'fast' is not a number; write it in SI"),
+        ({"value": "nan"}, "is not finite"),
+        ({"unit_as_printed": "fortnights"}, "unit 'fortnights' is unknown"),
+        (
+            {"unit_as_printed": "s"},
+            "comm_volume_bytes cannot be printed in 's', a unit of time; give one of bytes",
+        ),
+        ({"strategy_params": "{"}, "strategy_params: not JSON"),
+        ({"strategy_params": "[1]"}, "strategy_params is not a JSON object"),
+        ({"layers": "3.0"}, r"layers '3.0' is not a whole number above 0 .*; leave it empty"),
+        ({"num_nodes": "0"}, "num_nodes '0' is not a whole number above 0"),
+        (
+            {"metric": "speedup_vs", "unit_as_printed": "x", "value": "0"},
+            "speedup_vs must be above 0, is 0",
+        ),
+    ],
+)
 def test_a_wrong_row_is_named(tmp_path: Path, changed: dict[str, str], rule: str) -> None:
     with pytest.raises(SpecError, match=rule):
         read(file_of(tmp_path, row(**changed)))
 
 
 def test_a_predicted_tie_names_no_winner(tmp_path: Path) -> None:
-    times = row(metric="epoch_time_s", unit_as_printed="s", strategy="graph_parallel", strategy_params="", value=1)
+    times = row(
+        metric="epoch_time_s",
+        unit_as_printed="s",
+        strategy="graph_parallel",
+        strategy_params="",
+        value=1,
+    )
     twin = {**times, "strategy": "pipegcn", "num_nodes": "1", "gpus_per_node": "1", "value": "2"}
     alone = {**times, "num_nodes": "1", "gpus_per_node": "1"}  # one GPU: nothing to hide
     assert predict(twin) == predict(alone)
     for rows in ((alone, twin), (twin, alone)):
-        assert score(read(file_of(tmp_path, *rows)))["summary"]["winner"] == {"n": 1, "right": 0}
+        assert evaluate_rows(read(file_of(tmp_path, *rows)))["summary"]["winner"] == {
+            "n": 1,
+            "right": 0,
+        }
 
 
 def test_what_excel_writes(tmp_path: Path) -> None:
@@ -143,16 +245,28 @@ def test_what_excel_writes(tmp_path: Path) -> None:
 
 
 def test_other_columns_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"figures.csv:1: missing columns: testbed; a file of published figures has paper, source"):
+    with pytest.raises(
+        SpecError,
+        match=(
+            r"figures.csv:1: missing columns: testbed; a file of published figures has paper,"
+            r" source"
+        ),
+    ):
         read(file_of(tmp_path, row(), columns=tuple(name for name in COLUMNS if name != "testbed")))
-    with pytest.raises(SpecError, match=r"figures.csv:1: unknown columns: metrics; did you mean metric"):
+    with pytest.raises(
+        SpecError, match=r"figures.csv:1: unknown columns: metrics; did you mean metric"
+    ):
         read(file_of(tmp_path, row(), columns=(*COLUMNS, "metrics")))
     with pytest.raises(SpecError, match="cannot be read"):
         read(tmp_path / "absent.csv")
 
 
 def test_well_known_graphs_have_statistics() -> None:
-    assert {"reddit", "ogbn-products", "ogbn-papers100M", "orkut", "friendster", "uk-union"} <= set(datasets())
+    assert {"reddit", "ogbn-products", "ogbn-papers100M", "orkut", "friendster", "uk-union"} <= set(
+        datasets()
+    )
     for name in datasets():
         stats = load(name)
-        assert isinstance(stats, GraphStats) and stats.name == stats.source == name and not stats.known
+        assert (
+            isinstance(stats, GraphStats) and stats.name == stats.source == name and not stats.known
+        )

@@ -13,21 +13,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gnnplan.planner import graph as module
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.graph import Graph, GraphStats, in_neighbours, load
+from gnnplan.planner.graph import graph as module
+from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.vocabulary.errors import SpecError
 
-SMALL = {"src": [0, 1, 1, 3, 2, 2], "dst": [1, 0, 2, 0, 2, 1], "x": np.eye(5, 3, dtype=np.float32), "y": [0, 1, 0, 1, 0],
-         "train_mask": [True, True, False, False, False], "val_mask": [False, False, True, False, False],
-         "test_mask": [False, False, False, True, True]}  # fmt: skip
+SMALL = {
+    "src": [0, 1, 1, 3, 2, 2],
+    "dst": [1, 0, 2, 0, 2, 1],
+    "x": np.eye(5, 3, dtype=np.float32),
+    "y": [0, 1, 0, 1, 0],
+    "train_mask": [True, True, False, False, False],
+    "val_mask": [False, False, True, False, False],
+    "test_mask": [False, False, False, True, True],
+}
 
 
 @pytest.fixture
 def save(tmp_path):
-    """save(x=..., y=None) writes SMALL with these changes (None leaves an array out) and gives the path."""
+    """save(x=..., y=None) writes SMALL with these changes (None leaves an array out) and gives the
+    path."""
 
     def write(**changes):
-        arrays = {name: np.asarray(array) for name, array in (SMALL | changes).items() if array is not None}
+        arrays = {
+            name: np.asarray(array)
+            for name, array in (SMALL | changes).items()
+            if array is not None
+        }
         np.savez(tmp_path / "small.npz", **arrays)
         return str(tmp_path / "small.npz")
 
@@ -35,15 +47,20 @@ def save(tmp_path):
 
 
 def edges_of(graph):
-    return {(int(u), v) for v in range(graph.stats.vertices) for u in graph.indices[graph.indptr[v] : graph.indptr[v + 1]]}
+    return {
+        (int(u), v)
+        for v in range(graph.stats.vertices)
+        for u in graph.indices[graph.indptr[v] : graph.indptr[v + 1]]
+    }
 
 
-# --- normalisation ---------------------------------------------------------------------------------------------------------------------
+# --- normalisation --------------------------------------------------------------------------------
 
 
 def test_small_graph_becomes_undirected_without_loops(save):
     graph = load(save())
-    assert edges_of(graph) == {(0, 1), (1, 0), (1, 2), (2, 1), (0, 3), (3, 0)}  # vertex 4 is isolated, and that is fine
+    # vertex 4 is isolated, and that is fine
+    assert edges_of(graph) == {(0, 1), (1, 0), (1, 2), (2, 1), (0, 3), (3, 0)}
     assert graph.stats.notes == ("dropped 1 self-loops", "made undirected: 5 -> 6 directed edges")
     assert dataclasses.astuple(graph.stats)[2:8] == (5, 6, 3, 2, 2, False)
     assert graph.degree.tolist() == [2, 2, 1, 1, 0]
@@ -71,37 +88,67 @@ def test_normalisation_is_what_sets_say(vertices, data, directed):
     expected = {(u, v) for u, v in edges if u != v}
     expected |= set() if directed else {(v, u) for u, v in expected}
     rows = np.repeat(np.arange(vertices), np.diff(indptr))
-    assert list(zip(rows.tolist(), indices.tolist(), strict=True)) == sorted((v, u) for u, v in expected)  # sorted rows, no duplicates
+    # sorted rows, no duplicates
+    assert list(zip(rows.tolist(), indices.tolist(), strict=True)) == sorted(
+        (v, u) for u, v in expected
+    )
 
 
-@pytest.mark.parametrize("name, vertices, edges, features, classes", [
-    ("squirrel", 5201, 396_706, 2089, 5), ("cora", 2708, 10_556, 1433, 7), ("citeseer", 3327, 9104, 3703, 6),
-    ("tolokers", 11_758, 1_038_000, 10, 2), ("amazon_photo", 7650, 238_162, 745, 8), ("flickr", 89_250, 899_756, 128, 7),
-    ("soc_slashdot0902", 82_168, 1_008_460, 128, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, vertices, edges, features, classes",
+    [
+        ("squirrel", 5201, 396_706, 2089, 5),
+        ("cora", 2708, 10_556, 1433, 7),
+        ("citeseer", 3327, 9104, 3703, 6),
+        ("tolokers", 11_758, 1_038_000, 10, 2),
+        ("amazon_photo", 7650, 238_162, 745, 8),
+        ("flickr", 89_250, 899_756, 128, 7),
+        ("soc_slashdot0902", 82_168, 1_008_460, 128, 0),
+    ],
+)
 def test_real_graphs_have_their_published_sizes(dataset, name, vertices, edges, features, classes):
     stats = load(dataset(name)).stats
-    assert (stats.vertices, stats.edges, stats.features, stats.classes) == (vertices, edges, features, classes)
-    assert any("stand-in" in note for note in stats.notes) == (name in ("flickr", "soc_slashdot0902"))
+    assert (stats.vertices, stats.edges, stats.features, stats.classes) == (
+        vertices,
+        edges,
+        features,
+        classes,
+    )
+    assert any("stand-in" in note for note in stats.notes) == (
+        name in ("flickr", "soc_slashdot0902")
+    )
 
 
 def test_the_hash_is_of_the_content(save):
-    same = load(save(src=SMALL["src"][::-1], dst=SMALL["dst"][::-1], meta=json.dumps({"vertices": 5}))).stats.hash
-    assert load(save()).stats.hash == same  # neither the order of edges nor the file's other words count
-    changed = [{"src": [0, 1, 1, 3, 2, 4]}, {"x": 2 * SMALL["x"]}, {"y": [0, 1, 1, 1, 0]}, {"test_mask": [False] * 5},
-               {"train_mask": [True, False, False, False, False]}]  # fmt: skip
+    same = load(
+        save(src=SMALL["src"][::-1], dst=SMALL["dst"][::-1], meta=json.dumps({"vertices": 5}))
+    ).stats.hash
+    # neither the order of edges nor the file's other words count
+    assert load(save()).stats.hash == same
+    changed = [
+        {"src": [0, 1, 1, 3, 2, 4]},
+        {"x": 2 * SMALL["x"]},
+        {"y": [0, 1, 1, 1, 0]},
+        {"test_mask": [False] * 5},
+        {"train_mask": [True, False, False, False, False]},
+    ]
     assert len({same, *(load(save(**change)).stats.hash for change in changed)}) == 6
 
 
-# --- features, labels, masks -----------------------------------------------------------------------------------------------------------
+# --- features, labels, masks ----------------------------------------------------------------------
 
 
 def test_sparse_features_equal_dense_ones(save):
     dense = np.array([[0, 2, 0], [1, 0, 0], [0, 0, 0], [0, 0, 3], [4, 0, 5]], np.float32)
     csr = sp.csr_matrix(dense)
-    graph = load(save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_data=csr.data, x_shape=csr.shape))
+    graph = load(
+        save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_data=csr.data, x_shape=csr.shape)
+    )
     assert sp.issparse(graph.x) and np.array_equal(graph.features(), dense)
-    assert np.array_equal(graph.features([3, 0]), dense[[3, 0]]) and graph.features([3]).dtype == np.float32
+    assert (
+        np.array_equal(graph.features([3, 0]), dense[[3, 0]])
+        and graph.features([3]).dtype == np.float32
+    )
     ones = load(save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_shape=csr.shape))
     assert np.array_equal(ones.features(), dense > 0)  # without x_data all stored values are 1
 
@@ -111,10 +158,16 @@ def test_features_are_kept_sparse_by_their_numbers_however_they_come(save):
     thin = np.zeros((5, 20), np.float32)
     thin[:, :2] = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
     csr = sp.csr_matrix(thin)
-    stored = load(save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_data=csr.data, x_shape=csr.shape))
+    stored = load(
+        save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_data=csr.data, x_shape=csr.shape)
+    )
     dense = load(save(x=thin))
     for graph in (stored, dense):
-        assert graph.stats.nonzeros == 9 and graph.lengths.tolist() == [2, 2, 2, 2, 1] and np.array_equal(graph.features(), thin)
+        assert (
+            graph.stats.nonzeros == 9
+            and graph.lengths.tolist() == [2, 2, 2, 2, 1]
+            and np.array_equal(graph.features(), thin)
+        )
     thin[4, :3] = [9, 9, 0]
     assert load(save(x=thin)).stats.nonzeros == 10
     thin[4, 2] = 9
@@ -129,7 +182,8 @@ def test_stand_in_features_are_declared_seeded_and_blind_to_labels(save):
     wide = load(save(x=None) + "?features=7&seed=3")
     assert wide.x.shape == (5, 7) and wide.stats.features == 7
     assert not np.array_equal(wide.x, load(save(x=None) + "?features=7&seed=4").x)
-    assert np.corrcoef(wide.x[:, -1], np.log1p(wide.degree))[0, 1] == pytest.approx(1)  # the last column is the degree's
+    # the last column is the degree's
+    assert np.corrcoef(wide.x[:, -1], np.log1p(wide.degree))[0, 1] == pytest.approx(1)
 
 
 def test_without_labels_it_can_be_planned(save):
@@ -140,7 +194,8 @@ def test_without_labels_it_can_be_planned(save):
 
 def test_labels_without_masks_get_a_declared_split(save):
     graph = load(save(train_mask=None, val_mask=None, test_mask=None, y=[0, 1, 0, -1, 1]))
-    assert [int(mask.sum()) for mask in (graph.train, graph.val, graph.test)] == [2, 1, 1]  # of the four with a label
+    # of the four with a label
+    assert [int(mask.sum()) for mask in (graph.train, graph.val, graph.test)] == [2, 1, 1]
     assert not (graph.train | graph.val | graph.test)[3]
     assert any("random 60/20/20" in note for note in graph.stats.notes)
 
@@ -162,7 +217,7 @@ def test_arrays_are_frozen(save):
         graph.x[0, 0] = 1
 
 
-# --- features in a file that is mapped ---------------------------------------------------------------------------------------------------
+# --- features in a file that is mapped ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -183,10 +238,13 @@ def save_folder(tmp_path):
 
 
 @pytest.mark.parametrize("directed", [False, True])
-def test_a_folder_is_the_same_graph_and_its_features_stay_in_their_file(save, save_folder, directed):
+def test_a_folder_is_the_same_graph_and_its_features_stay_in_their_file(
+    save, save_folder, directed
+):
     read, mapped = load(save(), directed), load(save_folder(), directed)
     assert isinstance(mapped.x, np.memmap) and not mapped.x.flags.writeable
-    assert mapped.stats == dataclasses.replace(read.stats, source=mapped.stats.source)  # the same hash too
+    # the same hash too
+    assert mapped.stats == dataclasses.replace(read.stats, source=mapped.stats.source)
     for name in ("indptr", "indices", "x", "y", "train", "val", "test"):
         assert np.array_equal(getattr(mapped, name), getattr(read, name)), name
     assert np.array_equal(mapped.features(np.array([4, 1])), SMALL["x"][[4, 1]])
@@ -200,7 +258,9 @@ def test_a_folders_sparse_or_missing_features_are_as_those_of_an_npz(save, save_
         assert sp.issparse(mapped.x) == sp.issparse(read.x)
 
 
-def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(save_folder, own_cache, monkeypatch):
+def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(
+    save_folder, own_cache, monkeypatch
+):
     path = save_folder()
     first = load(path)
     looked, pieces = [], module._pieces
@@ -211,8 +271,13 @@ def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(sa
 
     monkeypatch.setattr(module, "_pieces", watched)
     assert load(path).stats == first.stats and not any(looked)
-    assert load(path, directed=True).stats.hash != first.stats.hash and any(looked)  # another graph on the same features
-    (known,) = (file for file in own_cache.glob("features/*.txt") if file.read_text().startswith(first.stats.hash))
+    # another graph on the same features
+    assert load(path, directed=True).stats.hash != first.stats.hash and any(looked)
+    (known,) = (
+        file
+        for file in own_cache.glob("features/*.txt")
+        if file.read_text().startswith(first.stats.hash)
+    )
     for rubbish in ("", "rubbish", first.stats.hash[:-1] + " 5"):
         known.write_text(rubbish)
         assert load(path).stats == first.stats
@@ -224,24 +289,44 @@ def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(sa
 def test_mapped_features_stay_dense_and_it_is_said(save_folder):
     graph = load(save_folder(x=np.eye(5, 40, dtype=np.float32)))
     assert isinstance(graph.x, np.memmap) and graph.stats.nonzeros == 0
-    assert "x.npy is mapped, so it stays dense, though only 5 numbers are not zero" in graph.stats.notes[-1]
+    assert (
+        "x.npy is mapped, so it stays dense, though only 5 numbers are not zero"
+        in graph.stats.notes[-1]
+    )
 
 
-def test_a_graph_without_features_in_reach_of_memory_is_mapped_all_the_same(save_folder, monkeypatch):
+def test_a_graph_without_features_in_reach_of_memory_is_mapped_all_the_same(
+    save_folder, monkeypatch
+):
     monkeypatch.setattr(module, "LARGEST_ARRAY", 2_000)
     assert load(save_folder(x=np.ones((5, 1_000), np.float32))).x.nbytes == 20_000
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"src": None}, "small: src: missing; an edge list"),
-    ({"x": np.eye(4, 3, dtype=np.float32)}, "x, y, .* are for 4, 5, 5, 5, 5"),
-    ({"x": np.eye(5, 3)}, "x: is mapped, not read, so it must be float32 .* is float64 of shape .5, 3.; save numpy.ascontiguousarray"),
-    ({"x": np.asfortranarray(SMALL["x"])}, "is float32 of shape .5, 3. in Fortran order"),
-    ({"x": np.ones(5, np.float32)}, "must be float32 .vertices, features. in C order, is float32 of shape .5,."),
-    ({"x": np.diag([1, 1, np.nan, 1, 1]).astype(np.float32)}, r"x\[2, 2\]: features must be finite in float32, found nan"),
-    ({"x_indptr": [0] * 6}, "x, x_indptr: features are given twice"),
-    ({"y": np.array([None] * 5)}, "pickled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"src": None}, "small: src: missing; an edge list"),
+        ({"x": np.eye(4, 3, dtype=np.float32)}, "x, y, .* are for 4, 5, 5, 5, 5"),
+        (
+            {"x": np.eye(5, 3)},
+            (
+                "x: is mapped, not read, so it must be float32 .* is float64 of shape .5, 3.; save"
+                " numpy.ascontiguousarray"
+            ),
+        ),
+        ({"x": np.asfortranarray(SMALL["x"])}, "is float32 of shape .5, 3. in Fortran order"),
+        (
+            {"x": np.ones(5, np.float32)},
+            "must be float32 .vertices, features. in C order, is float32 of shape .5,.",
+        ),
+        (
+            {"x": np.diag([1, 1, np.nan, 1, 1]).astype(np.float32)},
+            r"x\[2, 2\]: features must be finite in float32, found nan",
+        ),
+        ({"x_indptr": [0] * 6}, "x, x_indptr: features are given twice"),
+        ({"y": np.array([None] * 5)}, "pickled"),
+    ],
+)
 def test_bad_folders_are_named(save_folder, changes, words):
     with pytest.raises(SpecError, match=words) as error:
         load(save_folder(**changes))
@@ -250,7 +335,10 @@ def test_bad_folders_are_named(save_folder, changes, words):
 
 def test_a_damaged_or_empty_folder_is_named(save_folder, tmp_path):
     path = Path(save_folder()) / "x.npy"
-    for damaged, words in ((path.read_bytes()[:-4], "needs 60 B but only 56 B are stored; the file is damaged"), (b"", "cannot be read")):
+    for damaged, words in (
+        (path.read_bytes()[:-4], "needs 60 B but only 56 B are stored; the file is damaged"),
+        (b"", "cannot be read"),
+    ):
         path.write_bytes(damaged)
         with pytest.raises(SpecError, match=words):
             load(str(path.parent))
@@ -259,58 +347,140 @@ def test_a_damaged_or_empty_folder_is_named(save_folder, tmp_path):
         load(str(tmp_path / "empty"))
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 NAN = np.where(np.eye(5, 3) > 0, np.nan, 0)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"src": None}, "small.npz: src: missing; an edge list"),
-    ({"src": [0, 1]}, "src, dst: must have the same length, have 2 and 6"),
-    ({"src": [0, 1, 1, 3, 2, 5]}, r"src\[5\]: vertex ids must lie in \[0, 4\], found 5 \(1 such edges\)"),
-    ({"dst": [-1, 0, 2, 0, 2, 1]}, r"dst\[0\]: vertex ids must lie in \[0, 4\], found -1"),
-    ({"src": np.array([0, 1, 1, 3, 2, 2**64 - 1], np.uint64)}, "found 18446744073709551615"),
-    ({"src": [0.0, 1, 1, 3, 2, 2]}, "src: must hold integers, has dtype float64"),
-    ({"src": [[0, 1, 1, 3, 2, 2]]}, r"src: must have 1 dimension\(s\), has shape \(1, 6\)"),
-    ({"x": np.eye(4, 3)}, "must be given for the same number of vertices, are for 4, 5, 5, 5, 5"),
-    ({"x": NAN}, r"x\[0, 0\]: features must be finite in float32, found nan \(3 such numbers\)"),
-    ({"x": np.full((5, 3), 1e300)}, "features must be finite in float32, found inf"),
-    ({"x": np.zeros((5, 0))}, "x: must have 1 to"),
-    ({"x": np.full((5, 3), "a")}, "x: must hold"),
-    ({"x_indptr": np.zeros(6, int)}, "given twice, dense and sparse"),
-    ({"x": None, "x_indptr": np.zeros(6, int)}, "x_indices: missing"),
-    ({"x": None, "x_indptr": np.zeros(6, int), "x_indices": [0], "x_shape": [5, 3]}, r"x_indptr: must rise from 0 to len\(x_indices\) = 1"),
-    ({"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [3], "x_shape": [5, 3]}, r"x_indices: columns must lie in \[0, 2\], found 3"),
-    ({"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [0], "x_shape": [5, 2**40]}, r"x_shape: must be \[5, features\] with 1 to"),
-    ({"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [0], "x_data": [np.inf], "x_shape": [5, 3]}, r"x_data\[0\]: features must"),
-    ({"y": [0, 1, 0, -2, 0]}, r"y\[3\]: labels must be class ids .* found -2"),
-    ({"y": [-1, 1, 0, 1, 0]}, r"y\[0\]: a training vertex needs a label, found -1"),
-    ({"y": [0, 1, 0, 1, 99]}, r"y\[4\]: labels must be class ids 0 to C-1 without large gaps, but the highest is 99 and only 3"),
-    ({"y": [0, 1, 0, 1, 2], "meta": json.dumps({"classes": 2})}, r"y\[4\]: labels must be class ids 0 to 1 .* found 2"),
-    ({"y": [0.0, 1, 0, 1, 0]}, "y: must hold integers"),
-    ({"y": NAN}, r"y: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan\]"),
-    ({"train_mask": [False] * 5}, "train_mask: marks no vertex"),
-    ({"train_mask": [0, 1, 0, 0, 0]}, "train_mask: must hold booleans"),
-    ({"test_mask": SMALL["train_mask"]}, r"train_mask, test_mask: must not overlap, share 2 vertices \(first: 0\)"),
-    ({"meta": "{"}, "meta: not JSON"),
-    ({"meta": "[1]"}, "meta: must be a JSON object"),
-    ({"meta": json.dumps({"vertices": -5})}, "meta.vertices: must be a whole number"),
-    ({"x": [[1, None]]}, "x: holds pickled Python objects, which are never loaded"),
-    ({name: None for name in SMALL} | {"src": np.zeros(0, int), "dst": np.zeros(0, int)}, r"the graph is empty \(0 vertices\)"),
-    ({name: None for name in SMALL} | {"src": [0], "dst": [1], "meta": json.dumps({"vertices": 10**12})}, "ids of 32 bits"),
-    ({name: None for name in SMALL} | {"src": [0], "dst": [2**31 - 2]}, "vertices with 128 stand-in features would take .*, more than"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"src": None}, "small.npz: src: missing; an edge list"),
+        ({"src": [0, 1]}, "src, dst: must have the same length, have 2 and 6"),
+        (
+            {"src": [0, 1, 1, 3, 2, 5]},
+            r"src\[5\]: vertex ids must lie in \[0, 4\], found 5 \(1 such edges\)",
+        ),
+        ({"dst": [-1, 0, 2, 0, 2, 1]}, r"dst\[0\]: vertex ids must lie in \[0, 4\], found -1"),
+        ({"src": np.array([0, 1, 1, 3, 2, 2**64 - 1], np.uint64)}, "found 18446744073709551615"),
+        ({"src": [0.0, 1, 1, 3, 2, 2]}, "src: must hold integers, has dtype float64"),
+        ({"src": [[0, 1, 1, 3, 2, 2]]}, r"src: must have 1 dimension\(s\), has shape \(1, 6\)"),
+        (
+            {"x": np.eye(4, 3)},
+            "must be given for the same number of vertices, are for 4, 5, 5, 5, 5",
+        ),
+        (
+            {"x": NAN},
+            r"x\[0, 0\]: features must be finite in float32, found nan \(3 such numbers\)",
+        ),
+        ({"x": np.full((5, 3), 1e300)}, "features must be finite in float32, found inf"),
+        ({"x": np.zeros((5, 0))}, "x: must have 1 to"),
+        ({"x": np.full((5, 3), "a")}, "x: must hold"),
+        ({"x_indptr": np.zeros(6, int)}, "given twice, dense and sparse"),
+        ({"x": None, "x_indptr": np.zeros(6, int)}, "x_indices: missing"),
+        (
+            {"x": None, "x_indptr": np.zeros(6, int), "x_indices": [0], "x_shape": [5, 3]},
+            r"x_indptr: must rise from 0 to len\(x_indices\) = 1",
+        ),
+        (
+            {"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [3], "x_shape": [5, 3]},
+            r"x_indices: columns must lie in \[0, 2\], found 3",
+        ),
+        (
+            {"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [0], "x_shape": [5, 2**40]},
+            r"x_shape: must be \[5, features\] with 1 to",
+        ),
+        (
+            {
+                "x": None,
+                "x_indptr": [0, 1, 1, 1, 1, 1],
+                "x_indices": [0],
+                "x_data": [np.inf],
+                "x_shape": [5, 3],
+            },
+            r"x_data\[0\]: features must",
+        ),
+        ({"y": [0, 1, 0, -2, 0]}, r"y\[3\]: labels must be class ids .* found -2"),
+        ({"y": [-1, 1, 0, 1, 0]}, r"y\[0\]: a training vertex needs a label, found -1"),
+        (
+            {"y": [0, 1, 0, 1, 99]},
+            (
+                r"y\[4\]: labels must be class ids 0 to C-1 without large gaps, but the highest is"
+                r" 99 and only 3"
+            ),
+        ),
+        (
+            {"y": [0, 1, 0, 1, 2], "meta": json.dumps({"classes": 2})},
+            r"y\[4\]: labels must be class ids 0 to 1 .* found 2",
+        ),
+        ({"y": [0.0, 1, 0, 1, 0]}, "y: must hold integers"),
+        ({"y": NAN}, r"y: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan\]"),
+        ({"train_mask": [False] * 5}, "train_mask: marks no vertex"),
+        ({"train_mask": [0, 1, 0, 0, 0]}, "train_mask: must hold booleans"),
+        (
+            {"test_mask": SMALL["train_mask"]},
+            r"train_mask, test_mask: must not overlap, share 2 vertices \(first: 0\)",
+        ),
+        ({"meta": "{"}, "meta: not JSON"),
+        ({"meta": "[1]"}, "meta: must be a JSON object"),
+        ({"meta": json.dumps({"vertices": -5})}, "meta.vertices: must be a whole number"),
+        ({"x": [[1, None]]}, "x: holds pickled Python objects, which are never loaded"),
+        (
+            {name: None for name in SMALL} | {"src": np.zeros(0, int), "dst": np.zeros(0, int)},
+            r"the graph is empty \(0 vertices\)",
+        ),
+        (
+            {name: None for name in SMALL}
+            | {"src": [0], "dst": [1], "meta": json.dumps({"vertices": 10**12})},
+            "ids of 32 bits",
+        ),
+        (
+            {name: None for name in SMALL} | {"src": [0], "dst": [2**31 - 2]},
+            "vertices with 128 stand-in features would take .*, more than",
+        ),
+    ],
+)
 def test_bad_arrays_are_named(save, changes, words):
     with pytest.raises(SpecError, match=words) as error:
         load(save(**changes))
     assert "small.npz" in str(error.value)
 
 
+def test_without_src_all_arrays_of_the_file_are_listed(save, save_folder):
+    """A PyG user saved `edge_index`, `x` and `y` and read "found x, y": the message listed the
+    arrays that are known and forgot the one that mattered."""
+    no_edges = {"src": None, "dst": None, "val_mask": None, "test_mask": None}
+    edge_index = np.array([SMALL["src"], SMALL["dst"]])
+    remedy = r"; save src=edge_index\[0\], dst=edge_index\[1\]$"
+    for write in (save, save_folder):
+        with pytest.raises(SpecError, match=f"found edge_index, train_mask, x, y{remedy}"):
+            load(write(**no_edges, edge_index=edge_index))
+    with pytest.raises(SpecError, match=r"found edge_index, node_feat, train_mask, x, y$"):
+        load(save(**no_edges, edge_index=edge_index.T, node_feat=np.eye(5)))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+def test_class_ids_in_a_column_are_told_the_remedy(save, dtype):
+    """OGB's labels are [N, 1]. They were refused as multi-label targets out of [0, 1], which says
+    what is wrong and not what to do."""
+    column = np.array([[0], [3], [2], [1], [0]], dtype)
+    with pytest.raises(SpecError, match=r"y: multi-label .* found \[3.*; .*y\.squeeze\(1\)"):
+        load(save(y=column))
+    assert load(save(y=column.astype(int).squeeze(1))).stats.classes == 4
+    with pytest.raises(SpecError, match=r"found \[3.*; save 0 or 1 for each class, or class ids"):
+        load(save(y=np.hstack([column, column])))
+
+
 def test_bad_files_are_named(tmp_path):
     (tmp_path / "text.npz").write_text("hello")
     (tmp_path / "folder.npz").mkdir()
-    for name, words in (("none.npz", "no such file"), ("text.npz", "not an npz file"), ("folder.npz", "cannot be read"),
-                        ("x.csv", "a graph is a .npz file"), ("synthetic:grid", "unknown generator")):  # fmt: skip
+    for name, words in (
+        ("none.npz", "no such file"),
+        ("text.npz", "not an npz file"),
+        ("folder.npz", "cannot be read"),
+        ("x.csv", "a graph is a .npz file"),
+        ("synthetic:grid", "unknown generator"),
+    ):
         with pytest.raises(SpecError, match=words):
             load(name if ":" in name else str(tmp_path / name))
 
@@ -324,7 +494,11 @@ def lying_npz(path, header):
 
 def test_a_header_that_lies_about_its_size_allocates_nothing(tmp_path):
     path = tmp_path / "lie.npz"
-    for shape, words in (((10**15,), "would take"), ((10**6,), "needs 8,000,000 B but only"), ((-4,), "negative size")):
+    for shape, words in (
+        ((10**15,), "would take"),
+        ((10**6,), "needs 8,000,000 B but only"),
+        ((-4,), "negative size"),
+    ):
         lying_npz(path, {"descr": "<i8", "fortran_order": False, "shape": shape})
         with pytest.raises(SpecError, match=words):
             load(str(path))
@@ -335,26 +509,47 @@ def test_own_features_take_no_width(save):
         load(save() + "?features=7")
 
 
-ANY_ARRAY = hnp.arrays(st.sampled_from([np.int32, np.int64, np.uint8, np.uint64, np.float32, np.float64, np.bool_, np.dtype("U3")]),
-                       hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6))  # fmt: skip
+ANY_ARRAY = hnp.arrays(
+    st.sampled_from(
+        [np.int32, np.int64, np.uint8, np.uint64, np.float32, np.float64, np.bool_, np.dtype("U3")]
+    ),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6),
+)
 NEAR_ARRAY = hnp.arrays(np.int64, st.sampled_from([4, 5, 6]), elements=st.integers(-2, 7))
 MASK = hnp.arrays(np.bool_, 5)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.sampled_from([*SMALL, "x_indptr", "x_indices", "x_shape", "x_data", "meta"]),
-                       st.none() | NEAR_ARRAY | MASK | ANY_ARRAY, max_size=5), st.booleans())  # fmt: skip
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.dictionaries(
+        st.sampled_from([*SMALL, "x_indptr", "x_indices", "x_shape", "x_data", "meta"]),
+        st.none() | NEAR_ARRAY | MASK | ANY_ARRAY,
+        max_size=5,
+    ),
+    st.booleans(),
+)
 def test_whatever_an_npz_holds_only_specerrors_come_out(save, changes, directed):
     try:
         graph = load(save(**changes), directed)
     except SpecError:
         return
-    assert isinstance(graph, Graph) and len(graph.x.shape) == 2 and graph.x.shape[0] == len(graph.indptr) - 1 == len(graph.y)
+    assert (
+        isinstance(graph, Graph)
+        and len(graph.x.shape) == 2
+        and graph.x.shape[0] == len(graph.indptr) - 1 == len(graph.y)
+    )
     assert graph.stats.classes == 0 or (graph.train.any() and not (graph.train & graph.test).any())
-    assert len(graph.indices) == 0 or 0 <= graph.indices.min() <= graph.indices.max() < graph.stats.vertices
+    assert (
+        len(graph.indices) == 0
+        or 0 <= graph.indices.min() <= graph.indices.max() < graph.stats.vertices
+    )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_a_damaged_file_is_a_specerror(save, data):
     path = save()
@@ -368,13 +563,19 @@ def test_a_damaged_file_is_a_specerror(save, data):
         assert "small.npz" in str(error)
 
 
-# --- generated -------------------------------------------------------------------------------------------------------------------------
+# --- generated ------------------------------------------------------------------------------------
 
 
 def test_the_default_graph():
     graph = load("synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0")
     stats = graph.stats
-    assert (stats.vertices, stats.edges, stats.features, stats.classes, stats.train_vertices) == (20_000, 1_000_000, 128, 16, 12_000)
+    assert (stats.vertices, stats.edges, stats.features, stats.classes, stats.train_vertices) == (
+        20_000,
+        1_000_000,
+        128,
+        16,
+        12_000,
+    )
     assert stats.hash == load("synthetic:community").stats.hash  # the embedded default
     both = graph.adjacency
     assert (both != both.T).nnz == 0 and both.diagonal().sum() == 0
@@ -385,7 +586,9 @@ def test_the_default_graph():
 
 def nearest_mean_accuracy(graph, x):
     """Of a classifier that knows the class means of the training vertices, on the test vertices."""
-    means = np.stack([x[graph.train & (graph.y == c)].mean(axis=0) for c in range(graph.stats.classes)])
+    means = np.stack(
+        [x[graph.train & (graph.y == c)].mean(axis=0) for c in range(graph.stats.classes)]
+    )
     scores = x @ means.T - (means**2).sum(axis=1) / 2
     return float((scores.argmax(axis=1) == graph.y)[graph.test].mean())
 
@@ -399,7 +602,9 @@ def test_labels_can_be_learnt_better_from_neighbours():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 60), st.floats(0, 1), st.integers(1, 5), st.integers(0, 3), st.floats(0, 1))
-def test_generated_graphs_have_exactly_the_edges_asked_for(vertices, density, classes, seed, mixing):
+def test_generated_graphs_have_exactly_the_edges_asked_for(
+    vertices, density, classes, seed, mixing
+):
     edges = int(density * vertices * (vertices - 1))
     classes = min(classes, vertices)
     source = f"synthetic:community?vertices={vertices}&edges={edges}&classes={classes}&seed={seed}&mixing={mixing:.3f}&features=4"
@@ -410,34 +615,55 @@ def test_generated_graphs_have_exactly_the_edges_asked_for(vertices, density, cl
         assert graph.stats.hash == load(source).stats.hash
 
 
-@pytest.mark.parametrize("query, words", [
-    ("vertices=ten", "vertices must be an integer, got 'ten'"), ("vertices=1", r"vertices must lie in \[2, 100,000,000\], got 1"),
-    ("vertexes=5", "unknown parameter 'vertexes'; did you mean vertices"), ("seed=1&seed=2", "given twice"), ("seed", "name=value"),
-    ("vertices=10&edges=100&classes=2", "edges must be at most .* = 90, got 100"), ("mixing=nan", "mixing must lie in"),
-    ("vertices=10&edges=10", "needs classes <= communities <= vertices, got 16, 16, 10"), ("edges=1e6", "edges must be an integer"),
-    ("vertices=100000000&features=100000", "more than"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "query, words",
+    [
+        ("vertices=ten", "vertices must be an integer, got 'ten'"),
+        ("vertices=1", r"vertices must lie in \[2, 100,000,000\], got 1"),
+        ("vertexes=5", "unknown parameter 'vertexes'; did you mean vertices"),
+        ("seed=1&seed=2", "given twice"),
+        ("seed", "name=value"),
+        ("vertices=10&edges=100&classes=2", "edges must be at most .* = 90, got 100"),
+        ("mixing=nan", "mixing must lie in"),
+        ("vertices=10&edges=10", "needs classes <= communities <= vertices, got 16, 16, 10"),
+        ("edges=1e6", "edges must be an integer"),
+        ("vertices=100000000&features=100000", "more than"),
+    ],
+)
 def test_bad_parameters_are_named(query, words):
     with pytest.raises(SpecError, match=words):
         load(f"synthetic:community?{query}")
 
 
-# --- statistics only -------------------------------------------------------------------------------------------------------------------
+# --- statistics only ------------------------------------------------------------------------------
 
 
 def test_statistics(tmp_path):
     path = tmp_path / "reddit.yaml"
-    path.write_text("vertices: 232965\nedges: 114615892\nfeatures: 602\nclasses: 41\ntrain_fraction: 0.66\nhalo_rows: {2: 1000, 8: 5000}\n")
+    path.write_text(
+        "vertices: 232965\nedges: 114615892\nfeatures: 602\nclasses: 41\ntrain_fraction:"
+        " 0.66\nhalo_rows: {2: 1000, 8: 5000}\n"
+    )
     stats = load(str(path))
     assert isinstance(stats, GraphStats) and not stats.known and stats.name == "reddit"
-    assert (stats.vertices, stats.train_vertices, dict(stats.halo_rows)) == (232_965, 153_757, {2: 1000, 8: 5000})
+    assert (stats.vertices, stats.train_vertices, dict(stats.halo_rows)) == (
+        232_965,
+        153_757,
+        {2: 1000, 8: 5000},
+    )
 
 
-@pytest.mark.parametrize("line, words", [
-    ("nodes: 5", r"g.yaml:5: nodes: unknown field; .*llowed: vertices"), ("halo_rows: {2: x}", r"g.yaml:5: halo_rows.2: must be a whole"),
-    ("train_fraction: 60", r"g.yaml:5: train_fraction: must be a number in \(0, 1\], got 60"), ("vertices: 3", "g.yaml:5: vertices: given"),
-    ("halo_rows: {2: 101}", r"must be a whole number in \[0, 100\], got 101"), ("multilabel: 2", "must be true or false"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("nodes: 5", r"g.yaml:5: nodes: unknown field; .*llowed: vertices"),
+        ("halo_rows: {2: x}", r"g.yaml:5: halo_rows.2: must be a whole"),
+        ("train_fraction: 60", r"g.yaml:5: train_fraction: must be a number in \(0, 1\], got 60"),
+        ("vertices: 3", "g.yaml:5: vertices: given"),
+        ("halo_rows: {2: 101}", r"must be a whole number in \[0, 100\], got 101"),
+        ("multilabel: 2", "must be true or false"),
+    ],
+)
 def test_bad_statistics_are_named(tmp_path, line, words):
     path = tmp_path / "g.yaml"
     path.write_text(f"vertices: 100\nedges: 500\nfeatures: 10\nclasses: 2\n{line}\n")

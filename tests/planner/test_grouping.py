@@ -1,4 +1,5 @@
-"""Where ranks sit: the best of all seatings where all can be looked at, near it beyond; and how many GPUs are worth using."""
+"""Where ranks sit: the best of all seatings where all can be looked at, near it beyond; and how
+many GPUs are worth using."""
 
 from __future__ import annotations
 
@@ -14,17 +15,19 @@ from any_wiring import wiring
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner import plan
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.files import apply_overrides
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.grouping import Phase, fewer, heuristic, seat, seatings, walk, weigher
-from gnnplan.planner.job import Job, with_ranks
-from gnnplan.planner.search import search, seated, weigh
-from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.seating import Phase, evaluator, fewer, heuristic, seat, seatings, walk
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.topology import graph as topology
+from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.search import evaluate, search, seated
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import apply_overrides
+from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.topology import graph as topology
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.simulator.player import play
 
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
@@ -39,44 +42,79 @@ PAIRS, ACROSS = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 FAST, UPLINK = Link(bandwidth=1e10, latency=2e-6), Link(bandwidth=7e8, latency=5e-6)
 EIGHT = {
-    "1x8": cluster(1, 8), "2x4": cluster(2, 4), "4x2": cluster(4, 2), "8x1": cluster(8, 1),
+    "1x8": cluster(1, 8),
+    "2x4": cluster(2, 4),
+    "4x2": cluster(4, 2),
+    "8x1": cluster(8, 1),
     "islands": cluster(1, 8, islands=PAIRS, island=FAST),
     "two islands a server": cluster(2, 4, islands=[[0, 1], [2, 3]], island=FAST),
     "switches": cluster(1, 8, switches=HALVES, switch=UPLINK),
-    "islands across switches": cluster(1, 8, islands=ACROSS, island=FAST, switches=HALVES, switch=UPLINK),
+    "islands across switches": cluster(
+        1, 8, islands=ACROSS, island=FAST, switches=HALVES, switch=UPLINK
+    ),
     "two cards": cluster(2, 4, nics=[[0, 1], [2, 3]]),
-    "cards and switches": cluster(2, 4, nics=[[0, 1], [2, 3]], switches=[[0, 1], [2, 3]], switch=UPLINK),
-    "a card across switches": cluster(2, 4, nics=[[0, 2], [1, 3]], switches=[[0, 1], [2, 3]], switch=UPLINK),
-    "no two alike": cluster(1, 8, islands=[[0, 4, 1], [5], [2, 6], [3, 7]], island=FAST, switches=HALVES, switch=UPLINK,
-                            nics=[[0, 2, 4], [1, 3, 5, 6, 7]]),
-}  # fmt: skip
+    "cards and switches": cluster(
+        2, 4, nics=[[0, 1], [2, 3]], switches=[[0, 1], [2, 3]], switch=UPLINK
+    ),
+    "a card across switches": cluster(
+        2, 4, nics=[[0, 2], [1, 3]], switches=[[0, 1], [2, 3]], switch=UPLINK
+    ),
+    "no two alike": cluster(
+        1,
+        8,
+        islands=[[0, 4, 1], [5], [2, 6], [3, 7]],
+        island=FAST,
+        switches=HALVES,
+        switch=UPLINK,
+        nics=[[0, 2, 4], [1, 3, 5, 6, 7]],
+    ),
+}
 
 
 def traffic(ranks: int, seed: int) -> list[Phase]:
     """Two phases: everyone to some, and a few heavy pairs."""
     random = np.random.default_rng(seed)
     apart = ~np.eye(ranks, dtype=bool)
-    return [Phase(random.integers(0, 100_000, (ranks, ranks)) * apart * (random.random((ranks, ranks)) < 0.7), 3.0),
-            Phase(random.integers(0, 1_000_000, (ranks, ranks)) * apart * (random.random((ranks, ranks)) < 0.2), 2.0)]  # fmt: skip
+    return [
+        Phase(
+            random.integers(0, 100_000, (ranks, ranks))
+            * apart
+            * (random.random((ranks, ranks)) < 0.7),
+            3.0,
+        ),
+        Phase(
+            random.integers(0, 1_000_000, (ranks, ranks))
+            * apart
+            * (random.random((ranks, ranks)) < 0.2),
+            2.0,
+        ),
+    ]
 
 
 def by_cost(where: Cluster, seats: tuple[int, ...], phases: list[Phase]) -> float:
     """As cost.py has it, one seating at a time."""
-    return sum(phase.times * float(Cost.of(where, seats).exchange(phase.sent).alone) for phase in phases)
+    return sum(
+        phase.times * float(Cost.of(where, seats).exchange(phase.sent).alone) for phase in phases
+    )
 
 
-# -- up to 8 GPUs ----------------------------------------------------------------------------------------------------------
+# -- up to 8 GPUs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EIGHT)
 def test_every_kind_of_seating_is_looked_at_once(name: str):
-    """As many as there are orders of the ranks, divided by the symmetries of the topology, which networkx counts."""
+    """As many as there are orders of the ranks, divided by the symmetries of the topology, which
+    networkx counts."""
     graph = topology(EIGHT[name])
     for node in graph:
         graph.nodes[node]["what"] = node[0]
     if graph.number_of_nodes() > 9 and name not in ("1x8", "8x1"):
-        same = nx.isomorphism.DiGraphMatcher(graph, graph, node_match=lambda a, b: a["what"] == b["what"],
-                                             edge_match=lambda a, b: (a["port"] or "")[:1] == (b["port"] or "")[:1])  # fmt: skip
+        same = nx.isomorphism.DiGraphMatcher(
+            graph,
+            graph,
+            node_match=lambda a, b: a["what"] == b["what"],
+            edge_match=lambda a, b: (a["port"] or "")[:1] == (b["port"] or "")[:1],
+        )
         orders = {tuple(image["gpu", g] for g in range(8)) for image in same.isomorphisms_iter()}
         assert len(seatings(EIGHT[name], range(8))) == factorial(8) / len(orders)
     else:
@@ -86,14 +124,20 @@ def test_every_kind_of_seating_is_looked_at_once(name: str):
 @pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_eight_gpus_have_the_best_of_all_seatings(name: str, seed: int):
-    """All 40,320 permutations, weighed without regard to symmetry. Swaps, as used beyond, come within a tenth of it."""
+    """All 40,320 permutations, weighed without regard to symmetry. Swaps, as used beyond, come
+    within a tenth of it."""
     where, phases = EIGHT[name], traffic(8, seed)
-    seconds = weigher(where, range(8), phases)
+    seconds = evaluator(where, range(8), phases)
     best = float(seconds(np.array(list(permutations(range(8))))).min())
     chosen = seat(where, range(8), phases)
-    assert sorted(chosen) == list(range(8)) and by_cost(where, chosen, phases) == pytest.approx(best, rel=1e-9)
+    assert sorted(chosen) == list(range(8)) and by_cost(where, chosen, phases) == pytest.approx(
+        best, rel=1e-9
+    )
     near = heuristic(where, range(8), phases, seconds, range(8))
-    assert best <= by_cost(where, near, phases) * (1 + 1e-9) and by_cost(where, near, phases) <= 1.1 * best
+    assert (
+        best <= by_cost(where, near, phases) * (1 + 1e-9)
+        and by_cost(where, near, phases) <= 1.1 * best
+    )
 
 
 @st.composite
@@ -115,11 +159,11 @@ def test_no_permutation_is_faster(where: Cluster, seed: int):
 
 @given(places(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=25)
-def test_seatings_weighed_together_are_those_weighed_alone(where: Cluster, seed: int):
+def test_seatings_evaluated_together_are_those_evaluated_alone(where: Cluster, seed: int):
     phases = [phase for phase in traffic(where.ranks, seed) if phase.sent.any()]
     some = list(permutations(range(where.ranks)))[::7]
     if phases:
-        together = weigher(where, range(where.ranks), phases)(np.array(some))
+        together = evaluator(where, range(where.ranks), phases)(np.array(some))
         assert together == pytest.approx([by_cost(where, seats, phases) for seats in some])
 
 
@@ -128,21 +172,26 @@ def test_ranks_stay_in_order_where_nothing_is_faster():
     assert all(seat(where, range(8), even) == tuple(range(8)) for where in EIGHT.values())
     assert seat(EIGHT["1x8"], range(8), traffic(8, 0)) == tuple(range(8))
     assert seat(EIGHT["2x4"], range(8), []) == tuple(range(8))
-    assert set(seat(EIGHT["2x4"], (0, 1, 4, 5), traffic(4, 1))) == {0, 1, 4, 5}  # no others than those it is given
+    # no others than those it is given
+    assert set(seat(EIGHT["2x4"], (0, 1, 4, 5), traffic(4, 1))) == {0, 1, 4, 5}
 
 
-# -- beyond ----------------------------------------------------------------------------------------------------------------
+# -- beyond ----------------------------------------------------------------------------------------
 
 
 def test_hidden_groups_are_found_among_32_gpus():
-    """Ranks that talk sit on one server, whatever their numbers: there is no traffic between servers left."""
+    """Ranks that talk sit on one server, whatever their numbers: there is no traffic between
+    servers left."""
     where = cluster(4, 8, islands=HALVES, island=FAST)
     member = np.random.default_rng(3).permutation(32) // 4  # 8 groups of 4
     together = np.equal.outer(member, member) & ~np.eye(32, dtype=bool)
     phases = [Phase(1e6 * together, 2.0)]
     seats = seat(where, range(32), phases)
     at = Cost.of(where, seats).places
-    assert all(len({int(at.island[rank]) for rank in np.flatnonzero(member == group)}) == 1 for group in range(8))
+    assert all(
+        len({int(at.island[rank]) for rank in np.flatnonzero(member == group)}) == 1
+        for group in range(8)
+    )
     assert by_cost(where, seats, phases) < by_cost(where, tuple(range(32)), phases) / 10
     assert seat(where, range(32), phases) == seats  # the same every time
 
@@ -150,128 +199,190 @@ def test_hidden_groups_are_found_among_32_gpus():
 def test_a_walk_leaves_a_place_when_it_has_seen_it():
     where = EIGHT["islands across switches"]
     assert walk(where, range(8)) == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert walk(cluster(2, 4, switches=[[0, 2], [1, 3]], switch=UPLINK), range(8)) == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert walk(cluster(2, 4, switches=[[0, 2], [1, 3]], switch=UPLINK), range(8)) == [
+        0,
+        2,
+        1,
+        3,
+        4,
+        6,
+        5,
+        7,
+    ]
 
 
-# -- what strategies get ---------------------------------------------------------------------------------------------------
+# -- what strategies get ---------------------------------------------------------------------------
 
 SOURCE = "synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0"
 GRAPH = load(SOURCE)
 assert isinstance(GRAPH, Graph)
 
 
-def job_of(where: Cluster, **workload: Any) -> Job:
-    return Job(GRAPH.stats, GRAPH, Workload(**{"layers": 4, "hidden": 64, **workload}), where)
+def problem_of(where: Cluster, **workload: Any) -> Problem:
+    return Problem(GRAPH.stats, GRAPH, Workload(**{"layers": 4, "hidden": 64, **workload}), where)
 
 
-def stage_of(job: Job, seats: tuple[int, ...]) -> list[set[int]]:
+def stage_of(problem: Problem, seats: tuple[int, ...]) -> list[set[int]]:
     """The GPUs of each of two stages of four."""
     return [set(seats[:4]), set(seats[4:])] if seats else [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
 
 def test_gnnpipe_keeps_a_group_on_a_server():
-    """GNNPipe's advice: groups {1,2,3,4},{5,6,7,8}, never {1,3,5,7},{2,4,6,8}; whatever order the GPUs come in."""
+    """GNNPipe's advice: groups {1,2,3,4},{5,6,7,8}, never {1,3,5,7},{2,4,6,8}; whatever order the
+    GPUs come in."""
     strategy = parse("gnnpipe(stages=2,chunks=8)")
-    job = job_of(cluster(2, 4))
-    assert stage_of(job, seated(job, strategy).seats) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
-    never, advised = (weigh(job.seated(seats), strategy).predicted for seats in ((0, 2, 4, 6, 1, 3, 5, 7), ()))
+    problem = problem_of(cluster(2, 4))
+    assert stage_of(problem, seated(problem, strategy).seats) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    never, advised = (
+        evaluate(problem.seated(seats), strategy).predicted
+        for seats in ((0, 2, 4, 6, 1, 3, 5, 7), ())
+    )
     assert float(never.comm_s) > 2 * float(advised.comm_s) and never.epoch_s > advised.epoch_s
     assert never.bytes == advised.bytes and never.bytes_by_link != advised.bytes_by_link
 
 
 def test_groups_follow_the_islands():
-    """Switch by switch where islands are; the same eight GPUs with other bridges get other groups."""
+    """Switch by switch where islands are; the same eight GPUs with other bridges get other
+    groups."""
     strategy, seen = parse("gnnpipe(stages=2,chunks=8)"), []
     for islands in (HALVES, [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 6, 7], [2, 3, 4, 5]]):
-        job = job_of(cluster(1, 8, islands=islands, island=FAST))
-        seen.append(stage_of(job, seated(job, strategy).seats))
+        problem = problem_of(cluster(1, 8, islands=islands, island=FAST))
+        seen.append(stage_of(problem, seated(problem, strategy).seats))
         assert sorted(map(sorted, seen[-1])) == sorted(islands)
     assert seen[0] != seen[1] != seen[2]
 
 
 def test_where_little_is_read_by_others_a_pipeline_keeps_its_messages_inside():
-    """Four stages of two members, nothing but rows handed on: a member's pipeline stays on a server, its group does not."""
+    """Four stages of two members, nothing but rows handed on: a member's pipeline stays on a
+    server, its group does not."""
     where = cluster(2, 4)
     onward = np.zeros((8, 8))
     onward[np.arange(6), np.arange(6) + 2] = 1e6
     halo = np.kron(np.eye(4), [[0, 1], [1, 0]])
-    assert [gpu // 4 for gpu in seat(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e3, 8.0)])] == [0, 1] * 4
-    assert [gpu // 4 for gpu in seat(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e7, 8.0)])] == [0] * 4 + [1] * 4
+    assert [
+        gpu // 4 for gpu in seat(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e3, 8.0)])
+    ] == [0, 1] * 4
+    assert [
+        gpu // 4 for gpu in seat(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e7, 8.0)])
+    ] == [0] * 4 + [1] * 4
 
 
 def test_a_seating_is_not_predicted_to_be_slower_than_the_gpus_in_order():
-    """Weighed exchange by exchange, groups across servers saved a pipeline's messages; but both stages' exchanges passed the same cards
-    together, and on an emulated cluster an epoch took a third longer than in order."""
+    """Weighed exchange by exchange, groups across servers saved a pipeline's messages; but both
+    stages' exchanges passed the same cards together, and on an emulated cluster an epoch took a
+    third longer than in order."""
     device = Device(kind="cpu", memory=8e9, gemm=1.5e11, memory_bandwidth=2e10)
     where = cluster(2, 2, device=device, inter_node=Link(bandwidth=5e7), cores=2, one_machine=True)
     graph = load("synthetic:community?vertices=2000&edges=40000&features=128&classes=16&seed=0")
     assert isinstance(graph, Graph)
-    job = Job(graph.stats, graph, Workload(model="sage", layers=3, hidden=32), where)
-    strategy = parse("gnnpipe(stages=2,chunks=8)").settle(job)
-    across = job.seated(seat(where, range(4), strategy.traffic(job), strategy.tied(job)))
-    assert across.seats and strategy.predict(across).epoch_s > strategy.predict(job).epoch_s
-    assert not seated(job, strategy).seats
+    problem = Problem(graph.stats, graph, Workload(model="sage", layers=3, hidden=32), where)
+    strategy = parse("gnnpipe(stages=2,chunks=8)").settle(problem)
+    across = problem.seated(
+        seat(where, range(4), strategy.traffic(problem), strategy.tied(problem))
+    )
+    assert across.seats and strategy.predict(across).epoch_s > strategy.predict(problem).epoch_s
+    assert not seated(problem, strategy).seats
 
 
 def test_groups_that_pass_the_same_cards_slow_each_other():
-    """Two stages' exchanges across two servers: each was predicted as if the other's were not there, 15 % too fast."""
+    """Two stages' exchanges across two servers: each was predicted as if the other's were not
+    there, 15 % too fast."""
     device = Device(memory=8e9, gemm=1.5e11, memory_bandwidth=2e10)
     graph = load("synthetic:community?vertices=2000&edges=40000&features=128&classes=16&seed=0")
     assert isinstance(graph, Graph)
     where = cluster(2, 2, device=device, intra_node=Link(bandwidth=1e10))
-    job = Job(graph.stats, graph, Workload(model="sage", layers=3, hidden=256), where).seated((0, 2, 1, 3))
-    strategy = parse("gnnpipe(stages=2,chunks=8)").settle(job)
-    played = [play(strategy.schedule(job, steps), job.cost).end_s for steps in (2, 6)]
-    assert strategy.predict(job).epoch_s == pytest.approx((played[1] - played[0]) / 4, rel=0.05)
+    problem = Problem(
+        graph.stats, graph, Workload(model="sage", layers=3, hidden=256), where
+    ).seated((0, 2, 1, 3))
+    strategy = parse("gnnpipe(stages=2,chunks=8)").settle(problem)
+    played = [play(strategy.schedule(problem, steps), problem.cost).end_s for steps in (2, 6)]
+    assert strategy.predict(problem).epoch_s == pytest.approx((played[1] - played[0]) / 4, rel=0.05)
 
 
 def test_parts_that_read_each_other_sit_together():
-    """Graph parallel: the parts of a graph in a ring of communities, on two servers, cost no more than in any other order."""
-    job, strategy = job_of(cluster(2, 2)), parse("graph_parallel")
-    chosen = weigh(seated(job, strategy), strategy).predicted
-    every = [weigh(job.seated(seats), strategy).predicted for seats in permutations(range(4))]
+    """Graph parallel: the parts of a graph in a ring of communities, on two servers, cost no more
+    than in any other order."""
+    problem, strategy = problem_of(cluster(2, 2)), parse("graph_parallel")
+    chosen = evaluate(seated(problem, strategy), strategy).predicted
+    every = [
+        evaluate(problem.seated(seats), strategy).predicted for seats in permutations(range(4))
+    ]
     assert float(chosen.epoch_s) == pytest.approx(min(float(p.epoch_s) for p in every), rel=1e-9)
-    assert {p.bytes_total for p in every} == {chosen.bytes_total} and len({p.bytes_by_link["inter_node"] for p in every}) > 1
+    assert {p.bytes_total for p in every} == {chosen.bytes_total} and len(
+        {p.bytes_by_link["inter_node"] for p in every}
+    ) > 1
 
 
-@pytest.mark.parametrize(("where", "name"), [
-    *((where, name) for where in ("cards and switches", "islands across switches", "two islands a server")
-      for name in ("graph_parallel", "pipegcn", "gnnpipe(stages=2,chunks=4)")),
-    ("two islands a server", "granndis(depth=1)"), ("a card across switches", "granndis"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        *(
+            (where, name)
+            for where in ("cards and switches", "islands across switches", "two islands a server")
+            for name in ("graph_parallel", "pipegcn", "gnnpipe(stages=2,chunks=4)")
+        ),
+        ("two islands a server", "granndis(depth=1)"),
+        ("a card across switches", "granndis"),
+    ],
+)
 def test_a_seated_schedule_is_its_prediction(name: str, where: str):
-    """On every kind of link, with ranks out of order: bytes agree, and playing it without contention takes what was predicted."""
-    job = job_of(EIGHT[where]).seated((5, 0, 3, 6, 1, 7, 2, 4))
-    strategy = parse(name).settle(job)
-    predicted, schedule = strategy.predict(job), strategy.schedule(job, 3)
+    """On every kind of link, with ranks out of order: bytes agree, and playing it without
+    contention takes what was predicted."""
+    problem = problem_of(EIGHT[where]).seated((5, 0, 3, 6, 1, 7, 2, 4))
+    strategy = parse(name).settle(problem)
+    predicted, schedule = strategy.predict(problem), strategy.schedule(problem, 3)
     assert predicted.bytes_total == sum(predicted.bytes_by_link.values())
-    assert schedule.bytes_by_op() == {op: 3 * nbytes for op, nbytes in predicted.bytes.items() if nbytes}
-    assert float(predicted.epoch_s) == pytest.approx(play(schedule, job.cost, contention=False).step_s, rel=strategy.claim)
-    assert play(schedule, job.cost).step_s >= play(schedule, job.cost, contention=False).step_s * (1 - 1e-9)
+    assert schedule.bytes_by_op() == {
+        op: 3 * nbytes for op, nbytes in predicted.bytes.items() if nbytes
+    }
+    assert float(predicted.epoch_s) == pytest.approx(
+        play(schedule, problem.cost, contention=False).step_s, rel=strategy.claim
+    )
+    assert play(schedule, problem.cost).step_s >= play(
+        schedule, problem.cost, contention=False
+    ).step_s * (1 - 1e-9)
 
 
 def test_plans_remember_seats():
     islands = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    job = job_of(cluster(1, 8, islands=islands, island=FAST))
-    found = search(job, forced=parse("gnnpipe(stages=2,chunks=8)"))
-    document = plan.make(job, found)
+    problem = problem_of(cluster(1, 8, islands=islands, island=FAST))
+    found = search(problem, forced=parse("gnnpipe(stages=2,chunks=8)"))
+    document = plan.make(problem, found)
     asked = plan.question(document)
-    assert asked.seats == found.ranked[0].job.seats != () and asked.by_gpu == tuple(np.argsort(asked.seats))
-    assert float(plan.chosen(document).predict(asked).epoch_s) == document["best"]["predicted"]["epoch_s"]
-    assert any("in the order of the GPUs an epoch would be" in line for line in document["explanation"])
+    assert asked.seats == found.ranked[0].problem.seats != () and asked.by_gpu == tuple(
+        np.argsort(asked.seats)
+    )
+    assert (
+        float(plan.chosen(document).predict(asked).epoch_s)
+        == document["best"]["predicted"]["epoch_s"]
+    )
+    assert any(
+        "in the order of the GPUs an epoch would be" in line for line in document["explanation"]
+    )
     assert {place["stage"] for place in document["best"]["placement"]} == {0, 1}
 
 
-@pytest.mark.parametrize(("place", "rule"), [
-    ({"rank": 0, "server": 0, "gpu": 9}, "rank 0 sits on GPU 9 of server 0, but there are 1 servers of 8 GPUs"),
-    ({"rank": 0, "server": -1, "gpu": 0}, "sits on GPU 0 of server -1"), ({"rank": 0, "server": 0, "gpu": 1}, "twice"),
-    ({"rank": 1, "server": 0, "gpu": 0}, "twice"), ({"rank": 99, "server": 0, "gpu": 0}, "without a gap"),
-    ({"rank": "0", "server": 0, "gpu": 0}, "whole numbers rank, server and gpu"), ({"rank": True, "server": 0, "gpu": 0}, "whole numbers"),
-    ({}, "whole numbers"), (7, "whole numbers"), (None, "must be a list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        (
+            {"rank": 0, "server": 0, "gpu": 9},
+            "rank 0 sits on GPU 9 of server 0, but there are 1 servers of 8 GPUs",
+        ),
+        ({"rank": 0, "server": -1, "gpu": 0}, "sits on GPU 0 of server -1"),
+        ({"rank": 0, "server": 0, "gpu": 1}, "twice"),
+        ({"rank": 1, "server": 0, "gpu": 0}, "twice"),
+        ({"rank": 99, "server": 0, "gpu": 0}, "without a gap"),
+        ({"rank": "0", "server": 0, "gpu": 0}, "whole numbers rank, server and gpu"),
+        ({"rank": True, "server": 0, "gpu": 0}, "whole numbers"),
+        ({}, "whole numbers"),
+        (7, "whole numbers"),
+        (None, "must be a list"),
+    ],
+)
 def test_seats_edited_by_hand(place: Any, rule: str):
-    job = job_of(cluster(1, 8))
-    document = plan.make(job, search(job, forced=parse("graph_parallel")))
+    problem = problem_of(cluster(1, 8))
+    document = plan.make(problem, search(problem, forced=parse("graph_parallel")))
     if place is None:
         document["best"]["placement"] = {}
     else:
@@ -280,61 +391,98 @@ def test_seats_edited_by_hand(place: Any, rule: str):
         plan.question(document)
 
 
-# -- fewer GPUs ------------------------------------------------------------------------------------------------------------
+# -- fewer GPUs ------------------------------------------------------------------------------------
 
 
 def test_which_fewer_gpus():
     assert fewer(cluster(2, 4)) == [(0, 1, 2, 3), (0, 1, 4, 5), (0,)]
-    assert fewer(cluster(1, 8, islands=ACROSS, island=FAST)) == [(0, 1, 4, 5), (0,)]  # two islands, not half of each
-    assert fewer(cluster(3, 1)) == [(0,)] and fewer(cluster(1, 3)) == [(0,)] and fewer(cluster(1, 1)) == []
+    # two islands, not half of each
+    assert fewer(cluster(1, 8, islands=ACROSS, island=FAST)) == [(0, 1, 4, 5), (0,)]
+    assert (
+        fewer(cluster(3, 1)) == [(0,)]
+        and fewer(cluster(1, 3)) == [(0,)]
+        and fewer(cluster(1, 1)) == []
+    )
 
 
 def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
-    """400 vertices are computed before a message has arrived; with a device that slow that work counts, all GPUs are needed."""
-    small, slow = job_of(cluster(2, 4)), Device(name="slow", memory=1e12, gemm=1e8, memory_bandwidth=1e8)
+    """400 vertices are computed before a message has arrived; with a device that slow that work
+    counts, all GPUs are needed."""
+    small, slow = (
+        problem_of(cluster(2, 4)),
+        Device(name="slow", memory=1e12, gemm=1e8, memory_bandwidth=1e8),
+    )
     best = search(small).ranked[0]
-    assert best.job.ranks < 8
+    assert best.problem.ranks < 8
     document = plan.make(small, search(small))
-    assert document["best"]["gpus"] == best.job.ranks == len(document["best"]["placement"])
-    assert plan.question(document).seats == best.job.seats and plan.question(document).ranks == best.job.ranks
-    assert any(f"{best.job.ranks} of 8 GPUs are faster than all" in line for line in document["explanation"])
-    large = job_of(cluster(2, 4, device=slow))
-    assert search(large).ranked[0].job.ranks == 8
-    several = replace(large, cluster=large.cluster.model_copy(update={"inter_node": Link(bandwidth=1e4)}))  # all but no network
-    assert search(several, exact=True).ranked[0].job.servers == (0, 0, 0, 0)
+    assert document["best"]["gpus"] == best.problem.ranks == len(document["best"]["placement"])
+    assert (
+        plan.question(document).seats == best.problem.seats
+        and plan.question(document).ranks == best.problem.ranks
+    )
+    assert any(
+        f"{best.problem.ranks} of 8 GPUs are faster than all" in line
+        for line in document["explanation"]
+    )
+    large = problem_of(cluster(2, 4, device=slow))
+    assert search(large).ranked[0].problem.ranks == 8
+    # all but no network
+    several = replace(
+        large, cluster=large.cluster.model_copy(update={"inter_node": Link(bandwidth=1e4)})
+    )
+    assert search(several, exact=True).ranked[0].problem.servers == (0, 0, 0, 0)
 
 
 def test_forced_strategies_and_ranks_keep_all_gpus():
-    job = job_of(cluster(2, 4))
-    assert {c.job.ranks for c in search(job, may_use_fewer=False).ranked} == {8}
-    assert search(job, forced=parse("graph_parallel")).ranked[0].job.ranks == 8
-    cpus = replace(job, cluster=job.cluster.model_copy(update={"device": DEVICE.model_copy(update={"kind": "cpu"})}))
-    assert {c.job.ranks for c in search(cpus).ranked} == {8}
+    problem = problem_of(cluster(2, 4))
+    assert {c.problem.ranks for c in search(problem, may_use_fewer=False).ranked} == {8}
+    assert search(problem, forced=parse("graph_parallel")).ranked[0].problem.ranks == 8
+    cpus = replace(
+        problem,
+        cluster=problem.cluster.model_copy(
+            update={"device": DEVICE.model_copy(update={"kind": "cpu"})}
+        ),
+    )
+    assert {c.problem.ranks for c in search(cpus).ranked} == {8}
 
 
-# -- cluster files ---------------------------------------------------------------------------------------------------------
+# -- cluster files ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lists", "rule"), [
-    ({"islands": [[0, 1], [2]], "island": FAST}, r"islands must hold each of a server's 4 GPUs \(0 to 3\) once \(missing: 3\)"),
-    ({"islands": [[0, 1], [1, 2, 3]], "island": FAST}, r"twice: 1"), ({"nics": [[0, 1], [2, 3, 4]]}, r"nics .*not there: 4"),
-    ({"switches": [[0, 1, 2, 3], []], "switch": UPLINK}, "switches has an empty list"),
-    ({"islands": [[0, 1], [2, 3]]}, "islands is given, so island must be given too"),
-    ({"switch": UPLINK}, "switch is given, so switches must be given too"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lists", "rule"),
+    [
+        (
+            {"islands": [[0, 1], [2]], "island": FAST},
+            r"islands must hold each of a server's 4 GPUs \(0 to 3\) once \(missing: 3\)",
+        ),
+        ({"islands": [[0, 1], [1, 2, 3]], "island": FAST}, r"twice: 1"),
+        ({"nics": [[0, 1], [2, 3, 4]]}, r"nics .*not there: 4"),
+        ({"switches": [[0, 1, 2, 3], []], "switch": UPLINK}, "switches has an empty list"),
+        ({"islands": [[0, 1], [2, 3]]}, "islands is given, so island must be given too"),
+        ({"switch": UPLINK}, "switch is given, so switches must be given too"),
+    ],
+)
 def test_impossible_servers(lists: dict[str, Any], rule: str):
     with pytest.raises(ValueError, match=rule):
         cluster(2, 4, **lists)
 
 
 def test_lists_of_gpus_may_be_set():
-    changed, _ = apply_overrides(cluster(2, 4), Workload(), ["islands=[[0, 1], [2, 3]]", "island.bandwidth=100GB/s"])
-    assert changed.islands == ((0, 1), (2, 3)) and changed.island and changed.island.bandwidth == 1e11
+    changed, _ = apply_overrides(
+        cluster(2, 4), Workload(), ["islands=[[0, 1], [2, 3]]", "island.bandwidth=100GB/s"]
+    )
+    assert (
+        changed.islands == ((0, 1), (2, 3)) and changed.island and changed.island.bandwidth == 1e11
+    )
     with pytest.raises(SpecError, match="islands: must be lists of GPUs such as"):
         apply_overrides(cluster(2, 4), Workload(), ["islands=0-3"])
     with pytest.raises(SpecError, match="mend the lists or gpus_per_server"):
         apply_overrides(changed, Workload(), ["gpus_per_server=2"])
     assert with_ranks(changed, 4).islands == ((0, 1),)
     cpus = changed.model_copy(update={"device": DEVICE.model_copy(update={"kind": "cpu"})})
-    with pytest.raises(SpecError, match=r"8 ranks per server, but islands of cluster unnamed holds 4; use --ranks 8 or less"):
+    with pytest.raises(
+        SpecError,
+        match=r"8 ranks per server, but islands of cluster unnamed holds 4; use --ranks 8 or less",
+    ):
         with_ranks(cpus, 16)

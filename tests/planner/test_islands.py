@@ -1,5 +1,5 @@
-"""GraNNDis with islands of GPUs in the place of servers: the same story on other links, seats that keep an island's ranks on one, and a
-choice that changes with the topology."""
+"""GraNNDis with islands of GPUs in the place of servers: the same story on other links, seats that
+keep an island's ranks on one, and a choice that changes with the topology."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.explain import granndis_conditions
-from gnnplan.planner.files import apply_overrides, read_cluster
-from gnnplan.planner.graph import Graph, in_neighbours, load
-from gnnplan.planner.grouping import Phase, heuristic, seat, seatings, weigher
-from gnnplan.planner.job import Job
-from gnnplan.planner.schedule import Collective
-from gnnplan.planner.search import search, seated
-from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.seating import Phase, evaluator, heuristic, seat, seatings
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision.explain import preloading
+from gnnplan.planner.decision.search import search, seated
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, in_neighbours
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, GraphParallel, Prediction, parse
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Collective
 from gnnplan.simulator.player import play
 
 
 def community(vertices: int, edges: int, **more: Any) -> Graph:
     words = "".join(f"&{name}={value}" for name, value in more.items())
-    graph = load(f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=5{words}")
+    graph = load(
+        f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=5{words}"
+    )
     assert isinstance(graph, Graph)
     return graph
 
@@ -41,194 +45,317 @@ LARGE = community(4000, 40_000, communities=40, mixing=0.05)
 CROSSED, PAIRS, HALVES = [[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def job_of(servers: int, islands: list[list[int]], graph: Graph = GRAPH, intra: float = 1e9, island: float = 1e11, inter: float = 1e8,
-           compute: float = 1e11, **workload: Any) -> Job:  # fmt: skip
+def problem_of(
+    servers: int,
+    islands: list[list[int]],
+    graph: Graph = GRAPH,
+    intra: float = 1e9,
+    island: float = 1e11,
+    inter: float = 1e8,
+    compute: float = 1e11,
+    **workload: Any,
+) -> Problem:
     device = Device(memory=1e12, gemm=compute, memory_bandwidth=compute, launch=1e-6)
     links = {"intra_node": intra, "inter_node": inter, "island": island}
-    where = Cluster(servers=servers, gpus_per_server=sum(map(len, islands)), device=device, islands=islands,
-                    **{name: Link(bandwidth=bandwidth, latency=1e-6) for name, bandwidth in links.items()})  # fmt: skip
-    return Job(graph.stats, graph, Workload(**{"model": "gcn", "layers": 4, "hidden": 64, **workload}), where)
+    where = Cluster(
+        servers=servers,
+        gpus_per_server=sum(map(len, islands)),
+        device=device,
+        islands=islands,
+        **{name: Link(bandwidth=bandwidth, latency=1e-6) for name, bandwidth in links.items()},
+    )
+    return Problem(
+        graph.stats,
+        graph,
+        Workload(**{"model": "gcn", "layers": 4, "hidden": 64, **workload}),
+        where,
+    )
 
 
-def settled(job: Job, **knobs: Any) -> GraNNDis:
-    strategy = GraNNDis(group="island", **knobs).settle(job)
-    strategy.check(job)
+def settled(problem: Problem, **knobs: Any) -> GraNNDis:
+    strategy = GraNNDis(group="island", **knobs).settle(problem)
+    strategy.check(problem)
     return strategy
 
 
-def told(job: Job) -> list[GraNNDis]:
+def told(problem: Problem) -> list[GraNNDis]:
     """Variants that preload in islands."""
-    knobs: list[dict[str, Any]] = [{"depth": 1}, {"depth": 2, "narrow": True}, {}, {"max_hop": 1, "fanout": 2}, {"batches": 3},
-                                   {"max_hop": 2, "fanout": 2, "degrees": "local", "batches": 2}]  # fmt: skip
-    return [settled(job, **k) for k in knobs]
+    knobs: list[dict[str, Any]] = [
+        {"depth": 1},
+        {"depth": 2, "narrow": True},
+        {},
+        {"max_hop": 1, "fanout": 2},
+        {"batches": 3},
+        {"max_hop": 2, "fanout": 2, "degrees": "local", "batches": 2},
+    ]
+    return [settled(problem, **k) for k in knobs]
 
 
-# -- one story -------------------------------------------------------------------------------------------------------------
+# -- one story -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, PAIRS), (2, [[0], [1]]), (1, [[0, 4, 1], [3, 2, 5]])])
+@pytest.mark.parametrize(
+    ("servers", "islands"), [(1, CROSSED), (2, PAIRS), (2, [[0], [1]]), (1, [[0, 4, 1], [3, 2, 5]])]
+)
 @pytest.mark.parametrize("known", [True, False])
 def test_closed_form_schedule_and_simulation(servers: int, islands: list[list[int]], known: bool):
-    """Bytes by link read off the schedule, each from where its two ends sit; and the time of playing it."""
-    job = job_of(servers, islands)
+    """Bytes by link read off the schedule, each from where its two ends sit; and the time of
+    playing it."""
+    problem = problem_of(servers, islands)
     if not known:
-        job = replace(job, stats=replace(job.stats, known=False), graph=None)
-    for strategy in told(job):
-        p, steps = strategy.predict(job), strategy.steps(job)
-        schedule = strategy.schedule(job, 3 * steps)
+        problem = replace(problem, stats=replace(problem.stats, known=False), graph=None)
+    for strategy in told(problem):
+        p, steps = strategy.predict(problem), strategy.steps(problem)
+        schedule = strategy.schedule(problem, 3 * steps)
         links: Counter[str] = Counter()
         for task in schedule.tasks:
-            if task.label.step < steps and isinstance(task.work, Collective) and task.work.op == "exchange":
+            if (
+                task.label.step < steps
+                and isinstance(task.work, Collective)
+                and task.work.op == "exchange"
+            ):
                 for peer, nbytes in task.work.sent:
-                    links[job.cost.placement(task.rank, peer)] += nbytes
+                    links[problem.cost.placement(task.rank, peer)] += nbytes
         for _ in range(steps):
-            links.update(job.cost.reduced_by_link(p.bytes["all_reduce"] // steps, range(job.ranks)))
-        assert p.bytes_by_link == {where: nbytes for where, nbytes in links.items() if nbytes}, strategy
+            links.update(
+                problem.cost.reduced_by_link(p.bytes["all_reduce"] // steps, range(problem.ranks))
+            )
+        assert p.bytes_by_link == {where: nbytes for where, nbytes in links.items() if nbytes}, (
+            strategy
+        )
         assert schedule.bytes_by_op(t for t in schedule.tasks if t.label.step < steps) == p.bytes
         assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes > 0
-        assert play(schedule, job.cost).epoch_s(steps) == pytest.approx(float(p.epoch_s), rel=strategy.claim)
+        assert play(schedule, problem.cost).epoch_s(steps) == pytest.approx(
+            float(p.epoch_s), rel=strategy.claim
+        )
 
 
 @pytest.mark.parametrize("knobs", [{}, {"max_hop": 1, "fanout": 3}, {"batches": 2}])
 def test_only_gradients_leave_an_island(knobs: dict[str, Any]):
-    """Halos stay on island links: what passes PCIe and the network is the ring, which leaves every island once. The server's way
-    round, halos do pass PCIe."""
-    job = job_of(2, CROSSED)
-    p = settled(job, **knobs).predict(job)
-    ring = job.cost.reduced_by_link(p.bytes["all_reduce"], range(8))
-    assert {where: n for where, n in p.bytes_by_link.items() if where != "island"} == {w: n for w, n in ring.items() if w != "island"}
+    """Halos stay on island links: what passes PCIe and the network is the ring, which leaves every
+    island once. The server's way round, halos do pass PCIe."""
+    problem = problem_of(2, CROSSED)
+    p = settled(problem, **knobs).predict(problem)
+    ring = problem.cost.reduced_by_link(p.bytes["all_reduce"], range(8))
+    assert {where: n for where, n in p.bytes_by_link.items() if where != "island"} == {
+        w: n for w, n in ring.items() if w != "island"
+    }
     assert p.bytes_by_link["island"] == ring["island"] + p.bytes["halo"]
-    of_servers = GraNNDis(**knobs).settle(job).predict(job)
+    of_servers = GraNNDis(**knobs).settle(problem).predict(problem)
     assert of_servers.bytes_by_link["intra_node"] > 2 * p.bytes_by_link["intra_node"]
 
 
 def test_an_island_of_one_gpu_is_a_server_of_one():
-    """Two servers of two such islands compute, hold and exchange what four servers of one GPU do, on other links."""
-    islands = job_of(2, [[0], [1]])
-    alone = islands.cluster.model_copy(update={"servers": 4, "gpus_per_server": 1, "islands": (), "island": None})
+    """Two servers of two such islands compute, hold and exchange what four servers of one GPU do,
+    on other links."""
+    islands = problem_of(2, [[0], [1]])
+    alone = islands.cluster.model_copy(
+        update={"servers": 4, "gpus_per_server": 1, "islands": (), "island": None}
+    )
     servers = replace(islands, cluster=alone, _layouts={}, _batches={})
     for strategy in told(islands):
         other = replace(strategy, group="server")
         ours, theirs = strategy.predict(islands), other.predict(servers)
-        assert (ours.bytes, ours.setup_bytes, ours.compute_s) == (theirs.bytes, theirs.setup_bytes, theirs.compute_s)
-        assert set(ours.bytes_by_link) == {"intra_node", "inter_node"} and set(theirs.bytes_by_link) == {"inter_node"}
+        assert (ours.bytes, ours.setup_bytes, ours.compute_s) == (
+            theirs.bytes,
+            theirs.setup_bytes,
+            theirs.compute_s,
+        )
+        assert set(ours.bytes_by_link) == {"intra_node", "inter_node"} and set(
+            theirs.bytes_by_link
+        ) == {"inter_node"}
         memory = other.memory(servers)
-        assert all(np.array_equal(nbytes, memory[use]) for use, nbytes in strategy.memory(islands).items())
+        assert all(
+            np.array_equal(nbytes, memory[use]) for use, nbytes in strategy.memory(islands).items()
+        )
 
 
 def test_the_fewest_batches_that_fit_an_island():
-    question = job_of(1, CROSSED, SPARSE, layers=2)
+    question = problem_of(1, CROSSED, SPARSE, layers=2)
 
     def need(batches: int) -> float:
-        return float(sum(settled(question, batches=batches).memory(question).values(), np.zeros(1)).max())
+        return float(
+            sum(settled(question, batches=batches).memory(question).values(), np.zeros(1)).max()
+        )
 
     room = need(3)
     assert need(2) > room
     device = question.cluster.device.model_copy(update={"memory": room})
     tight = replace(question, cluster=question.cluster.model_copy(update={"device": device}))
     assert settled(tight, batches=None).batches == 3
-    candidates = [c.strategy for c in search(tight, may_use_fewer=False).ranked if isinstance(c.strategy, GraNNDis)]
+    candidates = [
+        c.strategy
+        for c in search(tight, may_use_fewer=False).ranked
+        if isinstance(c.strategy, GraNNDis)
+    ]
     assert any(c.group == "island" and c.batches == 3 and not c.sampled for c in candidates)
 
 
 def test_estimated_batches_of_islands():
-    """Of a graph known by statistics only: a batch has its share of an island's training vertices, and there are no more batches."""
-    known = job_of(2, PAIRS)
-    job = replace(known, stats=replace(known.stats, known=False), graph=None)
-    mine = job.stats.train_vertices / 4
-    assert [layout.targets for layout in settled(job, batches=3).layouts(job)] == [mine / 3] * 3
-    settled(job, batches=int(mine))
+    """Of a graph known by statistics only: a batch has its share of an island's training vertices,
+    and there are no more batches."""
+    known = problem_of(2, PAIRS)
+    problem = replace(known, stats=replace(known.stats, known=False), graph=None)
+    mine = problem.stats.train_vertices / 4
+    assert [layout.targets for layout in settled(problem, batches=3).layouts(problem)] == [
+        mine / 3
+    ] * 3
+    settled(problem, batches=int(mine))
     with pytest.raises(SpecError, match=f"fewest on one: {int(mine)}, batches: {int(mine) + 1}"):
-        settled(job, batches=int(mine) + 1)
+        settled(problem, batches=int(mine) + 1)
 
 
-@given(st.sampled_from([GRAPH, SPARSE, community(120, 900, seed=1)]), st.sampled_from(["gcn", "sage", "gcnii", "gat"]), st.integers(1, 6),
-       st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 2)]))  # fmt: skip
+@given(
+    st.sampled_from([GRAPH, SPARSE, community(120, 900, seed=1)]),
+    st.sampled_from(["gcn", "sage", "gcnii", "gat"]),
+    st.integers(1, 6),
+    st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 2)]),
+)
 @settings(deadline=None, max_examples=15)
-def test_more_depth_is_never_more_bytes_between_islands(graph: Graph, model: str, layers: int, where: tuple[int, int]):
-    """Of one GPU, so that the cut is the same at every depth: fewer bytes in an epoch, more before the first, more to compute."""
-    job = job_of(where[0], [[g] for g in range(where[1])], graph, model=model, layers=layers, heads=1)
-    p = [settled(job, depth=depth).predict(job) for depth in range(layers + 1)]
+def test_more_depth_is_never_more_bytes_between_islands(
+    graph: Graph, model: str, layers: int, where: tuple[int, int]
+):
+    """Of one GPU, so that the cut is the same at every depth: fewer bytes in an epoch, more before
+    the first, more to compute."""
+    problem = problem_of(
+        where[0], [[g] for g in range(where[1])], graph, model=model, layers=layers, heads=1
+    )
+    p = [settled(problem, depth=depth).predict(problem) for depth in range(layers + 1)]
     for shallow, deep in pairwise(p):
         assert deep.bytes_total <= shallow.bytes_total and deep.setup_bytes >= shallow.setup_bytes
         assert float(deep.compute_s) >= float(shallow.compute_s) * (1 - 1e-12)
     assert "halo" not in p[-1].bytes
 
 
-# -- seats -----------------------------------------------------------------------------------------------------------------
+# -- seats -----------------------------------------------------------------------------------------
 
 
-def places(job: Job, group: str) -> list[set[int]]:
+def places(problem: Problem, group: str) -> list[set[int]]:
     """The islands, or servers, that the ranks of each group sit on."""
-    at, tied = job.cost.places, GraNNDis(group=group).tied(job)
+    at, tied = problem.cost.places, GraNNDis(group=group).tied(problem)
     where = at.island if group == "island" else at.server
-    return [{int(where[rank]) for rank in range(job.ranks) if tied[rank] == number} for number in sorted(set(tied))]
+    return [
+        {int(where[rank]) for rank in range(problem.ranks) if tied[rank] == number}
+        for number in sorted(set(tied))
+    ]
 
 
-@pytest.mark.parametrize("strategy", ["granndis(depth=1,group='island')", "granndis(group='island')", "granndis(depth=1)"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["granndis(depth=1,group='island')", "granndis(group='island')", "granndis(depth=1)"],
+)
 @pytest.mark.parametrize("islands", [CROSSED, PAIRS])
-def test_groups_stay_together_and_no_seating_that_keeps_them_is_faster(strategy: str, islands: list[list[int]]):
-    """Every seating of 8 GPUs in which the same ranks share an island (a server), weighed by the closed form itself."""
-    job, chosen = job_of(2, islands, inter=1e8), parse(strategy)
-    in_order = chosen.settle(job)
-    found = seated(job, chosen)
+def test_groups_stay_together_and_no_seating_that_keeps_them_is_faster(
+    strategy: str, islands: list[list[int]]
+):
+    """Every seating of 8 GPUs in which the same ranks share an island (a server), weighed by the
+    closed form itself."""
+    problem, chosen = problem_of(2, islands, inter=1e8), parse(strategy)
+    in_order = chosen.settle(problem)
+    found = seated(problem, chosen)
     assert all(len(place) == 1 for place in places(found, chosen.group))
-    assert in_order.tied(found) == in_order.tied(job)
-    assert in_order.layout(found) is in_order.layout(job)  # the same rows on every rank: only links change
-    kept = [seats for seats in seatings(job.cluster, range(8)).tolist() if in_order.tied(job.seated(tuple(seats))) == in_order.tied(job)]
-    assert 1 < len(kept) < len(seatings(job.cluster, range(8)))
-    best = min(float(in_order.predict(job.seated(tuple(seats))).comm_s) for seats in kept)
+    assert in_order.tied(found) == in_order.tied(problem)
+    # the same rows on every rank: only links change
+    assert in_order.layout(found) is in_order.layout(problem)
+    kept = [
+        seats
+        for seats in seatings(problem.cluster, range(8)).tolist()
+        if in_order.tied(problem.seated(tuple(seats))) == in_order.tied(problem)
+    ]
+    assert 1 < len(kept) < len(seatings(problem.cluster, range(8)))
+    best = min(float(in_order.predict(problem.seated(tuple(seats))).comm_s) for seats in kept)
     assert float(in_order.predict(found).comm_s) == pytest.approx(best, rel=1e-9)
 
 
 def test_islands_that_read_each_other_share_a_server():
-    """Four islands, two and two of them with much in common, in an order that parts them: seats bring them together."""
+    """Four islands, two and two of them with much in common, in an order that parts them: seats
+    bring them together."""
     parts = np.repeat(np.arange(4), 100)
     random = np.random.default_rng(0)
     src, dst = random.integers(0, 400, (2, 20_000))
-    near = (parts[src] == parts[dst]) | ((parts[src] + parts[dst] == 3) & (random.random(src.size) < 0.2))
+    near = (parts[src] == parts[dst]) | (
+        (parts[src] + parts[dst] == 3) & (random.random(src.size) < 0.2)
+    )
     indptr, indices, _ = in_neighbours(src[near], dst[near], 400, directed=False)
-    graph = replace(GRAPH, stats=replace(GRAPH.stats, edges=indices.size, hash="two pairs"), indptr=indptr, indices=indices)
-    job, strategy = job_of(2, PAIRS, graph), parse("granndis(depth=1,group='island')")
-    layout = strategy.layout(job)
-    sends = np.add.reduceat(np.add.reduceat(layout.facts(4).sends, range(0, 8, 2), 0), range(0, 8, 2), 1)
-    friends = {frozenset((group, int(np.argmax(sends[group] * (np.arange(4) != group))))) for group in range(4)}
-    found = seated(job, strategy)
+    graph = replace(
+        GRAPH,
+        stats=replace(GRAPH.stats, edges=indices.size, hash="two pairs"),
+        indptr=indptr,
+        indices=indices,
+    )
+    problem, strategy = problem_of(2, PAIRS, graph), parse("granndis(depth=1,group='island')")
+    layout = strategy.layout(problem)
+    sends = np.add.reduceat(
+        np.add.reduceat(layout.facts(4).sends, range(0, 8, 2), 0), range(0, 8, 2), 1
+    )
+    friends = {
+        frozenset((group, int(np.argmax(sends[group] * (np.arange(4) != group)))))
+        for group in range(4)
+    }
+    found = seated(problem, strategy)
     tied, servers = strategy.tied(found), found.servers
-    sharing = {frozenset(tied[rank] for rank in range(8) if servers[rank] == server) for server in (0, 1)}
+    sharing = {
+        frozenset(tied[rank] for rank in range(8) if servers[rank] == server) for server in (0, 1)
+    }
     assert len(friends) == 2 and sharing == friends
-    every = [strategy.predict(job.seated(tuple(np.ravel([PAIR[i] for i in order]).tolist()))).bytes_by_link["inter_node"]
-             for PAIR in [((0, 1), (2, 3), (4, 5), (6, 7))] for order in permutations(range(4))]  # fmt: skip
+    every = [
+        strategy.predict(
+            problem.seated(tuple(np.ravel([PAIR[i] for i in order]).tolist()))
+        ).bytes_by_link["inter_node"]
+        for PAIR in [((0, 1), (2, 3), (4, 5), (6, 7))]
+        for order in permutations(range(4))
+    ]
     assert strategy.predict(found).bytes_by_link["inter_node"] == min(every) < max(every)
 
 
-@pytest.mark.parametrize(("servers", "islands", "of"), [(2, PAIRS, 2), (2, CROSSED, 2), (2, PAIRS, 4), (1, HALVES, 4)])
+@pytest.mark.parametrize(
+    ("servers", "islands", "of"), [(2, PAIRS, 2), (2, CROSSED, 2), (2, PAIRS, 4), (1, HALVES, 4)]
+)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_tied_ranks_stay_tied_whatever_they_send(servers: int, islands: list[list[int]], of: int, seed: int):
-    """Traffic that would tear them apart: of all permutations that keep groups of `of` on the GPUs of one, none is faster."""
-    where = job_of(servers, islands, inter=2e8).cluster
+def test_tied_ranks_stay_tied_whatever_they_send(
+    servers: int, islands: list[list[int]], of: int, seed: int
+):
+    """Traffic that would tear them apart: of all permutations that keep groups of `of` on the GPUs
+    of one, none is faster."""
+    where = problem_of(servers, islands, inter=2e8).cluster
     at = Cost.of(where).places
     tied = (at.server if servers == 2 and of == 4 else at.island).tolist()
     random = np.random.default_rng(seed)
-    phases = [Phase(random.integers(0, 10**6, (8, 8)) * np.not_equal.outer(tied, tied) * (random.random((8, 8)) < 0.5), 1.0)]
+    phases = [
+        Phase(
+            random.integers(0, 10**6, (8, 8))
+            * np.not_equal.outer(tied, tied)
+            * (random.random((8, 8)) < 0.5),
+            1.0,
+        )
+    ]
 
     def torn(seats: Sequence[int]) -> bool:
-        return any(len({tied[seats[rank]] for rank in range(8) if tied[rank] == group}) > 1 for group in tied)
+        return any(
+            len({tied[seats[rank]] for rank in range(8) if tied[rank] == group}) > 1
+            for group in tied
+        )
 
     every = np.array([seats for seats in permutations(range(8)) if not torn(seats)])
-    weigh = weigher(where, range(8), phases)
+    evaluate = evaluator(where, range(8), phases)
     free, kept = seat(where, range(8), phases), seat(where, range(8), phases, tied)
     assert torn(free) and not torn(kept)
-    seconds = weigh(np.array([free, kept, range(8)]))
-    assert seconds[0] < seconds[1] == pytest.approx(weigh(every).min(), rel=1e-9) and seconds[1] <= seconds[2]
-    swapped = heuristic(where, range(8), phases, weigh, tied)
-    assert not torn(swapped) and seconds[1] * (1 - 1e-9) <= weigh(np.array([swapped]))[0] <= seconds[2]
+    seconds = evaluate(np.array([free, kept, range(8)]))
+    assert (
+        seconds[0] < seconds[1] == pytest.approx(evaluate(every).min(), rel=1e-9)
+        and seconds[1] <= seconds[2]
+    )
+    swapped = heuristic(where, range(8), phases, evaluate, tied)
+    assert (
+        not torn(swapped)
+        and seconds[1] * (1 - 1e-9) <= evaluate(np.array([swapped]))[0] <= seconds[2]
+    )
 
 
 def test_groups_that_talk_meet_among_32_gpus():
-    """Pairs of islands with heavy traffic between them, and members that would rather be elsewhere: islands move as a whole until
-    every pair has a server."""
-    where = job_of(8, CROSSED, inter=1e8).cluster
+    """Pairs of islands with heavy traffic between them, and members that would rather be elsewhere:
+    islands move as a whole until every pair has a server."""
+    where = problem_of(8, CROSSED, inter=1e8).cluster
     tied = Cost.of(where).places.island
     friend = np.random.default_rng(2).permutation(16).reshape(8, 2)
     partner = {int(a): int(b) for pair in friend for a, b in (pair, pair[::-1])}
@@ -238,28 +365,37 @@ def test_groups_that_talk_meet_among_32_gpus():
         sent[a, (a + 1) % 32] += 1e3
     seats = seat(where, range(32), [Phase(sent, 1.0)], tied.tolist())
     at = Cost.of(where, seats).places
-    assert all(len({int(at.island[rank]) for rank in np.flatnonzero(tied == group)}) == 1 for group in range(16))
-    assert all(len({int(at.server[rank]) for rank in np.flatnonzero(np.isin(tied, pair))}) == 1 for pair in friend)
+    assert all(
+        len({int(at.island[rank]) for rank in np.flatnonzero(tied == group)}) == 1
+        for group in range(16)
+    )
+    assert all(
+        len({int(at.server[rank]) for rank in np.flatnonzero(np.isin(tied, pair))}) == 1
+        for pair in friend
+    )
 
 
 @pytest.mark.parametrize("group", ["server", "island"])
 def test_sixteen_gpus_keep_their_groups_too(group: str):
-    """Beyond what can be tried: swaps move whole groups, and what they find is no slower than the order of the GPUs."""
-    job = job_of(4, CROSSED, inter=1e8)
+    """Beyond what can be tried: swaps move whole groups, and what they find is no slower than the
+    order of the GPUs."""
+    problem = problem_of(4, CROSSED, inter=1e8)
     strategy = GraNNDis(1, group=group)
-    found = seated(job, strategy)
-    assert all(len(place) == 1 for place in places(found, group)) and len(places(found, group)) == (8 if group == "island" else 4)
-    assert strategy.tied(found) == strategy.tied(job)
-    assert float(strategy.predict(found).epoch_s) < float(strategy.predict(job).epoch_s)
+    found = seated(problem, strategy)
+    assert all(len(place) == 1 for place in places(found, group)) and len(places(found, group)) == (
+        8 if group == "island" else 4
+    )
+    assert strategy.tied(found) == strategy.tied(problem)
+    assert float(strategy.predict(found).epoch_s) < float(strategy.predict(problem).epoch_s)
 
 
-# -- the choice ------------------------------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------
 
 
-def fastest(job: Job) -> dict[str, Prediction]:
+def fastest(problem: Problem) -> dict[str, Prediction]:
     """Of what is exact: the best prediction of graph parallel, and of GraNNDis by group."""
     out: dict[str, Prediction] = {}
-    for candidate in search(job, exact=True, may_use_fewer=False).ranked:
+    for candidate in search(problem, exact=True, may_use_fewer=False).ranked:
         strategy = candidate.strategy
         if isinstance(strategy, (GraNNDis, GraphParallel)):
             out.setdefault(getattr(strategy, "group", "none"), candidate.predicted)
@@ -267,85 +403,160 @@ def fastest(job: Job) -> dict[str, Prediction]:
 
 
 def test_slow_pcie_between_islands_makes_them_preload_and_fast_pcie_does_not():
-    """One server. Then two: islands beat servers where halos would pass a slow PCIe, and lose where it is as fast as NVLink."""
-    slow, fast = (fastest(job_of(1, CROSSED, LARGE, intra=intra, layers=3)) for intra in (1e8, 1e11))
+    """One server. Then two: islands beat servers where halos would pass a slow PCIe, and lose where
+    it is as fast as NVLink."""
+    slow, fast = (
+        fastest(problem_of(1, CROSSED, LARGE, intra=intra, layers=3)) for intra in (1e8, 1e11)
+    )
     assert set(slow) == set(fast) == {"none", "island"}
     assert float(slow["island"].epoch_s) < 0.7 * float(slow["none"].epoch_s)
     assert float(fast["island"].epoch_s) > float(fast["none"].epoch_s)
-    slow, fast = (fastest(job_of(2, CROSSED, LARGE, intra=intra, layers=3)) for intra in (1e8, 1e11))
-    assert float(slow["island"].epoch_s) < 0.8 * min(float(slow["server"].epoch_s), float(slow["none"].epoch_s))
-    assert float(fast["server"].epoch_s) < min(float(fast["island"].epoch_s), float(fast["none"].epoch_s))
+    slow, fast = (
+        fastest(problem_of(2, CROSSED, LARGE, intra=intra, layers=3)) for intra in (1e8, 1e11)
+    )
+    assert float(slow["island"].epoch_s) < 0.8 * min(
+        float(slow["server"].epoch_s), float(slow["none"].epoch_s)
+    )
+    assert float(fast["server"].epoch_s) < min(
+        float(fast["island"].epoch_s), float(fast["none"].epoch_s)
+    )
 
 
-BRIDGES = {"pcie_box": "[[0, 4], [1, 5], [2, 6], [3, 7]]", "granndis_a6000_pcie": "[[0, 2], [1, 3]]"}
+BRIDGES = {
+    "pcie_box": "[[0, 4], [1, 5], [2, 6], [3, 7]]",
+    "granndis_a6000_pcie": "[[0, 2], [1, 3]]",
+}
 
 
 @pytest.mark.parametrize("preset", BRIDGES)
 def test_bridges_on_a_preset_with_pcie(preset: str):
-    """NVLink bridges between pairs of eight GPUs: the exact plan preloads in islands, with PCIe as it is and slower; where NVLink is no
-    faster than the rest, and computing slow, it does not. No seating breaks an island."""
+    """NVLink bridges between pairs of eight GPUs: the exact plan preloads in islands, with PCIe as
+    it is and slower; where NVLink is no faster than the rest, and computing slow, it does not. No
+    seating breaks an island."""
     bridges = [f"islands={BRIDGES[preset]}", "island.bandwidth=42GB/s", "island.latency=5us"]
     eight = ["servers=2"] if preset == "granndis_a6000_pcie" else []
-    bridged, workload = apply_overrides(read_cluster(preset), Workload(model="gcn", layers=3, hidden=128), bridges + eight)
+    bridged, workload = apply_overrides(
+        read_cluster(preset), Workload(model="gcn", layers=3, hidden=128), bridges + eight
+    )
     links = [name for name in ("intra_node", "switch", "inter_node") if getattr(bridged, name)]
     slow = ["device.gemm=100GFLOP/s", "device.memory_bandwidth=10GB/s"]
     gains = []
-    for changes in (["intra_node.bandwidth=1GB/s"], [], [f"{link}.bandwidth=42GB/s" for link in links] + slow):
+    for changes in (
+        ["intra_node.bandwidth=1GB/s"],
+        [],
+        [f"{link}.bandwidth=42GB/s" for link in links] + slow,
+    ):
         changed, _ = apply_overrides(bridged, workload, changes)
-        found = search(Job(LARGE.stats, LARGE, workload, changed), exact=True, may_use_fewer=False)
+        found = search(
+            Problem(LARGE.stats, LARGE, workload, changed), exact=True, may_use_fewer=False
+        )
         preloading = [c for c in found.ranked if getattr(c.strategy, "group", "") == "island"]
-        assert all(len(place) == 1 for c in preloading for place in places(c.job, "island"))
+        assert all(len(place) == 1 for c in preloading for place in places(c.problem, "island"))
         others = [float(c.predicted.epoch_s) for c in found.ranked if c not in preloading]
         gains.append(min(others) / float(preloading[0].predicted.epoch_s))
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 1.2 and gains[1] > 1 > gains[2]
 
 
-@pytest.mark.parametrize(("servers", "islands", "groups"), [
-    (1, CROSSED, {"island"}), (2, PAIRS, {"server", "island"}), (2, [[0, 1]], {"server"}), (1, [[0, 1]], set()), (1, [[0, 1], [2]], set()),
-    (2, [[0, 1], [2]], {"server"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("servers", "islands", "groups"),
+    [
+        (1, CROSSED, {"island"}),
+        (2, PAIRS, {"server", "island"}),
+        (2, [[0, 1]], {"server"}),
+        (1, [[0, 1]], set()),
+        (1, [[0, 1], [2]], set()),
+        (2, [[0, 1], [2]], {"server"}),
+    ],
+)
 def test_what_is_offered(servers: int, islands: list[list[int]], groups: set[str]):
-    assert {s.group for s in GraNNDis.candidates(job_of(servers, islands)) if isinstance(s, GraNNDis)} == groups
+    assert {
+        s.group
+        for s in GraNNDis.candidates(problem_of(servers, islands))
+        if isinstance(s, GraNNDis)
+    } == groups
 
 
 def test_half_of_every_island_and_one_island_are_offered_what_they_have():
     """Fewer GPUs: of [[0, 2], [1, 3]] one island, a GPU of each, three GPUs."""
-    job = job_of(1, CROSSED)
+    problem = problem_of(1, CROSSED)
     for seats, groups in (((0, 2), set()), ((0, 1), {"island"}), ((0, 1, 2), set())):
-        some = job.seated(seats)
-        assert {s.group for s in GraNNDis.candidates(some) if isinstance(s, GraNNDis)} == groups, seats
-    assert GraNNDis.absent(job.seated((0, 2))).startswith("one server, one island: no row crosses")
+        some = problem.seated(seats)
+        assert {s.group for s in GraNNDis.candidates(some) if isinstance(s, GraNNDis)} == groups, (
+            seats
+        )
+    assert GraNNDis.absent(problem.seated((0, 2))).startswith(
+        "one server, one island: no row crosses"
+    )
 
 
-# -- words -----------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("servers", "islands", "text", "rule"), [
-    (1, CROSSED, "granndis(group='switch')", r"group is 'server' or 'island' \(what preloads as one\), not 'switch'"),
-    (1, [[0, 1], [2]], "granndis(group='island')", r"equally large \(GPUs used of an island of cluster .*: 1, 2\); use group='server'"),
-    (1, CROSSED, "granndis(depth=1,max_hop=1,group='island')", r"leaves an island rows .* may cross islands \(depth: 1, layers: 4\)"),
-    (1, CROSSED, "granndis(depth=1,batches=2,group='island')", r"fetched for an island as a whole, so no hidden row may cross islands"),
-    (1, CROSSED, "granndis(batches=9999,group='island')", r"vertex per batch on every island \(fewest on one: \d+, batches: 9999\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("servers", "islands", "text", "rule"),
+    [
+        (
+            1,
+            CROSSED,
+            "granndis(group='switch')",
+            r"group is 'server' or 'island' \(what preloads as one\), not 'switch'",
+        ),
+        (
+            1,
+            [[0, 1], [2]],
+            "granndis(group='island')",
+            r"equally large \(GPUs used of an island of cluster .*: 1, 2\); use group='server'",
+        ),
+        (
+            1,
+            CROSSED,
+            "granndis(depth=1,max_hop=1,group='island')",
+            r"leaves an island rows .* may cross islands \(depth: 1, layers: 4\)",
+        ),
+        (
+            1,
+            CROSSED,
+            "granndis(depth=1,batches=2,group='island')",
+            r"fetched for an island as a whole, so no hidden row may cross islands",
+        ),
+        (
+            1,
+            CROSSED,
+            "granndis(batches=9999,group='island')",
+            r"vertex per batch on every island \(fewest on one: \d+, batches: 9999\)",
+        ),
+    ],
+)
 def test_impossible_islands(servers: int, islands: list[list[int]], text: str, rule: str):
-    job = job_of(servers, islands)
+    problem = problem_of(servers, islands)
     with pytest.raises(SpecError, match=rule):
-        strategy = parse(text).settle(job)
-        strategy.check(job)
+        strategy = parse(text).settle(problem)
+        strategy.check(problem)
 
 
 def test_a_cluster_without_islands():
-    job = job_of(2, PAIRS)
-    bare = replace(job, cluster=job.cluster.model_copy(update={"islands": (), "island": None}))
-    with pytest.raises(SpecError, match=r"names none \(GPUs per server: 4\); use group='server', or give it islands and island"):
+    problem = problem_of(2, PAIRS)
+    bare = replace(
+        problem, cluster=problem.cluster.model_copy(update={"islands": (), "island": None})
+    )
+    with pytest.raises(
+        SpecError,
+        match=(
+            r"names none \(GPUs per server: 4\); use group='server', or give it islands and island"
+        ),
+    ):
         search(bare, forced=GraNNDis(group="island"))
 
 
 def test_what_a_plan_says():
-    one = job_of(1, [[0, 1]])
-    assert GraNNDis.absent(one).startswith("one server, one island: no row crosses groups, so there is nothing to preload")
-    assert "its islands hold 1, 2 GPUs" in GraNNDis.absent(job_of(1, [[0, 1], [2]]))
+    one = problem_of(1, [[0, 1]])
+    assert GraNNDis.absent(one).startswith(
+        "one server, one island: no row crosses groups, so there is nothing to preload"
+    )
+    assert "its islands hold 1, 2 GPUs" in GraNNDis.absent(problem_of(1, [[0, 1], [2]]))
     assert parse(str(GraNNDis(2, group="island"))) == GraNNDis(2, group="island")
-    assert granndis_conditions(job_of(1, CROSSED))[0].endswith("islands may preload, which those conditions do not know.")
-    assert not any("islands" in line for line in granndis_conditions(one))
+    assert preloading(problem_of(1, CROSSED))[0].endswith(
+        "Islands of GPUs may preload too, with group='island'."
+    )
+    assert not any("Islands" in line for line in preloading(one))

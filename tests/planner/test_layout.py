@@ -1,4 +1,5 @@
-"""Layouts against the definitions, read aloud with Python's sets on graphs small enough for that."""
+"""Layouts against the definitions, read aloud with Python's sets on graphs small enough for
+that."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner import layout as layout_module
-from gnnplan.planner.graph import Graph, GraphStats, in_neighbours
-from gnnplan.planner.layout import Expansion, Layout, distances, expand
+from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
+from gnnplan.planner.ownership import layout as layout_module
+from gnnplan.planner.ownership.layout import Expansion, Layout, distances, expand
 
 
 def graph_of(vertices: int, edges: list[tuple[int, int]], directed: bool = False) -> Graph:
@@ -18,9 +19,20 @@ def graph_of(vertices: int, edges: list[tuple[int, int]], directed: bool = False
     src, dst = np.array(edges, dtype=np.int64).reshape(-1, 2).T
     indptr, indices, _ = in_neighbours(src, dst, vertices, directed)
     content = f"small {vertices} {edges} {directed}"
-    stats = GraphStats("small", "small", vertices, len(indices), 2, 2, vertices, False, content, directed=directed)
+    stats = GraphStats(
+        "small", "small", vertices, len(indices), 2, 2, vertices, False, content, directed=directed
+    )
     mask = np.ones(vertices, bool)
-    return Graph(stats, indptr, indices, np.zeros((vertices, 2), np.float32), np.zeros(vertices, np.int64), mask, ~mask, ~mask)
+    return Graph(
+        stats,
+        indptr,
+        indices,
+        np.zeros((vertices, 2), np.float32),
+        np.zeros(vertices, np.int64),
+        mask,
+        ~mask,
+        ~mask,
+    )
 
 
 @dataclass(frozen=True)
@@ -33,22 +45,39 @@ class Case:
     depth: int
 
     def layout(self) -> Layout:
-        return Layout(self.graph, np.array(self.owner), self.servers, self.layers, self.first_varying, self.depth)
+        return Layout(
+            self.graph,
+            np.array(self.owner),
+            self.servers,
+            self.layers,
+            self.first_varying,
+            self.depth,
+        )
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """1-3 servers x 1-3 GPUs, every depth, isolated vertices, directed or not; every server owns a row per GPU."""
+    """1-3 servers x 1-3 GPUs, every depth, isolated vertices, directed or not; every server owns a
+    row per GPU."""
     servers, gpus = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     ranks = servers * gpus
     vertices = draw(st.integers(ranks, 14))
     ids = st.integers(0, vertices - 1)
     edges = draw(st.lists(st.tuples(ids, ids), max_size=3 * vertices))
-    others = draw(st.lists(st.integers(0, ranks - 1), min_size=vertices - ranks, max_size=vertices - ranks))
+    others = draw(
+        st.lists(st.integers(0, ranks - 1), min_size=vertices - ranks, max_size=vertices - ranks)
+    )
     owner = draw(st.permutations([*range(ranks), *others]))
     layers, first_varying = draw(st.integers(1, 4)), draw(st.integers(0, 1))
     graph = graph_of(vertices, edges, draw(st.booleans()))
-    return Case(graph, owner, tuple(r // gpus for r in range(ranks)), layers, first_varying, draw(st.integers(0, layers)))
+    return Case(
+        graph,
+        owner,
+        tuple(r // gpus for r in range(ranks)),
+        layers,
+        first_varying,
+        draw(st.integers(0, layers)),
+    )
 
 
 def neighbours(graph: Graph, rows: set[int]) -> set[int]:
@@ -56,12 +85,16 @@ def neighbours(graph: Graph, rows: set[int]) -> set[int]:
 
 
 def computed_by_servers(case: Case) -> dict[int, list[set[int]]]:
-    """Server -> rows of h_0, ..., h_L that it computes: its own, and one hop more for each recomputed layer below."""
+    """Server -> rows of h_0, ..., h_L that it computes: its own, and one hop more for each
+    recomputed layer below."""
     several = len(set(case.servers)) > 1
-    last = case.first_varying + min(case.depth, case.layers - case.first_varying)  # below h_last a server asks no other
+    # below h_last a server asks no other
+    last = case.first_varying + min(case.depth, case.layers - case.first_varying)
     out = {}
     for server in set(case.servers):
-        rows = [{v for v, rank in enumerate(case.owner) if case.servers[rank] == server}] * (case.layers + 1)
+        rows = [{v for v, rank in enumerate(case.owner) if case.servers[rank] == server}] * (
+            case.layers + 1
+        )
         for h in range(last - 1, -1, -1) if several and last > case.first_varying else ():
             rows[h] = rows[h + 1] | neighbours(case.graph, rows[h + 1])
         out[server] = rows
@@ -74,7 +107,11 @@ def test_every_row_is_computed_where_the_definition_says_and_once(case: Case):
     layout, expected = case.layout(), computed_by_servers(case)
     for h in range(case.layers + 1):
         for server, rows in expected.items():
-            shares = [layout.rows(rank, h).tolist() for rank, its in enumerate(case.servers) if its == server]
+            shares = [
+                layout.rows(rank, h).tolist()
+                for rank, its in enumerate(case.servers)
+                if its == server
+            ]
             together = [v for share in shares for v in share]
             assert len(together) == len(set(together)) and set(together) == rows[h]
     owned = [v for rank in range(layout.ranks) for v in layout.own(rank).tolist()]
@@ -83,9 +120,12 @@ def test_every_row_is_computed_where_the_definition_says_and_once(case: Case):
         assert all(layout.owner[v] == rank for v in layout.own(rank))
         assert all(case.servers[case.owner[v]] == case.servers[rank] for v in layout.own(rank))
         if not layout.depth:
-            assert {v for v, its in enumerate(case.owner) if its == rank} == set(layout.own(rank).tolist())
+            assert {v for v, its in enumerate(case.owner) if its == rank} == set(
+                layout.own(rank).tolist()
+            )
         shares = [layout.rows(rank, h).tolist() for h in range(case.layers + 1)]
-        assert all(wide[: len(narrow)] == narrow for wide, narrow in pairwise(shares))  # own rows first, near before far
+        # own rows first, near before far
+        assert all(wide[: len(narrow)] == narrow for wide, narrow in pairwise(shares))
 
 
 @given(cases())
@@ -96,8 +136,13 @@ def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case:
         inside = layer - 1 < case.first_varying + layout.depth and layout.depth > 0
         for rank in range(layout.ranks):
             piece = layout.piece(rank, layer)
-            rows, local = set(layout.rows(rank, layer).tolist()), set(layout.rows(rank, layer - 1).tolist())
-            assert set(piece.halo.tolist()) == neighbours(case.graph, rows) - local and len(set(piece.halo)) == len(piece.halo)
+            rows, local = (
+                set(layout.rows(rank, layer).tolist()),
+                set(layout.rows(rank, layer - 1).tolist()),
+            )
+            assert set(piece.halo.tolist()) == neighbours(case.graph, rows) - local and len(
+                set(piece.halo)
+            ) == len(piece.halo)
             assert piece.received[rank] == 0 and piece.received.sum() == len(piece.halo)
             for peer, part in enumerate(np.split(piece.halo, np.cumsum(piece.received)[:-1])):
                 assert set(part.tolist()) <= set(layout.rows(peer, layer - 1).tolist())
@@ -113,10 +158,13 @@ def test_what_one_sends_is_what_the_other_receives_in_the_same_order(case: Case)
         sent = [layout.sent(rank, layer) for rank in range(layout.ranks)]
         for taker in range(layout.ranks):
             piece = layout.piece(taker, layer)
-            arrived = [layout.rows(giver, layer - 1)[sent[giver][taker]] for giver in range(layout.ranks)]
+            arrived = [
+                layout.rows(giver, layer - 1)[sent[giver][taker]] for giver in range(layout.ranks)
+            ]
             assert [len(rows) for rows in arrived] == piece.received.tolist()
             assert np.concatenate(arrived).tolist() == piece.halo.tolist()
-            assert all((np.diff(sent[giver][taker]) > 0).all() for giver in range(layout.ranks))  # memory is read in order
+            # memory is read in order
+            assert all((np.diff(sent[giver][taker]) > 0).all() for giver in range(layout.ranks))
 
 
 @given(cases())
@@ -132,7 +180,11 @@ def test_blocks_are_rows_of_the_adjacency(case: Case):
             for k, v in enumerate(layout.rows(rank, layer)):
                 mine = source[indices[indptr[k] : indptr[k + 1]]].tolist()
                 assert sorted(mine) == graph.indices[graph.indptr[v] : graph.indptr[v + 1]].tolist()
-            assert source[: len(layout.rows(rank, layer))].tolist() == layout.rows(rank, layer).tolist()  # self edges: k reads k
+            # self edges: k reads k
+            assert (
+                source[: len(layout.rows(rank, layer))].tolist()
+                == layout.rows(rank, layer).tolist()
+            )
 
 
 @given(cases())
@@ -143,7 +195,10 @@ def test_facts_count_the_pieces(case: Case):
         facts, degree = layout.facts(layer), case.graph.degree
         for rank in range(layout.ranks):
             rows, halo = layout.rows(rank, layer), layout.piece(rank, layer).halo
-            assert (facts.rows[rank], facts.sources[rank]) == (len(rows), len(layout.rows(rank, layer - 1)) + len(halo))
+            assert (facts.rows[rank], facts.sources[rank]) == (
+                len(rows),
+                len(layout.rows(rank, layer - 1)) + len(halo),
+            )
             assert facts.edges[rank] == degree[rows].sum() == layout.block(rank, layer)[0][-1]
             assert facts.sends[rank].tolist() == [len(rows) for rows in layout.sent(rank, layer)]
 
@@ -154,9 +209,12 @@ def test_recomputed_layers_never_cross_servers(case: Case):
     layout = case.layout()
     across = ~np.equal.outer(case.servers, case.servers)
     if layout.depth:
-        for layer in range(1, case.first_varying + layout.depth + 1):  # h_0 .. of the features, then `depth` hidden layers
+        # h_0 .. of the features, then `depth` hidden layers
+        for layer in range(1, case.first_varying + layout.depth + 1):
             assert not layout.facts(layer).sends[across].any()
-    assert layout.depth == (min(case.depth, case.layers - case.first_varying) if across.any() else 0)
+    assert layout.depth == (
+        min(case.depth, case.layers - case.first_varying) if across.any() else 0
+    )
 
 
 @given(cases())
@@ -169,10 +227,13 @@ def test_preloaded_rows_are_the_servers_surroundings(case: Case):
     assert not preloaded[np.equal.outer(case.servers, case.servers)].any()
     for rank, server in enumerate(case.servers):
         mine = [v for v in layout.rows(rank, 0).tolist() if v in external[server]]
-        assert preloaded[:, rank].tolist() == np.bincount(layout.owner[mine], minlength=layout.ranks).tolist()
+        assert (
+            preloaded[:, rank].tolist()
+            == np.bincount(layout.owner[mine], minlength=layout.ranks).tolist()
+        )
 
 
-# -- drawn by hand -------------------------------------------------------------------------------------------------------
+# -- drawn by hand ---------------------------------------------------------------------------------
 
 
 def path(vertices: int) -> Graph:
@@ -190,13 +251,16 @@ def test_depth_0_is_the_textbook_halo():
 
 
 def test_a_path_on_two_servers_at_every_depth():
-    """0 1 2 3 | 4 5 6 7, three layers of which the first reads constant features: each depth moves the cut a row out."""
+    """0 1 2 3 | 4 5 6 7, three layers of which the first reads constant features: each depth moves
+    the cut a row out."""
     owner = np.repeat([0, 1], 4)
     rows = []
     for depth in range(4):
         layout = Layout(path(8), owner, (0, 1), 3, 1, depth)
         halos = [int(layout.facts(layer).sends.sum()) for layer in (1, 2, 3)]
-        rows.append(([layout.rows(0, h).size for h in range(4)], halos, int(layout.preloaded().sum())))
+        rows.append(
+            ([layout.rows(0, h).size for h in range(4)], halos, int(layout.preloaded().sum()))
+        )
     assert rows == [
         ([4, 4, 4, 4], [2, 2, 2], 0),
         ([6, 5, 4, 4], [0, 0, 2], 4),  # 6 features give 5 rows of h_1 give 4 of h_2
@@ -213,16 +277,28 @@ def test_an_encoder_makes_the_first_layer_vary():
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_one_layer(depth: int):
-    """Nothing hidden is exchanged: with constant inputs there is nothing to recompute, after an encoder there is h_0."""
+    """Nothing hidden is exchanged: with constant inputs there is nothing to recompute, after an
+    encoder there is h_0."""
     constant = Layout(path(6), np.repeat([0, 1], 3), (0, 1), 1, 1, depth)
-    assert constant.depth == 0 and constant.facts(1).sends.tolist() == [[0, 1], [1, 0]] and constant.preloaded().sum() == 0
+    assert (
+        constant.depth == 0
+        and constant.facts(1).sends.tolist() == [[0, 1], [1, 0]]
+        and constant.preloaded().sum() == 0
+    )
     encoded = Layout(path(6), np.repeat([0, 1], 3), (0, 1), 1, 0, depth)
-    assert (encoded.facts(1).sends.sum(), encoded.preloaded().sum()) == ((0, 2) if depth else (2, 0))
+    assert (encoded.facts(1).sends.sum(), encoded.preloaded().sum()) == (
+        (0, 2) if depth else (2, 0)
+    )
 
 
 def test_no_edges_no_halo():
     layout = Layout(graph_of(6, []), np.repeat([0, 1, 2, 3], [1, 2, 1, 2]), (0, 0, 1, 1), 3, 1, 2)
-    assert sum(layout.facts(layer).sends.sum() + layout.facts(layer).edges.sum() for layer in (1, 2, 3)) == 0
+    assert (
+        sum(
+            layout.facts(layer).sends.sum() + layout.facts(layer).edges.sum() for layer in (1, 2, 3)
+        )
+        == 0
+    )
     assert layout.block(0, 1)[1].size == 0 and layout.preloaded().sum() == 0
 
 
@@ -233,7 +309,7 @@ def test_direction_counts():
     assert layout.facts(2).sends.tolist() == [[0, 1], [0, 0]]
 
 
-# -- drawn rows and batches ----------------------------------------------------------------------------------------------
+# -- drawn rows and batches ------------------------------------------------------------------------
 
 
 def induced(case: Case, allowed: set[int], rows: set[int]) -> set[int]:
@@ -242,12 +318,19 @@ def induced(case: Case, allowed: set[int], rows: set[int]) -> set[int]:
 
 @given(cases(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
 @settings(deadline=None, max_examples=80)
-def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(case: Case, max_hop: int, fanout: int, seed: int):
+def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(
+    case: Case, max_hop: int, fanout: int, seed: int
+):
     for server in set(case.servers):
         own = np.array([case.servers[rank] == server for rank in case.owner])
         drawn = expand(case.graph, own, Expansion(max_hop, fanout, seed), server)
-        assert (drawn == expand(case.graph, own, Expansion(max_hop, fanout, seed), server)).all() and drawn[own].all()
-        external = {v: neighbours(case.graph, {v}) - set(np.flatnonzero(own).tolist()) for v in range(len(own))}
+        assert (
+            drawn == expand(case.graph, own, Expansion(max_hop, fanout, seed), server)
+        ).all() and drawn[own].all()
+        external = {
+            v: neighbours(case.graph, {v}) - set(np.flatnonzero(own).tolist())
+            for v in range(len(own))
+        }
         visited, within = set(np.flatnonzero(own).tolist()), set(np.flatnonzero(own).tolist())
         for _ in range(max_hop):
             within |= {u for v in within for u in external[v]}
@@ -255,16 +338,27 @@ def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(c
         assert found <= within
         assert len(found) <= sum(min(fanout, len(external[v])) for v in visited | found)
         for v in visited:
-            assert len(external[v] & found) >= min(fanout, len(external[v]))  # each own vertex gets what it may
+            # each own vertex gets what it may
+            assert len(external[v] & found) >= min(fanout, len(external[v]))
         everything = expand(case.graph, own, Expansion(max_hop, 99, seed), server)
         assert set(np.flatnonzero(everything).tolist()) == within
 
 
 @given(cases(), st.integers(1, 2), st.integers(1, 3))
 @settings(deadline=None, max_examples=80)
-def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others(case: Case, max_hop: int, fanout: int):
+def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others(
+    case: Case, max_hop: int, fanout: int
+):
     expansion = Expansion(max_hop, fanout, 7)
-    layout = Layout(case.graph, np.array(case.owner), case.servers, case.layers, case.first_varying, case.depth, expansion)
+    layout = Layout(
+        case.graph,
+        np.array(case.owner),
+        case.servers,
+        case.layers,
+        case.first_varying,
+        case.depth,
+        expansion,
+    )
     if len(set(case.servers)) == 1:
         assert layout.inside == 0  # nothing is external
         return
@@ -284,18 +378,32 @@ def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others
         for layer in range(1, case.layers + 1):
             for rank in ranks:
                 indptr, indices = layout.block(rank, layer)
-                source = np.concatenate([layout.rows(rank, layer - 1), layout.piece(rank, layer).halo])
+                source = np.concatenate(
+                    [layout.rows(rank, layer - 1), layout.piece(rank, layer).halo]
+                )
                 for k, v in enumerate(layout.rows(rank, layer).tolist()):
-                    assert set(source[indices[indptr[k] : indptr[k + 1]]].tolist()) == induced(case, allowed, {v})
+                    assert set(source[indices[indptr[k] : indptr[k + 1]]].tolist()) == induced(
+                        case, allowed, {v}
+                    )
     across = ~np.equal.outer(case.servers, case.servers)
     assert not any(layout.facts(layer).sends[across].any() for layer in range(1, case.layers + 1))
 
 
 @given(cases(), st.integers(1, 4), st.integers(0, 3))
 @settings(deadline=None, max_examples=80)
-def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layout_has_it(case: Case, count: int, seed: int):
+def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layout_has_it(
+    case: Case, count: int, seed: int
+):
     expansion = Expansion(case.layers, 99, 0)  # all that is within reach
-    layout = Layout(case.graph, np.array(case.owner), case.servers, case.layers, case.first_varying, case.depth, expansion)
+    layout = Layout(
+        case.graph,
+        np.array(case.owner),
+        case.servers,
+        case.layers,
+        case.first_varying,
+        case.depth,
+        expansion,
+    )
     rows = np.arange(case.graph.stats.vertices) % 3 > 0
     batch_of = layout.drawn(rows, count, seed)
     assert ((batch_of >= 0) == rows).all() and (batch_of < count).all()
@@ -316,11 +424,22 @@ def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layo
             for rank in ranks:
                 assert set(batch.rows(rank, 0).tolist()) <= set(layout.rows(rank, 0).tolist())
                 for layer in range(1, case.layers + 1):
-                    piece, needed = batch.piece(rank, layer), set(batch.rows(rank, layer - 1).tolist())
-                    assert set(piece.halo.tolist()) == neighbours(case.graph, set(batch.rows(rank, layer).tolist())) - needed
-                    taken = [batch.rows(peer, layer - 1)[batch.sent(peer, layer)[rank]] for peer in range(batch.ranks)]
+                    piece, needed = (
+                        batch.piece(rank, layer),
+                        set(batch.rows(rank, layer - 1).tolist()),
+                    )
+                    assert (
+                        set(piece.halo.tolist())
+                        == neighbours(case.graph, set(batch.rows(rank, layer).tolist())) - needed
+                    )
+                    taken = [
+                        batch.rows(peer, layer - 1)[batch.sent(peer, layer)[rank]]
+                        for peer in range(batch.ranks)
+                    ]
                     assert np.concatenate(taken).tolist() == piece.halo.tolist()
-                    assert all(case.servers[peer] == server for peer in np.flatnonzero(piece.received))
+                    assert all(
+                        case.servers[peer] == server for peer in np.flatnonzero(piece.received)
+                    )
 
 
 @given(cases(), st.integers(1, 3))
@@ -330,12 +449,17 @@ def test_drawing_everything_is_full_preload(case: Case, more: int):
     if len(set(case.servers)) == 1 or case.layers == case.first_varying:
         return
     args = (case.graph, np.array(case.owner), case.servers, case.layers, case.first_varying)
-    full, drawn = Layout(*args, case.layers), Layout(*args, 0, Expansion(case.layers + more - 1, 99, 0))
+    full, drawn = (
+        Layout(*args, case.layers),
+        Layout(*args, 0, Expansion(case.layers + more - 1, 99, 0)),
+    )
     assert (full.owner == drawn.owner).all() and (full.preloaded() == drawn.preloaded()).all()
     for layer in range(1, case.layers + 1):
         for rank in range(full.ranks):
             a, b = full.piece(rank, layer), drawn.piece(rank, layer)
-            assert (a.rows, a.local, a.edges) == (b.rows, b.local, b.edges) and (a.halo == b.halo).all()
+            assert (a.rows, a.local, a.edges) == (b.rows, b.local, b.edges) and (
+                a.halo == b.halo
+            ).all()
 
 
 def test_distances_look_at_a_few_edges_at_a_time(monkeypatch: pytest.MonkeyPatch):
@@ -344,4 +468,6 @@ def test_distances_look_at_a_few_edges_at_a_time(monkeypatch: pytest.MonkeyPatch
     at_once = distances(graph, roots, 4), expand(graph, roots, Expansion(3, 99, 0), 0)
     for few in (1, 2, 7):
         monkeypatch.setattr(layout_module, "AT_ONCE", few)
-        assert (distances(graph, roots, 4) == at_once[0]).all() and (expand(graph, roots, Expansion(3, 99, 0), 0) == at_once[1]).all()
+        assert (distances(graph, roots, 4) == at_once[0]).all() and (
+            expand(graph, roots, Expansion(3, 99, 0), 0) == at_once[1]
+        ).all()

@@ -1,40 +1,66 @@
-"""A mini-batch over ranks: together they have the frontier, each edge once per group, and every halo row comes from whoever has it."""
+"""A mini-batch over ranks: together they have the frontier, each edge once per group, and every
+halo row comes from whoever has it."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.layout import Layout
-from gnnplan.planner.minibatch import MiniBatch
-from gnnplan.planner.sampling import frontier
-from gnnplan.planner.specs import ALL
+from gnnplan.planner.gnn.workload import ALL
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import frontier
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.minibatch import MiniBatch
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 assert isinstance(GRAPH, Graph)
-GROUPS = {"one": (0,), "data parallel": (0, 1, 2), "split": (0, 0, 0), "hybrid": (0, 0, 1, 1), "hybrid, in turn": (0, 1, 0, 1)}
+GROUPS = {
+    "one": (0,),
+    "data parallel": (0, 1, 2),
+    "split": (0, 0, 0),
+    "hybrid": (0, 0, 1, 1),
+    "hybrid, in turn": (0, 1, 0, 1),
+}
 
 
-def batch(groups: tuple[int, ...], seeds: int = 40, fanouts: tuple[int, ...] = (5, 3, 2), seed: int = 0) -> MiniBatch:
+def batch(
+    groups: tuple[int, ...], seeds: int = 40, fanouts: tuple[int, ...] = (5, 3, 2), seed: int = 0
+) -> MiniBatch:
     """Seeds shared out over the groups, vertices owned at random."""
     chosen = np.random.default_rng(seed).permutation(GRAPH.stats.vertices)[:seeds]
     count, size = len(set(groups)), groups.count(0)
-    frontiers = [frontier(GRAPH, share, fanouts, seed, 0, 0) for share in np.array_split(chosen, count)]
-    member = np.random.default_rng(seed + 1).integers(0, size, GRAPH.stats.vertices) if size > 1 else None
+    frontiers = [
+        frontier(GRAPH, share, fanouts, seed, 0, 0) for share in np.array_split(chosen, count)
+    ]
+    member = (
+        np.random.default_rng(seed + 1).integers(0, size, GRAPH.stats.vertices)
+        if size > 1
+        else None
+    )
     return MiniBatch(GRAPH, frontiers, groups, member, first_varying=1)
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("fanouts", [(5, 3, 2), (4,), (ALL, 2), (300, ALL)], ids=str)
-def test_ranks_of_a_group_share_its_frontier(groups: tuple[int, ...], fanouts: tuple[int, ...]) -> None:
+def test_ranks_of_a_group_share_its_frontier(
+    groups: tuple[int, ...], fanouts: tuple[int, ...]
+) -> None:
     made = batch(groups, fanouts=fanouts)
     for group, found in enumerate(made._frontiers):
         ranks = [rank for rank, of in enumerate(groups) if of == group]
         for h, nodes in enumerate(found.nodes):
-            assert sorted(np.concatenate([made.rows(rank, h) for rank in ranks]).tolist()) == sorted(nodes.tolist())
+            assert sorted(
+                np.concatenate([made.rows(rank, h) for rank in ranks]).tolist()
+            ) == sorted(nodes.tolist())
         for layer, (indptr, places) in enumerate(found.edges, start=1):
-            expected = sorted(zip(np.repeat(found.nodes[layer], np.diff(indptr)).tolist(), GRAPH.indices[places].tolist(), strict=True))
+            expected = sorted(
+                zip(
+                    np.repeat(found.nodes[layer], np.diff(indptr)).tolist(),
+                    GRAPH.indices[places].tolist(),
+                    strict=True,
+                )
+            )
             edges = []
             for rank in ranks:
                 piece, rows = made.piece(rank, layer), made.rows(rank, layer)
@@ -42,7 +68,9 @@ def test_ranks_of_a_group_share_its_frontier(groups: tuple[int, ...], fanouts: t
                 starts, local = made.block(rank, layer)
                 assert sources[: rows.size].tolist() == rows.tolist()
                 assert piece.edges == local.size
-                edges += zip(np.repeat(rows, np.diff(starts)).tolist(), sources[local].tolist(), strict=True)
+                edges += zip(
+                    np.repeat(rows, np.diff(starts)).tolist(), sources[local].tolist(), strict=True
+                )
             assert sorted(edges) == expected
 
 
@@ -52,7 +80,10 @@ def test_every_halo_row_comes_from_its_owner(groups: tuple[int, ...]) -> None:
     for layer in range(1, made.layers + 1):
         sends = made.facts(layer).sends
         for rank in range(made.ranks):
-            arriving = [made.rows(peer, layer - 1)[made.sent(peer, layer)[rank]] for peer in range(made.ranks)]
+            arriving = [
+                made.rows(peer, layer - 1)[made.sent(peer, layer)[rank]]
+                for peer in range(made.ranks)
+            ]
             assert np.concatenate(arriving).tolist() == made.piece(rank, layer).halo.tolist()
             assert [rows.size for rows in arriving] == sends[:, rank].tolist()
             assert all(groups[peer] == groups[rank] for peer in np.flatnonzero(sends[:, rank]))
@@ -62,21 +93,33 @@ def test_every_halo_row_comes_from_its_owner(groups: tuple[int, ...]) -> None:
 
 @settings(max_examples=30)
 @given(seeds=st.integers(1, 200), ranks=st.integers(1, 5), seed=st.integers(0, 99))
-def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds: int, ranks: int, seed: int) -> None:
-    """GSplit Table 1: what data parallelism computes and loads beyond the mini-batch is what its ranks have in common."""
+def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(
+    seeds: int, ranks: int, seed: int
+) -> None:
+    """GSplit Table 1: what data parallelism computes and loads beyond the mini-batch is what its
+    ranks have in common."""
     seeds = max(seeds, ranks)
-    split, apart, alone = batch((0,) * ranks, seeds, seed=seed), batch(tuple(range(ranks)), seeds, seed=seed), batch((0,), seeds, seed=seed)
+    split, apart, alone = (
+        batch((0,) * ranks, seeds, seed=seed),
+        batch(tuple(range(ranks)), seeds, seed=seed),
+        batch((0,), seeds, seed=seed),
+    )
     for layer in (1, 2, 3):
         edges = [int(made.facts(layer).edges.sum()) for made in (split, apart, alone)]
         assert edges[0] == edges[2] <= edges[1]
-    loaded = [sum(made.rows(rank, 0).size for rank in range(made.ranks)) for made in (split, apart, alone)]
+    loaded = [
+        sum(made.rows(rank, 0).size for rank in range(made.ranks)) for made in (split, apart, alone)
+    ]
     assert loaded[0] == loaded[2] <= loaded[1]
 
 
 def test_without_sampling_a_batch_is_the_whole_neighbourhood() -> None:
-    """Fanout 'full' on one rank: GraNNDis' batch of the same targets (layout.py) has the same rows and edges."""
+    """Fanout 'full' on one rank: GraNNDis' batch of the same targets (layout.py) has the same rows
+    and edges."""
     seeds = np.arange(0, 300, 30)
-    made = MiniBatch(GRAPH, [frontier(GRAPH, seeds, (ALL, ALL), 0, 0, 0)], (0,), None, first_varying=1)
+    made = MiniBatch(
+        GRAPH, [frontier(GRAPH, seeds, (ALL, ALL), 0, 0, 0)], (0,), None, first_varying=1
+    )
     targets = np.zeros(300, dtype=bool)
     targets[seeds] = True
     whole = Layout(GRAPH, np.zeros(300, dtype=np.int32), (0,), 2, 1).batch(targets)

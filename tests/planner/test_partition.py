@@ -5,11 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner import partition as module
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.graph import in_neighbours, load
-from gnnplan.planner.partition import METHODS, locality_order, partition, partition_weighted, repair, undirected
-from gnnplan.planner.splitting import split
+from gnnplan.planner.graph import partition as module
+from gnnplan.planner.graph.graph import in_neighbours
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import (
+    METHODS,
+    locality_order,
+    partition,
+    partition_weighted,
+    repair,
+    undirected,
+)
+from gnnplan.planner.graph.splitting import split
+from gnnplan.planner.vocabulary.errors import SpecError
 
 COMMUNITY = "synthetic:community?vertices=4000&edges=80000&features=2&classes=8"
 
@@ -35,26 +43,38 @@ def test_every_vertex_has_a_part_and_parts_are_even(graph, method, parts):
 
 def test_only_metis_sees_the_communities(graph):
     cuts = {method: cut(graph, partition(graph, 8, method)) for method in METHODS}
-    assert cuts["metis"] < cuts["metis-volume"] < cuts["hash"] and cuts["metis"] < 0.5 * cuts["random"]
-    assert min(cuts["hash"], cuts["random"]) > 0.85 * 7 / 8 * graph.stats.edges  # no better than chance: ids are shuffled
+    assert (
+        cuts["metis"] < cuts["metis-volume"] < cuts["hash"] and cuts["metis"] < 0.5 * cuts["random"]
+    )
+    # no better than chance: ids are shuffled
+    assert min(cuts["hash"], cuts["random"]) > 0.85 * 7 / 8 * graph.stats.edges
 
 
 def test_seeds_differ(graph):
-    assert not np.array_equal(partition(graph, 4, "random", seed=0), partition(graph, 4, "random", seed=1))
-    assert not np.array_equal(partition(graph, 4, "metis", seed=0), partition(graph, 4, "metis", seed=1))
+    assert not np.array_equal(
+        partition(graph, 4, "random", seed=0), partition(graph, 4, "random", seed=1)
+    )
+    assert not np.array_equal(
+        partition(graph, 4, "metis", seed=0), partition(graph, 4, "metis", seed=1)
+    )
 
 
 def test_training_vertices_are_balanced_on_demand(tmp_path, graph):
     rows = np.repeat(np.arange(4000), graph.degree)
     train = partition(graph, 8) < 2  # as uneven as can be: two of eight parts train
-    np.savez(tmp_path / "uneven.npz", src=graph.indices, dst=rows, y=graph.y, train_mask=train, x=graph.x)
+    np.savez(
+        tmp_path / "uneven.npz", src=graph.indices, dst=rows, y=graph.y, train_mask=train, x=graph.x
+    )
     uneven = load(str(tmp_path / "uneven.npz"))
 
     def spread(balance):
-        counts = np.bincount(partition(uneven, 4, balance=balance), weights=uneven.train, minlength=4)
+        counts = np.bincount(
+            partition(uneven, 4, balance=balance), weights=uneven.train, minlength=4
+        )
         return counts.max() / counts.mean()
 
-    assert spread("train") < 1.7 < spread("vertices")  # half of a part's weight is training: 0.4 of it at most, 0.25 is even
+    # half of a part's weight is training: 0.4 of it at most, 0.25 is even
+    assert spread("train") < 1.7 < spread("vertices")
 
 
 def test_directed_graphs_are_partitioned_as_undirected(tmp_path):
@@ -78,9 +98,12 @@ def test_refusals(tmp_path, graph):
         partition(load(str(tmp_path / "s.yaml")), 2)
 
 
-def test_metis_is_not_asked_for_more_than_the_machine_holds(graph, monkeypatch):
+def test_metis_is_not_asked_for_more_than_the_machine_holds(own_cache, graph, monkeypatch):
     monkeypatch.setattr(module, "EDGE_BYTES", 1 << 40)
-    rule = r"METIS takes up to about .* per directed edge \(edges: [\d,]+, so .*; memory of this machine: .*\); use the partitioner hash"
+    rule = (
+        r"METIS takes up to about .* per directed edge \(edges: [\d,]+, so .*; memory of this"
+        r" machine: .*\); use the partitioner hash"
+    )
     with pytest.raises(SpecError, match=rule):
         partition(graph, 2)
     with pytest.raises(SpecError, match=rule):
@@ -91,8 +114,12 @@ def test_metis_is_not_asked_for_more_than_the_machine_holds(graph, monkeypatch):
 def test_a_large_graph_is_thinned_between_vertices_of_many_neighbours(graph):
     indptr, indices = undirected(graph)
     stays = module.thinned(indptr, indices, 60_000)
-    assert abs(int(stays.sum()) - 60_000) < 1_000  # 80,000 drawn by chance: a standard deviation is 200
-    into, low = np.repeat(np.arange(4000), graph.degree), np.minimum(np.repeat(graph.degree, graph.degree), graph.degree[indices])
+    # 80,000 drawn by chance: a standard deviation is 200
+    assert abs(int(stays.sum()) - 60_000) < 1_000
+    into, low = (
+        np.repeat(np.arange(4000), graph.degree),
+        np.minimum(np.repeat(graph.degree, graph.degree), graph.degree[indices]),
+    )
     kept = {(u, v) for u, v in zip(into[stays].tolist(), indices[stays].tolist(), strict=True)}
     assert kept == {(v, u) for u, v in kept}
     assert set(into[stays].tolist()) == set(into.tolist())
@@ -116,9 +143,13 @@ def test_metis_finds_the_same_communities_in_fewer_edges(graph, monkeypatch):
 @given(st.integers(1, 30), st.data())
 def test_small_graphs_never_leave_a_part_empty(vertices, data):
     ids = st.integers(0, vertices - 1)
-    src, dst = np.array(data.draw(st.lists(st.tuples(ids, ids), max_size=80)), np.int64).reshape(-1, 2).T
+    src, dst = (
+        np.array(data.draw(st.lists(st.tuples(ids, ids), max_size=80)), np.int64).reshape(-1, 2).T
+    )
     parts = data.draw(st.integers(1, vertices))
-    weights = data.draw(st.none() | st.lists(st.integers(0, 50), min_size=vertices, max_size=vertices).map(np.array))
+    weights = data.draw(
+        st.none() | st.lists(st.integers(0, 50), min_size=vertices, max_size=vertices).map(np.array)
+    )
     indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
     part = partition_weighted(indptr, indices, weights, parts)
     assert part.shape == (vertices,) and set(part.tolist()) == set(range(parts))
@@ -129,14 +160,18 @@ def test_metis_prints_nothing(capfd):
     rng = np.random.default_rng(0)
     for _ in range(300):
         n = int(rng.integers(2, 40))
-        indptr, indices, _ = in_neighbours(rng.integers(0, n, 3 * n), rng.integers(0, n, 3 * n), n, directed=False)
+        indptr, indices, _ = in_neighbours(
+            rng.integers(0, n, 3 * n), rng.integers(0, n, 3 * n), n, directed=False
+        )
         partition_weighted(indptr, indices, rng.random(n) < 0.3, int(rng.integers(1, n + 1)))
     assert capfd.readouterr() == ("", "")
 
 
 def test_weights_are_balanced(graph):
     weights = np.random.default_rng(0).integers(0, 20, 4000)
-    loads = np.bincount(partition_weighted(graph.indptr, graph.indices, weights, 8), weights=weights)
+    loads = np.bincount(
+        partition_weighted(graph.indptr, graph.indices, weights, 8), weights=weights
+    )
     assert loads.max() <= 1.05 * loads.mean()
 
 
@@ -183,7 +218,9 @@ def test_locality_order_keeps_clusters_together(graph):
 
 
 def test_small_graphs_stay_in_order():
-    assert np.array_equal(locality_order(load("synthetic:community?vertices=500&edges=2000")), np.arange(500))
+    assert np.array_equal(
+        locality_order(load("synthetic:community?vertices=500&edges=2000")), np.arange(500)
+    )
 
 
 def test_squirrel(dataset):

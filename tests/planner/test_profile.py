@@ -1,4 +1,5 @@
-"""Profiles: halo, cut and growth against brute force; the cache; expectations for graphs that are not at hand."""
+"""Profiles: halo, cut and growth against brute force; the cache; expectations for graphs that are
+not at hand."""
 
 import json
 
@@ -7,19 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner import profile as module
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.graph import in_neighbours, load
-from gnnplan.planner.partition import partition
-from gnnplan.planner.profile import growth, halo, profile
+from gnnplan.planner.graph.graph import in_neighbours
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.ownership import profile as module
+from gnnplan.planner.ownership.profile import growth, halo, profile
+from gnnplan.planner.vocabulary.errors import SpecError
 
 COMMUNITY = "synthetic:community?vertices=4000&edges=80000&features=2&classes=8"
 
 
 @st.composite
 def partitioned_graphs(draw):
-    """(edges as a set of (src, dst), vertices, part of each vertex, parts, directed): parts may be empty, vertices isolated."""
-    vertices, parts, directed = draw(st.integers(1, 14)), draw(st.sampled_from([1, 2, 3, 5, 70])), draw(st.booleans())
+    """(edges as a set of (src, dst), vertices, part of each vertex, parts, directed): parts may be
+    empty, vertices isolated."""
+    vertices, parts, directed = (
+        draw(st.integers(1, 14)),
+        draw(st.sampled_from([1, 2, 3, 5, 70])),
+        draw(st.booleans()),
+    )
     ids = st.integers(0, vertices - 1)
     edges = {(u, v) for u, v in draw(st.lists(st.tuples(ids, ids), max_size=50)) if u != v}
     edges |= set() if directed else {(v, u) for u, v in edges}
@@ -58,18 +65,32 @@ def test_the_first_hop_is_the_halo():
     graph = load(COMMUNITY)
     part = partition(graph, 100, "random")
     sizes = growth(graph.indptr, graph.indices, part, 100, 1)
-    assert (sizes[1] - sizes[0]).tolist() == [len(rows) for rows in halo(graph.indptr, graph.indices, part, 100)]
+    assert (sizes[1] - sizes[0]).tolist() == [
+        len(rows) for rows in halo(graph.indptr, graph.indices, part, 100)
+    ]
 
 
 def test_a_path_in_two(tmp_path):
     """0-1-2 | 3-4-5: one vertex from either side, one more with every hop."""
     np.savez(tmp_path / "path.npz", src=np.arange(5), dst=np.arange(1, 6), x=np.ones((6, 1)))
     found = profile(load(str(tmp_path / "path.npz")), [1, 2])
-    assert found["graph"]["degree"] == {"min": 1, "median": 2.0, "mean": 10 / 6, "p90": 2.0, "p99": 2.0, "max": 2}
+    assert found["graph"]["degree"] == {
+        "min": 1,
+        "median": 2.0,
+        "mean": 10 / 6,
+        "p90": 2.0,
+        "p99": 2.0,
+        "max": 2,
+    }
     two = found["parts"]["2"]
     assert (two["halo_rows"], two["halo_rows_per_part"], two["edge_cut"]) == (2, [1, 1], 2)
     assert two["growth"] == pytest.approx([4 / 3, 5 / 3, 2])
-    assert (two["rows_per_part"], two["edges_per_part"], two["train_per_part"], two["balance"]) == ([3, 3], [5, 5], [0, 0], 1.0)
+    assert (two["rows_per_part"], two["edges_per_part"], two["train_per_part"], two["balance"]) == (
+        [3, 3],
+        [5, 5],
+        [0, 0],
+        1.0,
+    )
     one = found["parts"]["1"]
     assert (one["halo_rows"], one["edge_cut"], one["growth"]) == (0, 0, [1, 1, 1])
 
@@ -80,7 +101,11 @@ def test_sums_agree_and_json_survives():
     assert json.loads(json.dumps(found)) == found
     assert list(found["parts"]) == ["2", "8"] and found["graph"]["hash"] == graph.stats.hash
     eight = found["parts"]["8"]
-    assert sum(eight["rows_per_part"]) == 4000 and sum(eight["edges_per_part"]) == 80_000 and sum(eight["train_per_part"]) == 2400
+    assert (
+        sum(eight["rows_per_part"]) == 4000
+        and sum(eight["edges_per_part"]) == 80_000
+        and sum(eight["train_per_part"]) == 2400
+    )
     assert sum(eight["halo_rows_per_part"]) == eight["halo_rows"] <= eight["edge_cut"]
     assert len(eight["growth"]) == 2 and 1 < eight["growth"][0] < eight["growth"][1] <= 8.5
 
@@ -89,7 +114,9 @@ def test_servers_hold_several_parts():
     graph = load(COMMUNITY)
     on_two = profile(graph, [8], servers=2)["parts"]["8"]
     alone = profile(graph, [8])["parts"]["8"]
-    assert on_two["halo_rows"] == alone["halo_rows"] and max(on_two["growth"]) <= 2.1 < max(alone["growth"])
+    assert on_two["halo_rows"] == alone["halo_rows"] and max(on_two["growth"]) <= 2.1 < max(
+        alone["growth"]
+    )
     part = partition(graph, 8) // 4
     sizes = growth(graph.indptr, graph.indices, part, 2, 1)
     assert on_two["growth"][0] == pytest.approx((sizes[1] / sizes[0]).mean())
@@ -116,8 +143,12 @@ def test_statistics_only_gives_expectations(tmp_path):
     path.write_text("vertices: 1000000\nedges: 20000000\nfeatures: 10\nclasses: 2\n")
     found = profile(load(str(path)), [8], "random")
     eight = found["parts"]["8"]
-    assert eight["estimated"] and eight["halo_rows"] / 7e6 == pytest.approx(0.92, abs=0.005)  # GNNPipe Section 3.1.1
-    assert sum(eight["halo_rows_per_part"]) == eight["halo_rows"] and sum(eight["rows_per_part"]) == 1_000_000
+    # GNNPipe Section 3.1.1
+    assert eight["estimated"] and eight["halo_rows"] / 7e6 == pytest.approx(0.92, abs=0.005)
+    assert (
+        sum(eight["halo_rows_per_part"]) == eight["halo_rows"]
+        and sum(eight["rows_per_part"]) == 1_000_000
+    )
     assert found["graph"]["degree"] == {"mean": 20.0} and found["graph"]["statistics_only"]
     cut = profile(load(str(path)), [8])["parts"]["8"]["halo_rows"]
     assert cut == pytest.approx(7e6 * -np.expm1(-0.04 * 20 / 8), rel=1e-3)  # as METIS usually finds
@@ -126,21 +157,38 @@ def test_statistics_only_gives_expectations(tmp_path):
 def test_a_halo_that_was_counted_says_what_others_are(tmp_path):
     """Two halo sizes as the declared mixings make them; a third between them, and one beyond."""
     n, degree = 1_000_000, 20
-    counted = {m: round(n * (m - 1) * -np.expm1(-phi * degree / m)) for m, phi in ((2, 0.01), (8, 0.04))}
+    counted = {
+        m: round(n * (m - 1) * -np.expm1(-phi * degree / m)) for m, phi in ((2, 0.01), (8, 0.04))
+    }
     path = tmp_path / "told.yaml"
-    path.write_text(f"vertices: {n}\nedges: {n * degree}\nfeatures: 10\nclasses: 2\nhalo_rows: {counted}\n".replace("'", ""))
+    path.write_text(
+        f"vertices: {n}\nedges: {n * degree}\nfeatures: 10\nclasses: 2\nhalo_rows: {counted}\n".replace(
+            "'", ""
+        )
+    )
     found = profile(load(str(path)), [2, 4, 8, 32])["parts"]
-    assert [found[m]["method"] for m in ("2", "4", "8", "32")] == ["declared", "estimated", "declared", "estimated"]
-    for m, phi in ((4, 0.02), (32, 0.08)):  # log phi over log m is a line between them, and grows as the square root of m after
-        assert found[str(m)]["halo_rows"] == pytest.approx(n * (m - 1) * -np.expm1(-phi * degree / m), rel=0.001)
-        assert found[str(m)]["edge_cut"] is None  # a halo says nothing of how many edges lead there: hubs have most
+    assert [found[m]["method"] for m in ("2", "4", "8", "32")] == [
+        "declared",
+        "estimated",
+        "declared",
+        "estimated",
+    ]
+    # log phi over log m is a line between them, and grows as the square root of m after
+    for m, phi in ((4, 0.02), (32, 0.08)):
+        assert found[str(m)]["halo_rows"] == pytest.approx(
+            n * (m - 1) * -np.expm1(-phi * degree / m), rel=0.001
+        )
+        # a halo says nothing of how many edges lead there: hubs have most
+        assert found[str(m)]["edge_cut"] is None
 
 
 def test_expectations_are_met_by_random_graphs(tmp_path):
     """A graph without structure: any partition is as the formula says, growth by hops included."""
     (tmp_path / "r.yaml").write_text("vertices: 4000\nedges: 40000\nfeatures: 1\nclasses: 2\n")
     expected = profile(load(str(tmp_path / "r.yaml")), [4], "random")["parts"]["4"]
-    graph = load("synthetic:community?vertices=4000&edges=40000&mixing=1&skew=100&features=1&classes=1")
+    graph = load(
+        "synthetic:community?vertices=4000&edges=40000&mixing=1&skew=100&features=1&classes=1"
+    )
     found = profile(graph, [4], "random")["parts"]["4"]
     assert found["halo_rows"] == pytest.approx(expected["halo_rows"], rel=0.02)
     assert found["edge_cut"] == pytest.approx(expected["edge_cut"], rel=0.02)
@@ -150,15 +198,19 @@ def test_expectations_are_met_by_random_graphs(tmp_path):
 def test_refusals(tmp_path):
     (tmp_path / "s.yaml").write_text("vertices: 10\nedges: 20\nfeatures: 1\nclasses: 2\n")
     stats = load(str(tmp_path / "s.yaml"))
-    for arguments, words in (({"parts": [11]}, r"parts must lie in \[1, 10\]"), ({"parts": [0]}, "got 0"),
-                             ({"parts": [2], "hops": 0}, "hops"),
-                             ({"parts": [2], "servers": 3}, "2 parts cannot fill 3 servers")):  # fmt: skip
+    for arguments, words in (
+        ({"parts": [11]}, r"parts must lie in \[1, 10\]"),
+        ({"parts": [0]}, "got 0"),
+        ({"parts": [2], "hops": 0}, "hops"),
+        ({"parts": [2], "servers": 3}, "2 parts cannot fill 3 servers"),
+    ):
         with pytest.raises(SpecError, match=words):
             profile(stats, **arguments)
 
 
 def test_squirrel_halo_is_as_published(dataset):
-    """GNNPipe Table 4, graph parallel on 8 GPUs, 4.43 GiB: 2 x 4 B x 32 layers x 1000 x halo rows, and the all-reduce of the weights."""
+    """GNNPipe Table 4, graph parallel on 8 GPUs, 4.43 GiB: 2 x 4 B x 32 layers x 1000 x halo rows,
+    and the all-reduce of the weights."""
     halo_rows = profile(load(dataset("squirrel")), [8], "metis-volume")["parts"]["8"]["halo_rows"]
     total = 2 * 4 * 32 * 1000 * halo_rows + 2 * 7 * 32_094_000 * 4
     assert total / 2**30 == pytest.approx(4.43, rel=0.1)

@@ -1,74 +1,100 @@
-"""Printed figures that need no machine: volumes on the real Squirrel graph, and the bubble of a pipeline.
+"""Printed figures that need no machine: volumes on the real Squirrel graph, and the bubble of a
+pipeline.
 
-GNNPipe (arXiv 2308.10087): Table 4, 32 layers of 1000 on two servers of four GPUs, eight METIS parts; bubble of Sec. 4.6.
-"""
+GNNPipe (arXiv 2308.10087): Table 4, 32 layers of 1000 on two servers of four GPUs, eight METIS
+parts; bubble of Sec. 4.6."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.files import read_cluster
-from gnnplan.planner.formulas import bubble_share, pipeline_time
-from gnnplan.planner.graph import Graph, GraphStats, load
-from gnnplan.planner.job import Job
-from gnnplan.planner.schedule import Compute, Schedule
-from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe, GraphParallel
+from gnnplan.planner.vocabulary.formulas import bubble_share, pipeline_time
+from gnnplan.planner.vocabulary.schedule import Compute, Schedule
 from gnnplan.simulator.player import play
 
 TESTBED = read_cluster("gnnpipe_a5000")
 
 
-def squirrel(dataset: Callable[[str], str], model: str, method: str = "metis") -> Job:
+def squirrel(dataset: Callable[[str], str], model: str, method: str = "metis") -> Problem:
     graph = load(dataset("squirrel"))
     assert isinstance(graph, Graph)
-    assert (graph.stats.vertices, graph.stats.edges, graph.stats.features) == (5_201, 396_706, 2_089)
-    return Job(graph.stats, graph, Workload(model=model, layers=32, hidden=1000), TESTBED, method)
+    assert (graph.stats.vertices, graph.stats.edges, graph.stats.features) == (
+        5_201,
+        396_706,
+        2_089,
+    )
+    return Problem(
+        graph.stats, graph, Workload(model=model, layers=32, hidden=1000), TESTBED, method
+    )
 
 
 @pytest.mark.parametrize(("model", "printed"), [("gcn", 0.27), ("sage", 0.27), ("gcnii", 0.54)])
 def test_squirrel_in_a_pipeline(dataset: Callable[[str], str], model: str, printed: float):
-    job = squirrel(dataset, model)
-    predicted = GNNPipe().settle(job).predict(job)
+    problem = squirrel(dataset, model)
+    predicted = GNNPipe().settle(problem).predict(problem)
     assert round(predicted.bytes["pipeline"] / 2**30, 2) == printed
     assert predicted.bytes_total == predicted.bytes["pipeline"]
-    assert predicted.bytes_by_link["inter_node"] * 7 == predicted.bytes_total  # one of seven boundaries lies between the servers
+    # one of seven boundaries lies between the servers
+    assert predicted.bytes_by_link["inter_node"] * 7 == predicted.bytes_total
 
 
 @pytest.mark.parametrize(("model", "printed"), [("gcn", 1.38), ("sage", 1.61), ("gcnii", 1.51)])
 def test_squirrel_in_a_hybrid(dataset: Callable[[str], str], model: str, printed: float):
-    """Four stages of two, whether K = 4M counts stages or GPUs. Within 3 %: print counts the constant features as one more exchange."""
-    job = squirrel(dataset, model)
+    """Four stages of two, whether K = 4M counts stages or GPUs. Within 3 %: print counts the
+    constant features as one more exchange."""
+    problem = squirrel(dataset, model)
     for chunks in (16, 32):
-        predicted = GNNPipe(4, chunks).settle(job).predict(job)
+        predicted = GNNPipe(4, chunks).settle(problem).predict(problem)
         assert predicted.bytes_total / 2**30 == pytest.approx(printed, rel=0.035)
-        assert predicted.bytes_by_link["inter_node"] * 3 == predicted.bytes["pipeline"]  # nothing else leaves a server
-        played = play(GNNPipe(4, chunks, shuffle=False).settle(job).schedule(job, 2), job.cost)
+        # nothing else leaves a server
+        assert predicted.bytes_by_link["inter_node"] * 3 == predicted.bytes["pipeline"]
+        played = play(
+            GNNPipe(4, chunks, shuffle=False).settle(problem).schedule(problem, 2), problem.cost
+        )
         assert predicted.epoch_s == pytest.approx(played.step_s, rel=0.02)
 
 
 @pytest.mark.parametrize("method", ["metis", "metis-volume"])
 @pytest.mark.parametrize(("model", "printed"), [("gcn", 4.43), ("sage", 6.10)])
-def test_squirrel_graph_parallel(dataset: Callable[[str], str], model: str, printed: float, method: str):
-    job = squirrel(dataset, model, method)
-    assert GraphParallel().predict(job).bytes_total / 2**30 == pytest.approx(printed, rel=0.1)
+def test_squirrel_graph_parallel(
+    dataset: Callable[[str], str], model: str, printed: float, method: str
+):
+    problem = squirrel(dataset, model, method)
+    assert GraphParallel().predict(problem).bytes_total / 2**30 == pytest.approx(printed, rel=0.1)
 
 
 def test_the_all_reduce_is_the_whole_difference_between_gcn_and_sage(dataset: Callable[[str], str]):
-    gcn, sage = (GraphParallel().predict(squirrel(dataset, model)).bytes for model in ("gcn", "sage"))
+    gcn, sage = (
+        GraphParallel().predict(squirrel(dataset, model)).bytes for model in ("gcn", "sage")
+    )
     assert gcn["halo"] == sage["halo"]
     assert (sage["all_reduce"] - gcn["all_reduce"]) / 2**30 == pytest.approx(6.10 - 4.43, rel=0.05)
 
 
-# -- the bubble ----------------------------------------------------------------------------------------------------------
+# -- the bubble ------------------------------------------------------------------------------------
 
 
 def equal_slots(schedule: Schedule, forward: float, backward: float) -> Schedule:
-    """The pipeline's order with equal stages and chunks, and nothing else to do: what the formula speaks of. At 1 flop/s."""
-    seconds = {"forward": Compute(flops=forward), "backward": Compute(flops=backward), "history": Compute(), "update": Compute()}
-    tasks = [replace(t, work=seconds[t.label.op]) if t.label.op in seconds else t for t in schedule.tasks]
+    """The pipeline's order with equal stages and chunks, and nothing else to do: what the formula
+    speaks of. At 1 flop/s."""
+    seconds = {
+        "forward": Compute(flops=forward),
+        "backward": Compute(flops=backward),
+        "history": Compute(),
+        "update": Compute(),
+    }
+    tasks = [
+        replace(t, work=seconds[t.label.op]) if t.label.op in seconds else t for t in schedule.tasks
+    ]
     return Schedule(schedule.ranks, schedule.steps, tasks)
 
 
@@ -77,19 +103,32 @@ def equal_slots(schedule: Schedule, forward: float, backward: float) -> Schedule
 def test_bubble_of_equal_stages_is_the_formula(stages: int, chunks: int, shuffle: bool):
     stats = GraphStats("s", "s.yaml", 960, 9600, 16, 16, 960, False, "h", known=False)
     device = Device(memory=1e12, gemm=1e6, memory_bandwidth=1e14, launch=0.0)
-    where = Cluster(gpus_per_server=stages, device=device, intra_node=Link(bandwidth=1e14, latency=0.0))
-    job = Job(stats, None, Workload(layers=stages), where)
-    schedule = equal_slots(GNNPipe(stages, chunks, shuffle=shuffle).settle(job).schedule(job, 3), 1e6, 2e6)  # 1 s and 2 s
-    played = play(schedule, Cost.of(job.cluster))
+    where = Cluster(
+        gpus_per_server=stages, device=device, intra_node=Link(bandwidth=1e14, latency=0.0)
+    )
+    problem = Problem(stats, None, Workload(layers=stages), where)
+    # 1 s and 2 s
+    schedule = equal_slots(
+        GNNPipe(stages, chunks, shuffle=shuffle).settle(problem).schedule(problem, 3), 1e6, 2e6
+    )
+    played = play(schedule, Cost.of(problem.cluster))
     assert played.step_s == pytest.approx(pipeline_time(stages, chunks, 1.0, 2.0), rel=1e-6)
     assert 1 - chunks * 3.0 / played.step_s == pytest.approx(bubble_share(stages, chunks), abs=1e-6)
     assert f"{bubble_share(8, 32):.1%}" == "17.9%"
 
 
 def test_unequal_chunks_idle_more_than_the_bound(dataset: Callable[[str], str]):
-    """Equal stages and chunks idle 17.9 %, printed are 26.5 % on average. METIS makes Squirrel's chunks equal in vertices, not in
-    edges (the largest has five times the mean), so the model expects yet more: the bound is all that can be held here."""
-    job = squirrel(dataset, "gcn")
-    played = play(GNNPipe().settle(job).schedule(job, 2), job.cost)
-    busy = sum(span.end - span.start for span in played.spans if span.lane == "compute" and span.step == 1) / job.ranks
+    """Equal stages and chunks idle 17.9 %, printed are 26.5 % on average. METIS makes Squirrel's
+    chunks equal in vertices, not in edges (the largest has five times the mean), so the model
+    expects yet more: the bound is all that can be held here."""
+    problem = squirrel(dataset, "gcn")
+    played = play(GNNPipe().settle(problem).schedule(problem, 2), problem.cost)
+    busy = (
+        sum(
+            span.end - span.start
+            for span in played.spans
+            if span.lane == "compute" and span.step == 1
+        )
+        / problem.ranks
+    )
     assert bubble_share(8, 32) < 1 - busy / played.step_s < 0.5

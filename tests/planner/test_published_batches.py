@@ -5,18 +5,52 @@ from typing import Any
 
 import pytest
 
-from gnnplan.planner import published
-from gnnplan.planner.calibrate import scaled
-from gnnplan.planner.cost import HOST_RATE
-from gnnplan.planner.published import Skip, predict, question
+from gnnplan.planner.cluster.cost import HOST_RATE
+from gnnplan.planner.evidence.papers import interpret
+from gnnplan.planner.evidence.papers.calibrate import scaled
+from gnnplan.planner.evidence.papers.figures import predict
+from gnnplan.planner.evidence.papers.interpret import question
+from gnnplan.planner.evidence.papers.question import Skip
 from gnnplan.planner.strategies import DataParallel, GSplit
 
-P3 = {"paper": "p3", "source": "Table 4", "testbed": "p3_p100", "dataset": "ogbn-products", "model": "sage", "layers": "2", "hidden": "32",
-      "num_nodes": "4", "gpus_per_node": "4", "strategy": "p3_push_pull", "baseline": "", "value": "1", "unit_as_printed": "s", "note": "",
-      "strategy_params": '{"batch": 1000, "fanout": [25, 10], "partitioner": "hash"}'}  # fmt: skip
-SPLIT = {**P3, "paper": "gsplit", "source": "Table 3", "testbed": "gsplit_p3_8xlarge", "dataset": "orkut", "layers": "3", "hidden": "256",
-         "num_nodes": "1", "strategy": "gsplit", "strategy_params": '{"batch": 1024, "fanout": 15}'}  # fmt: skip
-COUNTS = {**SPLIT, "source": "Table 1", "testbed": "", "model": "", "hidden": "", "num_nodes": "", "gpus_per_node": ""}
+P3 = {
+    "paper": "p3",
+    "source": "Table 4",
+    "testbed": "p3_p100",
+    "dataset": "ogbn-products",
+    "model": "sage",
+    "layers": "2",
+    "hidden": "32",
+    "num_nodes": "4",
+    "gpus_per_node": "4",
+    "strategy": "p3_push_pull",
+    "baseline": "",
+    "value": "1",
+    "unit_as_printed": "s",
+    "note": "",
+    "strategy_params": '{"batch": 1000, "fanout": [25, 10], "partitioner": "hash"}',
+}
+SPLIT = {
+    **P3,
+    "paper": "gsplit",
+    "source": "Table 3",
+    "testbed": "gsplit_p3_8xlarge",
+    "dataset": "orkut",
+    "layers": "3",
+    "hidden": "256",
+    "num_nodes": "1",
+    "strategy": "gsplit",
+    "strategy_params": '{"batch": 1024, "fanout": 15}',
+}
+COUNTS = {
+    **SPLIT,
+    "source": "Table 1",
+    "testbed": "",
+    "model": "",
+    "hidden": "",
+    "num_nodes": "",
+    "gpus_per_node": "",
+}
 
 
 def told(row: dict[str, str], metric: str, **more: Any) -> float:
@@ -25,63 +59,112 @@ def told(row: dict[str, str], metric: str, **more: Any) -> float:
 
 @pytest.mark.parametrize("strategy", ["dgl_data_parallel", "p3_push_pull", "p3_push_pull_nopipe"])
 def test_p3s_parts_are_its_epoch(strategy: str) -> None:
-    parts = [told(P3, metric, strategy=strategy) for metric in ("dag_time_s", "copy_time_s", "compute_time_s")]
+    parts = [
+        told(P3, metric, strategy=strategy)
+        for metric in ("dag_time_s", "copy_time_s", "compute_time_s")
+    ]
     assert min(parts) > 0
     assert sum(parts) == pytest.approx(told(P3, "epoch_time_s", strategy=strategy))
 
 
-@pytest.mark.parametrize("strategy", ["dgl_data_parallel", "quiver", "p3star", "gsplit", "gsplit_edge", "gsplit_node", "gsplit_rand"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "dgl_data_parallel",
+        "quiver",
+        "p3star",
+        "gsplit",
+        "gsplit_edge",
+        "gsplit_node",
+        "gsplit_rand",
+    ],
+)
 def test_gsplits_parts_are_its_epoch(strategy: str) -> None:
-    parts = [told(SPLIT, metric, strategy=strategy) for metric in ("sample_time_s", "load_time_s", "forward_backward_time_s")]
+    parts = [
+        told(SPLIT, metric, strategy=strategy)
+        for metric in ("sample_time_s", "load_time_s", "forward_backward_time_s")
+    ]
     assert min(parts) > 0
     assert sum(parts) == pytest.approx(told(SPLIT, "epoch_time_s", strategy=strategy))
 
 
 def test_p3_counts_batches_by_trainer_and_gsplit_by_step() -> None:
-    assert question({**P3, "metric": "epoch_time_s"}).job.workload.batch == 16_000
-    assert question({**SPLIT, "metric": "epoch_time_s"}).job.workload.batch == 1024
-    one = {"num_nodes": "4", "gpus_per_node": "", "hidden": "16",
-           "strategy_params": '{"batch": 1000, "fanout": [25, 10], "feature_dim": 50}'}  # fmt: skip
+    assert question({**P3, "metric": "epoch_time_s"}).problem.workload.batch == 16_000
+    assert question({**SPLIT, "metric": "epoch_time_s"}).problem.workload.batch == 1024
+    one = {
+        "num_nodes": "4",
+        "gpus_per_node": "",
+        "hidden": "16",
+        "strategy_params": '{"batch": 1000, "fanout": [25, 10], "feature_dim": 50}',
+    }
     asked = question({**P3, **one, "metric": "comm_volume_bytes"})
-    assert asked.job.stats.features == 50 and asked.job.ranks == 4
-    assert told(P3, "comm_volume_bytes", **one) == pytest.approx(3 * 24_703 * 16 * 4, rel=0.05)  # P3 Sec. 3.2.2, forward only
+    assert asked.problem.stats.features == 50 and asked.problem.ranks == 4
+    # P3 Sec. 3.2.2, forward only
+    assert told(P3, "comm_volume_bytes", **one) == pytest.approx(3 * 24_703 * 16 * 4, rel=0.05)
 
 
 def test_caches_are_in_the_memory_that_is_left() -> None:
-    """Orkut's features are cached between four GPUs, and in P3* as columns; Friendster's columns do not fit (GSplit Sec. 6.1)."""
+    """Orkut's features are cached between four GPUs, and in P3* as columns; Friendster's columns do
+    not fit (GSplit Sec. 6.1)."""
     row = {**SPLIT, "metric": "load_time_s"}
     quiver, split = (question({**row, "strategy": name}).strategy for name in ("quiver", "gsplit"))
     assert isinstance(quiver, DataParallel) and quiver.shared_cache and isinstance(split, GSplit)
     assert split.cache == 3_072_441 * 512 * 4 // 4 + 1 and split.structure == "spread"
-    cached, uncached = (told(row, "load_time_s", strategy=name) for name in ("gsplit", "dgl_data_parallel"))
+    cached, uncached = (
+        told(row, "load_time_s", strategy=name) for name in ("gsplit", "dgl_data_parallel")
+    )
     assert 50 * cached < uncached
     for dataset, ratio in (("orkut", (0.0, 0.1)), ("friendster", (0.9, 1.1))):
-        star, plain = (told(row, "load_time_s", strategy=name, dataset=dataset) for name in ("p3star", "dgl_data_parallel"))
+        star, plain = (
+            told(row, "load_time_s", strategy=name, dataset=dataset)
+            for name in ("p3star", "dgl_data_parallel")
+        )
         assert ratio[0] * plain < star < ratio[1] * plain
 
 
 def test_copies_of_columns_and_lists() -> None:
     """P3 Table 5: against itself without them."""
     params = '{"batch": 1000, "fanout": [25, 10], "feature_copies": %d, "graph_copies": %d}'
-    times = [told(P3, "epoch_time_s", strategy_params=params % copies) for copies in ((1, 1), (2, 1), (1, 2), (4, 4))]
+    times = [
+        told(P3, "epoch_time_s", strategy_params=params % copies)
+        for copies in ((1, 1), (2, 1), (1, 2), (4, 4))
+    ]
     assert times[0] == told(P3, "epoch_time_s") > max(times[1:3]) and min(times[1:3]) > times[3]
     speedup = told(P3, "speedup_vs", baseline="p3_push_pull", strategy_params=params % (4, 4))
     assert speedup == pytest.approx(times[0] / times[3])
     with pytest.raises(Skip, match="in what the baseline differs"):
-        told(P3, "epoch_time_ratio_vs", baseline="p3_push_pull", strategy_params='{"batch": 1000, "fanout": [25, 10], "feature_dim": 512}')
+        told(
+            P3,
+            "epoch_time_ratio_vs",
+            baseline="p3_push_pull",
+            strategy_params='{"batch": 1000, "fanout": [25, 10], "feature_dim": 512}',
+        )
 
 
-@pytest.mark.parametrize(("dataset", "edges", "features"), [("orkut", 1.2, 2.5), ("ogbn-papers100M", 1.2, 1.5), ("friendster", 1.0, 1.2)])
+@pytest.mark.parametrize(
+    ("dataset", "edges", "features"),
+    [("orkut", 1.2, 2.5), ("ogbn-papers100M", 1.2, 1.5), ("friendster", 1.0, 1.2)],
+)
 def test_what_ranks_do_twice(dataset: str, edges: float, features: float) -> None:
     """GSplit Table 1: micro-batches against the mini-batch, to a quarter."""
-    for metric, printed in (("edges_computed_ratio_vs", edges), ("features_loaded_ratio_vs", features)):
-        ratio = told(COUNTS, metric, strategy="dgl_data_parallel", baseline="gsplit", dataset=dataset,
-                     strategy_params='{"batch": 1024, "fanout": 15, "micro_batches": 4}')  # fmt: skip
+    for metric, printed in (
+        ("edges_computed_ratio_vs", edges),
+        ("features_loaded_ratio_vs", features),
+    ):
+        ratio = told(
+            COUNTS,
+            metric,
+            strategy="dgl_data_parallel",
+            baseline="gsplit",
+            dataset=dataset,
+            strategy_params='{"batch": 1024, "fanout": 15, "micro_batches": 4}',
+        )
         assert ratio == pytest.approx(printed, rel=0.25) and ratio >= 1
 
 
 def test_edges_between_owners() -> None:
-    """GSplit Sec. 6.3: three quarters of a random split's; METIS leaves few of a citation graph's, more of a social network's."""
+    """GSplit Sec. 6.3: three quarters of a random split's; METIS leaves few of a citation graph's,
+    more of a social network's."""
     row = {**COUNTS, "num_nodes": "1", "gpus_per_node": "4"}
     assert told(row, "cross_edge_ratio", strategy="gsplit_rand", dataset="ogbn-papers100M") == 0.75
     assert told(row, "cross_edge_ratio", dataset="ogbn-papers100M") == pytest.approx(0.05, abs=0.05)
@@ -90,11 +173,14 @@ def test_edges_between_owners() -> None:
 
 def test_constants_of_code_host_and_sampler() -> None:
     row = {**SPLIT, "metric": "epoch_time_s", "strategy": "dgl_data_parallel"}
-    plain = published.testbed(row)
+    plain = interpret.testbed(row)
     assert plain.host is not None and plain.device.launch > 0
     slower = scaled(row, {"host": 0.5, "code": 0.5, "sampler": 0.5})
     assert slower.host is not None and slower.host.bandwidth == plain.host.bandwidth / 2
-    assert slower.device.launch == 2 * plain.device.launch and slower.device.gemm == plain.device.gemm / 2
+    assert (
+        slower.device.launch == 2 * plain.device.launch
+        and slower.device.gemm == plain.device.gemm / 2
+    )
     assert slower.host_rates == {work: rate / 2 for work, rate in plain.host_rates.items()}
     assert scaled(P3, {"sampler": 0.5}).host_rates == {"draw": HOST_RATE / 2, "lay": HOST_RATE / 2}
     for factor in ("host", "code", "sampler"):
@@ -102,9 +188,15 @@ def test_constants_of_code_host_and_sampler() -> None:
 
 
 def test_what_is_not_stated() -> None:
-    metis = {"strategy": "dgl_data_parallel", "strategy_params": P3["strategy_params"].replace("hash", "metis")}
-    for more, why in (({"model": "sgcn", "hidden": ""}, "partial sums"), ({"model": "gat", "hidden": ""}, "hidden is not stated"),
-                      (metis, "METIS")):  # fmt: skip
+    metis = {
+        "strategy": "dgl_data_parallel",
+        "strategy_params": P3["strategy_params"].replace("hash", "metis"),
+    }
+    for more, why in (
+        ({"model": "sgcn", "hidden": ""}, "partial sums"),
+        ({"model": "gat", "hidden": ""}, "hidden is not stated"),
+        (metis, "METIS"),
+    ):
         with pytest.raises(Skip, match=why):
             told(P3, "epoch_time_s", **more)
     assert told(P3, "dag_time_s", model="sgcn", hidden="") > 0

@@ -1,4 +1,5 @@
-"""What other people's full-graph code does differently, held against graphs counted by hand and real ones."""
+"""What other people's full-graph code does differently, held against graphs counted by hand and
+real ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,19 +9,43 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gnnplan.planner import published, published_full
-from gnnplan.planner.calibrate import scaled
-from gnnplan.planner.estimate import Mixing, mixing_of
-from gnnplan.planner.graph import Graph, GraphStats, load
-from gnnplan.planner.layout import Expansion
-from gnnplan.planner.published import COLUMNS, predict, question
-from gnnplan.planner.published_full import InOrder, among, trained_on
+from gnnplan.planner.evidence.papers import figures
+from gnnplan.planner.evidence.papers import full_graph as published_full
+from gnnplan.planner.evidence.papers.calibrate import scaled
+from gnnplan.planner.evidence.papers.figures import predict
+from gnnplan.planner.evidence.papers.full_graph import InOrder, among, trained_on
+from gnnplan.planner.evidence.papers.interpret import question
+from gnnplan.planner.evidence.papers.rows import COLUMNS
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.estimated_layout import Mixing, mixing_of
+from gnnplan.planner.ownership.layout import Expansion
 
-GRANNDIS = {**dict.fromkeys(COLUMNS, ""), "paper": "granndis", "testbed": "granndis_a6000_pcie", "dataset": "reddit", "model": "resgcn+",
-            "layers": "28", "hidden": "64", "num_nodes": "4", "gpus_per_node": "4", "strategy": "granndis", "value": "1",
-            "strategy_params": '{"fanout": 15, "max_hop": 1}'}  # fmt: skip
-PIPEGCN = {**GRANNDIS, "paper": "pipegcn", "testbed": "pipegcn_2080ti", "model": "sage", "layers": "4", "hidden": "256", "num_nodes": "1",
-           "strategy": "pipegcn", "strategy_params": "{}"}  # fmt: skip
+GRANNDIS = {
+    **dict.fromkeys(COLUMNS, ""),
+    "paper": "granndis",
+    "testbed": "granndis_a6000_pcie",
+    "dataset": "reddit",
+    "model": "resgcn+",
+    "layers": "28",
+    "hidden": "64",
+    "num_nodes": "4",
+    "gpus_per_node": "4",
+    "strategy": "granndis",
+    "value": "1",
+    "strategy_params": '{"fanout": 15, "max_hop": 1}',
+}
+PIPEGCN = {
+    **GRANNDIS,
+    "paper": "pipegcn",
+    "testbed": "pipegcn_2080ti",
+    "model": "sage",
+    "layers": "4",
+    "hidden": "256",
+    "num_nodes": "1",
+    "strategy": "pipegcn",
+    "strategy_params": "{}",
+}
 
 
 def told(row: dict[str, str], metric: str, **more: Any) -> float:
@@ -34,8 +59,11 @@ def stats(name: str) -> GraphStats:
 
 
 @pytest.mark.parametrize("name", ["flickr", "ogbn-arxiv"])
-def test_training_vertices_and_the_edges_among_them(dataset: Callable[[str], str], name: str) -> None:
-    """Of a real graph, whose training vertices are no others than those not to train on (half of arxiv are the older ones)."""
+def test_training_vertices_and_the_edges_among_them(
+    dataset: Callable[[str], str], name: str
+) -> None:
+    """Of a real graph, whose training vertices are no others than those not to train on (half of
+    arxiv are the older ones)."""
     graph = load(dataset(name))
     assert isinstance(graph, Graph)
     ends = graph.degree[graph.train].sum() / graph.stats.edges
@@ -49,20 +77,37 @@ def test_who_trains_on_training_vertices_only() -> None:
     reddit = trained_on(stats("reddit"), "pipegcn")
     assert (reddit.vertices, reddit.train_vertices) == (153_431, 153_431)
     assert reddit.edges == pytest.approx(114_615_892 * 0.6586**2, rel=1e-3)
-    assert mixing_of(reddit).at(8) == pytest.approx(mixing_of(stats("reddit")).at(8), rel=1e-3)  # cut as well as the whole
+    # cut as well as the whole
+    assert mixing_of(reddit).at(8) == pytest.approx(mixing_of(stats("reddit")).at(8), rel=1e-3)
     products = stats("ogbn-products")
     assert trained_on(products, "pipegcn") is products
     popular = trained_on(products, "granndis")
-    assert popular.vertices == 196_657 and popular.edges / popular.vertices < products.edges / products.vertices
+    assert (
+        popular.vertices == 196_657
+        and popular.edges / popular.vertices < products.edges / products.vertices
+    )
     assert popular.edges / products.edges > 2 * 0.0803**2  # they have more neighbours than others
     papers = stats("ogbn-papers100M")
     assert trained_on(papers, "pipegcn") is papers is trained_on(papers, "granndis")
 
 
-def in_order(vertices: int, degree: int, drawn: float, sampled: bool = True, targets: float | None = None) -> InOrder:
+def in_order(
+    vertices: int, degree: int, drawn: float, sampled: bool = True, targets: float | None = None
+) -> InOrder:
     expansion = Expansion(1, 15, 0) if sampled else None
-    return InOrder(vertices, vertices * degree, (0, 0, 1, 1, 2, 2, 3, 3), 4, 0, 4, expansion, Mixing(), targets or vertices / 4,
-                   metis=Mixing(((2, 0.05),)), drawn=drawn)  # fmt: skip
+    return InOrder(
+        vertices,
+        vertices * degree,
+        (0, 0, 1, 1, 2, 2, 3, 3),
+        4,
+        0,
+        4,
+        expansion,
+        Mixing(),
+        targets or vertices / 4,
+        metis=Mixing(((2, 0.05),)),
+        drawn=drawn,
+    )
 
 
 @pytest.mark.parametrize(("degree", "drawn"), [(6, 15), (30, 4), (60, 15)])
@@ -79,13 +124,19 @@ def test_what_a_server_has_of_a_graph_shared_in_order(degree: int, drawn: int) -
     facts = layout.facts(2)
     assert facts.rows.sum() / 4 == pytest.approx(has.sum(), rel=0.02)
     inside = has[neighbours[has]].sum()
-    assert facts.edges.sum() / 4 == pytest.approx(inside, rel=0.15)  # the drawn are inside for certain, which is left out
+    # the drawn are inside for certain, which is left out
+    assert facts.edges.sum() / 4 == pytest.approx(inside, rel=0.15)
 
 
 def test_batches_and_preloads_of_a_graph_shared_in_order() -> None:
     sampled, whole = in_order(20_000, 30, 4.0), in_order(20_000, 30, np.inf, sampled=False)
     batch = replace(sampled, targets=sampled.targets / 5)  # type: ignore[operator]
-    assert batch.region(2) < sampled.region(2) / 2 < whole.region(1) == pytest.approx(20_000, rel=0.001)
+    assert (
+        batch.region(2)
+        < sampled.region(2) / 2
+        < whole.region(1)
+        == pytest.approx(20_000, rel=0.001)
+    )
     halo = whole.facts(2).sends
     assert halo[0, 1] > 0 and not halo[0, 2:].any()  # nothing between servers
     assert not replace(whole, metis=Mixing(((2, 1e-9),))).facts(2).sends.any()
@@ -96,30 +147,40 @@ def test_the_share_between_servers() -> None:
     """GraNNDis Sec. 8.2: what is left without those exchanges."""
     full = {"strategy": "graph_parallel", "strategy_params": "{}"}
     share = told(GRANNDIS, "ext_comm_ratio", **full)
-    slower = predict({**GRANNDIS, **full, "metric": "ext_comm_ratio"}, partial(scaled, factors={"between": 0.5}))
+    slower = predict(
+        {**GRANNDIS, **full, "metric": "ext_comm_ratio"}, partial(scaled, factors={"between": 0.5})
+    )
     assert 0.5 < share < slower < 1
     bound = told(GRANNDIS, "speedup_vs", baseline="graph_parallel")
-    assert 1 < bound < 1 / (1 - share) and told(GRANNDIS, "ext_comm_ratio") < 0.02  # what preloads have left is an all-reduce
+    # what preloads have left is an all-reduce
+    assert 1 < bound < 1 / (1 - share) and told(GRANNDIS, "ext_comm_ratio") < 0.02
     assert told(PIPEGCN, "ext_comm_ratio") == 0.0  # one server
 
 
 def test_preloading_costs_more_than_sampling_and_neither_leaves_the_server() -> None:
-    eas, preload, full = (told(GRANNDIS, "epoch_time_s", strategy=name, dataset="ogbn-products")
-                          for name in ("granndis_eas", "granndis_preload", "graph_parallel"))  # fmt: skip
+    eas, preload, full = (
+        told(GRANNDIS, "epoch_time_s", strategy=name, dataset="ogbn-products")
+        for name in ("granndis_eas", "granndis_preload", "graph_parallel")
+    )
     assert eas < preload < full
     sent = question({**GRANNDIS, "metric": "epoch_time_s"}).prediction
-    assert set(sent.bytes_by_link) <= {"intra_node", "inter_node"} and set(sent.bytes) == {"halo", "all_reduce"}
+    assert set(sent.bytes_by_link) <= {"intra_node", "inter_node"} and set(sent.bytes) == {
+        "halo",
+        "all_reduce",
+    }
     assert sent.bytes_by_link.get("inter_node", 0) < sent.bytes["all_reduce"]
 
 
 def test_reductions_go_parameter_by_parameter() -> None:
     """20 parameters of four layers, each 2 (m - 1) messages of 50 us beside the bytes."""
     two, four = (told(PIPEGCN, "reduce_time_s", gpus_per_node=str(gpus)) for gpus in (2, 4))
-    job = question({**PIPEGCN, "metric": "reduce_time_s"}).job
-    assert published_full.tensors(job) == 20
+    problem = question({**PIPEGCN, "metric": "reduce_time_s"}).problem
+    assert published_full.tensors(problem) == 20
     for gpus, seconds in ((2, two), (4, four)):
         asked = question({**PIPEGCN, "gpus_per_node": str(gpus), "metric": "reduce_time_s"})
         once = float(np.max(asked.prediction.by_op["all_reduce"]))
         assert seconds - once == pytest.approx(20 * 2 * (gpus - 1) * 50e-6)
     elsewhere = question({**GRANNDIS, "metric": "reduce_time_s"})
-    assert published.FIGURES["reduce_time_s"](elsewhere) == float(np.max(elsewhere.prediction.by_op["all_reduce"]))
+    assert figures.FIGURES["reduce_time_s"](elsewhere) == float(
+        np.max(elsewhere.prediction.by_op["all_reduce"])
+    )

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.files import read_cluster
-from gnnplan.planner.readings import nccl_tests, read, topology
-from gnnplan.planner.specs import Link
+from gnnplan.planner.cluster.readings import nccl_tests, read, topology
+from gnnplan.planner.cluster.spec import Link
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.vocabulary.errors import SpecError
 
-# A server with eight A100 behind NVSwitch: pairs of GPUs share a PCIe switch and two cards with it (documented by its vendor).
+# A server with eight A100 behind NVSwitch: pairs of GPUs share a PCIe switch and two cards with it
+# (documented by its vendor).
 DGX = """\
         \x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tmlx5_0\tmlx5_1\tmlx5_2\tmlx5_3\tCPU Affinity\tNUMA Affinity\x1b[0m
 GPU0\t X \tNV12\tNV12\tNV12\tNV12\tNV12\tNV12\tNV12\tPXB\tSYS\tSYS\tSYS\t48-63,176-191\t3
@@ -52,32 +53,75 @@ GPU2\tSYS\tNV1\t X
 """
 
 
-@pytest.mark.parametrize(("text", "islands", "switches", "nics"), [
-    (DGX, ((0, 1, 2, 3, 4, 5, 6, 7),), (), ((0, 1), (2, 3), (4, 5), (6, 7))),
-    (PCIE, (), ((0, 1), (2,), (3,)), ()),
-    (PAIRS, ((0, 1), (2, 3)), (), ((0, 1, 2, 3),)),
-    (MESH, (), (), ()),
-])  # fmt: skip
-def test_what_nvidia_smi_prints(tmp_path: Path, text: str, islands: tuple, switches: tuple, nics: tuple):
+@pytest.mark.parametrize(
+    ("text", "islands", "switches", "nics"),
+    [
+        (DGX, ((0, 1, 2, 3, 4, 5, 6, 7),), (), ((0, 1), (2, 3), (4, 5), (6, 7))),
+        (PCIE, (), ((0, 1), (2,), (3,)), ()),
+        (PAIRS, ((0, 1), (2, 3)), (), ((0, 1, 2, 3),)),
+        (MESH, (), (), ()),
+    ],
+)
+def test_what_nvidia_smi_prints(
+    tmp_path: Path, text: str, islands: tuple, switches: tuple, nics: tuple
+):
     (tmp_path / "topo.txt").write_text(text)
     found = topology(tmp_path / "topo.txt")
     assert (found["islands"], found["switches"], found["nics"]) == (islands, switches, nics)
 
 
-def written(folder: Path, program: str, hosts: list[str], link: Link, latencies: float, wire: float, times: int = 1) -> Path:
+def written(
+    folder: Path,
+    program: str,
+    hosts: list[str],
+    link: Link,
+    latencies: float,
+    wire: float,
+    times: int = 1,
+) -> Path:
     """What nccl-tests would write of such a link; a size is of `times` messages."""
     rows: list[dict[str, Any]] = []
     for size in (2**k for k in range(10, 27)):
         seconds = latencies * link.latency + wire * size / link.bandwidth
         body = {"time": seconds * 1e6, "alg_bw": size / seconds / 1e9, "bus_bw": 0.0, "nwrong": 0.0}
-        rows.append({"size": size * times, "count": size // 4, "type": "float", "redop": "sum", "root": "    -1", "out_of_place": body,
-                     "in_place": {**body, "time": 1.0}})  # fmt: skip
-    devices = [{"rank": rank, "group": 0, "pid": 1, "hostname": host, "device": 0, "device_hex": "0000:04:00", "device_info": "NVIDIA H100"}
-               for rank, host in enumerate(hosts)]  # fmt: skip
+        rows.append(
+            {
+                "size": size * times,
+                "count": size // 4,
+                "type": "float",
+                "redop": "sum",
+                "root": "    -1",
+                "out_of_place": body,
+                "in_place": {**body, "time": 1.0},
+            }
+        )
+    devices = [
+        {
+            "rank": rank,
+            "group": 0,
+            "pid": 1,
+            "hostname": host,
+            "device": 0,
+            "device_hex": "0000:04:00",
+            "device_info": "NVIDIA H100",
+        }
+        for rank, host in enumerate(hosts)
+    ]
     path = folder / f"{program}.json"
-    path.write_text(json.dumps({"version": 2, "start_time": "2026-11-20 10:00:00", "args": [f"./build/{program}", "-J", "out.json"],
-                                "env": ["A=1"], "nccl_version": 22703, "config": {"nthreads": 1, "devices": devices}, "results": rows,
-                                "out_of_bounds": {"count": 0, "okay": "true"}}))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "version": 2,
+                "start_time": "2026-11-20 10:00:00",
+                "args": [f"./build/{program}", "-J", "out.json"],
+                "env": ["A=1"],
+                "nccl_version": 22703,
+                "config": {"nthreads": 1, "devices": devices},
+                "results": rows,
+                "out_of_bounds": {"count": 0, "okay": "true"},
+            }
+        )
+    )
     return path
 
 
@@ -89,16 +133,27 @@ def test_what_nccl_tests_writes(tmp_path: Path):
     told = [("all_reduce", "intra_node"), ("exchange", "inter_node"), ("send", "inter_node")]
     assert [found[:2] for found in (reduced, swapped, sent)] == told
     for _, _, found in (reduced, swapped, sent):
-        assert found.bandwidth == pytest.approx(20e9, rel=0.02) and found.latency == pytest.approx(15e-6, rel=0.02)
+        assert found.bandwidth == pytest.approx(20e9, rel=0.02) and found.latency == pytest.approx(
+            15e-6, rel=0.02
+        )
 
 
 def test_they_make_a_cluster(tmp_path: Path):
     base = read_cluster("dgx_a100")
     (tmp_path / "topo.txt").write_text(DGX)
     link = Link(bandwidth=180e9, latency=9e-6)
-    made = read(base, [written(tmp_path, "all_reduce_perf", ["a"] * 8, link, 14, 14 / 8)], tmp_path / "topo.txt")
-    assert made.device == base.device and made.nics == ((0, 1), (2, 3), (4, 5), (6, 7)) and made.servers == base.servers
-    assert made.collectives["all_reduce.island"].bandwidth == pytest.approx(180e9, rel=0.02)  # all GPUs of it share an island
+    made = read(
+        base,
+        [written(tmp_path, "all_reduce_perf", ["a"] * 8, link, 14, 14 / 8)],
+        tmp_path / "topo.txt",
+    )
+    assert (
+        made.device == base.device
+        and made.nics == ((0, 1), (2, 3), (4, 5), (6, 7))
+        and made.servers == base.servers
+    )
+    # all GPUs of it share an island
+    assert made.collectives["all_reduce.island"].bandwidth == pytest.approx(180e9, rel=0.02)
     assert made.provenance["collectives.all_reduce.island"] == "nccl-tests, all_reduce_perf.json"
     (tmp_path / "pairs.txt").write_text(PAIRS)
     assert read(base, [], tmp_path / "pairs.txt").islands == ((0, 1), (2, 3))
@@ -107,19 +162,34 @@ def test_they_make_a_cluster(tmp_path: Path):
         read(base, [], tmp_path / "pcie.txt")
 
 
-@pytest.mark.parametrize(("program", "hosts", "said"), [
-    ("broadcast_perf", ["a", "a"], "broadcast_perf is not asked about; use all_reduce_perf"),
-    ("all_reduce_perf", ["a"], "1 device is listed"),
-    ("all_reduce_perf", ["a", "a", "b", "b"], "4 GPUs of 2 servers use links of both kinds at once"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "hosts", "said"),
+    [
+        ("broadcast_perf", ["a", "a"], "broadcast_perf is not asked about; use all_reduce_perf"),
+        ("all_reduce_perf", ["a"], "1 device is listed"),
+        (
+            "all_reduce_perf",
+            ["a", "a", "b", "b"],
+            "4 GPUs of 2 servers use links of both kinds at once",
+        ),
+    ],
+)
 def test_what_cannot_be_read_says_why(tmp_path: Path, program: str, hosts: list[str], said: str):
     with pytest.raises(SpecError, match=said):
         nccl_tests(written(tmp_path, program, hosts, Link(bandwidth=1e9), 1, 1))
 
 
-@pytest.mark.parametrize("text", [
-    "", "{", "[]", '{"args": []}', '{"args": ["x/all_reduce_perf"], "config": {}, "results": []}', "[" * 10_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"args": []}',
+        '{"args": ["x/all_reduce_perf"], "config": {}, "results": []}',
+        "[" * 10_000,
+    ],
+)
 def test_other_files_are_refused(tmp_path: Path, text: str):
     (tmp_path / "x").write_text(text)
     with pytest.raises(SpecError, match="not what nccl-tests writes"):

@@ -7,31 +7,58 @@ from typing import Any
 
 import pytest
 
-from gnnplan.planner import scaled
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.files import read_cluster
-from gnnplan.planner.graph import load
-from gnnplan.planner.job import Job
-from gnnplan.planner.runs import TRANSFERS, Planned, Run, errors, noise, refit, same_shape, summarise
-from gnnplan.planner.schedule import Collective, Send
-from gnnplan.planner.specs import Cluster, Link, Workload
+from gnnplan.planner.cluster import scaling
+from gnnplan.planner.cluster.spec import Cluster, Link
+from gnnplan.planner.evidence.runs import (
+    COMMUNICATION,
+    Planned,
+    Run,
+    errors,
+    noise,
+    refit_cluster,
+    same_shape,
+    summarise,
+)
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Collective, Send
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=32&classes=4&seed=0")
 SLOW = Link(bandwidth=1e8, latency=20e-6)  # decides
-CLUSTER = read_cluster("gnnpipe_a5000").model_copy(update={"servers": 2, "gpus_per_server": 2, "inter_node": SLOW})
+CLUSTER = read_cluster("gnnpipe_a5000").model_copy(
+    update={"servers": 2, "gpus_per_server": 2, "inter_node": SLOW}
+)
 
 
-def run(strategy: str, measured: float, predicted: float | None = None, hidden: int = 16, epochs: Sequence[float] = (1.0,),
-        operations: Sequence[dict[str, Any]] = ()) -> Run:  # fmt: skip
+def run(
+    strategy: str,
+    measured: float,
+    predicted: float | None = None,
+    hidden: int = 16,
+    epochs: Sequence[float] = (1.0,),
+    operations: Sequence[dict[str, Any]] = (),
+) -> Run:
     """A run as `gnnplan validate` tells of it."""
-    job = Job(GRAPH.stats, GRAPH, Workload(hidden=hidden), CLUSTER, "metis")
-    chosen = parse(strategy).settle(job)
-    said = float(chosen.predict(job).epoch_s) if predicted is None else predicted
-    told = {"step": {"predicted_s": said, "simulated_s": said, "measured_s": measured}, "operations": list(operations),
-            "memory": {"of": "data", "predicted_bytes": 95.0, "measured_bytes": 100.0},
-            "bytes": {"equal": True}, "order": {"equal": strategy != "gnnpipe"}}  # fmt: skip
-    return Run.of(f"runs/{strategy}-{hidden}", Planned(job, chosen), told, [{"epoch_s": epoch} for epoch in (0.0, 0.0, *epochs)])
+    problem = Problem(GRAPH.stats, GRAPH, Workload(hidden=hidden), CLUSTER, "metis")
+    chosen = parse(strategy).settle(problem)
+    said = float(chosen.predict(problem).epoch_s) if predicted is None else predicted
+    told = {
+        "step": {"predicted_s": said, "simulated_s": said, "measured_s": measured},
+        "operations": list(operations),
+        "memory": {"of": "data", "predicted_bytes": 95.0, "measured_bytes": 100.0},
+        "bytes": {"equal": True},
+        "order": {"equal": strategy != "gnnpipe"},
+    }
+    return Run.of(
+        f"runs/{strategy}-{hidden}",
+        Planned(problem, chosen),
+        told,
+        [{"epoch_s": epoch} for epoch in (0.0, 0.0, *epochs)],
+    )
 
 
 def test_errors_are_of_what_was_measured():
@@ -44,17 +71,40 @@ def test_regret_is_what_following_the_prediction_cost():
     runs = [run("graph_parallel", 1.2, 1.0), run("pipegcn", 1.0, 1.1), run("gnnpipe", 3.0, 2.0)]
     told = summarise(runs)
     [one] = told["rankings"]
-    assert (one["choice"], one["fastest"], one["strategies"], one["right"]) == ("graph_parallel", "pipegcn", 3, False)
-    assert one["regret"] == pytest.approx(0.2) and one["tau"] == pytest.approx(1 / 3)  # two of three pairs in order
-    assert told["ranking"] == {"questions": 1, "tau": one["tau"], "regret": one["regret"], "worst_regret": one["regret"], "right": 0.0}
-    assert (told["bytes_equal"], told["order_equal"], told["memory"]["mean"]) == (3, 2, pytest.approx(0.05))
+    assert (one["choice"], one["fastest"], one["strategies"], one["right"]) == (
+        "graph_parallel",
+        "pipegcn",
+        3,
+        False,
+    )
+    # two of three pairs in order
+    assert one["regret"] == pytest.approx(0.2) and one["tau"] == pytest.approx(1 / 3)
+    assert told["ranking"] == {
+        "questions": 1,
+        "tau": one["tau"],
+        "regret": one["regret"],
+        "worst_regret": one["regret"],
+        "right": 0.0,
+    }
+    assert (told["bytes_equal"], told["order_equal"], told["memory"]["mean"]) == (
+        3,
+        2,
+        pytest.approx(0.05),
+    )
 
 
 def test_what_ran_twice_is_ranked_by_its_medians_and_is_noise():
-    """Each run was planned with constants of its own: neither run of a strategy is more of a prediction than the other."""
-    runs = [run("graph_parallel", 1.0, 0.8), run("pipegcn", 1.05, 1.0), run("graph_parallel", 1.2, 1.4), run("pipegcn", 1.05, 1.0)]
+    """Each run was planned with constants of its own: neither run of a strategy is more of a
+    prediction than the other."""
+    runs = [
+        run("graph_parallel", 1.0, 0.8),
+        run("pipegcn", 1.05, 1.0),
+        run("graph_parallel", 1.2, 1.4),
+        run("pipegcn", 1.05, 1.0),
+    ]
     [one] = summarise(runs)["rankings"]
-    assert (one["choice"], one["fastest"]) == ("pipegcn", "pipegcn")  # 1.0 before 1.1, 1.05 before 1.1
+    # 1.0 before 1.1, 1.05 before 1.1
+    assert (one["choice"], one["fastest"]) == ("pipegcn", "pipegcn")
     assert noise(runs) == pytest.approx((0.2 / 2**0.5 / 1.1 + 0.0) / 2)
 
 
@@ -62,7 +112,11 @@ def test_questions_are_not_mixed_and_one_strategy_is_no_ranking():
     other = [run("pipegcn", 1.0, 1.0, hidden=32), run("pipegcn", 1.1, 1.0, hidden=32)]
     told = summarise([run("graph_parallel", 1.0, 1.0), run("pipegcn", 2.0, 2.0), *other])
     [one] = told["rankings"]
-    assert "sage 3x16, 2x2" in one["question"] and one["tau"] == 1.0 and told["ranking"]["right"] == 1.0
+    assert (
+        "sage 3x16, 2x2" in one["question"]
+        and one["tau"] == 1.0
+        and told["ranking"]["right"] == 1.0
+    )
 
 
 def test_predictions_that_are_alike_have_no_order_and_the_document_is_json():
@@ -77,59 +131,99 @@ def test_predictions_that_are_alike_have_no_order_and_the_document_is_json():
 
 
 def test_every_transfer_of_a_schedule_is_one_when_constants_are_doubted():
-    graph = Job(GRAPH.stats, GRAPH, Workload(mode="mini", batch=60, fanout=(4, 4), layers=2, hidden=16), CLUSTER, "metis")
-    full = Job(GRAPH.stats, GRAPH, Workload(hidden=16, layers=4), CLUSTER, "metis")
+    graph = Problem(
+        GRAPH.stats,
+        GRAPH,
+        Workload(mode="mini", batch=60, fanout=(4, 4), layers=2, hidden=16),
+        CLUSTER,
+        "metis",
+    )
+    full = Problem(GRAPH.stats, GRAPH, Workload(hidden=16, layers=4), CLUSTER, "metis")
     moved = set()
-    for job, names in ((graph, ("gsplit", "p3", "data_parallel(cache=1000,features='spread',structure='spread')")),
-                       (full, ("graph_parallel", "gnnpipe(stages=2,chunks=4)"))):  # fmt: skip
+    for problem, names in (
+        (graph, ("gsplit", "p3", "data_parallel(cache=1000,features='spread',structure='spread')")),
+        (full, ("graph_parallel", "gnnpipe(stages=2,chunks=4)")),
+    ):
         for name in names:
-            schedule = parse(name).settle(job).schedule(job, 1)
-            moved |= {task.label.op for task in schedule.tasks if isinstance(task.work, Send | Collective)}
-    assert {"ids", "ask_edges", "fetch", "pull", "pipeline", "halo"} <= moved <= set(TRANSFERS)
+            schedule = parse(name).settle(problem).schedule(problem, 1)
+            moved |= {
+                task.label.op for task in schedule.tasks if isinstance(task.work, Send | Collective)
+            }
+    assert {"ids", "ask_edges", "fetch", "pull", "pipeline", "halo"} <= moved <= set(COMMUNICATION)
 
 
 def test_noise_is_that_of_repeated_runs_or_of_a_median():
-    again = [run("pipegcn", 0.9), run("pipegcn", 1.1), run("graph_parallel", 5.0, epochs=(1.0, 9.0))]
+    again = [
+        run("pipegcn", 0.9),
+        run("pipegcn", 1.1),
+        run("graph_parallel", 5.0, epochs=(1.0, 9.0)),
+    ]
     assert noise(again) == pytest.approx(0.1 * 2**0.5)
-    assert noise([run("pipegcn", 1.0, epochs=[1.0, 2.0, 3.0, 4.0, 5.0])]) == pytest.approx(1.25 * 2 / 1.35 / 5**0.5 / 3)
-    within = summarise([run("graph_parallel", 1.1, 1.0), run("graph_parallel", 1.3, 1.0), run("pipegcn", 1.1, 1.2)])
-    assert within["rankings"][0]["within_noise"] and not within["rankings"][0]["right"] and within["ranking"]["right"] == 1.0
+    assert noise([run("pipegcn", 1.0, epochs=[1.0, 2.0, 3.0, 4.0, 5.0])]) == pytest.approx(
+        1.25 * 2 / 1.35 / 5**0.5 / 3
+    )
+    within = summarise(
+        [run("graph_parallel", 1.1, 1.0), run("graph_parallel", 1.3, 1.0), run("pipegcn", 1.1, 1.2)]
+    )
+    assert (
+        within["rankings"][0]["within_noise"]
+        and not within["rankings"][0]["right"]
+        and within["ranking"]["right"] == 1.0
+    )
 
 
 def test_doubt_falls_on_what_took_longer():
-    rows = [{"operation": "forward", "predicted_s": 1.0, "simulated_s": 1.0, "measured_s": 1.1},
-            {"operation": "halo:f", "predicted_s": 1.0, "simulated_s": 1.0, "measured_s": 3.0}]  # fmt: skip
+    rows = [
+        {"operation": "forward", "predicted_s": 1.0, "simulated_s": 1.0, "measured_s": 1.1},
+        {"operation": "halo:f", "predicted_s": 1.0, "simulated_s": 1.0, "measured_s": 3.0},
+    ]
     first, second = summarise([run("graph_parallel", 5.0, operations=rows)])["doubt"]
-    assert (first["constant"], first["slower"], first["share"]) == ("between", 3.0, pytest.approx(0.4))
+    assert (first["constant"], first["slower"], first["share"]) == (
+        "between",
+        3.0,
+        pytest.approx(0.4),
+    )
     assert second["constant"] == "computation" and second["share"] == pytest.approx(0.02)
 
 
 def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
     """The truth: half the computation, a third of the link between servers."""
-    slow = scaled.messages(scaled.device(CLUSTER, 0.5), 1 / 3, "inter_node")
+    slow = scaling.messages(scaling.device(CLUSTER, 0.5), 1 / 3, "inter_node")
     runs = []
     for hidden in (16, 64, 128, 256):
-        for strategy in ("graph_parallel", "pipegcn", "granndis(depth=1)", "gnnpipe(stages=2,chunks=4)"):
-            job, chosen = run(strategy, 1.0, hidden=hidden).planned
-            truth = float(chosen.predict(replace(job, cluster=slow)).epoch_s)
+        for strategy in (
+            "graph_parallel",
+            "pipegcn",
+            "granndis(depth=1)",
+            "gnnpipe(stages=2,chunks=4)",
+        ):
+            problem, chosen = run(strategy, 1.0, hidden=hidden).planned
+            truth = float(chosen.predict(replace(problem, cluster=slow)).epoch_s)
             runs.append(run(strategy, truth, hidden=hidden))
-    cluster, report = refit(runs)
+    cluster, report = refit_cluster(runs)
     assert report["factors"]["computation"] == pytest.approx(0.5, rel=0.05)
     assert report["factors"]["between"] == pytest.approx(1 / 3, rel=0.05)
     assert report["before"]["mean"] > 0.3 and report["after"]["max"] < 0.03
     assert not set(report["fitted"]) & set(report["scored"])
     assert len(report["fitted"]) == len(report["scored"]) == 8
-    assert cluster.device.gemm == pytest.approx(CLUSTER.device.gemm * report["factors"]["computation"])
+    assert cluster.device.gemm == pytest.approx(
+        CLUSTER.device.gemm * report["factors"]["computation"]
+    )
     assert "refit on 8 runs" in next(iter(cluster.provenance.values()))
 
 
 def test_a_refit_needs_one_cluster_and_two_runs():
     with pytest.raises(SpecError, match="at least 2 runs"):
-        refit([run("pipegcn", 1.0)])
+        refit_cluster([run("pipegcn", 1.0)])
     other = run("pipegcn", 1.0)
-    other = replace(other, planned=other.planned._replace(job=replace(other.planned.job, cluster=read_cluster("dgx_a100"))))
+    other = replace(
+        other,
+        planned=other.planned._replace(
+            problem=replace(other.planned.problem, cluster=read_cluster("dgx_a100"))
+        ),
+    )
     with pytest.raises(SpecError, match="planned on one cluster file, and these were on 2"):
-        refit([run("pipegcn", 1.0), other])
+        refit_cluster([run("pipegcn", 1.0), other])
 
 
 def test_other_constants_keep_the_run_s_servers():

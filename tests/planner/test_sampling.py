@@ -1,4 +1,5 @@
-"""Sampling: what is drawn are neighbours, uniformly, without repetition, and always the same; DGL is the outsider for the distribution."""
+"""Sampling: what is drawn are neighbours, uniformly, without repetition, and always the same; DGL
+is the outsider for the distribution."""
 
 from itertools import combinations
 
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.sampling import draw, floyd, frontier, key_of, mix, seeds_of
-from gnnplan.planner.specs import ALL
+from gnnplan.planner.gnn.workload import ALL
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import draw, floyd, frontier, key_of, mix, seeds_of
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 assert isinstance(GRAPH, Graph)
@@ -25,24 +27,41 @@ def test_the_hash_is_splitmix64() -> None:
 
 @given(st.data())
 def test_draws_are_different_neighbours(data: st.DataObject) -> None:
-    vertices = np.array(data.draw(st.lists(st.integers(0, 299), min_size=1, max_size=60, unique=True)))
+    vertices = np.array(
+        data.draw(st.lists(st.integers(0, 299), min_size=1, max_size=60, unique=True))
+    )
     fanout = data.draw(st.sampled_from([1, 2, 5, 17, 1000, ALL]))
     indptr, places = draw(GRAPH, vertices, fanout, key_of(0, 0, 0, 1))
     columns = GRAPH.indices[places]
     for i, v in enumerate(vertices):
-        own, all_of_them = columns[indptr[i] : indptr[i + 1]], GRAPH.indices[GRAPH.indptr[v] : GRAPH.indptr[v + 1]]
-        assert len(set(own)) == own.size == (all_of_them.size if fanout == ALL else min(fanout, all_of_them.size))
+        own, all_of_them = (
+            columns[indptr[i] : indptr[i + 1]],
+            GRAPH.indices[GRAPH.indptr[v] : GRAPH.indptr[v + 1]],
+        )
+        assert (
+            len(set(own))
+            == own.size
+            == (all_of_them.size if fanout == ALL else min(fanout, all_of_them.size))
+        )
         assert set(own) <= set(all_of_them)
 
 
 @given(st.data())
 def test_a_vertex_draws_the_same_beside_whichever_others(data: st.DataObject) -> None:
     """What lets ranks share a batch's sampling, and anybody check it."""
-    vertices = np.array(data.draw(st.lists(st.integers(0, 299), min_size=2, max_size=40, unique=True)))
-    fanout, key = data.draw(st.sampled_from([1, 3, 8])), key_of(*data.draw(st.tuples(*[st.integers(0, 9)] * 4)))
+    vertices = np.array(
+        data.draw(st.lists(st.integers(0, 299), min_size=2, max_size=40, unique=True))
+    )
+    fanout, key = (
+        data.draw(st.sampled_from([1, 3, 8])),
+        key_of(*data.draw(st.tuples(*[st.integers(0, 9)] * 4))),
+    )
     indptr, places = draw(GRAPH, vertices, fanout, key)
     for i in data.draw(st.permutations(range(vertices.size)))[:5]:
-        assert draw(GRAPH, vertices[i : i + 1], fanout, key)[1].tolist() == places[indptr[i] : indptr[i + 1]].tolist()
+        assert (
+            draw(GRAPH, vertices[i : i + 1], fanout, key)[1].tolist()
+            == places[indptr[i] : indptr[i + 1]].tolist()
+        )
 
 
 def test_seed_epoch_batch_and_layer_each_change_the_draws() -> None:
@@ -56,7 +75,10 @@ def test_seed_epoch_batch_and_layer_each_change_the_draws() -> None:
 def test_every_set_is_as_likely(degree: int, k: int) -> None:
     """All sets of k below the degree, over 200 draws of each expected; chi-square at 0.1 %."""
     sets = {one: i for i, one in enumerate(combinations(range(degree), k))}
-    keys = mix((np.arange(200 * len(sets), dtype=np.uint64) + key_of(0, 0, 0, 1)) * np.uint64(0x9E3779B97F4A7C15))
+    keys = mix(
+        (np.arange(200 * len(sets), dtype=np.uint64) + key_of(0, 0, 0, 1))
+        * np.uint64(0x9E3779B97F4A7C15)
+    )
     taken = np.sort(floyd(keys, np.full(keys.size, degree), k), axis=0).T
     counts = np.bincount([sets[tuple(row)] for row in taken.tolist()], minlength=len(sets))
     assert chisquare(counts).pvalue > 1e-3
@@ -69,8 +91,14 @@ def test_neighbours_come_as_often_as_from_dgl() -> None:
     source, target = GRAPH.indices.astype(np.int64), np.repeat(np.arange(300), GRAPH.degree)
     graph = dgl.graph((torch.from_numpy(source), torch.from_numpy(target)), num_nodes=300)
     dgl.seed(0)
-    theirs = np.concatenate([graph.sample_neighbors(torch.tensor([v]), k).edges()[0].numpy() for _ in range(times)])
-    ours = GRAPH.indices[np.concatenate([draw(GRAPH, np.array([v]), k, key_of(0, 0, batch, 1))[1] for batch in range(times)])]
+    theirs = np.concatenate(
+        [graph.sample_neighbors(torch.tensor([v]), k).edges()[0].numpy() for _ in range(times)]
+    )
+    ours = GRAPH.indices[
+        np.concatenate(
+            [draw(GRAPH, np.array([v]), k, key_of(0, 0, batch, 1))[1] for batch in range(times)]
+        )
+    ]
     of = GRAPH.indices[GRAPH.indptr[v] : GRAPH.indptr[v + 1]]
     counts = np.stack([np.bincount(drawn, minlength=300)[of] for drawn in (ours, theirs)])
     assert counts.sum(1).tolist() == [k * times] * 2
@@ -80,15 +108,21 @@ def test_neighbours_come_as_often_as_from_dgl() -> None:
 def test_batches_hold_every_training_vertex_once_an_epoch() -> None:
     first, second = (seeds_of(GRAPH, 32, 0, epoch) for epoch in (0, 1))
     train = np.flatnonzero(GRAPH.train)
-    assert sorted(np.concatenate(first).tolist()) == sorted(np.concatenate(second).tolist()) == train.tolist()
+    assert (
+        sorted(np.concatenate(first).tolist())
+        == sorted(np.concatenate(second).tolist())
+        == train.tolist()
+    )
     assert [one.size for one in first[:-1]] == [32] * (len(first) - 1)
     assert 1 <= first[-1].size <= 32
     assert first[0].tolist() != second[0].tolist()
 
 
 @settings(max_examples=50)
-@given(seeds=st.lists(st.integers(0, 299), min_size=1, max_size=30, unique=True),
-       fanouts=st.lists(st.sampled_from([1, 3, 10, ALL]), min_size=1, max_size=3))  # fmt: skip
+@given(
+    seeds=st.lists(st.integers(0, 299), min_size=1, max_size=30, unique=True),
+    fanouts=st.lists(st.sampled_from([1, 3, 10, ALL]), min_size=1, max_size=3),
+)
 def test_a_frontier_has_what_each_layer_reads(seeds: list[int], fanouts: list[int]) -> None:
     found = frontier(GRAPH, np.array(seeds), tuple(fanouts), 0, 0, 0)
     layers = len(fanouts)

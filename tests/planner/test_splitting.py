@@ -1,16 +1,18 @@
-"""Splitting functions: what pre-sampling counts, and that weights do what the paper says where a batch touches little of the graph."""
+"""Splitting functions: what pre-sampling counts, and that weights do what the paper says where a
+batch touches little of the graph."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.minibatch import MiniBatch
-from gnnplan.planner.sampling import frontier, seeds_of
-from gnnplan.planner.specs import ALL
-from gnnplan.planner.splitting import BEFORE, SPLITTERS, presample, split
+from gnnplan.planner.gnn.workload import ALL
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import frontier, seeds_of
+from gnnplan.planner.graph.splitting import BEFORE, SPLITTERS, presample, split
+from gnnplan.planner.ownership.minibatch import MiniBatch
+from gnnplan.planner.vocabulary.errors import SpecError
 
 SMALL = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
 GRAPH = load("synthetic:community?vertices=6000&edges=60000&features=4&classes=3&seed=0")
@@ -39,7 +41,11 @@ def test_presampling_counts_frontiers_and_draws() -> None:
             for _, places in one.edges:
                 for place in places.tolist():
                     edges[place] += 1
-    assert (found.vertices.tolist(), found.edges.tolist(), found.batches) == (vertices.tolist(), edges.tolist(), batches)
+    assert (found.vertices.tolist(), found.edges.tolist(), found.batches) == (
+        vertices.tolist(),
+        edges.tolist(),
+        batches,
+    )
 
 
 def test_without_sampling_every_edge_near_a_seed_counts() -> None:
@@ -62,12 +68,17 @@ def test_an_unknown_splitter_is_named() -> None:
         split(GRAPH, 2, "nodes", 0)
 
 
-def measured(graph: Graph, owner: np.ndarray, batch: int, fanouts: tuple[int, ...]) -> tuple[float, float]:
-    """Share of edges that cross, and the most edges of a rank over the mean, over the first epoch."""
+def measured(
+    graph: Graph, owner: np.ndarray, batch: int, fanouts: tuple[int, ...]
+) -> tuple[float, float]:
+    """Share of edges that cross, and the most edges of a rank over the mean, over the first
+    epoch."""
     cross = edges = 0
     worst = []
     for number, seeds in enumerate(seeds_of(graph, batch, 0, 0)):
-        made = MiniBatch(graph, [frontier(graph, seeds, fanouts, 0, 0, number)], (0,) * 4, owner, first_varying=1)
+        made = MiniBatch(
+            graph, [frontier(graph, seeds, fanouts, 0, 0, number)], (0,) * 4, owner, first_varying=1
+        )
         layers = range(1, len(fanouts) + 1)
         each = np.sum([made.facts(layer).edges for layer in layers], axis=0)
         cross += sum(int(made.crossing(layer).sum()) for layer in layers)
@@ -80,7 +91,10 @@ def test_weights_pay_where_batches_touch_little() -> None:
     """GSplit Fig. 5: cross edges gsplit < node < random, the load of gsplit at or below edge's."""
     graph, fanouts = with_few_targets(GRAPH, 0.02), (3,)
     frequency = presample(graph, 32, fanouts, 0)
-    found = {splitter: measured(graph, split(graph, 4, splitter, 0, frequency), 32, fanouts) for splitter in SPLITTERS}
+    found = {
+        splitter: measured(graph, split(graph, 4, splitter, 0, frequency), 32, fanouts)
+        for splitter in SPLITTERS
+    }
     crossing, load = ({splitter: pair[i] for splitter, pair in found.items()} for i in (0, 1))
     assert crossing["gsplit"] < 0.95 * crossing["node"] < crossing["random"], found
     assert crossing["random"] == pytest.approx(0.75, abs=0.03), found

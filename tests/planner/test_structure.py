@@ -1,4 +1,5 @@
-"""A structure that is spread: every list is somewhere, samplers ask there and nowhere else, and each byte of it is counted."""
+"""A structure that is spread: every list is somewhere, samplers ask there and nowhere else, and
+each byte of it is counted."""
 
 from __future__ import annotations
 
@@ -8,59 +9,86 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.job import Job
-from gnnplan.planner.minibatch import shares
-from gnnplan.planner.sampling import frontier, seeds_of
-from gnnplan.planner.specs import Cluster, Device, Link, Workload
-from gnnplan.planner.store import frequency
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import frontier, seeds_of
+from gnnplan.planner.ownership.minibatch import shares
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
-from gnnplan.planner.structure import Structure, thinned
+from gnnplan.planner.strategies.minibatch.adjacency_store import Structure, thinned
+from gnnplan.planner.strategies.minibatch.feature_store import frequency
+from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = load("synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0")
 assert isinstance(GRAPH, Graph)
 
 
-def job_of(servers: int = 2, gpus: int = 2, kind: str = "cuda", **workload: Any) -> Job:
+def problem_of(servers: int = 2, gpus: int = 2, kind: str = "cuda", **workload: Any) -> Problem:
     device = Device(kind=kind, memory=1e12, gemm=1e11, memory_bandwidth=1e11)
-    where = Cluster(servers=servers, gpus_per_server=gpus, device=device, intra_node=Link(bandwidth=1e10), inter_node=Link(bandwidth=1e9))
+    where = Cluster(
+        servers=servers,
+        gpus_per_server=gpus,
+        device=device,
+        intra_node=Link(bandwidth=1e10),
+        inter_node=Link(bandwidth=1e9),
+    )
     assert isinstance(GRAPH, Graph)
-    asked = {"mode": "mini", "layers": 3, "hidden": 16, "batch": 32, "fanout": (4, 3, 2), "model": "sage", **workload}
-    return Job(GRAPH.stats, GRAPH, Workload(**asked), where)
+    asked = {
+        "mode": "mini",
+        "layers": 3,
+        "hidden": 16,
+        "batch": 32,
+        "fanout": (4, 3, 2),
+        "model": "sage",
+        **workload,
+    }
+    return Problem(GRAPH.stats, GRAPH, Workload(**asked), where)
 
 
-def spread(strategy: DataParallel | P3 | GSplit, job: Job) -> Structure:
-    lists = strategy.lists(job)
+def spread(strategy: DataParallel | P3 | GSplit, problem: Problem) -> Structure:
+    lists = strategy.lists(problem)
     assert lists is not None
     return lists
 
 
 CASES = [
-    (DataParallel(structure="spread"), 2, 2), (DataParallel(structure="spread"), 1, 3), (P3("server", structure="spread"), 3, 2),
-    (P3("rank", structure="spread"), 2, 2), (DataParallel(structure="spread", structure_cache=3000), 2, 2),
+    (DataParallel(structure="spread"), 2, 2),
+    (DataParallel(structure="spread"), 1, 3),
+    (P3("server", structure="spread"), 3, 2),
+    (P3("rank", structure="spread"), 2, 2),
+    (DataParallel(structure="spread", structure_cache=3000), 2, 2),
     (DataParallel(structure="spread", structure_cache=1000, hot="degree"), 3, 1),
     (P3("rank", structure="spread", structure_cache=500), 1, 2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("strategy", "servers", "gpus"), CASES, ids=str)
-def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy: DataParallel | P3, servers: int, gpus: int) -> None:
-    job = job_of(servers, gpus)
-    lists, everyone = spread(strategy, job), np.arange(400)
+def test_every_list_is_at_home_and_cached_where_it_is_hot(
+    strategy: DataParallel | P3, servers: int, gpus: int
+) -> None:
+    problem = problem_of(servers, gpus)
+    lists, everyone = spread(strategy, problem), np.arange(400)
     by_rank = strategy.over == "rank" if isinstance(strategy, P3) else servers == 1
-    places = range(job.ranks) if by_rank else job.servers
+    places = range(problem.ranks) if by_rank else problem.servers
     assert lists.places == tuple(places)
-    assert job.graph is not None
+    assert problem.graph is not None
     hot = getattr(strategy, "hot", "frequency")
-    read = frequency(job.graph, job.workload, job.ranks) if hot == "frequency" else np.bincount(job.graph.indices)
-    worth = read / (4 * job.graph.degree + 8)
+    read = (
+        frequency(problem.graph, problem.workload, problem.ranks)
+        if hot == "frequency"
+        else np.bincount(problem.graph.indices)
+    )
+    worth = read / (4 * problem.graph.degree + 8)
     order = np.lexsort((everyone, -worth))
     for place in set(places):
         away = [v for v in order.tolist() if v % len(set(places)) != place]
         cached = [v for v in away if lists.kept[place, v]]
-        assert cached == away[: len(cached)] and lists.kept[place].sum() == 400 - len(away) + len(cached)
-        fits = (4 * job.graph.degree + 8)[away].cumsum() <= strategy.structure_cache
+        assert cached == away[: len(cached)] and lists.kept[place].sum() == 400 - len(away) + len(
+            cached
+        )
+        fits = (4 * problem.graph.degree + 8)[away].cumsum() <= strategy.structure_cache
         assert len(cached) == fits.sum() and bool(cached) == bool(strategy.structure_cache)
     for rank, place in enumerate(places):
         provider = lists.provider(rank, everyone)
@@ -69,48 +97,64 @@ def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy: DataParallel
         for v, other in zip(everyone[~here].tolist(), provider[~here].tolist(), strict=True):
             assert places[other] == v % len(set(places))
         for home in set(places) - {place}:  # they share the work
-            busy = np.bincount(provider[~here & (lists.home == home)], minlength=job.ranks)[np.equal(places, home)]
+            busy = np.bincount(provider[~here & (lists.home == home)], minlength=problem.ranks)[
+                np.equal(places, home)
+            ]
             assert busy.max() <= busy.min() + busy.sum() // 4
 
 
 def test_bytes_by_hand() -> None:
-    """8 for every id that its server has no list of and 8 to each other rank per layer; 4 for every neighbour drawn of those."""
-    job, strategy = job_of(), DataParallel(structure="spread")
-    w, asks, found, drawn = job.workload, 0, 0, np.zeros(4, int)
+    """8 for every id that its server has no list of and 8 to each other rank per layer; 4 for every
+    neighbour drawn of those."""
+    problem, strategy = problem_of(), DataParallel(structure="spread")
+    w, asks, found, drawn = problem.workload, 0, 0, np.zeros(4, int)
     batches = seeds_of(GRAPH, w.batch, w.seed, 0)  # type: ignore[arg-type]
     for number, seeds in enumerate(batches):
         for rank, part in enumerate(shares(seeds, 4)):
             sampled = frontier(GRAPH, part, w.fanouts, w.seed, 0, number)  # type: ignore[arg-type]
             for layer in (1, 2, 3):
-                rows, degree = sampled.nodes[layer].tolist(), np.diff(sampled.edges[layer - 1][0]).tolist()
-                away = [n for v, n in zip(rows, degree, strict=True) if v % 2 != job.servers[rank]]
+                rows, degree = (
+                    sampled.nodes[layer].tolist(),
+                    np.diff(sampled.edges[layer - 1][0]).tolist(),
+                )
+                away = [
+                    n for v, n in zip(rows, degree, strict=True) if v % 2 != problem.servers[rank]
+                ]
                 asks, found = asks + 8 * (len(away) + 3), found + 4 * sum(away)
                 for v, n in zip(rows, degree, strict=True):
                     home = v % 2
-                    drawn[rank if home == job.servers[rank] else 2 * home + v // 2 % 2] += n
-    p, plain = strategy.predict(job), DataParallel().predict(job)
+                    drawn[rank if home == problem.servers[rank] else 2 * home + v // 2 % 2] += n
+    p, plain = strategy.predict(problem), DataParallel().predict(problem)
     assert p.bytes == {**plain.bytes, "ask_edges": asks, "edges": found} and asks > 0 < found
-    tasks = strategy.schedule(job, len(batches)).tasks
-    assert [sum(t.work.edges for t in tasks if t.rank == rank and t.label.op == "draw") for rank in range(4)] == drawn.tolist()  # type: ignore
+    tasks = strategy.schedule(problem, len(batches)).tasks
+    assert [
+        sum(t.work.edges for t in tasks if t.rank == rank and t.label.op == "draw")
+        for rank in range(4)
+    ] == drawn.tolist()  # type: ignore
     assert float(p.epoch_s) > float(plain.epoch_s)
 
 
 def test_a_larger_cache_asks_for_less() -> None:
-    asked = [DataParallel(structure="spread", structure_cache=room).predict(job_of()).bytes["edges"] for room in (0, 2000, 10000, 10**6)]
+    asked = [
+        DataParallel(structure="spread", structure_cache=room).predict(problem_of()).bytes["edges"]
+        for room in (0, 2000, 10000, 10**6)
+    ]
     assert asked[0] > asked[1] > asked[2] > asked[3] == 0
 
 
 @pytest.mark.parametrize("group", ["server", "all"])
 def test_owners_have_their_lists_and_nobody_asks(group: str) -> None:
-    job, strategy = job_of(), GSplit(splitter="random", group=group, structure="spread")
-    lists, member = spread(strategy, job), strategy.batches(job).member
+    problem, strategy = problem_of(), GSplit(splitter="random", group=group, structure="spread")
+    lists, member = spread(strategy, problem), strategy.batches(problem).member
     assert member is not None and not lists.asks
     place = (0, 1, 0, 1) if group == "server" else (0, 1, 2, 3)
     for rank in range(4):
         assert (lists.keeps(rank) == (member == place[rank])).all()
     plain = GSplit(splitter="random", group=group)
-    assert strategy.predict(job).bytes == plain.predict(job).bytes
-    assert [t.label for t in strategy.schedule(job, 2).tasks] == [t.label for t in plain.schedule(job, 2).tasks]
+    assert strategy.predict(problem).bytes == plain.predict(problem).bytes
+    assert [t.label for t in strategy.schedule(problem, 2).tasks] == [
+        t.label for t in plain.schedule(problem, 2).tasks
+    ]
 
 
 def test_a_thinned_graph_has_the_lists_that_are_kept() -> None:
@@ -123,28 +167,65 @@ def test_a_thinned_graph_has_the_lists_that_are_kept() -> None:
         assert ours == (theirs if keep[v] else [])
 
 
-@pytest.mark.parametrize("strategy", [DataParallel(), DataParallel(prefetch=1), GSplit(splitter="random"), P3("rank", pipelined=True)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DataParallel(),
+        DataParallel(prefetch=1),
+        GSplit(splitter="random"),
+        P3("rank", pipelined=True),
+    ],
+    ids=str,
+)
 def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy: Strategy) -> None:
-    """On a CPU a sampler's lists are a rank's own; beside a GPU they are elsewhere. Degrees count once."""
+    """On a CPU a sampler's lists are a rank's own; beside a GPU they are elsewhere. Degrees count
+    once."""
     apart: Any = replace(strategy, structure="spread")  # type: ignore[call-arg]
     for kind in ("cpu", "cuda"):
-        job = job_of(1, 2, kind)
-        more = apart.memory(job)["graph"] - strategy.memory(job)["graph"]
-        lists = np.array([int(GRAPH.degree[apart.lists(job).keeps(rank)].sum()) for rank in (0, 1)])  # type: ignore[union-attr]
+        problem = problem_of(1, 2, kind)
+        more = apart.memory(problem)["graph"] - strategy.memory(problem)["graph"]
+        lists = np.array(
+            [int(GRAPH.degree[apart.lists(problem).keeps(rank)].sum()) for rank in (0, 1)]
+        )  # type: ignore[union-attr]
         counted = 8 * 400 * bool(getattr(strategy, "prefetch", 0))
-        assert more.tolist() == ((4 * lists + 8 * 401 + counted).tolist() if kind == "cpu" else [0, 0])
+        assert more.tolist() == (
+            (4 * lists + 8 * 401 + counted).tolist() if kind == "cpu" else [0, 0]
+        )
 
 
-@pytest.mark.parametrize(("text", "rule"), [
-    ("data_parallel(structure='spred')", "structure says who has adjacency lists, and 'spred' is unknown; did you mean spread"),
-    ("p3(structure='everwhere')", "p3: structure says who has adjacency lists, and 'everwhere' is unknown; did you mean everywhere"),
-    ("gsplit(structure='hashed')", "gsplit: structure says who has adjacency lists, and 'hashed' is unknown"),
-    ("data_parallel(structure='spread',structure_cache=-1)", "structure_cache is a number of bytes per server, 0 or more, not -1; use 0"),
-    ("p3(structure_cache=2000)", r"\(structure_cache: 2,000, structure: everywhere\); use structure='spread', or structure_cache=0"),
-    ("gsplit(structure_cache=2000)", "gsplit has no knob 'structure_cache'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (
+            "data_parallel(structure='spred')",
+            "structure says who has adjacency lists, and 'spred' is unknown; did you mean spread",
+        ),
+        (
+            "p3(structure='everwhere')",
+            (
+                "p3: structure says who has adjacency lists, and 'everwhere' is unknown; did you"
+                " mean everywhere"
+            ),
+        ),
+        (
+            "gsplit(structure='hashed')",
+            "gsplit: structure says who has adjacency lists, and 'hashed' is unknown",
+        ),
+        (
+            "data_parallel(structure='spread',structure_cache=-1)",
+            "structure_cache is a number of bytes per server, 0 or more, not -1; use 0",
+        ),
+        (
+            "p3(structure_cache=2000)",
+            (
+                r"\(structure_cache: 2,000, structure: everywhere\); use structure='spread', or"
+                r" structure_cache=0"
+            ),
+        ),
+        ("gsplit(structure_cache=2000)", "gsplit has no knob 'structure_cache'"),
+    ],
+)
 def test_what_cannot_be(text: str, rule: str) -> None:
-    job = job_of()
+    problem = problem_of()
     with pytest.raises(SpecError, match=rule):
-        parse(text).settle(job).check(job)
+        parse(text).settle(problem).check(problem)

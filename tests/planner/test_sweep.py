@@ -1,4 +1,5 @@
-"""What if: every combination once, checked before anything is planned; where the recommendation changes; what an epoch costs."""
+"""What if: every combination once, checked before anything is planned; where the recommendation
+changes; what an epoch costs."""
 
 from __future__ import annotations
 
@@ -9,72 +10,103 @@ from pathlib import Path
 
 import pytest
 
-from gnnplan.planner import plan
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.files import read_cluster
-from gnnplan.planner.graph import GraphStats, load
-from gnnplan.planner.job import Job, with_ranks
-from gnnplan.planner.search import search, seated, weigh
-from gnnplan.planner.specs import Workload
+from gnnplan.planner.cluster.spec import PRESETS
+from gnnplan.planner.decision.search import evaluate, search, seated
+from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.sweep import axes, changes, points, rows, to_csv
+from gnnplan.planner.vocabulary.errors import SpecError
 
 
-def question(cluster: str = "gnnpipe_a5000", **workload: object) -> Job:
+def question(cluster: str = "gnnpipe_a5000", **workload: object) -> Problem:
     stats = load("reddit")
     assert isinstance(stats, GraphStats)
-    return Job(stats, None, Workload.model_validate(workload), read_cluster(cluster))
+    return Problem(stats, None, Workload.model_validate(workload), read_cluster(cluster))
 
 
 def test_every_combination_is_asked_once_the_last_field_first():
     base = question()
     asked = points(axes(["servers=1,4", "hidden=64,128,256"]), base, ["layers=5"])
-    assert [tuple(at.values()) for at, _ in asked] == [(s, h) for s in ("1", "4") for h in ("64", "128", "256")]
-    for at, job in asked:
-        assert (job.cluster.servers, job.workload.hidden, job.workload.layers) == (int(at["servers"]), int(at["hidden"]), 5)
-        assert job.stats is base.stats and job.cluster.device == base.cluster.device
+    assert [tuple(at.values()) for at, _ in asked] == [
+        (s, h) for s in ("1", "4") for h in ("64", "128", "256")
+    ]
+    for at, problem in asked:
+        assert (problem.cluster.servers, problem.workload.hidden, problem.workload.layers) == (
+            int(at["servers"]),
+            int(at["hidden"]),
+            5,
+        )
+        assert problem.stats is base.stats and problem.cluster.device == base.cluster.device
 
 
-@pytest.mark.parametrize(("field", "value", "found"), [
-    ("servers", "4", lambda job: job.cluster.servers == 4), ("gpus_per_server", "8", lambda job: job.ranks == 16),
-    ("inter_node.bandwidth", "25GB/s", lambda job: job.cluster.inter_node.bandwidth == 25e9),
-    ("intra_node.bandwidth", "100GB/s", lambda job: job.cluster.intra_node.bandwidth == 1e11),
-    ("device.memory", "80GB", lambda job: job.cluster.device.memory == 8e10), ("layers", "8", lambda job: job.workload.layers == 8),
-    ("hidden", "64", lambda job: job.workload.hidden == 64), ("model", "gat", lambda job: job.workload.model == "gat"),
-    ("price", "1.5", lambda job: job.cluster.price == 1.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("servers", "4", lambda problem: problem.cluster.servers == 4),
+        ("gpus_per_server", "8", lambda problem: problem.ranks == 16),
+        (
+            "inter_node.bandwidth",
+            "25GB/s",
+            lambda problem: problem.cluster.inter_node.bandwidth == 25e9,
+        ),
+        (
+            "intra_node.bandwidth",
+            "100GB/s",
+            lambda problem: problem.cluster.intra_node.bandwidth == 1e11,
+        ),
+        ("device.memory", "80GB", lambda problem: problem.cluster.device.memory == 8e10),
+        ("layers", "8", lambda problem: problem.workload.layers == 8),
+        ("hidden", "64", lambda problem: problem.workload.hidden == 64),
+        ("model", "gat", lambda problem: problem.workload.model == "gat"),
+        ("price", "1.5", lambda problem: problem.cluster.price == 1.5),
+    ],
+)
 def test_any_field_is_swept(field: str, value: str, found):
-    [(at, job)] = points(axes([f"{field}={value}"]), question())
-    assert at == {field: value} and found(job)
+    [(at, problem)] = points(axes([f"{field}={value}"]), question())
+    assert at == {field: value} and found(problem)
 
 
 def test_batches_are_swept_where_there_are_some():
-    [(_, job)] = points(axes(["batch=512"]), question(mode="mini"))
-    assert job.workload.batch == 512
-    [(_, job)] = points(axes(["batch=512"]), question(), ["mode=mini"])
-    assert (job.workload.batch, job.workload.mode) == (512, "mini")
+    [(_, problem)] = points(axes(["batch=512"]), question(mode="mini"))
+    assert problem.workload.batch == 512
+    [(_, problem)] = points(axes(["batch=512"]), question(), ["mode=mini"])
+    assert (problem.workload.batch, problem.workload.mode) == (512, "mini")
     with pytest.raises(SpecError, match="the plan trains on the full graph"):
         points(axes(["batch=512"]), question())
 
 
 def test_a_device_is_that_of_another_cluster_with_its_price(tmp_path: Path):
-    text = (Path(plan.__file__).parent.parent / "presets" / "dgx_a100.yaml").read_text()
+    text = (PRESETS / "dgx_a100.yaml").read_text()
     (tmp_path / "rented.yaml").write_text(text + "price: 4.1\n")
     base = question()
     base = replace(base, cluster=base.cluster.model_copy(update={"price": 0.5}))
     asked = points(axes([f"device=gnnpipe_a5000,dgx_a100,{tmp_path / 'rented.yaml'}"]), base)
     devices = [base.cluster.device, *[read_cluster("dgx_a100").device] * 2]
-    assert [(job.cluster.device, job.cluster.price) for _, job in asked] == list(zip(devices, (0.5, None, 4.1), strict=True))
-    assert all((job.cluster.intra_node, job.cluster.islands, job.ranks) == (base.cluster.intra_node, (), 8) for _, job in asked)
+    assert [(problem.cluster.device, problem.cluster.price) for _, problem in asked] == list(
+        zip(devices, (0.5, None, 4.1), strict=True)
+    )
+    assert all(
+        (problem.cluster.intra_node, problem.cluster.islands, problem.ranks)
+        == (base.cluster.intra_node, (), 8)
+        for _, problem in asked
+    )
 
 
 def test_fewer_gpus_are_the_first_of_the_servers_lists_and_more_ranks_on_a_cpu_share_its_cores():
-    [(_, job)] = points(axes(["gpus_per_server=3"]), question("dgx_a100"))
-    assert job.ranks == 6 and job.cluster.islands == ((0, 1, 2),) and job.cluster.nics == ((0, 1), (2,))
+    [(_, problem)] = points(axes(["gpus_per_server=3"]), question("dgx_a100"))
+    assert (
+        problem.ranks == 6
+        and problem.cluster.islands == ((0, 1, 2),)
+        and problem.cluster.nics == ((0, 1), (2,))
+    )
     base = question("local")
     more = base.cluster.gpus_per_server * 4
-    [(_, job)] = points(axes([f"gpus_per_server={more}"]), base)
-    assert job.cluster.device == with_ranks(base.cluster, base.cluster.servers * more).device
+    [(_, problem)] = points(axes([f"gpus_per_server={more}"]), base)
+    assert problem.cluster.device == with_ranks(base.cluster, base.cluster.servers * more).device
 
 
 def test_where_the_recommendation_changes():
@@ -83,9 +115,17 @@ def test_where_the_recommendation_changes():
     def row(a: str, b: str, family: str | None) -> dict[str, object]:
         return {"at": {"a": a, "b": b}, "best": family, **({"family": family} if family else {})}
 
-    table = [row("1", "x", "p"), row("1", "y", "q"), row("2", "x", None), row("2", "y", "q"), row("3", "x", "r"), row("3", "y", "q")]
+    table = [
+        row("1", "x", "p"),
+        row("1", "y", "q"),
+        row("2", "x", None),
+        row("2", "y", "q"),
+        row("3", "x", "r"),
+        row("3", "y", "q"),
+    ]
     assert changes(swept, table) == [
-        {"field": "a", "value": "3", "with": {"b": "x"}, "from": "p", "to": "r"},  # nothing fits at a=2
+        # nothing fits at a=2
+        {"field": "a", "value": "3", "with": {"b": "x"}, "from": "p", "to": "r"},
         {"field": "b", "value": "y", "with": {"a": "1"}, "from": "p", "to": "q"},
         {"field": "b", "value": "y", "with": {"a": "3"}, "from": "r", "to": "q"},
     ]
@@ -93,33 +133,65 @@ def test_where_the_recommendation_changes():
 
 
 def test_rows_are_plans_of_their_own():
-    """The recommendation, and the best of the plan's family on all GPUs, are those of a plan asked there."""
+    """The recommendation, and the best of the plan's family on all GPUs, are those of a plan asked
+    there."""
     asked = points(axes(["servers=1,8"]), question(layers=4))
-    table = rows(asked, "gnnpipe", lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)})
-    for row, (_, job) in zip(table, asked, strict=True):
-        found = search(job)
-        best, same = found.ranked[0], next(c for c in found.ranked if c.strategy.name == "gnnpipe" and c.job.ranks == job.ranks)
-        assert (row["best"], row["gpus"], row["predicted_s"]) == (str(best.strategy), best.job.ranks, float(best.predicted.epoch_s))
-        assert (row["plan"], row["plan_predicted_s"]) == (str(same.strategy), float(same.predicted.epoch_s))
-        assert row["simulated_s"] == 2 * row["predicted_s"] and row["plan_simulated_s"] == 2 * row["plan_predicted_s"]
+    table = rows(
+        asked,
+        "gnnpipe",
+        lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)},
+    )
+    for row, (_, problem) in zip(table, asked, strict=True):
+        found = search(problem)
+        best, same = (
+            found.ranked[0],
+            next(
+                c
+                for c in found.ranked
+                if c.strategy.name == "gnnpipe" and c.problem.ranks == problem.ranks
+            ),
+        )
+        assert (row["best"], row["gpus"], row["predicted_s"]) == (
+            str(best.strategy),
+            best.problem.ranks,
+            float(best.predicted.epoch_s),
+        )
+        assert (row["plan"], row["plan_predicted_s"]) == (
+            str(same.strategy),
+            float(same.predicted.epoch_s),
+        )
+        assert (
+            row["simulated_s"] == 2 * row["predicted_s"]
+            and row["plan_simulated_s"] == 2 * row["plan_predicted_s"]
+        )
         assert "epoch_dollars" not in row
     told = list(csv.DictReader(io.StringIO(to_csv(axes(["servers=1,8"]), table))))
-    assert [line["servers"] for line in told] == ["1", "8"] and float(told[1]["predicted_s"]) == table[1]["predicted_s"]
+    assert [line["servers"] for line in told] == ["1", "8"] and float(
+        told[1]["predicted_s"]
+    ) == table[1]["predicted_s"]
 
 
 def test_nothing_fits_is_a_row_too():
     asked = points(axes(["device.memory=24GB,10MB"]), question())
     table = rows(asked, "gnnpipe", lambda _: {})
     assert table[0]["best"] and "simulated_s" not in table[0]
-    assert table[1]["best"] is None and "nothing fits" in table[1]["reason"] and changes(axes(["device.memory=24GB,10MB"]), table) == []
-    assert [line["best"] for line in csv.DictReader(io.StringIO(to_csv(axes(["device.memory=24GB,10MB"]), table)))][1] == ""
+    assert (
+        table[1]["best"] is None
+        and "nothing fits" in table[1]["reason"]
+        and changes(axes(["device.memory=24GB,10MB"]), table) == []
+    )
+    assert [
+        line["best"]
+        for line in csv.DictReader(io.StringIO(to_csv(axes(["device.memory=24GB,10MB"]), table)))
+    ][1] == ""
 
 
 def test_servers_are_rented_whole():
-    job = question()
-    job = replace(job, cluster=job.cluster.model_copy(update={"price": 3.6}))  # 0.1 cents a second and GPU
+    problem = question()
+    # 0.1 cents a second and GPU
+    problem = replace(problem, cluster=problem.cluster.model_copy(update={"price": 3.6}))
     for gpus, rented in ((tuple(range(8)), 8), ((0, 1, 4, 5), 8), ((0, 1, 2, 3), 4), ((0,), 4)):
-        fewer = job.seated(gpus)
-        found = weigh(seated(fewer, parse("graph_parallel")), parse("graph_parallel"))
+        fewer = problem.seated(gpus)
+        found = evaluate(seated(fewer, parse("graph_parallel")), parse("graph_parallel"))
         assert found.dollars == pytest.approx(rented * 0.001 * float(found.predicted.epoch_s))
-    assert weigh(question(), parse("graph_parallel")).dollars is None
+    assert evaluate(question(), parse("graph_parallel")).dollars is None

@@ -1,4 +1,5 @@
-"""What is between GPUs: ports against routes in the whole graph, fabrics worked by hand, and answers that change with them."""
+"""What is between GPUs: ports against routes in the whole graph, fabrics worked by hand, and
+answers that change with them."""
 
 from __future__ import annotations
 
@@ -14,28 +15,40 @@ from any_wiring import LINKS, wiring
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.explain import tightest
-from gnnplan.planner.files import apply_overrides
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.grouping import Phase, fewer, seat, seatings, weigher
-from gnnplan.planner.job import Job
-from gnnplan.planner.places import routes
-from gnnplan.planner.schedule import Send
-from gnnplan.planner.search import search, weigh
-from gnnplan.planner.specs import Cluster, Device, Fabric, Link, Workload
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.fabric import fabric_graph, routes
+from gnnplan.planner.cluster.seating import Phase, evaluator, fewer, seat, seatings
+from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
+from gnnplan.planner.cluster.topology import attached, describe_port, graph, route
+from gnnplan.planner.decision.explain import tightest
+from gnnplan.planner.decision.search import evaluate, search
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import apply_overrides
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.topology import attached, fabric_graph, graph, route, told
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Send
 from gnnplan.simulator.player import play
 
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
-RING, LEAVES = Fabric(kind="ring", latency=0.5), Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=4, latency=0.5)
+RING, LEAVES = (
+    Fabric(kind="ring", latency=0.5),
+    Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=4, latency=0.5),
+)
 
 
 def cluster(servers: int, gpus: int = 1, **more: Any) -> Cluster:
-    links = {"intra_node": Link(bandwidth=1e9, latency=1.0), "inter_node": Link(bandwidth=1e8, latency=2.0)}
-    return Cluster(servers=servers, gpus_per_server=gpus, **{"device": DEVICE, "all_reduce": "ring", **links, **more})
+    links = {
+        "intra_node": Link(bandwidth=1e9, latency=1.0),
+        "inter_node": Link(bandwidth=1e8, latency=2.0),
+    }
+    return Cluster(
+        servers=servers,
+        gpus_per_server=gpus,
+        **{"device": DEVICE, "all_reduce": "ring", **links, **more},
+    )
 
 
 @st.composite
@@ -49,7 +62,11 @@ def clusters(draw: st.DrawFn, ranks: int = 12) -> Cluster:
     kind = draw(st.sampled_from([None, "ring", "leaf_spine"]))
     if kind:
         per_leaf = draw(st.integers(1, 3)) if kind == "leaf_spine" else None
-        more["fabric"] = Fabric(kind=kind, servers_per_leaf=per_leaf, oversubscription=draw(st.sampled_from([0.5, 1.0, 3.0])))
+        more["fabric"] = Fabric(
+            kind=kind,
+            servers_per_leaf=per_leaf,
+            oversubscription=draw(st.sampled_from([0.5, 1.0, 3.0])),
+        )
     return cluster(servers, gpus, **more)
 
 
@@ -58,37 +75,53 @@ def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
 
     def bandwidth(kind: str) -> float:
         if kind == "fabric":
-            return cost._between("send", cost.cluster.fabric).bandwidth
-        return cost.cluster.bridge.bandwidth if kind == "bridge" else cost.link("send", links[kind]).bandwidth
+            return cost._ports.fabric_link("send", cost.cluster.fabric).bandwidth
+        return (
+            cost.cluster.bridge.bandwidth
+            if kind == "bridge"
+            else cost.link("send", links[kind]).bandwidth
+        )
 
-    return {port: seconds * bandwidth(port[0].split("_")[0]) for port, seconds in transfer.busy.items()}
+    return {
+        port: seconds * bandwidth(port[0].split("_")[0]) for port, seconds in transfer.busy.items()
+    }
 
 
-# -- ports are routes ------------------------------------------------------------------------------------------------------
+# -- ports are routes ------------------------------------------------------------------------------
 
 
 @given(clusters())
 @settings(deadline=None, max_examples=60)
 def test_a_message_fills_the_ports_on_its_way(where: Cluster):
-    """networkx walks from GPU to GPU; of several shortest ways one, so half way round a ring it says half of what is so."""
+    """networkx walks from GPU to GPU; of several shortest ways one, so half way round a ring it
+    says half of what is so."""
     where = where.model_copy(update={"peer_access": True, "bridge": None})
     cost, whole = Cost.of(where), graph(where)
     for a in range(where.ranks):
         for b in range(where.ranks):
             if a != b:
-                passed, path = bytes_by_port(cost, cost.send(a, Send(b, 1000))), route(where, whole, a, b)
+                passed, path = (
+                    bytes_by_port(cost, cost.send(a, Send(b, 1000))),
+                    route(where, whole, a, b),
+                )
                 fabric = {port for port in passed if port[0] == "fabric"}
                 assert set(path) - {p for p in path if p[0] == "fabric"} == set(passed) - fabric
-                assert all(nbytes == pytest.approx(1000 if p not in fabric or p in path else 500, rel=1e-9) or nbytes == pytest.approx(500)
-                           for p, nbytes in passed.items())  # fmt: skip
-                assert sum(passed[p] for p in fabric) == pytest.approx(1000 * sum(p[0] == "fabric" for p in path))
+                assert all(
+                    nbytes == pytest.approx(1000 if p not in fabric or p in path else 500, rel=1e-9)
+                    or nbytes == pytest.approx(500)
+                    for p, nbytes in passed.items()
+                )
+                assert sum(passed[p] for p in fabric) == pytest.approx(
+                    1000 * sum(p[0] == "fabric" for p in path)
+                )
 
 
 @given(clusters(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=60)
 def test_bytes_over_links_are_conserved(where: Cluster, seed: int):
-    """As many bytes come into a server's place in the fabric as its cards send plus what passes on, at every node; and in all as many
-    bytes are on links as messages have, times the links on their way."""
+    """As many bytes come into a server's place in the fabric as its cards send plus what passes on,
+    at every node; and in all as many bytes are on links as messages have, times the links on their
+    way."""
     random = np.random.default_rng(seed)
     n = where.ranks
     sent = random.integers(0, 1000, (n, n)) * (random.random((n, n)) < 0.6)
@@ -97,13 +130,20 @@ def test_bytes_over_links_are_conserved(where: Cluster, seed: int):
     passed = bytes_by_port(cost, cost.exchange(sent))
     by_link = cost.bytes_by_link(sent)
     for way in ("out", "in"):
-        assert sum(b for p, b in passed.items() if p[0] == f"nic_{way}") == pytest.approx(by_link.get("inter_node", 0))
-        assert sum(b for p, b in passed.items() if p[0] == f"island_{way}") == pytest.approx(by_link.get("island", 0))
+        assert sum(b for p, b in passed.items() if p[0] == f"nic_{way}") == pytest.approx(
+            by_link.get("inter_node", 0)
+        )
+        assert sum(b for p, b in passed.items() if p[0] == f"island_{way}") == pytest.approx(
+            by_link.get("island", 0)
+        )
         staged = 0 if where.peer_access else by_link.get("inter_node", 0)
-        assert sum(b for p, b in passed.items() if p[0] == f"gpu_{way}") == pytest.approx(by_link.get("intra_node", 0) + staged)
+        assert sum(b for p, b in passed.items() if p[0] == f"gpu_{way}") == pytest.approx(
+            by_link.get("intra_node", 0) + staged
+        )
     if where.bridge:
         assert sum(b for p, b in passed.items() if p[0] == "bridge") == pytest.approx(
-            2 * by_link.get("intra_node", 0) + 4 * by_link.get("inter_node", 0))
+            2 * by_link.get("intra_node", 0) + 4 * by_link.get("inter_node", 0)
+        )
     if where.fabric and where.servers > 1:
         between = fabric_graph(where.fabric, where.servers)
         flow = {edge: passed.get(("fabric", i), 0.0) for i, edge in enumerate(between.edges)}
@@ -114,54 +154,85 @@ def test_bytes_over_links_are_conserved(where: Cluster, seed: int):
             out, into = (sum(b for edge, b in flow.items() if edge[end] == node) for end in (0, 1))
             assert out - into == pytest.approx(leaving - arriving, abs=1e-6)
         distance = dict(nx.all_pairs_shortest_path_length(between))
-        assert sum(flow.values()) == pytest.approx(sum(
-            sent[a, b] * distance[attached(where, int(servers[a]))][attached(where, int(servers[b]))] for a in range(n) for b in range(n)))
+        assert sum(flow.values()) == pytest.approx(
+            sum(
+                sent[a, b]
+                * distance[attached(where, int(servers[a]))][attached(where, int(servers[b]))]
+                for a in range(n)
+                for b in range(n)
+            )
+        )
 
 
-# -- by hand ---------------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def test_a_ring_of_servers():
-    """Five servers: from 0 to 2 over 1, from 0 to 3 over 4; of four, half way round goes both ways. A cable is as fast as a card."""
+    """Five servers: from 0 to 2 over 1, from 0 to 3 over 4; of four, half way round goes both ways.
+    A cable is as fast as a card."""
     cost = Cost.of(cluster(5, fabric=RING))
     ports = {edge: i for i, edge in enumerate(fabric_graph(RING, 5).edges)}
 
     def passed(where: Cost, a: int, b: int) -> dict[tuple[int, int], float]:
-        names = {i: (x[1], y[1]) for i, (x, y) in enumerate(fabric_graph(RING, where.cluster.servers).edges)}
-        return {names[p[1]]: s for p, s in where.send(a, Send(b, 10**8)).busy.items() if p[0] == "fabric"}
+        names = {
+            i: (x[1], y[1])
+            for i, (x, y) in enumerate(fabric_graph(RING, where.cluster.servers).edges)
+        }
+        return {
+            names[p[1]]: s
+            for p, s in where.send(a, Send(b, 10**8)).busy.items()
+            if p[0] == "fabric"
+        }
 
     assert len(ports) == 10
     assert passed(cost, 0, 1) == {(0, 1): 1.0} and passed(cost, 0, 2) == {(0, 1): 1.0, (1, 2): 1.0}
-    assert passed(cost, 0, 3) == {(0, 4): 1.0, (4, 3): 1.0} and passed(Cost.of(cluster(2, fabric=RING)), 0, 1) == {(0, 1): 1.0}
-    assert passed(Cost.of(cluster(4, fabric=RING)), 1, 3) == dict.fromkeys([(1, 2), (2, 3), (1, 0), (0, 3)], 0.5)
+    assert passed(cost, 0, 3) == {(0, 4): 1.0, (4, 3): 1.0} and passed(
+        Cost.of(cluster(2, fabric=RING)), 0, 1
+    ) == {(0, 1): 1.0}
+    assert passed(Cost.of(cluster(4, fabric=RING)), 1, 3) == dict.fromkeys(
+        [(1, 2), (2, 3), (1, 0), (0, 3)], 0.5
+    )
     assert cost.send(0, Send(2, 10**8)).alone == 2.0 + 2 * 0.5 + 1.0
     everyone = cost.exchange(1e8 * ~np.eye(5, dtype=bool))
     assert everyone.latency == 4 * 2.0 + (1 + 2 + 2 + 1) * 0.5
-    assert [everyone.busy["fabric", i] for i in range(10)] == pytest.approx([3.0] * 10) and everyone.alone == pytest.approx(11.0 + 4.0)
+    assert [everyone.busy["fabric", i] for i in range(10)] == pytest.approx(
+        [3.0] * 10
+    ) and everyone.alone == pytest.approx(11.0 + 4.0)
     ring = cost.all_reduce(10**8, range(5))
     assert ring.latency == 8 * 2.5
-    assert [s for p, s in sorted(ring.busy.items()) if p[0] == "fabric"] == pytest.approx([1.6] * 5)  # one way round
+    # one way round
+    assert [s for p, s in sorted(ring.busy.items()) if p[0] == "fabric"] == pytest.approx([1.6] * 5)
 
 
 def test_leaves_share_their_uplinks():
-    """Two servers of two cards per leaf, four times oversubscribed: an uplink is as fast as one card, all exchange with all."""
+    """Two servers of two cards per leaf, four times oversubscribed: an uplink is as fast as one
+    card, all exchange with all."""
     cost = Cost.of(cluster(4, 2, nics=[[0], [1]], fabric=LEAVES))
     assert not [p for p in cost.send(0, Send(2, 1)).busy if p[0] == "fabric"]  # below one leaf
-    assert {p[0]: s for p, s in cost.send(0, Send(4, 10**8)).busy.items()} == {"nic_out": 1.0, "fabric": 1.0, "nic_in": 1.0}
+    assert {p[0]: s for p, s in cost.send(0, Send(4, 10**8)).busy.items()} == {
+        "nic_out": 1.0,
+        "fabric": 1.0,
+        "nic_in": 1.0,
+    }
     everyone = cost.exchange(1e8 * ~np.eye(8, dtype=bool))
     assert everyone.busy["nic_out", 0] == pytest.approx(6.0)
-    assert [s for p, s in everyone.busy.items() if p[0] == "fabric"] == pytest.approx([16.0] * 4)  # 4 GPUs x 4 of the other leaf
+    # 4 GPUs x 4 of the other leaf
+    assert [s for p, s in everyone.busy.items() if p[0] == "fabric"] == pytest.approx([16.0] * 4)
     assert everyone.latency == 1 * 1.0 + 6 * 2.0 + 4 * 2 * 0.5
 
 
 @given(clusters(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=40)
 def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where: Cluster, seed: int):
-    """One big switch, and the same servers on leaves with as many uplinks as cards: equal but for the latency."""
+    """One big switch, and the same servers on leaves with as many uplinks as cards: equal but for
+    the latency."""
     random = np.random.default_rng(seed)
     sent = random.integers(0, 1000, (where.ranks,) * 2) * ~np.eye(where.ranks, dtype=bool)
     full = Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=1, latency=0)
-    plain, leaves = (Cost.of(where.model_copy(update={"fabric": fabric})).exchange(sent) for fabric in (None, full))
+    plain, leaves = (
+        Cost.of(where.model_copy(update={"fabric": fabric})).exchange(sent)
+        for fabric in (None, full)
+    )
     assert leaves.alone == pytest.approx(plain.alone)
 
 
@@ -170,42 +241,74 @@ def test_copies_of_a_cluster_fill_their_own_links(fabric: Fabric):
     """As the search for seats asks for them: servers 5 to 9 are the first cluster's again."""
     ways = routes(fabric, 5)
     source, target = np.array([0, 5 + 3, 0]), np.array([2, 5 + 1, 4])
-    alone = [ways.bytes_by_link(source[[i]] % 5, target[[i]] % 5, np.array([7.0])) for i in range(3)]
+    alone = [
+        ways.bytes_by_link(source[[i]] % 5, target[[i]] % 5, np.array([7.0])) for i in range(3)
+    ]
     together = ways.bytes_by_link(source, target, np.full(3, 7.0)).reshape(2, -1)
-    assert together[0] == pytest.approx(alone[0] + alone[2]) and together[1] == pytest.approx(alone[1])
+    assert together[0] == pytest.approx(alone[0] + alone[2]) and together[1] == pytest.approx(
+        alone[1]
+    )
 
 
-# -- better networks ---------------------------------------------------------------------------------------------------------
+# -- better networks -------------------------------------------------------------------------------
 
 
 @st.composite
 def improvements(draw: st.DrawFn, where: Cluster) -> Cluster:
     """One number of the network, better."""
     factor = draw(st.floats(1.0, 50.0))
-    names = [name for name in ("intra_node", "inter_node", "island", "switch", "host", "bridge") if getattr(where, name)]
+    names = [
+        name
+        for name in ("intra_node", "inter_node", "island", "switch", "host", "bridge")
+        if getattr(where, name)
+    ]
     name = draw(st.sampled_from([*names, *["fabric"] * (where.fabric is not None)]))
     if name == "fabric":
         assert where.fabric
-        better: dict[str, Any] = draw(st.sampled_from([{"oversubscription": where.fabric.oversubscription / factor},
-                                                       {"latency": where.fabric.latency / factor}]))  # fmt: skip
+        better: dict[str, Any] = draw(
+            st.sampled_from(
+                [
+                    {"oversubscription": where.fabric.oversubscription / factor},
+                    {"latency": where.fabric.latency / factor},
+                ]
+            )
+        )
     else:
         link = getattr(where, name)
-        better = draw(st.sampled_from([{"bandwidth": link.bandwidth * factor}, {"latency": link.latency / factor}]))
+        better = draw(
+            st.sampled_from(
+                [{"bandwidth": link.bandwidth * factor}, {"latency": link.latency / factor}]
+            )
+        )
     return where.model_copy(update={name: getattr(where, name).model_copy(update=better)})
 
 
-@given(st.data(), clusters(), st.integers(0, 10**6), st.sampled_from([None, "ring", "tree", "hierarchical"]), st.booleans())
+@given(
+    st.data(),
+    clusters(),
+    st.integers(0, 10**6),
+    st.sampled_from([None, "ring", "tree", "hierarchical"]),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=60)
-def test_a_better_network_is_never_slower(data: st.DataObject, where: Cluster, seed: int, algorithm: str | None, curved: bool):
-    """No exchange, no all-reduce, and not on any port, so that no plan is slower that fills ports with several."""
+def test_a_better_network_is_never_slower(
+    data: st.DataObject, where: Cluster, seed: int, algorithm: str | None, curved: bool
+):
+    """No exchange, no all-reduce, and not on any port, so that no plan is slower that fills ports
+    with several."""
     more: dict[str, Any] = {"all_reduce": algorithm}
     if curved:
-        more["inter_node"] = Link(**where.inter_node.model_dump(exclude={"efficiency"}), efficiency={1e3: 0.1, 1e6: 0.9})  # type: ignore
+        more["inter_node"] = Link(
+            **where.inter_node.model_dump(exclude={"efficiency"}), efficiency={1e3: 0.1, 1e6: 0.9}
+        )  # type: ignore
     where = where.model_copy(update=more)
     before, after = Cost.of(where), Cost.of(data.draw(improvements(where)))
     n = where.ranks
     sent = np.random.default_rng(seed).integers(0, 10**6, (n, n)) * ~np.eye(n, dtype=bool)
-    exchanges, sums = [cost.exchange(sent) for cost in (before, after)], [cost.all_reduce(seed, range(n)) for cost in (before, after)]
+    exchanges, sums = (
+        [cost.exchange(sent) for cost in (before, after)],
+        [cost.all_reduce(seed, range(n)) for cost in (before, after)],
+    )
     for now, better in (exchanges, sums):
         assert float(better.alone) <= float(now.alone) * (1 + 1e-9)
         assert better.busy.keys() == now.busy.keys()
@@ -216,42 +319,56 @@ JOB = load("synthetic:community?vertices=300&edges=4000&features=40&classes=5&se
 assert isinstance(JOB, Graph)
 
 
-@given(st.data(), clusters(ranks=8), st.sampled_from(["graph_parallel", "pipegcn", "gnnpipe", "granndis"]))
+@given(
+    st.data(),
+    clusters(ranks=8),
+    st.sampled_from(["graph_parallel", "pipegcn", "gnnpipe", "granndis"]),
+)
 @settings(deadline=None, max_examples=40)
 def test_no_plan_is_slower_on_a_better_network(data: st.DataObject, where: Cluster, name: str):
     where = where.model_copy(update={"all_reduce": None})
-    question = Job(JOB.stats, JOB, Workload(model="gcn", layers=where.ranks, hidden=16), where)
+    question = Problem(JOB.stats, JOB, Workload(model="gcn", layers=where.ranks, hidden=16), where)
     strategy = parse(name).settle(question)
     better = replace(question, cluster=data.draw(improvements(where)))
     schedule = strategy.schedule(question, 2)
-    assert float(strategy.predict(better).epoch_s) <= float(strategy.predict(question).epoch_s) * (1 + 1e-9)
-    seconds = [play(schedule, job.cost, contention=False).end_s for job in (better, question)]
+    assert float(strategy.predict(better).epoch_s) <= float(strategy.predict(question).epoch_s) * (
+        1 + 1e-9
+    )
+    seconds = [
+        play(schedule, problem.cost, contention=False).end_s for problem in (better, question)
+    ]
     assert seconds[0] <= seconds[1] * (1 + 1e-9)
     assert float(strategy.predict(question).epoch_s) == pytest.approx(
-        play(strategy.schedule(question, 6), question.cost).epoch_s(strategy.steps(question)), rel=strategy.claim)
+        play(strategy.schedule(question, 6), question.cost).epoch_s(strategy.steps(question)),
+        rel=strategy.claim,
+    )
 
 
-# -- seats and answers -----------------------------------------------------------------------------------------------------
+# -- seats and answers -----------------------------------------------------------------------------
 
 
 @given(clusters(ranks=6).filter(lambda c: c.servers > 2 and c.ranks <= 6), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=30)
 def test_no_seating_on_any_fabric_is_faster(where: Cluster, seed: int):
-    """All permutations, one at a time, by the cost itself; and those weighed together are those weighed alone."""
+    """All permutations, one at a time, by the cost itself; and those weighed together are those
+    weighed alone."""
     random = np.random.default_rng(seed)
     n = where.ranks
-    sent = random.integers(1, 10**6, (n, n)) * (random.random((n, n)) < 0.5) * ~np.eye(n, dtype=bool)
+    sent = (
+        random.integers(1, 10**6, (n, n)) * (random.random((n, n)) < 0.5) * ~np.eye(n, dtype=bool)
+    )
     if not sent.any():
         return
     every = [*permutations(range(n))][:: 1 if n < 6 else 3]
     alone = [float(Cost.of(where, seats).exchange(sent).alone) for seats in every]
-    assert weigher(where, range(n), [Phase(sent, 1.0)])(np.array(every)) == pytest.approx(alone)
+    assert evaluator(where, range(n), [Phase(sent, 1.0)])(np.array(every)) == pytest.approx(alone)
     chosen = seat(where, range(n), [Phase(sent, 1.0)])
     assert float(Cost.of(where, chosen).exchange(sent).alone) <= min(alone) * (1 + 1e-6)
 
 
 def test_neighbours_in_a_ring_are_seated_side_by_side():
-    """Six parts, each reads that opposite in the order given: seats bring them together, and on one switch nothing is gained."""
+    """Six parts, each reads that opposite in the order given: seats bring them together, and on one
+    switch nothing is gained."""
     sent = np.zeros((6, 6))
     for a in range(3):
         sent[a, a + 3] = sent[a + 3, a] = 1e8
@@ -260,19 +377,30 @@ def test_neighbours_in_a_ring_are_seated_side_by_side():
         seats = seat(where, range(6), [Phase(sent, 1.0)])
         assert (seats != tuple(range(6))) == gains
         assert {(seats[a] - seats[a + 3]) % 6 in (1, 5) for a in range(3)} == {gains}
-    assert len(seatings(cluster(6), range(6))) == 1 and len(seatings(cluster(6, fabric=RING), range(6))) == 60  # 6! / 12 symmetries
-    assert len(seatings(cluster(6, fabric=LEAVES), range(6))) == 15  # in how many ways six make three pairs
+    # 6! / 12 symmetries
+    assert (
+        len(seatings(cluster(6), range(6))) == 1
+        and len(seatings(cluster(6, fabric=RING), range(6))) == 60
+    )
+    # in how many ways six make three pairs
+    assert len(seatings(cluster(6, fabric=LEAVES), range(6))) == 15
 
 
 def test_hidden_groups_are_found_among_32_gpus():
-    """Four groups of eight ranks that talk among themselves, their numbers shuffled, on four leaves of two servers: as fast as if nobody
-    had shuffled them."""
+    """Four groups of eight ranks that talk among themselves, their numbers shuffled, on four leaves
+    of two servers: as fast as if nobody had shuffled them."""
     where = cluster(8, 4, fabric=LEAVES.model_copy(update={"latency": 1e-6}))
     member = np.random.default_rng(3).permutation(32) // 8
     sent = 1e8 * (np.equal.outer(member, member) & ~np.eye(32, dtype=bool))
     unshuffled = sent[np.ix_(np.argsort(member), np.argsort(member))]
-    found, ideal, given = (float(cost.exchange(bytes_sent).alone) for cost, bytes_sent in (
-        (Cost.of(where, seat(where, range(32), [Phase(sent, 1.0)])), sent), (Cost.of(where), unshuffled), (Cost.of(where), sent)))
+    found, ideal, given = (
+        float(cost.exchange(bytes_sent).alone)
+        for cost, bytes_sent in (
+            (Cost.of(where, seat(where, range(32), [Phase(sent, 1.0)])), sent),
+            (Cost.of(where), unshuffled),
+            (Cost.of(where), sent),
+        )
+    )
     assert found == pytest.approx(ideal) and ideal < given / 2
 
 
@@ -283,48 +411,84 @@ def test_one_leaf_is_offered():
 SOURCE = "synthetic:community?vertices=2000&edges=60000&features=40&classes=5&communities=8&mixing=0.6&seed=0"
 
 
-def job_of(fabric: Fabric | None, **more: Any) -> Job:
+def problem_of(fabric: Fabric | None, **more: Any) -> Problem:
     data = load(SOURCE)
     assert isinstance(data, Graph)
-    links = {"intra_node": Link(bandwidth=1e10, latency=1e-6), "inter_node": Link(bandwidth=6e9, latency=1e-6)}
+    links = {
+        "intra_node": Link(bandwidth=1e10, latency=1e-6),
+        "inter_node": Link(bandwidth=6e9, latency=1e-6),
+    }
     where = cluster(16, 1, **{**links, "fabric": fabric, **more})
-    return Job(data.stats, data, Workload(model="gcn", layers=8, hidden=256), where)
+    return Problem(data.stats, data, Workload(model="gcn", layers=8, hidden=256), where)
 
 
 def test_a_ring_of_servers_gets_another_plan_than_a_fat_tree():
-    """Sixteen servers, cables as fast as cards. Halos go from everyone to everyone, and round a ring they pass four cables on average;
-    an all-reduce passes one at a time. So exchanging halos wins on the fat tree, and recomputing them on the ring."""
-    tree, ring = job_of(Fabric(kind="leaf_spine", servers_per_leaf=2)), job_of(Fabric(kind="ring"))
-    best = [search(job, may_use_fewer=False).ranked[0].strategy.family for job in (tree, ring)]
+    """Sixteen servers, cables as fast as cards. Halos go from everyone to everyone, and round a
+    ring they pass four cables on average; an all-reduce passes one at a time. So exchanging halos
+    wins on the fat tree, and recomputing them on the ring."""
+    tree, ring = (
+        problem_of(Fabric(kind="leaf_spine", servers_per_leaf=2)),
+        problem_of(Fabric(kind="ring")),
+    )
+    best = [
+        search(problem, may_use_fewer=False).ranked[0].strategy.family for problem in (tree, ring)
+    ]
     assert best == ["graph_parallel", "granndis"]
     strategy = parse("graph_parallel")
-    for job in (tree, ring):
-        assert play(strategy.schedule(job, 3), job.cost).step_s == pytest.approx(float(strategy.predict(job).epoch_s), rel=strategy.claim)
+    for problem in (tree, ring):
+        assert play(strategy.schedule(problem, 3), problem.cost).step_s == pytest.approx(
+            float(strategy.predict(problem).epoch_s), rel=strategy.claim
+        )
     assert float(strategy.predict(ring).comm_s) > 1.5 * float(strategy.predict(tree).comm_s)
 
 
 def test_a_plan_names_the_tightest_link():
-    """Four times oversubscribed, an uplink; on one switch a card; in one server a GPU's way out, by its seat and not its rank."""
+    """Four times oversubscribed, an uplink; on one switch a card; in one server a GPU's way out, by
+    its seat and not its rank."""
     for fabric, words in (
-        (LEAVES, r"keeps (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(of other links .*card \d+.*: \d\d% of that\)$"),
-        (None, r"keeps (card \d+ -> network 0|network 0 -> card \d+) busy longest$"),
+        (
+            LEAVES,
+            (
+                r"keeps (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(of other links"
+                r" .*NIC \d+.*: \d\d% of that\)$"
+            ),
+        ),
+        (None, r"keeps (NIC \d+ -> network 0|network 0 -> NIC \d+) busy longest$"),
     ):
-        job = job_of(fabric and fabric.model_copy(update={"latency": 1e-6}))
-        (sentence,) = tightest(weigh(job, parse("graph_parallel")))
+        problem = problem_of(fabric and fabric.model_copy(update={"latency": 1e-6}))
+        (sentence,) = tightest(evaluate(problem, parse("graph_parallel")))
         assert re.search(words, sentence), sentence
-    where = cluster(1, 3, switches=[[0, 1], [2]], switch=Link(bandwidth=1e8), peer_access=False, bridge=Link(bandwidth=1e8))
-    ports = {("gpu_out", 0): "GPU 2 -> switch 1", ("gpu_in", 1): "switch 0 -> GPU 0", ("switch_out", 1): "switch 1 -> host 0",
-             ("bridge", 0): "the memory of server 0"}  # fmt: skip
-    assert {port: told(where, (2, 0, 1), port) for port in ports} == ports
+    where = cluster(
+        1,
+        3,
+        switches=[[0, 1], [2]],
+        switch=Link(bandwidth=1e8),
+        peer_access=False,
+        bridge=Link(bandwidth=1e8),
+    )
+    ports = {
+        ("gpu_out", 0): "GPU 2 -> switch 1",
+        ("gpu_in", 1): "switch 0 -> GPU 0",
+        ("switch_out", 1): "switch 1 -> host 0",
+        ("bridge", 0): "the memory of server 0",
+    }
+    assert {port: describe_port(where, (2, 0, 1), port) for port in ports} == ports
 
 
-@pytest.mark.parametrize(("settings", "rule"), [
-    (["fabric.kind=leaf_spine"], r"servers_per_leaf belongs to kind leaf_spine, which needs it"),
-    (["fabric.kind=ring", "fabric.servers_per_leaf=2"], r"kind: ring, servers_per_leaf: 2"),
-    (["fabric.kind=torus"], r"must be 'leaf_spine' or 'ring'"), (["fabric.kind=ring", "fabric.oversubscription=0"], "greater than 0"),
-    (["fabric.kind=ring", "servers=600"], "at most 512 leaves, or servers in its ring"),
-    (["bridge.bandwidth=10GB/s"], "give peer_access: false too"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        (
+            ["fabric.kind=leaf_spine"],
+            r"servers_per_leaf belongs to kind leaf_spine, which needs it",
+        ),
+        (["fabric.kind=ring", "fabric.servers_per_leaf=2"], r"kind: ring, servers_per_leaf: 2"),
+        (["fabric.kind=torus"], r"must be 'leaf_spine' or 'ring'"),
+        (["fabric.kind=ring", "fabric.oversubscription=0"], "greater than 0"),
+        (["fabric.kind=ring", "servers=600"], "at most 512 leaves, or servers in its ring"),
+        (["bridge.bandwidth=10GB/s"], "give peer_access: false too"),
+    ],
+)
 def test_impossible_fabrics(settings: list[str], rule: str):
     with pytest.raises(SpecError, match=rule):
         apply_overrides(cluster(8), Workload(), settings)
@@ -334,6 +498,8 @@ def test_a_fabric_may_be_set():
     told = ["fabric.kind=leaf_spine", "fabric.servers_per_leaf=4", "fabric.oversubscription=3"]
     changed, _ = apply_overrides(cluster(8), Workload(), told)
     assert changed.fabric == Fabric(kind="leaf_spine", servers_per_leaf=4, oversubscription=3)
-    curved = changed.model_copy(update={"inter_node": Link(bandwidth=1e9, efficiency={"64KiB": 0.3, "4MiB": 0.9})})
+    curved = changed.model_copy(
+        update={"inter_node": Link(bandwidth=1e9, efficiency={"64KiB": 0.3, "4MiB": 0.9})}
+    )
     assert Cluster.model_validate_json(curved.model_dump_json()) == curved  # as a plan keeps it
     assert curved.inter_node and curved.inter_node.efficiency == {65536: 0.3, 4194304: 0.9}

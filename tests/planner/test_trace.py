@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.schedule import LANES
-from gnnplan.planner.trace import LANE_ORDER, Span, overlap, read_traces, recorded_order, transfer_times, write_traces
-from gnnplan.planner.validate import operation, per_operation
+from gnnplan.planner.evidence.validate import operation, per_operation
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import LANES
+from gnnplan.planner.vocabulary.trace import (
+    LANE_ORDER,
+    Span,
+    overlap,
+    read_traces,
+    recorded_order,
+    transfer_times,
+    write_traces,
+)
 
 SPANS = [
     Span("forward:f:l0:s0", "forward", 0, "compute", 0.0, 0.1, 0, 0),
@@ -37,9 +45,21 @@ def test_what_is_written_is_what_is_read(tmp_path):
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.integers(0, 2), st.text(st.characters(codec="utf-8"), max_size=5))))
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(-1e9, 1e9),
+            st.floats(0, 1e9),
+            st.integers(0, 2),
+            st.text(st.characters(codec="utf-8"), max_size=5),
+        )
+    )
+)
 def test_times_survive_to_the_last_bit(tmp_path_factory, drawn):
-    spans = [Span(text, "op", rank, "compute", start, start + length) for start, length, rank, text in drawn]
+    spans = [
+        Span(text, "op", rank, "compute", start, start + length)
+        for start, length, rank, text in drawn
+    ]
     directory = tmp_path_factory.mktemp("trace")
     write(directory, spans, world=3)
     assert read_traces(directory) == sorted(spans, key=lambda s: s.rank)
@@ -53,10 +73,16 @@ def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
     assert data["source"] == "measured"
     events = data["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"}
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 1 (measured)"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "rank 1 (measured)"
+    ]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
-    assert [names[tid] for tid in sorted(names, key=order.__getitem__)] == ["compute", "comm", "dataloader"]
+    assert [names[tid] for tid in sorted(names, key=order.__getitem__)] == [
+        "compute",
+        "comm",
+        "dataloader",
+    ]
     halo = next(e for e in events if e["name"] == "halo:f:l1:s0")
     assert names[halo["tid"]] == "comm"
     assert halo["pid"] == 1
@@ -144,29 +170,40 @@ def test_missing_ranks_and_empty_folders_are_errors(tmp_path):
 
 def test_foreign_events_are_skipped(tmp_path):
     write(tmp_path)
-    edit(tmp_path / "trace.rank0.json", lambda d: d["traceEvents"].append({"ph": "i", "name": "mark", "ts": 3, "pid": 0, "tid": 0}))
+    edit(
+        tmp_path / "trace.rank0.json",
+        lambda d: d["traceEvents"].append({"ph": "i", "name": "mark", "ts": 3, "pid": 0, "tid": 0}),
+    )
     assert read_traces(tmp_path) == SPANS
 
 
 def test_recorded_order_is_by_start_within_one_lane():
-    spans = [Span("late", "x", 0, "comm", 2, 3), Span("soon", "x", 0, "comm", 0, 1), Span("else", "x", 0, "compute", 0, 1),
-             Span("other", "x", 1, "comm", 0, 1)]  # fmt: skip
+    spans = [
+        Span("late", "x", 0, "comm", 2, 3),
+        Span("soon", "x", 0, "comm", 0, 1),
+        Span("else", "x", 0, "compute", 0, 1),
+        Span("other", "x", 1, "comm", 0, 1),
+    ]
     assert recorded_order(spans, 0, "comm") == ["soon", "late"]
 
 
 def test_overlap_is_what_moves_beside_computation():
     """Two transfers at once count once; waiting for the last rank is neither hidden nor exposed."""
     spans = [
-        Span("f:s0", "f", 0, "compute", 0.0, 2.0), Span("f:s1", "f", 0, "compute", 5.0, 6.0),
-        Span("halo:s0", "halo", 0, "comm", 1.0, 4.0, 8), Span("all_reduce:s0", "all_reduce", 0, "reduce", 3.5, 5.5, 8),
-        Span("halo:s0", "halo", 1, "comm", 0.0, 4.0, 8), Span("receive:s0", "receive", 1, "receive", 4.0, 9.0),
-    ]  # fmt: skip
+        Span("f:s0", "f", 0, "compute", 0.0, 2.0),
+        Span("f:s1", "f", 0, "compute", 5.0, 6.0),
+        Span("halo:s0", "halo", 0, "comm", 1.0, 4.0, 8),
+        Span("all_reduce:s0", "all_reduce", 0, "reduce", 3.5, 5.5, 8),
+        Span("halo:s0", "halo", 1, "comm", 0.0, 4.0, 8),
+        Span("receive:s0", "receive", 1, "receive", 4.0, 9.0),
+    ]
     assert overlap(spans) == {0: (1.5, 3.0), 1: (0.0, 3.0)}
     assert overlap(spans[:2]) == {}
 
 
 def test_the_transfer_is_the_shortest_span_of_its_group():
-    assert transfer_times(SPANS) == pytest.approx({"halo:f:l1:s0": 0.1})  # forward moves no bytes: not a collective
+    # forward moves no bytes: not a collective
+    assert transfer_times(SPANS) == pytest.approx({"halo:f:l1:s0": 0.1})
     assert transfer_times(SPANS, ops=["all_reduce"]) == {}
 
 
@@ -177,7 +214,11 @@ def test_one_who_sends_nothing_may_still_come_last():
 
 @pytest.mark.parametrize("op", ["halo:f:l2", "moments:f:l2", "all_reduce"])
 def test_waiting_for_the_last_rank_is_not_part_of_a_transfer(op: str) -> None:
-    """Batch norm's moments are an all-reduce like that of the gradients: what a rank waits for the others is not theirs."""
+    """Batch norm's moments are an all-reduce like that of the gradients: what a rank waits for the
+    others is not theirs."""
     kind = op.split(":")[0]
-    spans = [Span(f"{op}:s0", kind, 0, "comm", 0.0, 5.0, 8), Span(f"{op}:s0", kind, 1, "comm", 3.0, 5.0, 8)]
+    spans = [
+        Span(f"{op}:s0", kind, 0, "comm", 0.0, 5.0, 8),
+        Span(f"{op}:s0", kind, 1, "comm", 3.0, 5.0, 8),
+    ]
     assert per_operation(spans, range(1)) == {operation(op): 2.0}

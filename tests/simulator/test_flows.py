@@ -1,4 +1,5 @@
-"""Single flows against shares worked by hand, a linear program, the bundles of the network, and queueing theory."""
+"""Single flows against shares worked by hand, a linear program, the bundles of the network, and
+queueing theory."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from gnnplan.planner.cost import Cost, Transfer
-from gnnplan.planner.specs import Cluster, Device, Fabric, Link
+from gnnplan.planner.cluster.cost import Cost, Transfer
+from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.simulator.flows import ByFlows, Flows
 from gnnplan.simulator.network import Network
 
@@ -21,18 +22,31 @@ DEVICE = Device(memory=1e12, gemm=1e12, memory_bandwidth=1e12)
 unhurried = settings(deadline=None)
 
 
-def flows(paths: list[dict[int, float]], capacity: list[float], nbytes: list[float] | None = None, starts: Any = 0.0) -> Flows:
+def flows(
+    paths: list[dict[int, float]],
+    capacity: list[float],
+    nbytes: list[float] | None = None,
+    starts: Any = 0.0,
+) -> Flows:
     """Each flow's ports with their weights."""
     passes = [(i, port, weight) for i, path in enumerate(paths) for port, weight in path.items()]
     flow, port, weight = (np.array(column) for column in zip(*passes, strict=True))
-    return Flows(np.array(nbytes or [1.0] * len(paths)), flow, port, weight.astype(float), np.array(capacity), np.atleast_1d(starts))
+    return Flows(
+        np.array(nbytes or [1.0] * len(paths)),
+        flow,
+        port,
+        weight.astype(float),
+        np.array(capacity),
+        np.atleast_1d(starts),
+    )
 
 
-# -- by hand ---------------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def test_three_flows_over_two_links():
-    """A link of 1 for A and B, one of 2 for B and C: B gets half of the first, and C all that B leaves of the second."""
+    """A link of 1 for A and B, one of 2 for B and C: B gets half of the first, and C all that B
+    leaves of the second."""
     three = flows([{0: 1}, {0: 1, 1: 1}, {1: 1}], [1.0, 2.0], nbytes=[1.0, 2.0, 3.0])
     assert three.rates().tolist() == [0.5, 0.5, 1.5]
     # at 2 A and C have ended, and B goes on alone: 1 of its 2 bytes is left, at rate 1
@@ -46,26 +60,35 @@ def test_one_long_flow_over_three_links_and_one_on_each():
 
 
 def test_a_flow_that_splits_fills_half_of_each():
-    assert flows([{0: 0.5, 1: 0.5}, {0: 1}], [1.0, 1.0]).rates().tolist() == pytest.approx([2 / 3, 2 / 3])
+    assert flows([{0: 0.5, 1: 0.5}, {0: 1}], [1.0, 1.0]).rates().tolist() == pytest.approx(
+        [2 / 3, 2 / 3]
+    )
 
 
 def test_one_that_comes_later():
     """Alone to 1, half speed to 3, alone again."""
-    assert flows([{0: 1}, {0: 1}], [1.0], [3.0, 1.0], starts=[0.0, 1.0]).finish().tolist() == [4.0, 3.0]
-    assert flows([{0: 1}, {0: 1}, {0: 1}], [1.0], [1.0, 1.0, 0.0], starts=[0.0, 5.0, 2.0]).finish().tolist() == [1.0, 6.0, 2.0]
+    assert flows([{0: 1}, {0: 1}], [1.0], [3.0, 1.0], starts=[0.0, 1.0]).finish().tolist() == [
+        4.0,
+        3.0,
+    ]
+    assert flows(
+        [{0: 1}, {0: 1}, {0: 1}], [1.0], [1.0, 1.0, 0.0], starts=[0.0, 5.0, 2.0]
+    ).finish().tolist() == [1.0, 6.0, 2.0]
 
 
 def test_what_is_left_lies_idle_until_rates_are_found_anew():
-    """Ends are at 2 and then at 3; looked at every 2.5 s only, the second goes on at half speed to 2.5, then at full speed."""
+    """Ends are at 2 and then at 3; looked at every 2.5 s only, the second goes on at half speed to
+    2.5, then at full speed."""
     two = flows([{0: 1}, {0: 1}], [1.0], [1.0, 2.0])
     assert two.finish().tolist() == [2.0, 3.0] and two.finish(every=2.5).tolist() == [2.0, 3.25]
 
 
-# -- against others --------------------------------------------------------------------------------------------------------
+# -- against others --------------------------------------------------------------------------------
 
 
 def by_linear_programs(asked: Flows) -> list[float]:
-    """By definition: the lowest rate as high as it goes; fix those that cannot have more; repeat."""
+    """By definition: the lowest rate as high as it goes; fix those that cannot have more;
+    repeat."""
     n, fill = asked.nbytes.size, np.zeros((asked.capacity.size, asked.nbytes.size))
     fill[asked.port, asked.flow] = asked.weight
     fixed: dict[int, float] = {}
@@ -76,8 +99,16 @@ def by_linear_programs(asked: Flows) -> list[float]:
         room = np.append(asked.capacity + 1e-9, np.zeros(len(free)))
         bounds = [(fixed[i], fixed[i]) if i in fixed else (0, None) for i in range(n)] + [(0, None)]
         level = -linprog([0.0] * n + [-1.0], limits, room, bounds=bounds).fun
-        floor = [bound if i in fixed else (max(0.0, level - 1e-9), None) for i, bound in enumerate(bounds[:-1])]
-        stuck = [i for i in free if -linprog(-np.eye(n)[i], fill, asked.capacity + 1e-8, bounds=floor).fun <= level + 1e-6]
+        floor = [
+            bound if i in fixed else (max(0.0, level - 1e-9), None)
+            for i, bound in enumerate(bounds[:-1])
+        ]
+        stuck = [
+            i
+            for i in free
+            if -linprog(-np.eye(n)[i], fill, asked.capacity + 1e-8, bounds=floor).fun
+            <= level + 1e-6
+        ]
         assert stuck
         fixed |= dict.fromkeys(stuck, level)
     return [fixed[i] for i in range(n)]
@@ -87,10 +118,18 @@ def by_linear_programs(asked: Flows) -> list[float]:
 def questions(draw: st.DrawFn, most: int = 6, ports: int = 4) -> Flows:
     """Sixteenths, so that ties happen."""
     part = st.integers(1, 16).map(lambda k: k / 16)
-    paths = draw(st.lists(st.dictionaries(st.integers(0, ports - 1), part, min_size=1), min_size=1, max_size=most))
+    paths = draw(
+        st.lists(
+            st.dictionaries(st.integers(0, ports - 1), part, min_size=1), min_size=1, max_size=most
+        )
+    )
     some = {"min_size": len(paths), "max_size": len(paths)}
-    return flows(paths, draw(st.lists(part, min_size=ports, max_size=ports)), draw(st.lists(part, **some)),
-                 draw(st.lists(st.integers(0, 4).map(float), **some)))
+    return flows(
+        paths,
+        draw(st.lists(part, min_size=ports, max_size=ports)),
+        draw(st.lists(part, **some)),
+        draw(st.lists(st.integers(0, 4).map(float), **some)),
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -106,16 +145,22 @@ def test_every_flow_has_a_full_port_where_nobody_is_faster(asked: Flows):
     filled = np.bincount(asked.port, asked.weight * rates[asked.flow], asked.capacity.size)
     assert (filled <= asked.capacity * (1 + 1e-9)).all()
     for i in range(rates.size):
-        assert any(filled[p] >= asked.capacity[p] * (1 - 1e-9) and rates[i] >= rates[asked.flow[asked.port == p]].max() * (1 - 1e-9)
-                   for p in asked.port[asked.flow == i])  # fmt: skip
+        assert any(
+            filled[p] >= asked.capacity[p] * (1 - 1e-9)
+            and rates[i] >= rates[asked.flow[asked.port == p]].max() * (1 - 1e-9)
+            for p in asked.port[asked.flow == i]
+        )
 
 
 @unhurried
 @given(questions(), st.floats(0, 1))
 def test_all_bytes_pass_and_nothing_is_faster_than_its_ports(asked: Flows, every: float):
-    """Bytes over links are conserved: within the time that a port is in use it can carry what flows send through it."""
+    """Bytes over links are conserved: within the time that a port is in use it can carry what flows
+    send through it."""
     ends, alone = asked.finish(every), np.zeros(asked.nbytes.size)
-    np.maximum.at(alone, asked.flow, (asked.weight * asked.nbytes[asked.flow]) / asked.capacity[asked.port])
+    np.maximum.at(
+        alone, asked.flow, (asked.weight * asked.nbytes[asked.flow]) / asked.capacity[asked.port]
+    )
     assert (ends >= asked.starts + alone * (1 - 1e-9)).all()
     for port in np.unique(asked.port):
         mine = asked.port == port
@@ -127,8 +172,15 @@ def test_all_bytes_pass_and_nothing_is_faster_than_its_ports(asked: Flows, every
 
 
 def cost_of(servers: int, gpus: int, fabric: Fabric | None = None, **more: Any) -> Cost:
-    links = {"intra_node": Link(bandwidth=5e10, latency=0.0), "inter_node": Link(bandwidth=1e10, latency=0.0)}
-    return Cost.of(Cluster(servers=servers, gpus_per_server=gpus, device=DEVICE, fabric=fabric, **{**links, **more}))
+    links = {
+        "intra_node": Link(bandwidth=5e10, latency=0.0),
+        "inter_node": Link(bandwidth=1e10, latency=0.0),
+    }
+    return Cost.of(
+        Cluster(
+            servers=servers, gpus_per_server=gpus, device=DEVICE, fabric=fabric, **{**links, **more}
+        )
+    )
 
 
 def irregular(ranks: int, seed: int = 0) -> np.ndarray:
@@ -137,18 +189,23 @@ def irregular(ranks: int, seed: int = 0) -> np.ndarray:
 
 
 PLACES = {
-    "one switch": cost_of(12, 1), "servers": cost_of(4, 3), "two cards": cost_of(3, 4, nics=[[0, 1], [2, 3]]),
+    "one switch": cost_of(12, 1),
+    "servers": cost_of(4, 3),
+    "two cards": cost_of(3, 4, nics=[[0, 1], [2, 3]]),
     "leaves": cost_of(12, 1, Fabric(kind="leaf_spine", servers_per_leaf=3, oversubscription=3)),
     "ring": cost_of(12, 1, Fabric(kind="ring")),
     "staged": cost_of(2, 6, peer_access=False, bridge=Link(bandwidth=8e10)),
-    "small messages": cost_of(4, 3, inter_node=Link(bandwidth=1e10, latency=0.0, efficiency={"100kB": 0.2, "10MB": 1.0})),
-}  # fmt: skip
+    "small messages": cost_of(
+        4, 3, inter_node=Link(bandwidth=1e10, latency=0.0, efficiency={"100kB": 0.2, "10MB": 1.0})
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_the_port_bound_is_an_exchange_alone_and_close_to_max_min(name: str):
-    """cost.py's answer, made of the same ports. Messages with rates of their own are never faster; mostly within 2 % of it, and up to
-    14 % slower (a ring) where a few of them wait for one link while they could fill another."""
+    """cost.py's answer, made of the same ports. Messages with rates of their own are never faster;
+    mostly within 2 % of it, and up to 14 % slower (a ring) where a few of them wait for one link
+    while they could fill another."""
     ratios = []
     for seed in range(6):
         sent = irregular(12, seed)
@@ -159,7 +216,8 @@ def test_the_port_bound_is_an_exchange_alone_and_close_to_max_min(name: str):
 
 
 def test_64_ranks_all_to_all():
-    """4,032 flows on a switch that never blocks, looked at every half per cent of the bound: within 1 % of it."""
+    """4,032 flows on a switch that never blocks, looked at every half per cent of the bound: within
+    1 % of it."""
     exchange = Flows.of(cost_of(64, 1), irregular(64))
     assert exchange.nbytes.size == 4032
     assert 1 - 1e-9 <= exchange.finish(0.005 * exchange.bound).max() / exchange.bound <= 1.01
@@ -167,7 +225,8 @@ def test_64_ranks_all_to_all():
 
 @pytest.mark.parametrize("name", PLACES)
 def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_last(name: str):
-    """On one switch next to nothing is gained; all seeds together, a ring of servers takes longer. Of some ranks as of all."""
+    """On one switch next to nothing is gained; all seeds together, a ring of servers takes longer.
+    Of some ranks as of all."""
     cost, longer = PLACES[name], []
     single = ByFlows.like(cost)
     for seed in range(6):
@@ -185,7 +244,7 @@ def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_
     assert single.exchange(np.zeros((12, 12))).alone == 0.0
 
 
-# -- queueing theory -------------------------------------------------------------------------------------------------------
+# -- queueing theory -------------------------------------------------------------------------------
 
 LOAD, CUSTOMERS, BATCHES = 0.6, 6000, 20
 
@@ -193,17 +252,30 @@ LOAD, CUSTOMERS, BATCHES = 0.6, 6000, 20
 def arrivals(kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Poisson, and sizes of mean 1 of three kinds."""
     random = np.random.default_rng(11)
-    sizes = {"exponential": random.exponential(1, CUSTOMERS), "equal": np.ones(CUSTOMERS),
-             "few large": random.exponential(1, CUSTOMERS) * np.where(random.random(CUSTOMERS) < 0.2, 3.0, 0.5)}
+    sizes = {
+        "exponential": random.exponential(1, CUSTOMERS),
+        "equal": np.ones(CUSTOMERS),
+        "few large": (
+            random.exponential(1, CUSTOMERS) * np.where(random.random(CUSTOMERS) < 0.2, 3.0, 0.5)
+        ),
+    }
     return np.cumsum(random.exponential(1 / LOAD, CUSTOMERS)), sizes[kind]
 
 
 @pytest.mark.parametrize("kind", ["exponential", "equal", "few large"])
 def test_one_link_is_a_queue_that_shares_its_processor(kind: str):
-    """M/G/1-PS: mean time in the system S / (1 - rho) = 2.5, whatever the sizes' distribution (Kleinrock 1967); first come, first served
-    would give 1.75 with equal sizes and 4 with few large ones. Batch means, 99 % of Student's t. The network's bundles do the same."""
+    """M/G/1-PS: mean time in the system S / (1 - rho) = 2.5, whatever the sizes' distribution
+    (Kleinrock 1967); first come, first served would give 1.75 with equal sizes and 4 with few large
+    ones. Batch means, 99 % of Student's t. The network's bundles do the same."""
     starts, sizes = arrivals(kind)
-    ends = Flows(sizes, np.arange(CUSTOMERS), np.zeros(CUSTOMERS, dtype=int), np.ones(CUSTOMERS), np.ones(1), starts).finish()
+    ends = Flows(
+        sizes,
+        np.arange(CUSTOMERS),
+        np.zeros(CUSTOMERS, dtype=int),
+        np.ones(CUSTOMERS),
+        np.ones(1),
+        starts,
+    ).finish()
     means = (ends - starts)[CUSTOMERS // 10 :].reshape(BATCHES, -1).mean(1)
     half = 2.861 * means.std(ddof=1) / np.sqrt(BATCHES)
     assert abs(means.mean() - 1 / (1 - LOAD)) <= half < 0.75

@@ -1,4 +1,5 @@
-"""The network's shares against worked examples, a linear program, and a plain loop without components or alarms."""
+"""The network's shares against worked examples, a linear program, and a plain loop without
+components or alarms."""
 
 import random
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from gnnplan.planner.cost import Transfer
+from gnnplan.planner.cluster.cost import Transfer
 from gnnplan.simulator.network import Network, max_min
 
 unhurried = settings(deadline=None)  # the machine may be busy
@@ -27,14 +28,17 @@ def ends(*starts: tuple[float, Transfer], threads: tuple[int, ...] = ()) -> list
         over[i] = env.now
 
     for i, (start, transfer) in enumerate(starts):
-        env.timeout(start).callbacks.append(lambda _, i=i, transfer=transfer: network.start(
-            transfer, lambda: done(i), threads[i] if threads else 1))  # fmt: skip
+        env.timeout(start).callbacks.append(
+            lambda _, i=i, transfer=transfer: network.start(
+                transfer, lambda: done(i), threads[i] if threads else 1
+            )
+        )
     env.run()
     assert not any(network._users.values())
     return over
 
 
-# -- worked by hand ------------------------------------------------------------------------------------------------------
+# -- worked by hand --------------------------------------------------------------------------------
 
 
 def test_alone_it_takes_its_latency_and_its_busiest_port():
@@ -58,12 +62,15 @@ def test_the_latency_does_not_fill_the_port():
 
 
 def test_one_joins_and_leaves():
-    """Alone to 2, half speed beside the second from 2 to 6, alone again: 2 + 4/2 + 1 = 5 s of work end at 7."""
+    """Alone to 2, half speed beside the second from 2 to 6, alone again: 2 + 4/2 + 1 = 5 s of work
+    end at 7."""
     assert ends((0, Transfer(0, {A: 5.0})), (2, Transfer(0, {A: 2.0}))) == [7.0, 6.0]
 
 
 def test_three_on_one_port_and_a_fourth_takes_what_the_first_leaves_of_the_other():
-    assert max_min([{A: 1, B: 1}, {A: 1}, {A: 1}, {B: 1}]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3])
+    assert max_min([{A: 1, B: 1}, {A: 1}, {A: 1}, {B: 1}]) == pytest.approx(
+        [1 / 3, 1 / 3, 1 / 3, 2 / 3]
+    )
 
 
 def test_three_over_two_ports():
@@ -73,34 +80,49 @@ def test_three_over_two_ports():
 
 def test_three_over_two_ports_in_time():
     """Rates 1/2, 1/2, 3/4 as above. The third ends at 4; the others share A to the end."""
-    assert ends((0, Transfer(0, {A: 4.0})), (0, Transfer(0, {A: 4.0, B: 2.0})), (0, Transfer(0, {B: 3.0}))) == [8.0, 8.0, 4.0]
+    assert ends(
+        (0, Transfer(0, {A: 4.0})), (0, Transfer(0, {A: 4.0, B: 2.0})), (0, Transfer(0, {B: 3.0}))
+    ) == [8.0, 8.0, 4.0]
 
 
 def test_a_port_filled_by_half_has_room_for_another():
     """1/2 each of port B at full rate: they overlap without a loss."""
-    assert ends((0, Transfer(0, {A: 2.0, B: 1.0})), (0, Transfer(0, {C: 2.0, B: 1.0}))) == [2.0, 2.0]
+    assert ends((0, Transfer(0, {A: 2.0, B: 1.0})), (0, Transfer(0, {C: 2.0, B: 1.0}))) == [
+        2.0,
+        2.0,
+    ]
 
 
 def test_threads_have_equally_much_of_a_core_but_not_of_a_wire():
-    """Three of four threads on one core are the first one's; on a wire it is one of two, however many ranks take part."""
-    assert ends((0, Transfer(0, {("cores", 0): 3.0})), (0, Transfer(0, {("cores", 0): 3.0})), threads=(3, 1)) == [4.0, 6.0]
-    assert ends((0, Transfer(0, {A: 3.0})), (0, Transfer(0, {A: 3.0})), threads=(3, 1)) == [6.0, 6.0]
+    """Three of four threads on one core are the first one's; on a wire it is one of two, however
+    many ranks take part."""
+    assert ends(
+        (0, Transfer(0, {("cores", 0): 3.0})), (0, Transfer(0, {("cores", 0): 3.0})), threads=(3, 1)
+    ) == [4.0, 6.0]
+    assert ends((0, Transfer(0, {A: 3.0})), (0, Transfer(0, {A: 3.0})), threads=(3, 1)) == [
+        6.0,
+        6.0,
+    ]
 
 
 def test_the_end_of_one_parts_a_component_in_two():
-    """The middle one ties A and B together until 2; then each of the others is alone on its port."""
-    assert ends((0, Transfer(0, {A: 2.0})), (0, Transfer(0, {A: 1.0, B: 1.0})), (0, Transfer(0, {B: 3.0}))) == [3.0, 2.0, 4.0]
+    """The middle one ties A and B together until 2; then each of the others is alone on its
+    port."""
+    assert ends(
+        (0, Transfer(0, {A: 2.0})), (0, Transfer(0, {A: 1.0, B: 1.0})), (0, Transfer(0, {B: 3.0}))
+    ) == [3.0, 2.0, 4.0]
 
 
 def test_one_that_joins_when_another_ends_never_meets_it():
     assert ends((0, Transfer(0, {A: 2.0})), (1, Transfer(1, {A: 2.0}))) == [2.0, 4.0]
 
 
-# -- against others ------------------------------------------------------------------------------------------------------
+# -- against others --------------------------------------------------------------------------------
 
 
 def by_linear_programs(shares: list[dict]) -> list[float]:
-    """Max-min by definition: raise the lowest rate as far as it goes, fix those that cannot have more, repeat."""
+    """Max-min by definition: raise the lowest rate as far as it goes, fix those that cannot have
+    more, repeat."""
     ports = sorted({p for s in shares for p in s})
     n = len(shares)
     fill = np.array([[s.get(p, 0.0) for s in shares] for p in ports])
@@ -115,8 +137,14 @@ def by_linear_programs(shares: list[dict]) -> list[float]:
         limits = np.vstack([np.hstack([fill, np.zeros((len(ports), 1))]), above])
         room = np.concatenate([np.ones(len(ports)) + 1e-9, np.zeros(len(free))])
         level = -linprog([0.0] * n + [-1.0], limits, room, bounds=bounds).fun
-        floor = [(max(0.0, low), high) if i in fixed else (max(0.0, level - 1e-9), 1) for i, (low, high) in enumerate(bounds[:-1])]
-        most = {i: -linprog(-np.eye(n)[i], fill, np.ones(len(ports)) + 1e-8, bounds=floor).fun for i in free}
+        floor = [
+            (max(0.0, low), high) if i in fixed else (max(0.0, level - 1e-9), 1)
+            for i, (low, high) in enumerate(bounds[:-1])
+        ]
+        most = {
+            i: -linprog(-np.eye(n)[i], fill, np.ones(len(ports)) + 1e-8, bounds=floor).fun
+            for i in free
+        }
         stuck = [i for i in free if most[i] <= level + 1e-6]
         assert stuck
         fixed |= dict.fromkeys(stuck, level)
@@ -127,7 +155,13 @@ def by_linear_programs(shares: list[dict]) -> list[float]:
 def demands(draw, flows: int = 5, ports: int = 4) -> list[dict]:
     """Seconds per port; sixteenths, so that ties happen."""
     seconds = st.integers(1, 16).map(lambda k: k / 16)
-    return draw(st.lists(st.dictionaries(st.sampled_from([A, B, C, D][:ports]), seconds, min_size=1), min_size=1, max_size=flows))
+    return draw(
+        st.lists(
+            st.dictionaries(st.sampled_from([A, B, C, D][:ports]), seconds, min_size=1),
+            min_size=1,
+            max_size=flows,
+        )
+    )
 
 
 def scaled(busy: dict) -> dict:
@@ -142,9 +176,12 @@ def test_shares_equal_a_linear_program(busy):
 
 
 @unhurried
-@given(demands(flows=20), st.lists(st.integers(1, 16).map(lambda k: k / 4), min_size=20, max_size=20))
+@given(
+    demands(flows=20), st.lists(st.integers(1, 16).map(lambda k: k / 4), min_size=20, max_size=20)
+)
 def test_everyone_has_a_bottleneck(busy, weights):
-    """Max-min, in other words: no port is overfull, and everyone is among the fastest, for his weight, on some full port."""
+    """Max-min, in other words: no port is overfull, and everyone is among the fastest, for his
+    weight, on some full port."""
     shares = [scaled(b) for b in busy]
     rates = max_min(shares, weights[: len(shares)])
     users = {p: [i for i, s in enumerate(shares) if p in s] for p in (A, B, C, D)}
@@ -152,7 +189,10 @@ def test_everyone_has_a_bottleneck(busy, weights):
     assert max(filled.values()) <= 1 + 1e-12
     for i, share in enumerate(shares):
         level = rates[i] / weights[i]
-        assert any(filled[p] > 1 - 1e-9 and level >= max(rates[j] / weights[j] for j in users[p]) - 1e-9 for p in share)
+        assert any(
+            filled[p] > 1 - 1e-9 and level >= max(rates[j] / weights[j] for j in users[p]) - 1e-9
+            for p in share
+        )
 
 
 def by_plain_loop(starts: list[tuple[float, Transfer]]) -> list[float]:
@@ -169,7 +209,9 @@ def by_plain_loop(starts: list[tuple[float, Transfer]]) -> list[float]:
             over[i] = now
         going = list(left)
         rates = dict(zip(going, max_min([scaled(starts[i][1].busy) for i in going]), strict=True))
-        after = min([left[i] / rates[i] for i in going] + [at - now for at in wait.values()], default=0.0)
+        after = min(
+            [left[i] / rates[i] for i in going] + [at - now for at in wait.values()], default=0.0
+        )
         for i in going:
             left[i] -= rates[i] * after
         now += after
@@ -195,15 +237,36 @@ def test_no_port_carries_more_than_it_can_and_nobody_is_faster_than_alone(starts
     for (start, transfer), end in zip(starts, over, strict=True):
         assert end >= start + transfer.alone - 1e-9
     for port in (A, B, C, D):
-        users = [(start + t.latency, t.busy[port], end) for (start, t), end in zip(starts, over, strict=True) if port in t.busy]
+        users = [
+            (start + t.latency, t.busy[port], end)
+            for (start, t), end in zip(starts, over, strict=True)
+            if port in t.busy
+        ]
         if users:
-            assert sum(seconds for _, seconds, _ in users) <= max(end for *_, end in users) - min(at for at, *_ in users) + 1e-9
+            assert (
+                sum(seconds for _, seconds, _ in users)
+                <= max(end for *_, end in users) - min(at for at, *_ in users) + 1e-9
+            )
 
 
 def test_a_thousand_odd_numbers_late_in_time_all_end():
-    """Times near 1e6 s swallow the last bits of short transfers: nothing may hang, nothing may be lost."""
+    """Times near 1e6 s swallow the last bits of short transfers: nothing may hang, nothing may be
+    lost."""
     random.seed(0)
-    starts = [(1e6 + random.random() * 1e-3, Transfer(random.choice([0.0, 1e-7 / 3]), {p: 10 ** random.uniform(-15, -3) for p in (A, B)}))
-              for _ in range(300)]  # fmt: skip
-    starts += [(0.0, Transfer(1 / 3, {C: 10 ** random.uniform(-12, 3), D: 10 ** random.uniform(-300, -200)})) for _ in range(300)]
+    starts = [
+        (
+            1e6 + random.random() * 1e-3,
+            Transfer(
+                random.choice([0.0, 1e-7 / 3]), {p: 10 ** random.uniform(-15, -3) for p in (A, B)}
+            ),
+        )
+        for _ in range(300)
+    ]
+    starts += [
+        (
+            0.0,
+            Transfer(1 / 3, {C: 10 ** random.uniform(-12, 3), D: 10 ** random.uniform(-300, -200)}),
+        )
+        for _ in range(300)
+    ]
     assert all(end >= start for end, (start, _) in zip(ends(*starts), starts, strict=True))

@@ -5,19 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.errors import SpecError
-from gnnplan.planner.graph import Graph, load
-from gnnplan.planner.job import Job
-from gnnplan.planner.schedule import Compute, Host, Label, Schedule, Task, all_reduce
-from gnnplan.planner.specs import Cluster, Device, Link, Workload
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Compute, Host, Label, Schedule, Task, all_reduce
 from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
-from gnnplan.simulator.player import Score, critical_path, play, serial
+from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
 
 DEVICE = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9, launch=1e-6)
-FAMILIES = ["graph_parallel", "pipegcn", "gnnpipe(stages=2,chunks=4)", "gnnpipe(stages=4,chunks=4)", "granndis(depth=1)",
-            "granndis(batches=2)", "data_parallel", "data_parallel(prefetch=2)", "gsplit", "p3"]
+FAMILIES = [
+    "graph_parallel",
+    "pipegcn",
+    "gnnpipe(stages=2,chunks=4)",
+    "gnnpipe(stages=4,chunks=4)",
+    "granndis(depth=1)",
+    "granndis(batches=2)",
+    "data_parallel",
+    "data_parallel(prefetch=2)",
+    "gsplit",
+    "p3",
+]
 
 
 def in_step(ranks: int, steps: int, pieces: int = 1) -> tuple[Schedule, Cost]:
@@ -25,30 +37,60 @@ def in_step(ranks: int, steps: int, pieces: int = 1) -> tuple[Schedule, Cost]:
     schedule, group = Schedule(ranks, steps), tuple(range(ranks))
     for step in range(steps):
         for rank in group:
-            schedule.tasks += [Task(Label("forward", step, chunk=piece), rank, "compute", Compute(flops=1e9)) for piece in range(pieces)]
+            schedule.tasks += [
+                Task(Label("forward", step, chunk=piece), rank, "compute", Compute(flops=1e9))
+                for piece in range(pieces)
+            ]
             before = (Label("update", step - 1),) if step else ()
-            schedule.tasks[-pieces] = Task(Label("forward", step, chunk=0), rank, "compute", Compute(flops=1e9), before)
-            schedule.tasks.append(all_reduce(Label("all_reduce", step), rank, group, 0, (Label("forward", step, chunk=pieces - 1),)))
-            schedule.tasks.append(Task(Label("update", step), rank, "compute", Compute(), (Label("all_reduce", step),)))
+            schedule.tasks[-pieces] = Task(
+                Label("forward", step, chunk=0), rank, "compute", Compute(flops=1e9), before
+            )
+            schedule.tasks.append(
+                all_reduce(
+                    Label("all_reduce", step),
+                    rank,
+                    group,
+                    0,
+                    (Label("forward", step, chunk=pieces - 1),),
+                )
+            )
+            schedule.tasks.append(
+                Task(
+                    Label("update", step), rank, "compute", Compute(), (Label("all_reduce", step),)
+                )
+            )
     link = Link(bandwidth=1e9, latency=0.0)
-    return schedule, Cost.of(Cluster(servers=1, gpus_per_server=ranks, device=DEVICE, intra_node=link))
+    return schedule, Cost.of(
+        Cluster(servers=1, gpus_per_server=ranks, device=DEVICE, intra_node=link)
+    )
 
 
-def question(family: str) -> Job:
+def question(family: str) -> Problem:
     graph = load("synthetic:community?vertices=300&edges=3000&features=16&classes=4&seed=0")
     assert isinstance(graph, Graph)
-    mini = {"mode": "mini", "batch": 64, "fanout": (5, 5, 5, 5)} if family.split("(")[0] in ("data_parallel", "gsplit", "p3") else {}
+    mini = (
+        {"mode": "mini", "batch": 64, "fanout": (5, 5, 5, 5)}
+        if family.split("(")[0] in ("data_parallel", "gsplit", "p3")
+        else {}
+    )
     link = Link(bandwidth=1e8, latency=1e-6)  # so that computation is what varies
-    where = Cluster(servers=2, gpus_per_server=2, device=DEVICE, intra_node=link, inter_node=Link(bandwidth=3e7, latency=2e-6))
-    return Job(graph.stats, graph, Workload(layers=4, hidden=16, **mini), where, "hash")
+    where = Cluster(
+        servers=2,
+        gpus_per_server=2,
+        device=DEVICE,
+        intra_node=link,
+        inter_node=Link(bandwidth=3e7, latency=2e-6),
+    )
+    return Problem(graph.stats, graph, Workload(layers=4, hidden=16, **mini), where, "hash")
 
 
-# -- theory ----------------------------------------------------------------------------------------------------------------
+# -- theory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ranks", "jitter"), [(1, 0.3), (4, 0.1), (16, 0.5)])
 def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks: int, jitter: float):
-    """The largest of n lognormals of mean 1, sampled here by numpy's own lognormal; four standard errors."""
+    """The largest of n lognormals of mean 1, sampled here by numpy's own lognormal; four standard
+    errors."""
     schedule, cost = in_step(ranks, steps=51)
     seconds = epochs(schedule, cost, 1, Noise(jitter), repetitions=20)
     sigma = np.sqrt(np.log(1 + jitter**2))
@@ -56,72 +98,105 @@ def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks: int, jitter: 
     assert len(seconds) == 1000
     assert seconds.mean() == pytest.approx(slowest.mean(), abs=4 * slowest.std() / np.sqrt(1000))
     told = percentiles(seconds)
-    for share, name in ((0.5, "p50_s"), (0.95, "p95_s")):  # the quantile lies between two of the samples, binomially far from its rank
+    # the quantile lies between two of the samples, binomially far from its rank
+    for share, name in ((0.5, "p50_s"), (0.95, "p95_s")):
         away = 4 * np.sqrt(share * (1 - share) / 1000)
         low, high = np.quantile(slowest, (share - away, min(share + away, 1.0)))
         assert low <= told[name] <= high
 
 
 def test_jitter_averages_out_within_a_rank():
-    """100 computations in a row vary a tenth as much as one; ranks that never wait keep their mean."""
+    """100 computations in a row vary a tenth as much as one; ranks that never wait keep their
+    mean."""
     schedule, cost = in_step(1, steps=41, pieces=100)
     seconds = epochs(schedule, cost, 1, Noise(0.4), repetitions=10)
-    assert seconds.mean() == pytest.approx(100, rel=4 * 0.04 / 20) and 0.7 < seconds.std() / 4.0 < 1.3
+    assert (
+        seconds.mean() == pytest.approx(100, rel=4 * 0.04 / 20) and 0.7 < seconds.std() / 4.0 < 1.3
+    )
 
 
 def test_a_straggler_of_a_synchronous_step_is_what_all_wait_for():
     schedule, cost = in_step(4, steps=3, pieces=2)
     assert epochs(schedule, cost, 1, Noise(stragglers={2: 2.5}), 2) == pytest.approx([5.0] * 4)
-    assert epochs(schedule, cost, 1, Noise(stragglers={0: 3.0, 2: 2.5}), 1) == pytest.approx([6.0] * 2)
+    assert epochs(schedule, cost, 1, Noise(stragglers={0: 3.0, 2: 2.5}), 1) == pytest.approx(
+        [6.0] * 2
+    )
 
 
-# -- laws, over every family -----------------------------------------------------------------------------------------------
+# -- laws, over every family -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_laws(family: str):
-    job = question(family)
-    strategy = parse(family).settle(job)
-    strategy.check(job)
-    batches = strategy.steps(job)
-    schedule, cost = strategy.schedule(job, 3 * batches), job.cost
+    problem = question(family)
+    strategy = parse(family).settle(problem)
+    strategy.check(problem)
+    batches = strategy.steps(problem)
+    schedule, cost = strategy.schedule(problem, 3 * batches), problem.cost
     plain = play(schedule, cost)
-    for quiet in (Noise(), Noise(seed=7), Noise(stragglers={1: 1.0})):  # nothing injected: the plain simulation to the bit
+    # nothing injected: the plain simulation to the bit
+    for quiet in (Noise(), Noise(seed=7), Noise(stragglers={1: 1.0})):
         assert play(schedule, cost, factors=quiet.factors(schedule, 0)).times == plain.times
     noise = Noise(0.2, seed=1)
     ends = []
     for rank in range(schedule.ranks):  # a straggler on the same draws is never faster
         slow = Noise(0.2, {rank: 3.0}, seed=1)
         ends.append(play(schedule, cost, factors=slow.factors(schedule, 0)).end_s)
-        assert ends[-1] >= play(schedule, cost, factors=noise.factors(schedule, 0)).end_s * (1 - 1e-9)
+        assert ends[-1] >= play(schedule, cost, factors=noise.factors(schedule, 0)).end_s * (
+            1 - 1e-9
+        )
     assert max(ends) > plain.end_s
-    once, again, other = (epochs(schedule, cost, batches, Noise(0.2, seed=seed), 2) for seed in (1, 1, 2))
-    assert len(once) == 4 and (once == again).all() and (once != other).any() and (once[:2] != once[2:]).any()
+    once, again, other = (
+        epochs(schedule, cost, batches, Noise(0.2, seed=seed), 2) for seed in (1, 1, 2)
+    )
+    assert (
+        len(once) == 4
+        and (once == again).all()
+        and (once != other).any()
+        and (once[:2] != once[2:]).any()
+    )
     tasks = [task.work for task in schedule.tasks]
     for factor, work in zip(Noise(0.2, {0: 2.0}).factors(schedule, 0), tasks, strict=True):
         assert isinstance(work, (Compute, Host)) or factor == 1.0
 
 
 def test_a_score_may_be_played_again():
-    job = question("pipegcn")
-    schedule = parse("pipegcn").schedule(job, 2)
-    score = Score(schedule, job.cost)
+    problem = question("pipegcn")
+    schedule = parse("pipegcn").schedule(problem, 2)
+    task_graph = TaskGraph(schedule, problem.cost)
     noisy = Noise(0.5, {1: 4.0}).factors(schedule, 0)
     for _ in range(2):
-        assert play(schedule, job.cost, score=score).times == play(schedule, job.cost).times
-        assert play(schedule, job.cost, factors=noisy, score=score).times == play(schedule, job.cost, factors=noisy).times
-        assert critical_path(schedule, job.cost, score) == critical_path(schedule, job.cost)
-        assert serial(schedule, job.cost, score) == serial(schedule, job.cost)
+        assert (
+            play(schedule, problem.cost, task_graph=task_graph).times
+            == play(schedule, problem.cost).times
+        )
+        assert (
+            play(schedule, problem.cost, factors=noisy, task_graph=task_graph).times
+            == play(schedule, problem.cost, factors=noisy).times
+        )
+        assert critical_path(schedule, problem.cost, task_graph) == critical_path(
+            schedule, problem.cost
+        )
+        assert serial(schedule, problem.cost, task_graph) == serial(schedule, problem.cost)
 
 
-@pytest.mark.parametrize(("say", "message"), [
-    (lambda: Noise(-0.1), "in [0, 10], not -0.1; use 0.1"),
-    (lambda: Noise(float("nan")), "not nan"),
-    (lambda: Noise(stragglers={0: 0.5}), "--straggler 0=0.5: a rank from 0 on computes 1 to 1e6 times as long"),
-    (lambda: Noise(stragglers={-1: 2.0}), "--straggler -1=2"),
-    (lambda: stragglers(["3"]), "--straggler '3': write a rank and how many times as long it computes, as 3=2.0"),
-    (lambda: stragglers(["3=2", "3=3"]), "rank 3 is there twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("say", "message"),
+    [
+        (lambda: Noise(-0.1), "in [0, 10], not -0.1; use 0.1"),
+        (lambda: Noise(float("nan")), "not nan"),
+        (
+            lambda: Noise(stragglers={0: 0.5}),
+            "--straggler 0=0.5: a rank from 0 on computes 1 to 1e6 times as long",
+        ),
+        (lambda: Noise(stragglers={-1: 2.0}), "--straggler -1=2"),
+        (
+            lambda: stragglers(["3"]),
+            "--straggler '3': write a rank and how many times as long it computes, as 3=2.0",
+        ),
+        (lambda: stragglers(["3=2", "3=3"]), "rank 3 is there twice"),
+    ],
+)
 def test_what_is_no_noise(say, message: str):
     with pytest.raises(SpecError) as error:
         say()

@@ -6,11 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.cost import Cost
-from gnnplan.planner.errors import Deadlock, Mismatch
-from gnnplan.planner.schedule import Collective, Compute, Label, Recv, Schedule, Send, Task, all_reduce
-from gnnplan.planner.specs import Cluster, Device, Link
-from gnnplan.planner.trace import Span
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.vocabulary.errors import Deadlock, Mismatch
+from gnnplan.planner.vocabulary.schedule import (
+    Collective,
+    Compute,
+    Label,
+    Recv,
+    Schedule,
+    Send,
+    Task,
+    all_reduce,
+)
+from gnnplan.planner.vocabulary.trace import Span
 from gnnplan.simulator.player import Played, critical_path, play, serial
 
 
@@ -18,7 +27,11 @@ def cluster(servers: int = 1, gpus: int = 8, latency: float = 0.0, speed: float 
     """1e9 flop/s and 1 MB/s, so that `s(2)` and `mb(2)` take 2 s."""
     device = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9)
     link = Link(bandwidth=1e6 * speed, latency=latency / speed)
-    return Cost.of(Cluster(servers=servers, gpus_per_server=gpus, device=device, intra_node=link, inter_node=link))
+    return Cost.of(
+        Cluster(
+            servers=servers, gpus_per_server=gpus, device=device, intra_node=link, inter_node=link
+        )
+    )
 
 
 def s(seconds: float) -> Compute:
@@ -33,28 +46,43 @@ def label(op: str, step: int = 0, **place: int) -> Label:
     return Label(op, step, **place)
 
 
-def exchange(op: str, ranks: int, seconds: float, step: int = 0, after: str | None = None, lane: str = "comm") -> list[Task]:
+def exchange(
+    op: str, ranks: int, seconds: float, step: int = 0, after: str | None = None, lane: str = "comm"
+) -> list[Task]:
     """Everyone to the next: each port is busy for `seconds`."""
     group = tuple(range(ranks))
-    return [Task(label(op, step), rank, lane, Collective("exchange", group, (((rank + 1) % ranks, mb(seconds)),)),
-                 (label(after, step),) if after else ()) for rank in group]  # fmt: skip
+    return [
+        Task(
+            label(op, step),
+            rank,
+            lane,
+            Collective("exchange", group, (((rank + 1) % ranks, mb(seconds)),)),
+            (label(after, step),) if after else (),
+        )
+        for rank in group
+    ]
 
 
 def drawn(played: Played, rank: int, lane: str) -> str:
-    """One character per second: the chunk, else the op's first letter; blank where nothing happens."""
+    """One character per second: the chunk, else the op's first letter; blank where nothing
+    happens."""
     line = [" "] * round(played.end_s)
     for span in played.spans:
         if (span.rank, span.lane) == (rank, lane):
-            name = next((part[1:] for part in span.label.split(":")[1:] if part[0] == "c"), span.op[0])
+            name = next(
+                (part[1:] for part in span.label.split(":")[1:] if part[0] == "c"), span.op[0]
+            )
             line[round(span.start) : round(span.end)] = name * (round(span.end) - round(span.start))
     return "".join(line).rstrip()
 
 
-def schedule(tasks: list[Task], ranks: int = 8, steps: int = 1, setup: list[Task] | None = None) -> Schedule:
+def schedule(
+    tasks: list[Task], ranks: int = 8, steps: int = 1, setup: list[Task] | None = None
+) -> Schedule:
     return Schedule(ranks, steps, tasks, setup or [])
 
 
-# -- drawn by hand -------------------------------------------------------------------------------------------------------
+# -- drawn by hand ---------------------------------------------------------------------------------
 
 
 def test_spans_tell_all_in_the_order_of_the_tasks():
@@ -68,18 +96,24 @@ def test_spans_tell_all_in_the_order_of_the_tasks():
     assert played.spans == [
         Span("forward:s0", "forward", 0, "compute", 0.0, 2.0, 0, 0),
         Span("pipeline:p1:s0", "pipeline", 0, "comm", 2.0, 5.0, 3_000_000, 0),
-        Span("arrive:p0:s0", "arrive", 1, "comm", 0.0, 5.0, 0, 0),  # bytes count where they are sent
+        # bytes count where they are sent
+        Span("arrive:p0:s0", "arrive", 1, "comm", 0.0, 5.0, 0, 0),
         Span("forward:s0", "forward", 1, "compute", 5.0, 6.0, 0, 0),
     ]
     assert played.end_s == 6.0
-    assert {type(time) for span in played.spans for time in (span.start, span.end)} == {float}  # numpy's would be slow
+    # numpy's would be slow
+    assert {type(time) for span in played.spans for time in (span.start, span.end)} == {float}
 
 
 def pipeline(stages: int, chunks: int, seconds: float) -> Schedule:
     tasks = []
     for chunk in range(chunks):
         for stage in range(stages):
-            got, forward, sent = label("arrive", chunk=chunk), label("forward", chunk=chunk), label("pipeline", chunk=chunk)
+            got, forward, sent = (
+                label("arrive", chunk=chunk),
+                label("forward", chunk=chunk),
+                label("pipeline", chunk=chunk),
+            )
             if stage:
                 tasks.append(Task(got, stage, "copy", Recv(stage - 1, sent)))
             tasks.append(Task(forward, stage, "compute", s(1), (got,) if stage else ()))
@@ -90,11 +124,7 @@ def pipeline(stages: int, chunks: int, seconds: float) -> Schedule:
 
 def test_a_pipeline_is_a_triangle():
     played = play(pipeline(stages=3, chunks=4, seconds=0), cluster())
-    assert [drawn(played, rank, "compute") for rank in range(3)] == [
-        "0123",
-        " 0123",
-        "  0123",
-    ]  # fmt: skip
+    assert [drawn(played, rank, "compute") for rank in range(3)] == ["0123", " 0123", "  0123"]
 
 
 def test_a_pipeline_whose_messages_take_time():
@@ -106,12 +136,17 @@ def test_a_pipeline_whose_messages_take_time():
         "   0123",
         "    0123",
         "",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_slow_link_sets_the_pace_of_a_pipeline():
     played = play(pipeline(stages=2, chunks=3, seconds=2), cluster())
-    assert [drawn(played, 0, "compute"), drawn(played, 0, "comm"), drawn(played, 1, "copy"), drawn(played, 1, "compute")] == [
+    assert [
+        drawn(played, 0, "compute"),
+        drawn(played, 0, "comm"),
+        drawn(played, 1, "copy"),
+        drawn(played, 1, "compute"),
+    ] == [
         "012",
         " 001122",
         "0001122",  # a Recv's span contains its waiting
@@ -127,14 +162,13 @@ def test_lanes_overlap_and_a_lane_keeps_its_order():
         Task(label("b"), 0, "compute", s(1), (label("x"),)),
     ]
     played = play(schedule(tasks), cluster())
-    assert [drawn(played, 0, "compute"), drawn(played, 0, "comm")] == [
-        "aa b",
-        "xxxy",
-    ]
+    assert [drawn(played, 0, "compute"), drawn(played, 0, "comm")] == ["aa b", "xxxy"]
 
 
 def test_a_collective_begins_when_the_last_has_come_and_ends_for_all():
-    tasks = [Task(label("forward"), rank, "compute", s(1 + 2 * rank)) for rank in range(2)] + exchange("halo", 2, 2, after="forward")
+    tasks = [
+        Task(label("forward"), rank, "compute", s(1 + 2 * rank)) for rank in range(2)
+    ] + exchange("halo", 2, 2, after="forward")
     played = play(schedule(tasks), cluster())
     assert [drawn(played, rank, lane) for rank in range(2) for lane in ("compute", "comm")] == [
         "f",
@@ -147,11 +181,20 @@ def test_a_collective_begins_when_the_last_has_come_and_ends_for_all():
 def test_an_all_reduce_is_a_ring():
     tasks = [all_reduce(label("all_reduce"), rank, (0, 1, 2, 3), mb(2)) for rank in range(4)]
     played = play(schedule(tasks), cluster())
-    assert [(span.start, span.end, span.nbytes) for span in played.spans] == [(0.0, 3.0, mb(3))] * 4  # 2 (n-1)/n of 2 MB
+    # 2 (n-1)/n of 2 MB
+    assert [(span.start, span.end, span.nbytes) for span in played.spans] == [(0.0, 3.0, mb(3))] * 4
 
 
 def test_one_rank_meets_itself_in_no_time():
-    played = play(schedule([all_reduce(label("all_reduce"), 0, (0,), mb(2)), Task(label("step"), 0, "compute", s(1))]), cluster())
+    played = play(
+        schedule(
+            [
+                all_reduce(label("all_reduce"), 0, (0,), mb(2)),
+                Task(label("step"), 0, "compute", s(1)),
+            ]
+        ),
+        cluster(),
+    )
     assert played.end_s == 1.0
 
 
@@ -160,16 +203,16 @@ def stale(staleness: int, steps: int = 4) -> Schedule:
     tasks = []
     for step in range(steps):
         tasks += exchange("halo", 2, 2, step)
-        tasks += [Task(label("forward", step), rank, "compute", s(1), (label("halo", step - staleness),)) for rank in range(2)]
+        tasks += [
+            Task(label("forward", step), rank, "compute", s(1), (label("halo", step - staleness),))
+            for rank in range(2)
+        ]
     return schedule(tasks, steps=steps)
 
 
 def test_fresh_waits_and_stale_does_not():
     fresh, pipe = play(stale(0), cluster()), play(stale(1), cluster())
-    assert [drawn(fresh, 0, "comm"), drawn(fresh, 0, "compute")] == [
-        "hhhhhhhh",
-        "  f f f f",
-    ]
+    assert [drawn(fresh, 0, "comm"), drawn(fresh, 0, "compute")] == ["hhhhhhhh", "  f f f f"]
     assert [drawn(pipe, 0, "comm"), drawn(pipe, 0, "compute")] == [
         "hhhhhhhh",
         "f f f f",  # step -1 does not exist and is waited for by nobody
@@ -178,7 +221,10 @@ def test_fresh_waits_and_stale_does_not():
 
 def test_what_the_setup_did_is_done():
     setup = [Task(label("preload"), 0, "comm", s(5))]
-    played = play(schedule([Task(label("forward"), 0, "compute", s(1), (label("preload"),))], setup=setup), cluster())
+    played = play(
+        schedule([Task(label("forward"), 0, "compute", s(1), (label("preload"),))], setup=setup),
+        cluster(),
+    )
     assert played.end_s == 1.0
 
 
@@ -192,28 +238,42 @@ def test_steps_end_and_take_time():
 
 def test_the_median_step_forgives_a_slow_one():
     ends = [3.0, 5.0, 11.0, 13.0]
-    played = Played([Task(Label("f", step), 0, "compute", Compute()) for step in range(4)], [(0.0, end) for end in ends])
+    played = Played(
+        [Task(Label("f", step), 0, "compute", Compute()) for step in range(4)],
+        [(0.0, end) for end in ends],
+    )
     assert played.step_s == 2.0
 
 
 @pytest.mark.parametrize("turn", [1, -1])
 def test_a_message_waits_for_a_late_receiver(turn):
-    """Sent in 1 s, fetched after 5: the critical path knows, in whatever order the ranks are written."""
+    """Sent in 1 s, fetched after 5: the critical path knows, in whatever order the ranks are
+    written."""
     tasks = [
         [Task(label("sent"), 0, "comm", Send(1, mb(1)))],
-        [Task(label("before"), 1, "compute", s(5)), Task(label("got"), 1, "compute", Recv(0, label("sent"))),
-         Task(label("then"), 1, "compute", s(2))],
-    ][::turn]  # fmt: skip
-    score = schedule([task for rank in tasks for task in rank])
-    assert play(score, cluster()).end_s == critical_path(score, cluster()) == 7.0
-    assert serial(score, cluster()) == 8.0
+        [
+            Task(label("before"), 1, "compute", s(5)),
+            Task(label("got"), 1, "compute", Recv(0, label("sent"))),
+            Task(label("then"), 1, "compute", s(2)),
+        ],
+    ][::turn]
+    task_graph = schedule([task for rank in tasks for task in rank])
+    assert play(task_graph, cluster()).end_s == critical_path(task_graph, cluster()) == 7.0
+    assert serial(task_graph, cluster()) == 8.0
 
 
 def test_two_cards_behind_one_port_take_twice_as_long():
-    """Ranks 0, 1 send to 2, 3 on the other server, through one card; inside their server they would not meet."""
+    """Ranks 0, 1 send to 2, 3 on the other server, through one card; inside their server they would
+    not meet."""
     tasks = [Task(label("push"), rank, "comm", Send(rank + 2, mb(3))) for rank in range(2)]
-    assert [span.end for span in play(schedule(tasks), cluster(servers=2, gpus=2)).spans] == [6.0, 6.0]
-    assert [span.end for span in play(schedule(tasks), cluster(servers=2, gpus=2), contention=False).spans] == [3.0, 3.0]
+    assert [span.end for span in play(schedule(tasks), cluster(servers=2, gpus=2)).spans] == [
+        6.0,
+        6.0,
+    ]
+    assert [
+        span.end
+        for span in play(schedule(tasks), cluster(servers=2, gpus=2), contention=False).spans
+    ] == [3.0, 3.0]
     assert [span.end for span in play(schedule(tasks), cluster(gpus=4)).spans] == [3.0, 3.0]
 
 
@@ -226,54 +286,98 @@ def test_two_collectives_that_overlap_share():
 
 
 def test_a_long_chain_of_nothing_needs_no_stack():
-    tasks = [Task(label("nothing", step), 0, ("host", "copy")[step % 2], s(0), (label("nothing", step - 1),)) for step in range(20_000)]
-    assert play(schedule(tasks, steps=20_000), cluster()).end_s == critical_path(schedule(tasks), cluster()) == 0.0
+    tasks = [
+        Task(
+            label("nothing", step),
+            0,
+            ("host", "copy")[step % 2],
+            s(0),
+            (label("nothing", step - 1),),
+        )
+        for step in range(20_000)
+    ]
+    assert (
+        play(schedule(tasks, steps=20_000), cluster()).end_s
+        == critical_path(schedule(tasks), cluster())
+        == 0.0
+    )
 
 
 def test_equal_collectives_are_priced_once(monkeypatch):
     asked = []
     price = Cost.collective
-    monkeypatch.setattr(Cost, "collective", lambda self, parts: asked.append(parts) or price(self, parts))
+    monkeypatch.setattr(
+        Cost, "collective", lambda self, parts: asked.append(parts) or price(self, parts)
+    )
     play(stale(0, steps=50), cluster())
     assert len(asked) == 1
 
 
-# -- schedules that are wrong --------------------------------------------------------------------------------------------
+# -- schedules that are wrong ----------------------------------------------------------------------
 
 TO_1 = Collective("exchange", (0, 1), ((1, 8),))
 TO_0 = Collective("exchange", (0, 1), ((0, 8),))
 STUCK = {
     "names a label that is nowhere": (
         [Task(label("forward"), 0, "compute", s(1), (label("halo"),))],
-        ["1 of 1 tasks", "rank 0 compute forward:s0 waits for halo:s0 (not in the schedule)"]),
+        ["1 of 1 tasks", "rank 0 compute forward:s0 waits for halo:s0 (not in the schedule)"],
+    ),
     "a label of another rank does not count": (
-        [Task(label("halo"), 1, "comm", s(1)), Task(label("forward"), 0, "compute", s(1), (label("halo"),))],
-        ["1 of 2 tasks", "rank 0 compute forward:s0 waits for halo:s0 (not in the schedule)"]),
+        [
+            Task(label("halo"), 1, "comm", s(1)),
+            Task(label("forward"), 0, "compute", s(1), (label("halo"),)),
+        ],
+        ["1 of 2 tasks", "rank 0 compute forward:s0 waits for halo:s0 (not in the schedule)"],
+    ),
     "two lanes wait for each other": (
-        [Task(label("a"), 0, "compute", s(1), (label("x"),)), Task(label("b"), 0, "compute", s(1)),
-         Task(label("x"), 0, "comm", s(1), (label("b"),))],
-        ["3 of 3 tasks", "rank 0 compute a:s0 waits for x:s0", "rank 0 comm x:s0 waits for b:s0"]),
+        [
+            Task(label("a"), 0, "compute", s(1), (label("x"),)),
+            Task(label("b"), 0, "compute", s(1)),
+            Task(label("x"), 0, "comm", s(1), (label("b"),)),
+        ],
+        ["3 of 3 tasks", "rank 0 compute a:s0 waits for x:s0", "rank 0 comm x:s0 waits for b:s0"],
+    ),
     "nobody sends": (
         [Task(label("got"), 0, "comm", Recv(1, label("sent")))],
-        ["rank 0 comm got:s0 waits for sent:s0 from rank 1 (no such Send in the schedule)"]),
+        ["rank 0 comm got:s0 waits for sent:s0 from rank 1 (no such Send in the schedule)"],
+    ),
     "it was sent to another": (
-        [Task(label("sent"), 1, "comm", Send(2, 8)), Task(label("got"), 0, "comm", Recv(1, label("sent")))],
-        ["1 of 2 tasks", "sent:s0 from rank 1 (no such Send in the schedule)"]),
+        [
+            Task(label("sent"), 1, "comm", Send(2, 8)),
+            Task(label("got"), 0, "comm", Recv(1, label("sent"))),
+        ],
+        ["1 of 2 tasks", "sent:s0 from rank 1 (no such Send in the schedule)"],
+    ),
     "both receive before they send": (
         [Task(label("got"), rank, "comm", Recv(1 - rank, label("sent"))) for rank in range(2)]
         + [Task(label("sent"), rank, "comm", Send(1 - rank, 8)) for rank in range(2)],
-        ["4 of 4", "rank 0 comm got:s0 waits for sent:s0 from rank 1", "rank 1 comm got:s0 waits for sent:s0 from rank 0"]),
+        [
+            "4 of 4",
+            "rank 0 comm got:s0 waits for sent:s0 from rank 1",
+            "rank 1 comm got:s0 waits for sent:s0 from rank 0",
+        ],
+    ),
     "one does not come": (
         [Task(label("halo"), 0, "comm", TO_1)],
-        ["rank 0 comm halo:s0 waits for ranks 1"]),
+        ["rank 0 comm halo:s0 waits for ranks 1"],
+    ),
     "they disagree on the group": (
-        [Task(label("halo"), 0, "comm", TO_1), Task(label("halo"), 1, "comm", Collective("exchange", (0, 1, 2), ()))],
-        ["rank 0 comm halo:s0 waits for ranks 1", "rank 1 comm halo:s0 waits for ranks 0, 2"]),
+        [
+            Task(label("halo"), 0, "comm", TO_1),
+            Task(label("halo"), 1, "comm", Collective("exchange", (0, 1, 2), ())),
+        ],
+        ["rank 0 comm halo:s0 waits for ranks 1", "rank 1 comm halo:s0 waits for ranks 0, 2"],
+    ),
     "they come in different orders": (
-        [Task(label("a"), 0, "comm", TO_1), Task(label("b"), 0, "comm", TO_1),
-         Task(label("b"), 1, "comm", TO_0), Task(label("a"), 1, "comm", TO_0)],
-        ["4 of 4", "rank 0 comm a:s0 waits for ranks 1", "rank 1 comm b:s0 waits for ranks 0"]),
-}  # fmt: skip
+        [
+            Task(label("a"), 0, "comm", TO_1),
+            Task(label("b"), 0, "comm", TO_1),
+            Task(label("b"), 1, "comm", TO_0),
+            Task(label("a"), 1, "comm", TO_0),
+        ],
+        ["4 of 4", "rank 0 comm a:s0 waits for ranks 1", "rank 1 comm b:s0 waits for ranks 0"],
+    ),
+}
 
 
 @pytest.mark.parametrize("why", STUCK)
@@ -295,7 +399,15 @@ def test_a_long_list_of_the_stuck_is_cut():
 
 def test_labels_name_one_task_of_a_rank():
     with pytest.raises(Mismatch, match="rank 0 has two tasks forward:s0"):
-        play(schedule([Task(label("forward"), 0, "compute", s(1)), Task(label("forward"), 0, "comm", s(1))]), cluster())
+        play(
+            schedule(
+                [
+                    Task(label("forward"), 0, "compute", s(1)),
+                    Task(label("forward"), 0, "comm", s(1)),
+                ]
+            ),
+            cluster(),
+        )
 
 
 def test_only_members_come_to_a_collective():
@@ -303,7 +415,7 @@ def test_only_members_come_to_a_collective():
         play(schedule([Task(label("halo"), 2, "comm", TO_1)]), cluster())
 
 
-# -- laws ----------------------------------------------------------------------------------------------------------------
+# -- laws ------------------------------------------------------------------------------------------
 
 RANKS, LANES = 4, ("compute", "comm", "reduce")
 
@@ -317,7 +429,9 @@ def schedules(draw) -> Schedule:
 
     def add(rank: int, name: Label, work) -> None:
         after = draw(st.lists(st.sampled_from(known[rank]), max_size=2)) if known[rank] else []
-        tasks.append(Task(name, rank, draw(st.sampled_from(LANES)), work, (*after, Label("halo", -1))))
+        tasks.append(
+            Task(name, rank, draw(st.sampled_from(LANES)), work, (*after, Label("halo", -1)))
+        )
         known[rank].append(name)
 
     ranks, sizes = st.integers(0, RANKS - 1), st.sampled_from([0, 1, 2, 3])
@@ -337,7 +451,11 @@ def schedules(draw) -> Schedule:
                 size = mb(draw(sizes))
                 for rank in group:
                     if kind == "exchange":
-                        work = Collective("exchange", group, tuple((peer, mb(draw(sizes))) for peer in group if peer != rank))
+                        work = Collective(
+                            "exchange",
+                            group,
+                            tuple((peer, mb(draw(sizes))) for peer in group if peer != rank),
+                        )
                     else:
                         work = all_reduce(name, rank, group, size).work
                     add(rank, name, work)
@@ -346,41 +464,52 @@ def schedules(draw) -> Schedule:
 
 
 unhurried = settings(deadline=None)  # the machine may be busy
-costs = st.builds(cluster, st.sampled_from([2]), st.sampled_from([2]), st.sampled_from([0.0, 0.25, 0.3]))
+costs = st.builds(
+    cluster, st.sampled_from([2]), st.sampled_from([2]), st.sampled_from([0.0, 0.25, 0.3])
+)
 
 
 @unhurried
 @given(schedules(), costs)
-def test_critical_path_simulated_serial(score, cost):
-    simulated = play(score, cost).end_s
-    assert critical_path(score, cost) <= simulated * (1 + 1e-9)
-    assert simulated <= serial(score, cost) * (1 + 1e-9)
+def test_critical_path_simulated_serial(task_graph, cost):
+    simulated = play(task_graph, cost).end_s
+    assert critical_path(task_graph, cost) <= simulated * (1 + 1e-9)
+    assert simulated <= serial(task_graph, cost) * (1 + 1e-9)
 
 
 @unhurried
 @given(schedules(), costs)
-def test_without_contention_the_critical_path_is_the_simulation(score, cost):
-    assert play(score, cost, contention=False).end_s == pytest.approx(critical_path(score, cost), rel=1e-12)
+def test_without_contention_the_critical_path_is_the_simulation(task_graph, cost):
+    assert play(task_graph, cost, contention=False).end_s == pytest.approx(
+        critical_path(task_graph, cost), rel=1e-12
+    )
 
 
 @unhurried
 @given(schedules(), st.sampled_from([1.0, 1.5, 2.0, 10.0]))
-def test_a_faster_network_is_never_slower_without_contention(score, speed):
+def test_a_faster_network_is_never_slower_without_contention(task_graph, speed):
     slow, fast = cluster(2, 2, 0.3), cluster(2, 2, 0.3, speed)
-    assert play(score, fast, contention=False).end_s <= play(score, slow, contention=False).end_s * (1 + 1e-9)
-    assert serial(score, fast) <= serial(score, slow) * (1 + 1e-9)
+    assert play(task_graph, fast, contention=False).end_s <= play(
+        task_graph, slow, contention=False
+    ).end_s * (1 + 1e-9)
+    assert serial(task_graph, fast) <= serial(task_graph, slow) * (1 + 1e-9)
 
 
 @unhurried
 @given(schedules(), costs, st.booleans())
-def test_every_span_keeps_every_rule(score, cost, contention):
+def test_every_span_keeps_every_rule(task_graph, cost, contention):
     """The semantics once more, as a checker."""
-    spans = play(score, cost, contention=contention).spans
-    assert [(x.label, x.rank, x.lane) for x in spans] == [(str(t.label), t.rank, t.lane) for t in score.tasks]
-    at = {(t.rank, t.label): span for t, span in zip(score.tasks, spans, strict=True)}
+    spans = play(task_graph, cost, contention=contention).spans
+    assert [(x.label, x.rank, x.lane) for x in spans] == [
+        (str(t.label), t.rank, t.lane) for t in task_graph.tasks
+    ]
+    at = {(t.rank, t.label): span for t, span in zip(task_graph.tasks, spans, strict=True)}
     lane_free: dict[tuple[int, str], float] = defaultdict(float)
-    for task, span in zip(score.tasks, spans, strict=True):
-        waits = [lane_free[task.rank, task.lane], *(at[task.rank, name].end for name in task.after if name.step >= 0)]
+    for task, span in zip(task_graph.tasks, spans, strict=True):
+        waits = [
+            lane_free[task.rank, task.lane],
+            *(at[task.rank, name].end for name in task.after if name.step >= 0),
+        ]
         assert span.start == max(waits)  # as soon as it may, and no sooner
         lane_free[task.rank, task.lane] = span.end
         work = task.work
@@ -394,23 +523,31 @@ def test_every_span_keeps_every_rule(score, cost, contention):
             group = [at[rank, task.label] for rank in work.group]
             assert {member.end for member in group} == {span.end}
             shortest = min(member.seconds for member in group)
-            alone = cost.collective({t.rank: t.work for t in score.tasks if t.label == task.label}).alone
+            alone = cost.collective(
+                {t.rank: t.work for t in task_graph.tasks if t.label == task.label}
+            ).alone
             assert shortest >= alone - 1e-9
             assert contention or shortest == pytest.approx(alone)
 
 
 @unhurried
 @given(schedules(), costs)
-def test_no_byte_is_lost_and_no_port_overfull(score, cost):
-    played = play(score, cost)
+def test_no_byte_is_lost_and_no_port_overfull(task_graph, cost):
+    played = play(task_graph, cost)
     moved: dict[str, int] = defaultdict(int)
     for span in played.spans:
         moved[span.op] += span.nbytes
-    assert {op: n for op, n in moved.items() if n} == {op: n for op, n in score.bytes_by_op().items() if n}
+    assert {op: n for op, n in moved.items() if n} == {
+        op: n for op, n in task_graph.bytes_by_op().items() if n
+    }
     busy: dict[tuple[str, int], float] = defaultdict(float)
-    meetings = {t.label: {m.rank: m.work for m in score.tasks if m.label == t.label} for t in score.tasks if isinstance(t.work, Collective)}
+    meetings = {
+        t.label: {m.rank: m.work for m in task_graph.tasks if m.label == t.label}
+        for t in task_graph.tasks
+        if isinstance(t.work, Collective)
+    }
     transfers = [cost.collective(parts) for parts in meetings.values()]
-    transfers += [cost.send(t.rank, t.work) for t in score.tasks if isinstance(t.work, Send)]
+    transfers += [cost.send(t.rank, t.work) for t in task_graph.tasks if isinstance(t.work, Send)]
     for transfer in transfers:
         for port, seconds in transfer.busy.items():
             busy[port] += seconds
@@ -419,5 +556,5 @@ def test_no_byte_is_lost_and_no_port_overfull(score, cost):
 
 @unhurried
 @given(schedules(), costs)
-def test_equal_runs_are_equal_to_the_last_bit(score, cost):
-    assert play(score, cost).spans == play(score, cost).spans
+def test_equal_runs_are_equal_to_the_last_bit(task_graph, cost):
+    assert play(task_graph, cost).spans == play(task_graph, cost).spans

@@ -1,0 +1,17 @@
+"""Starts the ranks of a plan, watches them, and says which one failed and why.
+
+Which file to open:
+
+    launcher.py       starts local ranks and waits for them; the names that the command line uses
+    options.py        how a plan is run: epochs, timeout, checkpoints
+    checks.py         what is refused before any process starts
+    rank_process.py   one rank's process, from its plan to its exit code
+    preflight.py      what all ranks check together before they train
+    agent.py          local ranks under torch's elastic agent
+    emulation.py      local ranks in network namespaces that play servers
+    blame.py          which rank failed first, from exit codes and notes
+    roll_call.py      the same under torchrun or srun, where no launcher of ours watches
+    out_of_memory.py  what to say when memory runs out
+
+This room may import all rooms of the executor except measure/.
+"""

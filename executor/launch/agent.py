@@ -1,0 +1,125 @@
+"""Local ranks under torch's elastic agent.
+
+The agent starts the ranks, watches them, ends all of them when one is lost, and starts them anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+    SubprocessContext,
+)
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
+
+from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
+
+GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
+Blame = Callable[[dict[int, Any]], GnnplanError]  # from torch's failures by process
+AnnounceRestart = Callable[[GnnplanError, int], None]  # why, and how many restarts are left
+
+
+class _Agent(LocalElasticAgent):
+    """An agent that restarts lost ranks, but not ranks whose input is wrong."""
+
+    def __init__(self, spec: WorkerSpec, blame: Blame, announce_restart: AnnounceRestart) -> None:
+        super().__init__(spec, DefaultLogsSpecs(), start_method="spawn")
+        self.blame, self.announce_restart = blame, announce_restart
+        self.error: GnnplanError | None = None
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self.error = self.blame(result.failures)
+            if not isinstance(self.error, LostRank):
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                self.announce_restart(self.error, self._remaining_restarts)
+        return result
+
+
+def run(
+    arguments: Sequence[str],
+    ranks: int,
+    restarts: int,
+    blame: Blame,
+    announce_restart: AnnounceRestart,
+) -> None:
+    """Run Python with these arguments in a process per rank, until all are done.
+
+    No process is left behind. Raises the error that `blame` makes of the failures.
+    """
+    for name in [
+        name
+        for name in logging.root.manager.loggerDict
+        if name.startswith("torch.distributed.elastic")
+    ]:
+        # every logger has a level of its own; our message says what happened
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    numa = LaunchConfig(1, 1, ranks).numa_options  # torch's default: a rank stays near its GPU
+    meeting = rendezvous.get_rendezvous_handler(
+        RendezvousParameters(
+            "c10d", "127.0.0.1:0", uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", timeout=900
+        )
+    )
+    spec = WorkerSpec(
+        "rank",
+        ranks,
+        meeting,
+        entrypoint=sys.executable,
+        args=tuple(arguments),
+        max_restarts=restarts,
+        monitor_interval=0.2,
+        local_addr="127.0.0.1",
+        numa_options=numa,
+    )
+    agent = _Agent(spec, blame, announce_restart)
+    try:
+        with _grace(GRACE):
+            result = agent.run()
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
+    finally:
+        meeting.shutdown()
+    if result.is_failed():
+        raise agent.error or blame(result.failures)
+
+
+@contextmanager
+def _grace(seconds: int) -> Iterator[None]:
+    """Shorten the time between SIGTERM and SIGKILL to `seconds`.
+
+    torch always waits 30 s when a rank has failed, whatever shutdown_timeout says. A stopped
+    process receives SIGTERM only when it continues, so it is also sent SIGCONT.
+    """
+    close = PContext.close
+
+    def close_soon(
+        self: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30
+    ) -> None:
+        for handler in self.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                handler.proc.terminate()
+                handler.proc.send_signal(signal.SIGCONT)
+        close(self, death_sig, min(timeout, seconds))
+
+    PContext.close = close_soon  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]

@@ -1,0 +1,127 @@
+"""What is refused before any process starts: the plan, the run's folder, this machine.
+
+What all ranks check together, once they run, is in preflight.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gnnplan.executor.ranks.checkpoint import Checkpoints, latest
+from gnnplan.executor.ranks.checkpoint import question as resumed_question
+from gnnplan.planner.decision.plan import chosen, question, read
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes
+
+LEAST_MEMORY = 200e6  # [B] that a process with torch fills
+
+
+def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
+    """Read a plan and check that its problem can be trained.
+
+    Returns the plan's document, its problem and its strategy. Raises SpecError, Mismatch.
+    """
+    document = read(plan)
+    problem = question(document)
+    name = problem.stats.name
+    if not isinstance(problem.graph, Graph):
+        raise SpecError(
+            f"{plan}: the graph {name} is known by statistics only and cannot be trained;"
+            " plan with a graph file"
+        )
+    if problem.stats.classes == 0 or problem.stats.train_vertices == 0:
+        raise SpecError(
+            f"{plan}: the graph {name} has no labelled training vertices; it can be"
+            " planned and simulated, not trained; plan with a graph that has y"
+        )
+    strategy = chosen(document).settle(problem)
+    strategy.check(problem)
+    return document, problem, strategy
+
+
+def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:
+    """Memory of the fullest rank by use [B], as a plan predicts it.
+
+    Empty if someone has removed the prediction from the plan.
+    """
+    return dict(document["best"].get("predicted", {}).get("memory", {}))
+
+
+def started_by_launcher() -> bool:
+    """Whether torchrun or srun has started this process as one of several ranks.
+
+    A batch script around such a launcher has not been started as a rank. Raises SpecError if the
+    launcher's environment is incomplete.
+    """
+    env = os.environ
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    rank, world = env["RANK"], env["WORLD_SIZE"]
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise SpecError(
+            f"RANK is {rank!r} and WORLD_SIZE {world!r}: not a rank of so many;"
+            " use torchrun, or unset both"
+        )
+    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]:
+        raise SpecError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(absent)} not; start ranks with"
+            " torchrun, or unset both"
+        )
+    return True
+
+
+def must_be_new(out: Path) -> None:
+    """Raise SpecError if the folder holds a run already."""
+    left_by_runs = ("metrics.jsonl", "rank0.json", "weights.safetensors")
+    if any((out / name).exists() for name in left_by_runs):
+        raise SpecError(
+            f"{out} holds a run already; give another --out, go on with it (--resume {out}), or"
+            " remove it"
+        )
+
+
+def must_go_on(out: Path, last: int, epochs: int, restarted: bool = False) -> None:
+    """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
+
+    last: epoch of the last checkpoint that all ranks have, 0 if there is none. A run that its
+    launcher has restarted may begin again from epoch 0; a run that a user resumes may not.
+    """
+    if not last and not restarted:
+        raise SpecError(
+            f"{out} has no checkpoint that all ranks have finished; they are written every"
+            " --checkpoint-every epochs. Start anew with another --out"
+        )
+    if last > epochs:
+        raise SpecError(
+            f"{out} has a checkpoint of epoch {last}, but only {epochs} epochs are asked for; use"
+            f" --epochs {last} or more"
+        )
+
+
+def last_of(out: Path, problem: Problem, strategy: Strategy) -> int:
+    """The last epoch of which all ranks of a run on this machine have a checkpoint; 0: none.
+
+    Raises SpecError if a checkpoint belongs to another training.
+    """
+    asked = resumed_question(problem, strategy)
+    return latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks))
+
+
+def must_fit_here(problem: Problem) -> None:
+    """Raise SpecError if this machine cannot hold a process for each rank."""
+    from gnnplan.executor.ranks.memory import free_memory
+
+    free = free_memory()
+    if problem.ranks * LEAST_MEMORY > free:
+        raise SpecError(
+            f"the plan is for {problem.ranks:,} ranks, but this machine has memory for"
+            f" {int(free / LEAST_MEMORY):,} ({show_bytes(free)} free, at least"
+            f" {show_bytes(LEAST_MEMORY)} each); plan again with --ranks, or start it with torchrun"
+            " on several servers"
+        )

@@ -1,0 +1,106 @@
+"""Starts the local ranks of a plan and waits for them.
+
+The command line uses this module only, so it also offers what checks.py, options.py and
+rank_process.py define. The ranks themselves run rank_process.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gnnplan.executor.launch.blame import blame, forget
+from gnnplan.executor.launch.checks import (
+    last_of,
+    must_be_new,
+    must_fit_here,
+    must_go_on,
+    predicted_memory,
+    prepare,
+    started_by_launcher,
+)
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
+from gnnplan.executor.launch.rank_process import follow, leave, work
+from gnnplan.executor.ranks import activity
+from gnnplan.executor.ranks.checkpoint import latest, stored
+from gnnplan.planner.decision.plan import read
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import GnnplanError
+
+__all__ = [
+    "Emulated",
+    "Options",
+    "follow",
+    "last_of",
+    "leave",
+    "must_be_new",
+    "must_fit_here",
+    "must_go_on",
+    "prepare",
+    "start",
+    "started_by_launcher",
+    "work",
+]
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """Servers played by this machine, with NICs of `rate` [B/s]; None: unshaped."""
+
+    rate: float | None
+
+
+def start(
+    plan: Path, out: Path, options: Options, problem: Problem, emulate: Emulated | None = None
+) -> None:
+    """Start local ranks, in the order of their GPUs, and wait for them.
+
+    With `emulate` every server is a network namespace (emulation.py). No process is left behind.
+    Raises LostRank, naming the rank that failed first, when no restart is left.
+    """
+    from gnnplan.executor.launch import agent
+    from gnnplan.executor.launch import emulation as lab
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    forget(out)
+    ranks, killed_before = problem.by_gpu, killings()
+    predicted = predicted_memory(read(plan))
+
+    def explain(failures: dict[int, Any]) -> GnnplanError:
+        starved = f"{account(predicted)}\n{REMEDY}" if killings() > killed_before else ""
+        by_rank = {ranks[process]: failure for process, failure in failures.items()}
+        return blame(by_rank, out, problem.servers, options.timeout_s, starved)
+
+    def announce_restart(error: GnnplanError, left: int) -> None:
+        forget(out)
+        last = latest(stored(out, ranks).values())
+        where = f"epoch {last}" if last else "the beginning"
+        sys.stderr.write(
+            f"{error}\nstarting all ranks anew from {where} (restarts left after this one:"
+            f" {left - 1})\n"
+        )
+
+    # -P: a folder named gnnplan in the working directory must not hide the package
+    program = ["-P", "-m", "gnnplan.executor", "launch"]
+    arguments = [*program, str(plan), str(out), json.dumps(asdict(options))]
+    try:
+        if emulate is None:
+            agent.run(arguments, len(ranks), options.restarts, explain, announce_restart)
+        else:
+            lab.run(
+                arguments,
+                problem.cluster.servers,
+                [problem.servers[rank] for rank in ranks],
+                emulate.rate,
+                options.restarts,
+                explain,
+                announce_restart,
+            )
+    finally:
+        activity.forget(out)

@@ -1,0 +1,63 @@
+"""How a plan is run: the options of `gnnplan run`, which a run keeps in options.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_bytes, write_atomically
+
+MAX_FILE = 1 << 16  # [B]
+MOST = 10**9  # epochs, restarts, seconds
+NOT_INHERITED = ("resume", "restarts")  # each call of `gnnplan run` says these anew
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a plan is run."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    epochs: Annotated[int, Field(ge=1, le=MOST)] | None = None  # None: the workload's
+    eval_every: Annotated[int, Field(ge=0, le=MOST)] = 10
+    timeout_s: Annotated[float, Field(ge=1.0, le=MOST)] = 30.0  # that a rank waits for its peers
+    staleness_errors: bool = False
+    checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
+    resume: bool = False  # go on from the last checkpoint in the run's folder
+    restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, when one is lost
+
+    @classmethod
+    def of(cls, out: Path, given: Mapping[str, Any], resume: bool) -> Options:
+        """Combine the options of a command line with those of the run that it resumes.
+
+        A value of None in `given` means that the option was not given. A resumed run then keeps
+        its own option, a new run takes the default. Raises SpecError.
+        """
+        earlier = _read(out / "options.json") if resume else {}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return cls(**earlier | chosen, resume=resume)
+
+    def write(self, out: Path) -> None:
+        """Keep the options in the run's folder."""
+        write_atomically(out / "options.json", json.dumps(asdict(self)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The options that a run inherits from this file; none if there is no such file."""
+    if not path.exists():
+        return {}
+    remedy = "remove it, and give its options again"
+    content = read_bytes(path, MAX_FILE, remedy)
+    try:
+        options = TypeAdapter(Options).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(name)[:MOST_SHOWN] for name in first["loc"]) or "the file"
+        raise SpecError(f"{path} is damaged ({field}: {first['msg']}); {remedy}") from error
+    return {name: value for name, value in asdict(options).items() if name not in NOT_INHERITED}

@@ -1,0 +1,270 @@
+"""One rank's process: from a plan to trained weights, or to an exit code and a message.
+
+`gnnplan run` starts such processes itself (`work`), or torchrun or srun does (`follow`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS, Failure, note
+from gnnplan.executor.launch.checks import must_be_new, must_go_on, predicted_memory, prepare
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.out_of_memory import REMEDY, account, found, ran_out
+from gnnplan.executor.launch.roll_call import roll_call
+from gnnplan.executor.ranks import activity
+from gnnplan.executor.ranks.checkpoint import Checkpoints, latest, question
+from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, open_rank
+from gnnplan.planner.decision.plan import read, write
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
+from gnnplan.planner.vocabulary.files import make_folder
+from gnnplan.planner.vocabulary.units import show_time
+
+# parts of the messages with which torch.distributed says that a peer is gone
+LOST_PEER = ("onnection", "ocket", "gloo", "imed out", "NCCL", "peer")
+HEAD_START = 2.0  # [s] in which the launcher sees the rank that failed by itself before its peers
+FOREIGN_TEXT = 200  # characters of another library's message that are shown
+
+
+def work(plan: Path, out: Path, options: Options) -> int:
+    """Be one of the ranks that `launcher.start` started.
+
+    Returns the exit code. If the rank fails it leaves error.rank<r>.json for the launcher.
+    """
+    failure = _Process(plan, out, options, prepared=True).run()
+    if failure is None:
+        return 0
+    with suppress(OSError):  # a full disk must not hide the failure
+        note(out, failure)
+    if failure.exit_code == FAILED_WITH_OTHERS:
+        time.sleep(HEAD_START)
+    return failure.exit_code
+
+
+def follow(plan: Path, out: Path, options: Options) -> int:
+    """Be the rank that torchrun or srun made of this process.
+
+    Returns the exit code. If the rank fails it says why on standard error.
+    """
+    process = _Process(plan, out, options, prepared=False)
+    failure = process.run()
+    if failure is None:
+        return 0
+    host = socket.gethostname()
+    where = host if failure.server is None else f"server {failure.server}, {host}"
+    message = f"error: rank {failure.rank} ({where}) in {failure.activity}: {failure.message}"
+    if process.rank is not None and process.hosts:
+        message += roll_call(process.rank, failure, process.servers, process.hosts, out)
+    sys.stderr.write(f"{message}\n")  # one write: lines of several ranks do not mix
+    return 4 if failure.exit_code == FAILED_WITH_OTHERS else failure.exit_code
+
+
+class _Process:
+    """One attempt of a rank to train, and what is known when it fails."""
+
+    def __init__(self, plan: Path, out: Path, options: Options, prepared: bool) -> None:
+        """prepared: the launcher has made `out` and written the plan and the options there."""
+        self.plan, self.out, self.options, self.prepared = plan, out, options, prepared
+        self.resumes = options.resume or attempt() != "0"
+        self.restarted = attempt() != "0"
+        self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        self.server: int | None = None  # not known before the plan has been read
+        self.servers: tuple[int, ...] = ()
+        self.hosts: list[str] = []  # by rank, once all ranks have met
+        self.activity = activity.Activity()
+        self.rank: Rank | None = None
+        self.predicted: dict[str, float] = {}
+
+    def run(self) -> Failure | None:
+        """Train to the end; None, or how that failed."""
+        try:
+            self._train()
+            return None
+        except GnnplanError as error:
+            return self._failure(error.exit_code, str(error), str(self.activity))
+        except Exception as error:
+            return self._unexpected(error)
+
+    def _train(self) -> None:
+        # the launcher's own process needs neither of the two
+        from gnnplan.executor.launch.preflight import must_meet
+        from gnnplan.executor.train import device_mismatch, train
+
+        self.activity.begin("phase", "start")
+        document, problem, strategy = prepare(self.plan)
+        self._take_place(document, problem)
+        must_meet()
+        rank = self.rank = open_rank(self.options.timeout_s, problem)
+        rank.staleness_errors, rank.activity = self.options.staleness_errors, self.activity
+        if rank.world != problem.ranks:
+            raise SpecError(
+                f"the plan is for {problem.ranks} ranks, but {rank.world} were started; start"
+                f" {problem.ranks}, or plan again with --ranks {rank.world}"
+            )
+        epochs = self.options.epochs or problem.workload.epochs
+        checkpoints, first = self._agree(problem, strategy, epochs)
+        make_folder(self.out)
+        # every server may have a disk of its own
+        if not self.prepared and os.environ.get("LOCAL_RANK", "0") == "0":
+            write(self.out / "plan.json", document)
+            self.options.write(self.out)
+        mismatch = device_mismatch(rank, problem)
+        if mismatch and rank.rank == 0:
+            sys.stderr.write(f"note: {mismatch}\n")
+        self.activity.begin("phase", "set-up")
+        train(
+            rank,
+            problem,
+            strategy,
+            self.out,
+            epochs,
+            self.options.eval_every,
+            _progress_line(epochs, first),
+            checkpoints,
+        )
+        if rank.world > 1:
+            # the first rank that ends may read what all ranks have left
+            torch.distributed.barrier()
+        rank.close()
+
+    def _take_place(self, document: dict[str, Any], problem: Problem) -> None:
+        """Find out which rank of the plan this process is, and open its activity file."""
+        self.predicted, self.servers = predicted_memory(document), tuple(problem.servers)
+        if self.number < problem.ranks:
+            self.number = problem.by_gpu[self.number]
+            self.server = problem.servers[self.number]
+        if self.prepared:
+            make_folder(self.out)
+            self.activity = activity.Activity(activity.seen(self.out, self.number))
+            self.activity.begin("phase", "start")
+        elif not self.resumes:
+            # ranks write only after all of them have met, so what is here is another run's
+            must_be_new(self.out)
+
+    def _agree(self, problem: Problem, strategy: Strategy, epochs: int) -> tuple[Checkpoints, int]:
+        """Compare facts with all ranks, and find the checkpoint that all go on from.
+
+        Returns this rank's Checkpoints and the epoch that it goes on from (0: the beginning).
+        """
+        from gnnplan.executor.launch.preflight import agree, facts
+
+        rank, options = self.rank, self.options
+        assert rank is not None
+        asked = question(problem, strategy)
+        checkpoints = Checkpoints(self.out, rank.rank, options.checkpoint_every, asked)
+        stored = checkpoints.epochs() if self.resumes else []
+        own = facts(checkpoints.question, asdict(options), stored)
+        everyone = agree(rank, problem, own, self.predicted)
+        self.hosts = [other["host"] for other in everyone]
+        last = latest(other["checkpoints"] for other in everyone)
+        if self.resumes:
+            must_go_on(self.out, last, epochs, self.restarted)
+            checkpoints.go_on(last)
+            # a finished run that is to have more epochs has left these
+            for name in (f"rank{rank.rank}.json", "weights.safetensors"):
+                (self.out / name).unlink(missing_ok=True)
+        return checkpoints, last
+
+    def _failure(self, exit_code: int, message: str, where: str) -> Failure:
+        return Failure(exit_code, message, where, self.number, self.server)
+
+    def _unexpected(self, error: Exception) -> Failure:
+        """Memory that ran out, a peer that is gone, or a bug."""
+        # spans add a note to what passes them: their lane may do other work by now
+        spans = getattr(error, "__notes__", [])
+        where = spans[0].removeprefix("in ") if spans else str(self.activity)
+        reason = (str(error).splitlines() or [""])[0][:FOREIGN_TEXT]
+        if ran_out(error):
+            device = self.rank.device if self.rank else torch.device("cpu")
+            if not self.predicted:
+                with suppress(GnnplanError, MemoryError):
+                    self.predicted = predicted_memory(read(self.plan))
+            said = f"memory ran out ({reason or type(error).__name__})"
+            lines = [said, account(self.predicted), found(device), REMEDY]
+            return self._failure(4, "\n".join(lines), where)
+        if isinstance(error, torch.distributed.DistError) or (
+            isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
+        ):
+            message = f"its peers did not answer ({reason})"
+            return self._failure(FAILED_WITH_OTHERS, message, where)
+        traceback.print_exc()
+        return self._failure(4, _describe(error), where)
+
+
+def _describe(error: Exception) -> str:
+    """An error in a line; one without words by the place that raised it."""
+    if str(error):
+        return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return type(error).__name__
+    last = frames[-1]
+    place = f"{last.name} ({Path(last.filename).name}, line {last.lineno})"
+    return f"{type(error).__name__}, raised without a message in {place}"
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: Gloo's threads sometimes abort a regular exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
+    """Reports epochs on standard error: one line that renews itself on a terminal, else a few.
+
+    first: epochs that an earlier process has trained.
+    """
+    started, shown = time.monotonic(), 0.0
+
+    def report(row: dict[str, Any]) -> None:
+        nonlocal shown
+        renews = sys.stderr.isatty()
+        is_last = row["epoch"] == epochs
+        if not is_last and time.monotonic() - shown < (0.1 if renews else 5.0):
+            return
+        shown = time.monotonic()
+        accuracy = "  ".join(
+            f"{part} {row[f'{part}_accuracy']:.3f}"
+            for part in ("train", "val", "test")
+            if row[f"{part}_accuracy"] is not None
+        )
+        left_s = (shown - started) / (row["epoch"] - first) * (epochs - row["epoch"])
+        line = (
+            f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {accuracy} "
+            f" {show_time(row['epoch_s'])}/epoch  {left_s:.0f} s left"
+        )
+        print(
+            f"\r\x1b[K{line}" if renews else line,
+            end="" if renews and not is_last else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return report
+
+
+def main() -> None:
+    """`python -m gnnplan.executor launch PLAN OUT OPTIONS`."""
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
+    plan, out, options = sys.argv[1:]
+    # the launcher answers Ctrl-C; ranks end without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
+    leave(work(Path(plan), Path(out), Options(**json.loads(options))))

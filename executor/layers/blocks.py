@@ -1,0 +1,190 @@
+"""A rank's share of the graph as tensors: features, labels, and a layer's edges with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnnplan.executor.layers.kernels import Block, SparseRows
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.sampling import Ids
+
+AT_ONCE = 1 << 19  # values of dense features that are converted together
+
+
+def dtype_of(workload: Workload) -> torch.dtype:
+    """The workload's number type, of features and weights."""
+    return torch.float64 if workload.dtype == "float64" else torch.float32
+
+
+def features(
+    graph: Graph, rows: Ids, workload: Workload, device: torch.device, room: int = 0
+) -> Tensor:
+    """Dense features of `rows` [rows + room, F]; the last `room` rows are not filled.
+
+    Rows are converted a few at a time, so they are never in memory twice.
+    """
+    width = graph.stats.features
+    out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
+    for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):
+        some = rows[start : start + step]
+        out[start : start + some.size] = torch.from_numpy(graph.features(some))
+    return out
+
+
+def sparse_features(
+    graph: Graph, rows: Ids, workload: Workload, device: torch.device
+) -> SparseRows:
+    """Features [rows, F] of a graph whose features are sparse."""
+    return sparse_rows(graph.x[rows], workload, device)
+
+
+def sparse_rows(x: sp.csr_matrix, workload: Workload, device: torch.device) -> SparseRows:
+    """A scipy matrix as SparseRows."""
+    lengths = torch.from_numpy(np.diff(x.indptr).astype(np.int64))
+    columns = torch.from_numpy(np.array(x.indices))
+    values = torch.from_numpy(np.array(x.data)).to(dtype_of(workload))
+    return SparseRows.of(lengths, columns, values, x.shape[1]).to(device)
+
+
+def lengths_of(graph: Graph, rows: Ids) -> Tensor:
+    """How many values each of these rows of sparse features stores, int64 [rows].
+
+    Every rank knows the structure of the graph's features, so lengths need not be sent.
+    """
+    return torch.from_numpy(graph.lengths[rows])
+
+
+def weighted_block(
+    graph: Graph,
+    edges: str,
+    dst: Ids,
+    src: Ids,
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    workload: Workload,
+    degrees: tuple[np.ndarray, np.ndarray] | None = None,
+    drawn: bool = False,
+) -> Block:
+    """A Block with the self edges and weights that a layer's `edges` ask for (models.Layer).
+
+    dst [R] and src [S] are global ids; dst are the first of src. indptr [R + 1] and indices [E] are
+    the CSR over dst, with positions in src.
+
+    degrees: in- and out-degrees [N] that weights are made of; None: those of the whole graph.
+    drawn: the edges are a random sample, and each stands for edges of its row that were not drawn.
+    Then 'mean' is over the drawn ones, and 'gcn' multiplies by degree / drawn, so that either is on
+    average what the whole row would give.
+
+    Raises ValueError on another kind of `edges`.
+    """
+    if edges not in ("gcn", "mean", "one", "loop"):
+        raise ValueError(f"a layer's edges are 'gcn', 'mean', 'one' or 'loop', not {edges!r}")
+    degree = np.diff(graph.indptr) if degrees is None else degrees[0]
+    taken = np.diff(indptr)
+    if edges in ("gcn", "loop"):  # self edges come last in every row
+        indices = np.insert(indices, indptr[1:], np.arange(dst.size, dtype=indices.dtype))
+        indptr = indptr + np.arange(dst.size + 1)
+    indptr = indptr.astype(np.int32)  # with int64 scipy would sort indices of 8 bytes
+    if edges in ("one", "loop"):
+        return Block(indptr, indices, src.size)
+    row_lengths = np.diff(indptr)
+    dtype = np.float64 if workload.dtype == "float64" else np.float32
+    if edges == "mean":
+        count = np.maximum(taken if drawn else degree[dst], 1)
+        return Block(indptr, indices, src.size, np.repeat((1.0 / count).astype(dtype), row_lengths))
+    out_degree = _out_degree(graph, degree) if degrees is None else degrees[1]
+    reader = np.repeat(np.arange(dst.size, dtype=np.int32), row_lengths)
+    weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[indices])
+    if drawn:
+        is_self = indices == reader  # a vertex has no other edge to itself
+        weight *= np.where(is_self, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
+    return Block(indptr, indices, src.size, weight.astype(dtype, copy=False))
+
+
+def _out_degree(graph: Graph, in_degree: NDArray[np.int64]) -> NDArray[np.int64]:
+    if not graph.stats.directed:
+        return in_degree
+    return np.bincount(graph.indices, minlength=in_degree.size)
+
+
+class Targets:
+    """Labels of some rows, which of them are for training, validation and test; loss and counts."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        rows: Ids,
+        workload: Workload,
+        device: torch.device,
+        total: int | None = None,
+    ) -> None:
+        """total: training vertices that the loss is the mean over; None: all of the graph."""
+        self.multilabel = graph.stats.multilabel
+        y = torch.from_numpy(np.array(graph.y[rows]))
+        self.y = y.to(device, dtype_of(workload) if self.multilabel else torch.int64)
+        self.masks = [
+            torch.from_numpy(np.flatnonzero(mask[rows])).to(device)
+            for mask in (graph.train, graph.val, graph.test)
+        ]
+        self.total = graph.stats.train_vertices if total is None else total
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """This rank's part of the mean loss over all `total` training vertices."""
+        train = self.masks[0]
+        if not train.numel():
+            return logits.sum() * 0.0
+        chosen, y = logits.index_select(0, train), self.y.index_select(0, train)
+        if self.multilabel:
+            return F.binary_cross_entropy_with_logits(chosen, y, reduction="sum") / (
+                self.total * y.shape[1]
+            )
+        return F.cross_entropy(chosen, y, reduction="sum") / self.total
+
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right and wrong answers on train, val and test, float64 [3, 2].
+
+        With several labels per vertex these are 2 TP and FP + FN. So right / (right + wrong) is the
+        accuracy, or F1-micro.
+        """
+        out = torch.zeros(3, 2, dtype=torch.float64)
+        for i, rows in enumerate(self.masks):
+            if not rows.numel():
+                continue
+            answer, y = logits.index_select(0, rows), self.y.index_select(0, rows)
+            if self.multilabel:
+                positive, true = answer > 0, y > 0.5
+                out[i, 0], out[i, 1] = 2 * (positive & true).sum(), (positive ^ true).sum()
+            else:
+                labelled = y >= 0
+                right = ((answer.argmax(1) == y) & labelled).sum()
+                out[i, 0], out[i, 1] = right, labelled.sum() - right
+        return out
+
+
+def counts_of(scored: Sequence[Targets], logits: Tensor) -> Tensor:
+    """The sum of `Targets.counts` over several targets, whose rows follow each other in logits."""
+    shares = torch.split(logits, [len(targets.y) for targets in scored])
+    return sum(
+        (targets.counts(share) for targets, share in zip(scored, shares, strict=True)),
+        torch.zeros(3, 2),
+    )
+
+
+def scores(counts: Tensor) -> list[float | None]:
+    """Accuracy (F1-micro) on train, val and test from counts [3, 2]; None where none are labelled.
+
+    >>> scores(torch.tensor([[3.0, 1.0], [0.0, 0.0], [0.0, 2.0]]))
+    [0.75, None, 0.0]
+    """
+    return [
+        float(right / (right + wrong)) if right + wrong else None
+        for right, wrong in counts.tolist()
+    ]

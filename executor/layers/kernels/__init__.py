@@ -1,0 +1,45 @@
+"""The hot operations of a GNN. Strategies, layers and benchmarks import them from here.
+
+On CPUs torch's default kernels cost a factor of two, so each operation names the faster one, which
+is public or probed at run time.
+
+Open
+    block.py           for `Block`: the edges of a layer, in CSR, with their transpose
+    aggregation.py     for `aggregate`: sparse matrix times dense rows, and its gradient
+    attention.py       for `softmax_aggregate` and `attend`: softmax over the edges of a vertex
+    sparse_rows.py     for `SparseRows`: features of which most are zero
+    matmul.py          for `linear` and `linear_sum`: dense products by oneDNN; `Shapes`
+    hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
+    runtime.py         for typed autograd calls, `backward`, and the allocator's settings
+
+Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
+(H_in and H_out for a linear layer)."""
+
+from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
+from gnnplan.executor.layers.kernels.attention import attend, softmax_aggregate
+from gnnplan.executor.layers.kernels.block import Block
+from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
+from gnnplan.executor.layers.kernels.matmul import Shapes, has_onednn, linear, linear_sum
+from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator
+from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
+
+__all__ = [
+    "GOLDEN",
+    "Block",
+    "FeatureRows",
+    "Rows",
+    "Shapes",
+    "SparseRows",
+    "aggregate",
+    "aggregate_transposed",
+    "attend",
+    "backward",
+    "dropout",
+    "dropout_mask",
+    "has_onednn",
+    "keep_allocator",
+    "linear",
+    "linear_sum",
+    "mix",
+    "softmax_aggregate",
+]

@@ -1,0 +1,110 @@
+"""A layer's edges: a bipartite piece of the graph, in CSR and transposed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+
+class Block:
+    """A bipartite piece of the graph in CSR over destinations, and its transpose for backward.
+
+    The first n_dst source rows are the destinations themselves (as in DGL). All arrays are int32:
+
+        indptr    [R + 1], indices   [E]   the edges by destination: ids of their sources
+        t_indptr  [S + 1], t_indices [E]   the same edges by source: ids of their destinations
+        order     [E]                      places in `indices` of the transposed edges
+
+    With `order`, one structure carries several sets of weights (`weighted`) without sorting again.
+    """
+
+    def __init__(
+        self, indptr: np.ndarray, indices: np.ndarray, n_src: int, weight: np.ndarray | None = None
+    ) -> None:
+        """indptr [R + 1], indices [E] in [0, n_src), weight [E]; None: every edge has weight 1.
+
+        Raises ValueError on arrays that do not describe such edges.
+        """
+        self.n_dst, self.n_src, self.edges = len(indptr) - 1, n_src, len(indices)
+        if not self.n_dst <= n_src:
+            raise ValueError(
+                f"the {self.n_dst} destinations must be the first of the {n_src} sources"
+            )
+        if self.edges >= 2**31:
+            raise ValueError(
+                f"a block holds at most 2^31 - 1 edges (given: {self.edges}); use more parts"
+            )
+        forward = sparse.csr_array(
+            (np.arange(self.edges, dtype=np.int32), indices, indptr), shape=(self.n_dst, n_src)
+        )
+        forward.check_format(full_check=True)  # an index out of range would read foreign memory
+        transposed = forward.tocsc()
+        self.indptr, self.indices = _int32(indptr), _int32(indices)
+        self.t_indptr, self.t_indices = _int32(transposed.indptr), _int32(transposed.indices)
+        self.order = _int32(transposed.data)
+        self.weight: Tensor | None = None
+        self.t_weight: Tensor | None = None
+        if weight is not None:
+            self._set_weight(torch.tensor(weight))
+
+    def _set_weight(self, weight: Tensor) -> None:
+        if weight.shape != (self.edges,):
+            raise ValueError(f"{self.edges} edges need as many weights, not {tuple(weight.shape)}")
+        self.weight = weight.contiguous().to(self.indptr.device)
+        self.t_weight = self.weight[self.order.long()]
+
+    def per_edge(self, values: Tensor) -> Tensor:
+        """A value per destination [R], repeated for each of its edges [E]."""
+        return values.repeat_interleave(self.indptr.diff(), output_size=self.edges)
+
+    def weighted(self, weight: np.ndarray | Tensor) -> Block:
+        """The same edges with weights [E]; the structure is shared."""
+        block = copy.copy(self)
+        block._set_weight(weight if isinstance(weight, Tensor) else torch.tensor(weight))
+        return block
+
+    def mean(self, dtype: torch.dtype = torch.float32) -> Block:
+        """The same edges with weight 1 / in-degree: `aggregate` then takes the mean, 0 if empty."""
+        degree = self.indptr.diff().long()
+        return self.weighted((1.0 / degree.clamp(min=1).to(dtype)).repeat_interleave(degree))
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Block:
+        """A copy on a device; `dtype` is that of the weights (indices stay int32)."""
+        return self._mapped(
+            lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None)
+        )
+
+    def pinned(self) -> Block:
+        """A copy in page-locked memory."""
+        return self._mapped(lambda tensor: tensor.pin_memory())
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Block:
+        block = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(block, name, function(value))
+        return block
+
+    def __repr__(self) -> str:
+        return (
+            f"Block(n_dst={self.n_dst}, n_src={self.n_src}, edges={self.edges},"
+            f" weighted={self.weight is not None})"
+        )
+
+
+def check_rows(block: Block, x: Tensor) -> None:
+    """Raises ValueError unless x has a row per source of the block."""
+    if x.shape[0] != block.n_src:
+        raise ValueError(f"{block} needs {block.n_src} source rows, not {x.shape[0]}")
+
+
+def _int32(array: np.ndarray) -> Tensor:
+    # a copy: a graph's arrays are read-only, which torch warns about
+    return torch.from_numpy(np.array(array, dtype=np.int32))

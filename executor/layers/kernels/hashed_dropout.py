@@ -1,0 +1,122 @@
+"""Dropout whose mask is a hash of (seed, epoch, layer, vertex, column).
+
+Every rank that computes a vertex's row drops the same values of it, on any device, whichever other
+rows it has. The hash may never change: losses are compared between versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnnplan.executor.layers.kernels.runtime import apply
+from gnnplan.executor.layers.kernels.sparse_rows import Pattern, Rows, SparseRows
+
+# splitmix64's constants, as int64
+GOLDEN, _MIX1, _MIX2 = (
+    n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def mix(z: Tensor) -> Tensor:
+    """splitmix64's finalizer, in place, on int64 with wrap-around."""
+    # torch's >> keeps the sign: the masks make it a logical shift
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MIX1)
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MIX2)
+    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+
+
+def dropout(
+    x: Rows, seed: int, epoch: int, layer: int, vertices: Tensor, p: float, first: int = 0
+) -> Rows:
+    """x [R, H] with a share p of its values set to zero, the others scaled by 1 / (1 - p).
+
+    Row r belongs to vertices[r] (int64 [R], global ids). `first`: the column of the model's row
+    that x begins with, if x has only some of its columns.
+    """
+    if p == 0.0:
+        return x
+    if isinstance(x, SparseRows):
+        mask = _sparse_mask(_vertex_keys(seed, epoch, layer, vertices), x.pattern, p, first)
+        return SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p)))
+    if not x.numel():
+        return x
+    mask = dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first)
+    return apply(_Mask, x, mask, 1.0 / (1.0 - p))
+
+
+def dropout_mask(
+    seed: int, epoch: int, layer: int, vertices: Tensor, width: int, p: float, first: int = 0
+) -> Tensor:
+    """Which values survive: bool [R, width], for columns first .. first + width - 1.
+
+    A pure function of (seed, epoch, layer, vertex, column): the same on every device and for any
+    subset or order of the vertices (int64 [R], global ids). A value is decided by 16 bits, so p is
+    accurate to 1 / 65536.
+    """
+    device, threshold = vertices.device, _threshold(p)
+    keys = _vertex_keys(seed, epoch, layer, vertices)
+    word, offset = divmod(first, 4)  # a word decides over four columns
+    steps = torch.arange(word + 1, (first + width + 3) // 4 + 1, device=device) * GOLDEN
+    mask = torch.empty(len(vertices), width, dtype=torch.bool, device=device)
+    # on CPUs 512 KiB of words together, which stay in cache
+    rows = max(1, 2**16 // max(len(steps), 1)) if device.type == "cpu" else max(len(vertices), 1)
+    for start in range(0, len(vertices), rows):
+        words = mix(keys[start : start + rows, None] + steps)
+        torch.ge(
+            words.view(torch.int16)[:, offset : offset + width],
+            threshold,
+            out=mask[start : start + rows],
+        )
+    return mask
+
+
+def _vertex_keys(seed: int, epoch: int, layer: int, vertices: Tensor) -> Tensor:
+    """A word per vertex, int64 [R], from which the words of its columns follow."""
+    key = torch.zeros(1, dtype=torch.int64)
+    for number in (seed, epoch, layer):
+        key = mix((key + number + 1) * GOLDEN)
+    return mix((vertices + key.to(vertices.device)) * GOLDEN)
+
+
+def _threshold(p: float) -> int:
+    """The smallest 16-bit number (signed) whose value survives."""
+    return min(round(p * 2**16), 2**16 - 1) - 2**15
+
+
+def _sparse_mask(keys: Tensor, pattern: Pattern, p: float, first: int) -> Tensor:
+    """dropout_mask at the pattern's places alone: bool [Z]. Only their words are hashed."""
+    columns, threshold = pattern.columns + first, _threshold(p)
+    keys, offsets = pattern.per_number(keys), (columns & 3).long()
+    mask = torch.empty(len(columns), dtype=torch.bool, device=columns.device)
+    size = 2**16 if columns.device.type == "cpu" else max(len(columns), 1)
+    for start in range(0, len(columns), size):
+        part = slice(start, start + size)
+        words = mix(keys[part] + ((columns[part] >> 2).long() + 1) * GOLDEN)
+        torch.ge(
+            words.view(torch.int16).view(-1, 4).gather(1, offsets[part, None])[:, 0],
+            threshold,
+            out=mask[part],
+        )
+    return mask
+
+
+class _Mask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)  # freed with the graph
+        ctx.scale = scale
+        return _masked(x, mask, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return _masked(grad, mask, ctx.scale), None, None
+
+
+def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    # bool -> float is 4x slower than uint8 -> float, and x * bool 3x
+    return mask.view(torch.uint8).to(x.dtype).mul_(scale).mul_(x)

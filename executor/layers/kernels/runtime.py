@@ -1,0 +1,48 @@
+"""Where torch's or glibc's default way is too slow for a rank: autograd calls and the allocator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
+    """`function.apply(*inputs)` of a function with one output; torch leaves it without types."""
+    output: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
+    return output
+
+
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """torch.autograd.backward without its check of symbolic shapes.
+
+    That check imports sympy, which costs a rank 0.4 s and 30 MB. The autograd engine checks shapes
+    too.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def keep_allocator() -> bool:
+    """Let glibc keep large freed buffers: fresh pages cost more than many of our kernels.
+
+    Call it once, before the first large tensor. Returns whether it took effect (glibc only).
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    try:
+        libc = ctypes.CDLL(None)
+        # older glibc refuses more than 32 MiB
+        kept = libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 32 << 20)
+        return bool(kept and libc.mallopt(trim_threshold, 2**31 - 1))
+    except (AttributeError, OSError):  # musl, macOS, Windows
+        return False

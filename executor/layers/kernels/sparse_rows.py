@@ -1,0 +1,123 @@
+"""Features of which most are zero: rows in CSR, and the pattern that several of them share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Pattern:
+    """Where sparse rows have their Z stored values: CSR, indptr [R + 1] and columns [Z], int32.
+
+    Rows that have other values at the same places share a pattern. So they share its transpose and
+    its slices too, which are computed once.
+    """
+
+    def __init__(self, indptr: Tensor, columns: Tensor, width: int) -> None:
+        self.indptr, self.columns, self.width = indptr, columns, width
+        self._slices: dict[tuple[int, int], tuple[Pattern, slice]] = {}
+
+    def per_number(self, values: Tensor) -> Tensor:
+        """A value per row [R], repeated for each stored value of the row [Z]."""
+        return values.repeat_interleave(self.indptr.diff(), output_size=len(self.columns))
+
+    @functools.cached_property
+    def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """CSR over columns: indptr [width + 1], rows [Z], and the place of each value [Z]."""
+        order = torch.argsort(self.columns, stable=True)
+        rows = self.per_number(
+            torch.arange(len(self.indptr) - 1, dtype=torch.int32, device=order.device)
+        )
+        counts = torch.bincount(self.columns, minlength=self.width)
+        return _offsets(counts), rows[order], order.int()
+
+    def cut(self, start: int, stop: int) -> tuple[Pattern, slice]:
+        """The pattern of rows [start, stop), and which of the stored values are theirs."""
+        if (start, stop) not in self._slices:
+            first, last = self.indptr[[start, stop]].tolist()
+            pattern = Pattern(
+                self.indptr[start : stop + 1] - first, self.columns[first:last], self.width
+            )
+            self._slices[start, stop] = pattern, slice(first, last)
+        return self._slices[start, stop]
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return F.pad(counts.cumsum(0), (1, 0)).int()
+
+
+class SparseRows:
+    """Rows [R, F] of mostly zeros: a pattern and its values [Z].
+
+    They are constant (features), so no gradient goes to them. The methods are those of a Tensor
+    that layers and exchanges use.
+    """
+
+    requires_grad = False
+
+    def __init__(self, pattern: Pattern, values: Tensor) -> None:
+        self.pattern, self.values = pattern, values
+
+    @classmethod
+    def of(cls, lengths: Tensor, columns: Tensor, values: Tensor, width: int) -> SparseRows:
+        """From the stored values per row [R], and row after row their columns and values [Z]."""
+        return cls(Pattern(_offsets(lengths), columns.int(), width), values)
+
+    @classmethod
+    def cat(cls, parts: Sequence[SparseRows]) -> SparseRows:
+        """The rows of all parts, one part after the other."""
+        lengths = torch.cat([part.lengths for part in parts])
+        columns = torch.cat([part.pattern.columns for part in parts])
+        return cls.of(lengths, columns, torch.cat([p.values for p in parts]), parts[0].shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.pattern.indptr) - 1, self.pattern.width
+
+    @property
+    def lengths(self) -> Tensor:
+        """Stored values of each row [R]."""
+        return self.pattern.indptr.diff()
+
+    @property
+    def nbytes(self) -> int:
+        """Size in transit [B]: a column and a value per stored value, both of the values' type."""
+        return 2 * self.values.nbytes
+
+    def __getitem__(self, rows: slice) -> SparseRows:
+        start, stop, _ = rows.indices(self.shape[0])
+        if (start, stop) == (0, self.shape[0]):
+            return self
+        pattern, places = self.pattern.cut(start, stop)
+        return SparseRows(pattern, self.values[places])
+
+    def index_select(self, dim: int, rows: Tensor) -> SparseRows:
+        """The rows in that order; dim is 0."""
+        lengths = self.lengths.index_select(0, rows)
+        starts = self.pattern.indptr.index_select(0, rows) - _offsets(lengths)[:-1]
+        total = int(lengths.sum())
+        places = torch.arange(
+            total, dtype=torch.int32, device=rows.device
+        ) + starts.repeat_interleave(lengths, output_size=total)
+        columns = self.pattern.columns.index_select(0, places)
+        return SparseRows.of(lengths, columns, self.values.index_select(0, places), self.shape[1])
+
+    def to(self, device: torch.device | str) -> SparseRows:
+        return SparseRows.of(
+            self.lengths.to(device),
+            self.pattern.columns.to(device),
+            self.values.to(device),
+            self.shape[1],
+        )
+
+    def __repr__(self) -> str:
+        return f"SparseRows(shape={self.shape}, numbers={len(self.values)})"
+
+
+FeatureRows: TypeAlias = Tensor | SparseRows  # either kind
+Rows = TypeVar("Rows", Tensor, SparseRows)  # the kind that a function is given, and gives back

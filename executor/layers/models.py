@@ -1,0 +1,546 @@
+"""GNN layers and models as the executor runs them.
+
+A layer is split where ranks may have to talk to each other:
+
+    prepare   row-wise: norm, ReLU and dropout of the layer's inputs
+    project   row-wise: the product with the weight, before the exchange if that narrows the rows
+    gather    over the edges of a Block
+    update    row-wise, on destinations: the rest
+
+A layer with these four methods runs under every strategy. Two ask for more: GNNPipe for `edges`,
+`linear` and `projects_first`, and P3 for the methods of `ColumnLayer`. Widths and weights are those
+of planner/gnn/model.py. In a model with norms a layer hands on raw rows, and its reader applies
+norm, ReLU and dropout; so the reader can do it to halo rows and historical rows too. Batch norm's
+moments are over the rows of all ranks, so they are an input of the layer, as rows are.
+
+Shapes: R destination rows, S source rows, H_in and H_out values per row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from gnnplan.executor.layers.kernels import (
+    Block,
+    FeatureRows,
+    Rows,
+    SparseRows,
+    aggregate,
+    attend,
+    linear,
+    linear_sum,
+    softmax_aggregate,
+)
+from gnnplan.planner.gnn import model as gnn
+from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.workload import Workload
+
+Drop = Callable[[Rows], Rows]  # dropout of rows [S, H_in]; a vertex has the same mask on any rank
+
+
+class Layer(Protocol):
+    """What a strategy needs of a layer.
+
+    edges           those of its Block: 'gcn' (symmetric norm, self edges), 'mean', 'one' (weight 1)
+                    or 'loop' (weight 1, self edges)
+    projects_first  whether `project` comes before `gather`
+    linear          whether `gather` is a weighted sum, whose gradient needs no rows
+    """
+
+    edges: str
+    projects_first: bool
+    linear: bool
+
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
+        """Row-wise [S, H_in] -> [S, H_in], before anything is read from neighbours.
+
+        moments [2, H_in]: see BatchNorm.
+        """
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        """Row-wise, prepared [S, H_in] -> [S, width]; called only if projects_first."""
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        """Prepared, and perhaps projected, rows [S, width] -> [R, width]."""
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        """Row-wise, on destinations: gathered [R, width] -> [R, H_out].
+
+        rows [R, H_in] are the destinations' prepared rows, x [R, H_in] their inputs, x0 their
+        initial rows (GCNII).
+        """
+
+    def __call__(
+        self,
+        block: Block,
+        x: FeatureRows,
+        drop: Drop = ...,
+        x0: Tensor | None = None,
+        relu: bool = False,
+        moments: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class ColumnLayer(Protocol):
+    """P3's calls: a layer whose sums distribute over the columns of its input.
+
+    Such a layer is made for the columns that a rank has; H_in is their number. The names are those
+    of the P3 paper:
+
+    partition   planner/strategies/p3/p3.py: which rank has which columns
+    scatter     what each source row sends along its edges
+    gather      summed over a block's edges, as in Layer
+    transform   made a partial sum of the output
+    sync        executor/strategies/p3/: sums the partial sums of all columns, for `apply`; and
+                inside `scatter`, where edges need more than a sum (attention)
+    apply       what follows, on the whole sum; not torch's Module.apply, which nothing here calls
+    """
+
+    def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        """Rows x [S, H_in] -> [S, width]."""
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        """[S, width] -> [R, width]."""
+
+    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+        """[R, width] and the destinations' rows [R, H_in] -> partial sums [R, H_out]."""
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:
+        """[R, H_out] -> h_1."""
+
+
+CALLS = ("scatter", "gather", "transform", "apply")
+
+
+def keep(x: Rows) -> Rows:
+    """The Drop that drops nothing."""
+    return x
+
+
+class BatchNorm(nn.Module):
+    """Batch norm over all vertices of the graph, whichever ranks hold them.
+
+    Equals torch.nn.BatchNorm1d with momentum 0.1. Each rank sums its own rows (`sums`), an
+    all-reduce makes these the sums of the graph, and `moments` [2, H] are their mean and variance.
+    The moments are an input of `forward`. Their gradient, all-reduced too, goes back to each rank's
+    own rows by `home`.
+    """
+
+    eps, momentum = 1e-5, 0.1
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+
+    @torch.no_grad()
+    def sums(self, x: Tensor) -> Tensor:
+        """Sum and sum of squares of rows x [., H] minus the running mean -> [2, H]."""
+        shifted = x - self.running_mean  # small numbers keep their digits
+        return torch.stack([shifted.sum(0), shifted.square_().sum(0)])
+
+    @torch.no_grad()
+    def moments(self, sums: Tensor, count: int) -> Tensor:
+        """Mean and variance [2, H] of `count` rows from their sums; updates the running ones."""
+        shift, square = sums / count
+        variance = (square - shift * shift).clamp_(min=0.0)
+        moments = torch.stack([self.running_mean + shift, variance])
+        self.running_mean += self.momentum * shift
+        self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
+        return moments
+
+    def forward(self, x: Tensor, moments: Tensor | None) -> Tensor:
+        """x [S, H] normalised by the moments; None (evaluation): by the running ones."""
+        mean, variance = (self.running_mean, self.running_var) if moments is None else moments
+        return torch.addcmul(self.bias, x - mean, self.weight * (variance + self.eps).rsqrt())
+
+    @staticmethod
+    @torch.no_grad()
+    def home(x: Tensor, moments: Tensor, gradient: Tensor, count: int) -> Tensor:
+        """The gradient of own rows x [., H] through the moments, whose own is [2, H]."""
+        to_mean, to_variance = gradient / count
+        return torch.addcmul(to_mean, x - moments[0], 2 * to_variance)
+
+
+def norm_of(name: str, width: int) -> nn.Module | None:
+    """The norm by its name: 'none', 'layer' or 'batch'."""
+    if name == "none":
+        return None
+    kinds: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm}
+    return kinds[name](width)
+
+
+def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tensor:
+    """ReLU of the norm of x."""
+    if norm is None:
+        return x.relu()
+    normed: Tensor = norm(x, moments) if isinstance(norm, BatchNorm) else norm(x)
+    return normed.relu_()
+
+
+class _SplitLayer(nn.Module):
+    """What the layers below have in common: `Layer`, but for `project` and `update`."""
+
+    projects_first: bool
+    linear = True
+
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__()
+        self.projects_first = shape.projects_first
+        self.activates = shape.activates
+        self.drops = shape.drops
+        self.norm = norm_of(shape.norm, shape.h_in)
+
+    @overload
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor: ...
+    @overload
+    def prepare(self, x: SparseRows, drop: Drop, moments: Tensor | None = None) -> SparseRows: ...
+    def prepare(self, x: FeatureRows, drop: Drop, moments: Tensor | None = None) -> FeatureRows:
+        if self.activates:
+            assert isinstance(x, Tensor)
+            x = activated(self.norm, x, moments)
+        return drop(x) if self.drops else x
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        raise NotImplementedError
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        return aggregate(block, rows)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def _gathers(self, rows: FeatureRows) -> Tensor:
+        """What `gather` reads of prepared rows."""
+        if self.projects_first:
+            return self.project(rows)
+        assert isinstance(rows, Tensor)  # sparse rows are multiplied first
+        return rows
+
+    def forward(
+        self,
+        block: Block,
+        x: FeatureRows,
+        drop: Drop = keep,
+        x0: Tensor | None = None,
+        relu: bool = False,
+        moments: Tensor | None = None,
+    ) -> Tensor:
+        """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
+        rows = self.prepare(x, drop, moments)
+        gathered = self.gather(block, self._gathers(rows))
+        return self.update(gathered, rows[: block.n_dst], x[: block.n_dst], x0, relu)
+
+
+class GCNLayer(_SplitLayer):
+    """A~ x W + b with A~ = (D+1)^-1/2 (A+I) (D+1)^-1/2.
+
+    Kipf and Welling 2017; DGL's GraphConv with norm='both' on A+I.
+
+    K of these layers make SGC (Wu et al. 2019; DGL's SGConv on A+I): A~^K x W + b. The first layer
+    alone has W, so the rows of the others are as wide as there are classes. The last alone has b,
+    and there is no ReLU between them. The paper has no dropout; here features are dropped.
+    """
+
+    edges = "gcn"
+
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__(shape)
+        self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in)) if shape.matrices else None
+        self.bias = nn.Parameter(torch.zeros(shape.h_out)) if shape.bias else None
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        assert self.weight is not None
+        return linear(rows, self.weight)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        if self.weight is not None and not self.projects_first:
+            return linear(gathered, self.weight, self.bias, relu)
+        out = gathered if self.bias is None else gathered + self.bias
+        return out.relu() if relu else out
+
+    def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._gathers(x)
+
+    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+        return gathered if self.projects_first else self.project(gathered)
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:  # type: ignore[override]
+        out = summed if self.bias is None else summed + self.bias
+        return out.relu_() if relu else out
+
+
+class SAGELayer(_SplitLayer):
+    """x W_self + mean(x_neighbours) W_neigh + b (Hamilton et al. 2017; DGL's SAGEConv 'mean')."""
+
+    edges = "mean"
+
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__(shape)
+        self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
+        self.weight_self = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
+        self.bias = nn.Parameter(torch.zeros(shape.h_out))
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        return linear(rows, self.weight)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        if not self.projects_first:
+            assert isinstance(rows, Tensor)
+            return linear_sum([(rows, self.weight_self), (gathered, self.weight)], self.bias, relu)
+        out = linear(rows, self.weight_self, self.bias) + gathered
+        return out.relu_() if relu else out
+
+    def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._gathers(x)
+
+    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+        if not self.projects_first:
+            assert isinstance(own, Tensor)
+            return linear_sum([(own, self.weight_self), (gathered, self.weight)], None, False)
+        return linear(own, self.weight_self) + gathered
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:  # type: ignore[override]
+        out = summed + self.bias
+        return out.relu_() if relu else out
+
+
+class GCNIILayer(_SplitLayer):
+    """((1-a) A~ x + a x0) ((1-b) I + b W) with b = log(theta / l + 1).
+
+    Chen et al. 2020, Eq. 5; DGL's GCN2Conv. `number` is l, the layer's place in the model from 1.
+    """
+
+    edges = "gcn"
+
+    def __init__(self, shape: gnn.Layer, number: int, alpha: float, theta: float) -> None:
+        super().__init__(shape)
+        self.alpha, self.beta = alpha, math.log(theta / number + 1)
+        self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        assert x0 is not None
+        mixed = torch.lerp(gathered, x0, self.alpha)
+        out = torch.lerp(mixed, linear(mixed, self.weight), self.beta)
+        return out.relu_() if relu else out
+
+
+class GATLayer(_SplitLayer):
+    """Per head the sum of softmax_u(LeakyReLU(a_l z_u + a_r z_v)) z_u, with z = x W; plus b.
+
+    The sum is over neighbours u and the vertex v itself; heads lie side by side. Velickovic et al.
+    2018; DGL's GATConv on A+I, without attention dropout.
+    """
+
+    edges = "loop"
+    linear = False
+
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__(shape)
+        self.heads, self.width = shape.heads, shape.h_out // shape.heads
+        self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
+        self.bias = nn.Parameter(torch.zeros(shape.h_out))
+        # [a_l | a_r] of each head
+        self.attention = nn.Parameter(torch.empty(shape.heads, 2 * self.width))
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        """[S, H_in] -> [S, H_out + heads]: z and each head's logit a_l z, side by side."""
+        z = linear(rows, self.weight)
+        return torch.cat([z, self._logits(z, self.attention[:, : self.width])], 1)
+
+    def _logits(self, z: Tensor, vectors: Tensor) -> Tensor:
+        return (z.view(-1, self.heads, self.width) * vectors).sum(2)
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        """Rows are [z | a_l z] from `project`, or [z | a_l z | a_r z] from `scatter`."""
+        h_out = self.heads * self.width
+        widths = [h_out, self.heads, rows.shape[1] - h_out - self.heads]
+        z, of_source, of_reader = torch.split(rows, widths, 1)
+        if not of_reader.shape[1]:
+            of_reader = self._logits(z[: block.n_dst], self.attention[:, self.width :])
+        of_reader = of_reader[: block.n_dst]
+        return torch.cat(
+            [
+                attend(block, head, of_source[:, i], of_reader[:, i])
+                for i, head in enumerate(torch.split(z, self.width, 1))
+            ],
+            1,
+        )
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        return self.apply(gathered, relu)
+
+    def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        """[z of these columns | a_l z | a_r z], logits of all columns: [S, H_out + 2 heads].
+
+        Destinations alone have an a_r z; in the other rows it is zero.
+        """
+        z = linear(x, self.weight)
+        to_sources, to_readers = self.attention.chunk(2, 1)
+        logits = sync(
+            torch.cat([self._logits(z, to_sources), self._logits(z[: block.n_dst], to_readers)])
+        )
+        of_source, of_reader = torch.split(logits, [block.n_src, block.n_dst])
+        return torch.cat(
+            [z, of_source, nn.functional.pad(of_reader, (0, 0, 0, block.n_src - block.n_dst))], 1
+        )
+
+    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+        return gathered
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:  # type: ignore[override]
+        out = summed + self.bias
+        return out.relu_() if relu else out
+
+
+class GENLayer(_SplitLayer):
+    """(x + aggregated messages of neighbours) W + b, with messages relu(x_u) + 1e-7.
+
+    GENConv of DeeperGCN (Li et al. 2020, Eq. 3-6), aggregated by a softmax of temperature 1 or a
+    sum. From layer 2 on, x is norm, ReLU and dropout of the layer's inputs, and the inputs are
+    added to the result (Res+).
+    """
+
+    edges = "one"
+    linear = False
+
+    def __init__(self, shape: gnn.Layer, aggregation: str) -> None:
+        super().__init__(shape)
+        self.softmax = aggregation == "softmax"
+        self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
+        self.bias = nn.Parameter(torch.zeros(shape.h_out))
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        messages = (rows if self.activates else rows.relu()) + 1e-7
+        return softmax_aggregate(block, messages) if self.softmax else aggregate(block, messages)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        assert isinstance(rows, Tensor) and isinstance(x, Tensor)
+        out = linear(gathered + rows, self.weight, self.bias)
+        return out + x if self.activates else out
+
+
+class Net(nn.Module):
+    """A model, or the run of its layers `which` (1-based) that a pipeline stage holds.
+
+    The encoder comes with layer 1, the decoder with the last layer. The same seed gives the same
+    weights on every rank, whichever layers it holds.
+    """
+
+    def __init__(self, shapes: Model, workload: Workload, which: range | None = None) -> None:
+        super().__init__()
+        self.total = len(shapes.layers)
+        self.which = which or range(1, self.total + 1)
+        self.layers = nn.ModuleDict()
+        for number in self.which:
+            self.layers[str(number)] = _make_layer(shapes.layers[number - 1], number, workload)
+        self.encoder = nn.Linear(*shapes.encoder) if shapes.encoder and 1 in self.which else None
+        self.decoder = (
+            nn.Linear(*shapes.decoder) if shapes.decoder and self.total in self.which else None
+        )
+        self.activates_last = shapes.activates_last
+        self.norm = (
+            norm_of(shapes.norm, self.decoder.in_features)
+            if self.decoder and self.activates_last
+            else None
+        )
+        self.initial = shapes.hands_on_initial  # layers read x0, the encoder's output
+        self.relu = [shapes.relu_after(n) for n in range(self.total + 1)]
+        self.to(torch.float64 if workload.dtype == "float64" else torch.float32)
+        if shapes.nonzeros and 1 in self.which:
+            self._store_by_columns()
+        self._initialise(workload.seed)
+
+    def _store_by_columns(self) -> None:
+        """Lay out by columns the weights that multiply sparse features.
+
+        Their product gathers columns, for which `linear` would otherwise transpose the weight.
+        """
+        first = self.layers["1"] if self.encoder is None else self.encoder
+        for name, parameter in first.named_parameters():
+            if name.startswith("weight"):
+                parameter.data = parameter.data.t().contiguous().t()
+
+    def _initialise(self, seed: int) -> None:
+        """Glorot for matrices, 0 for biases, 1 for the weights of norms.
+
+        Every matrix has a random stream of its own, from (seed, place in the model, name).
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                parameter.data.fill_(float(name.endswith("norm.weight")))
+                continue
+            parts = name.split(".")
+            place = (
+                int(parts[1])
+                if parts[0] == "layers"
+                else {"encoder": 0, "decoder": self.total + 1}[parts[0]]
+            )
+            generator = torch.Generator().manual_seed(
+                (seed * 1_000_003 + place) * 7 + len(parts[-1])
+            )
+            bound = math.sqrt(6 / sum(parameter.shape))
+            draw = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data.copy_((2 * draw - 1) * bound)
+
+    def layer(self, number: int) -> Layer:
+        """Layer `number`, from 1."""
+        return cast(Layer, self.layers[str(number)])
+
+    def relu_after(self, number: int) -> bool:
+        """Whether layer `number` (0: the encoder) ends in ReLU."""
+        return self.relu[number]
+
+    def batch_norm(self, number: int) -> BatchNorm | None:
+        """The norm of layer `number` (L + 1: the decoder) if it needs moments."""
+        norm = self.norm if number > self.total else self.layers[str(number)].norm
+        return norm if isinstance(norm, BatchNorm) else None
+
+    def encode(self, x: FeatureRows, drop: Drop = keep) -> Tensor:
+        """Features [R, F] -> h_0 [R, H]."""
+        assert self.encoder is not None
+        return linear(
+            drop(x) if self.initial else x,
+            self.encoder.weight,
+            self.encoder.bias,
+            relu=self.relu_after(0),
+        )
+
+    def decode(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
+        """h_L [R, H] -> logits [R, C]; without a decoder they are h_L."""
+        if self.decoder is None:
+            return h
+        if self.activates_last:
+            h = activated(self.norm, h, moments)
+        return linear(drop(h), self.decoder.weight, self.decoder.bias)
+
+
+def _make_layer(shape: gnn.Layer, number: int, workload: Workload) -> nn.Module:
+    """Layer `number` of the workload's model."""
+    if workload.model == "gcnii":
+        return GCNIILayer(shape, number, workload.alpha, workload.theta)
+    if workload.model == "resgcn":
+        return GENLayer(shape, workload.aggregation)
+    kinds = {"gcn": GCNLayer, "sgc": GCNLayer, "sage": SAGELayer, "gat": GATLayer}
+    return kinds[workload.model](shape)

@@ -1,0 +1,228 @@
+"""Timing of computation: kernels, training steps, and the sampler.
+
+As many ranks are busy as there are cores (on GPUs all), so that none shares its core. What sharing
+costs is measured apart, by `timeslice_slowdown` and `cold_cache_penalty`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gnnplan.executor.layers.kernels import Block, aggregate, attend, dropout, linear
+from gnnplan.executor.measure.messages import SIZES, Messages
+from gnnplan.executor.measure.rehearsal import Rehearsal
+from gnnplan.executor.measure.timing import Group, usual
+from gnnplan.executor.minibatch.sampler import Sampler
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.minibatch import Batches
+
+SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=8&classes=16&seed=0"
+# Vertices and edges. Rows fit a core's cache, the chip's, or none; graphs with few edges per row
+# show what a row costs besides its edges.
+GRAPHS = (
+    (2_500, 125_000),
+    (2_500, 20_000),
+    (20_000, 1_000_000),
+    (20_000, 160_000),
+    (80_000, 800_000),
+)
+WIDTHS = (16, 64, 256)
+# rows, H_in, H_out of matrix products
+SHAPES = (
+    (10_000, 256, 256),
+    (10_000, 128, 256),
+    (10_000, 256, 16),
+    (5_000, 64, 64),
+    (2_500, 512, 512),
+)
+# rows, width; for smaller tensors the framework's own time would dominate
+TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
+SAMPLED = (20_000, 1_000_000)  # one of GRAPHS
+SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
+BRIEF_STEPS = 300  # in all rounds, of each kind
+
+
+@cache
+def _community(vertices: int, edges: int) -> Graph:
+    """Made once, for what aggregates and what samples."""
+    graph = load(SYNTHETIC.format(vertices, edges))
+    assert isinstance(graph, Graph)
+    return graph
+
+
+class Computation(Messages):
+    """Benchmarks of computation. Those of steps that wait for peers need messages too."""
+
+    def _block(self, vertices: int, edges: int) -> Block:
+        """A community graph as the executor lays it out: rows in locality order."""
+        graph = _community(vertices, edges)
+        layout = Layout(
+            graph, np.zeros(vertices, np.int32), servers=(0,), layers=1, first_varying=1
+        )
+        indptr, indices = layout.block(0, 1)
+        return Block(indptr, indices, vertices).mean().to(self.device)
+
+    def computation(
+        self,
+        blocks: Sequence[Block],
+        rehearsals: Sequence[Rehearsal],
+        notify: Callable[[str], None],
+    ) -> dict[str, list[list[float]]]:
+        """A round of all kernels and steps: by kind, for each shape, samples of several ranks."""
+        notify("matrix products")
+        found = {"gemm": [self.gemm(*shape) for shape in SHAPES]}
+        notify("aggregation")
+        found["gather"] = [self.gather(block, width) for block in blocks for width in WIDTHS]
+        sampled = GRAPHS.index(SAMPLED)
+        sums = found["gather"][sampled * len(WIDTHS)]
+        found["attention"] = [self.attention(blocks[sampled], sums)]
+        notify("element-wise work")
+        found["elementwise"] = [self.elementwise(*shape) for shape in TENSORS]
+        found["dropout_hash"] = [self.dropout_hash()]
+        notify("training steps")
+        return found | {"steps": [[self.step(rehearsal)] for rehearsal in rehearsals]}
+
+    def gemm(self, rows: int, h_in: int, h_out: int) -> list[float]:
+        """Seconds of a linear layer's forward and both gradients: 3 products."""
+        x, weight = (
+            torch.randn(shape, device=self.device, requires_grad=True)
+            for shape in ((rows, h_in), (h_out, h_in))
+        )
+        grad = torch.randn(rows, h_out, device=self.device)
+        return self._time(lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad))
+
+    def gather(self, block: Block, width: int) -> list[float]:
+        """Seconds of aggregation over a graph, forward and backward."""
+        x = torch.randn(block.n_src, width, device=self.device, requires_grad=True)
+        grad = torch.randn(block.n_dst, width, device=self.device)
+        return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))
+
+    def elementwise(self, rows: int, width: int) -> list[float]:
+        """Seconds per byte read or written by element-wise work.
+
+        As in an epoch: ReLU, add and ReLU's gradient, over several tensors.
+        """
+        tensors = [torch.randn(rows, width, device=self.device) for _ in range(6)]
+
+        def work() -> None:
+            for a, b in zip(tensors[::2], tensors[1::2], strict=True):
+                torch.ops.aten.threshold_backward(torch.relu(a), a + b, 0)
+
+        return self._time(work, divide=3 * (2 + 3 + 3) * tensors[0].nbytes)
+
+    def dropout_hash(self) -> list[float]:
+        """Seconds per number of dropout, whose mask is a hash."""
+        x = torch.randn(*TENSORS[0], device=self.device)
+        vertices = torch.arange(TENSORS[0][0], device=self.device)
+        return self._time(lambda: dropout(x, 0, 0, 0, vertices, 0.5), divide=x.numel())
+
+    def attention(self, block: Block, sums: Sequence[float]) -> list[float]:
+        """Seconds that attention takes beyond its three sums of rows, one of them forward.
+
+        It has one head of the least width, forward and backward. sums: what two of them take.
+        """
+        rows, width = block.n_src, WIDTHS[0]
+        z, of_source, of_reader = (
+            torch.randn(shape, device=self.device, requires_grad=True)
+            for shape in ((rows, width), rows, rows)
+        )
+        grad = torch.randn(rows, width, device=self.device)
+        both_ways = self._time(
+            lambda: torch.autograd.grad(
+                attend(block, z, of_source, of_reader), (z, of_source, of_reader), grad
+            )
+        )
+        return [
+            max(attention - 1.5 * two, attention / 2)
+            for attention, two in zip(both_ways, sums, strict=True)
+        ]
+
+    def step(self, rehearsal: Rehearsal) -> float:
+        """Seconds of a training step on the slowest rank, for which the others wait."""
+        dist.barrier()
+        played = rehearsal.play(self.seconds) if self.rank in self.apart else 0.0
+        return float(max(self._gather(played)))
+
+    def timeslice_slowdown(
+        self, rehearsals: Sequence[Rehearsal], step_s: Sequence[float]
+    ) -> list[float]:
+        """How many times as long cores are busy with a step when all ranks take turns on them.
+
+        The reference are steps of ranks that have a core each, which take `step_s` [s].
+        """
+        slowdowns = []
+        for rehearsal, seconds in zip(rehearsals, step_s, strict=True):
+            steps = max(3, int(self.seconds / self.rounds / seconds))
+            rounds = [
+                [self._core_s(rehearsal, steps, ranks) for ranks in (self.apart, self.everyone)]
+                for _ in range(self.rounds)
+            ]
+            own, shared = usual(rounds)
+            slowdowns.append(shared / own)
+        return slowdowns
+
+    def cold_cache_penalty(self, brief: Rehearsal) -> list[float]:
+        """Seconds that a core is busy longer with a brief step if its rank has waited before it.
+
+        Of each round: all ranks, which wait for each other before every step, less ranks that have
+        a core each and wait for nobody.
+        """
+        wait, steps = self._exchange(SIZES[0], self.everyone), BRIEF_STEPS // self.rounds
+        return [
+            self._core_s(brief, steps, self.everyone, wait) - self._core_s(brief, steps, self.apart)
+            for _ in range(self.rounds)
+        ]
+
+    def _core_s(
+        self,
+        rehearsal: Rehearsal,
+        steps: int,
+        among: Group,
+        before: Callable[[], Any] = lambda: None,
+    ) -> float:
+        """Seconds that a core is busy with a rank's step, with all of `among` at work at once."""
+        dist.barrier()
+        busy = self._gather(rehearsal.core_s(steps, before) if self.rank in among else 0.0)
+        return float(median(busy[rank] for rank in among))
+
+    def sampler(self) -> tuple[list[float], list[float]]:
+        """Seconds per edge that drawing and laying out take, by the executor's own spans.
+
+        The batches are GraphSAGE's in data parallel.
+        """
+        graph = _community(*SAMPLED)
+        workload = Workload(
+            mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places)
+        )
+        batches = Batches(graph, workload, self.everyone, None, first_varying=1)
+        sampler = Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
+        takes_part = self.rank in self.apart
+        seconds: dict[str, list[float]] = {"draw": [], "lay": []}
+        if takes_part:
+            sampler[0]
+        dist.barrier()
+        end = self._clock() + 2 * self.seconds
+        for step in itertools.count(1) if takes_part else ():
+            self._disturb()
+            sampled = sampler[step]
+            edges = sum(part.block.edges for part in sampled.share.parts)
+            for span in sampled.spans:
+                seconds[span.op].append(span.seconds / edges)
+            if step >= 3 and self._clock() > end:
+                break
+        draw, lay = (
+            [s for s in self._gather(median(samples) if samples else None) if s is not None]
+            for samples in (seconds["draw"], seconds["lay"])
+        )
+        return draw, lay

@@ -1,0 +1,262 @@
+"""From all ranks' samples to the numbers of the cost model (planner/cluster/cost.py).
+
+Every number is defined by how the cost model uses it. Messages are fitted at every other size, and
+the fit is checked at the sizes between.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import geometric_mean, median
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import lsq_linear
+
+from gnnplan.executor.measure.rehearsal import held_to
+from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+
+OPERATIONS = ("exchange", "send", "all_reduce")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cluster_of(
+    found: dict[str, Any], servers: int, each: int, memory: float, one_machine: bool
+) -> Cluster:
+    """A cluster from what `Bench.all` found, with the provenance of every number.
+
+    each: ranks of a server. memory: of a device [B]. one_machine: the servers are emulated.
+    """
+    active = found["active"]
+    source = (
+        f"measured {datetime.date.today().isoformat()} on {found['name']}, {active}"
+        f" rank{'s' * (active > 1)} active"
+    )
+    device, provenance = _device(found, memory, source)
+    provenance |= {
+        "device.memory": f"{source}, what is free",
+        "host_rates": f"{source}, median",
+        "cores": "counted",
+        "one_machine": "as started",
+    }
+    timeslice_slowdown, cold_cache_penalty = _sharing(found, servers * each, source, provenance)
+    network = _Network(found, servers, each, one_machine, device["kind"] == "cpu", source)
+    for where in ("intra_node", "inter_node"):
+        network.fit(where)
+    provenance |= network.provenance
+    if "overlap" in found:
+        nbytes, lost = found["overlap"]
+        transfer_s = 2 * nbytes / network.collectives["exchange.intra_node"].bandwidth
+        device["overlap_tax"] = min(1.0, max(0.0, median(lost) / transfer_s))
+        provenance["device.overlap_tax"] = (
+            f"{source}, {nbytes} bytes there and back beside matrix products"
+        )
+    collectives, links = network.collectives, network.links
+    intra = links.get("intra_node", Link(bandwidth=1e9, latency=50e-6))
+    if "intra_node" not in links:
+        assumed = "assumed: one rank of a server has nobody to measure with"
+        provenance |= {"intra_node.bandwidth": assumed, "intra_node.latency": assumed}
+    if servers == 1:
+        # Several servers played on this machine talk over the same loopback, so that
+        # `--set servers=2` asks a sensible question.
+        collectives |= {key.replace("intra", "inter"): link for key, link in collectives.items()}
+        provenance |= {
+            key.replace("intra", "inter"): f"as inside the server: {origin}"
+            for key, origin in provenance.items()
+            if "intra" in key
+        }
+    cluster = Cluster(
+        name="measured",
+        servers=servers,
+        gpus_per_server=each,
+        device=Device(**device),
+        intra_node=intra,
+        inter_node=links.get("inter_node", intra),
+        host_rates={"draw": 1 / median(found["draw"]), "lay": 1 / median(found["lay"])},
+        cores=cores(),
+        timeslice_slowdown=timeslice_slowdown,
+        cold_cache_penalty=cold_cache_penalty,
+        one_machine=one_machine,
+        collectives=collectives,
+    )
+    cluster, correction = held_to(cluster, [median(rounds) for rounds in found["steps"]])
+    corrected = {
+        f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather", "row_latency")
+    } & provenance.keys()
+    provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
+    provenance["device.launch"] = f"{source}; {correction}"
+    return cluster.model_copy(update={"provenance": provenance})
+
+
+def _sharing(
+    found: dict[str, Any], ranks: int, source: str, provenance: dict[str, str]
+) -> tuple[float, float]:
+    """timeslice_slowdown and cold_cache_penalty [s], within what a cluster file may say."""
+    slowdowns = found.get("timeslice_slowdown", [1.0])
+    penalties = found.get("cold_cache_penalty", [0.0])
+    if "timeslice_slowdown" in found:
+        provenance["timeslice_slowdown"] = (
+            f"{source}, and all {ranks}: {len(slowdowns)} trainings, "
+            f"{min(slowdowns):.2f} to {max(slowdowns):.2f}"
+        )
+    if "cold_cache_penalty" in found:
+        provenance["cold_cache_penalty"] = (
+            f"{source}, and all {ranks}, which wait for each other before each step:"
+            f" {len(penalties)} rounds, {1e3 * min(penalties):.2f} to"
+            f" {1e3 * max(penalties):.2f} ms"
+        )
+    slowdown = min(max(1.0, geometric_mean(slowdowns)), 10.0)
+    return slowdown, min(max(0.0, median(penalties)), 1.0)
+
+
+@dataclass
+class _Network:
+    """Links fitted to the samples of messages."""
+
+    found: dict[str, Any]
+    servers: int
+    each: int
+    one_machine: bool
+    shares_cores: bool
+    source: str
+    collectives: dict[str, Link] = field(default_factory=dict)  # as 'exchange.intra_node'
+    links: dict[str, Link] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=dict)
+    # exchanges inside servers: those among all ranks contain them
+    within: tuple[Link, Shape] | None = None
+
+    def fit(self, where: str) -> None:
+        """Fit the operations inside servers (intra_node), then those between (inter_node)."""
+        is_inside = where == "intra_node"
+        measured = {
+            op: self.found[f"{op}.{where}"] for op in OPERATIONS if f"{op}.{where}" in self.found
+        }
+        known = shapes(self.each) if is_inside else shapes(self.servers, self.each)
+        for op, shape in known.items():
+            if op in measured:
+                self._fit_operation(op, where, measured[op], shape)
+        fitted = [self.collectives[f"{op}.{where}"] for op in measured]
+        if not fitted:
+            return
+        # The link is the fastest operation, as it carries large messages; others add software.
+        sustained = {
+            link.bandwidth * link.efficiency.get(max(link.efficiency, default=0.0), 1.0): link
+            for link in fitted
+        }
+        no_software = {"efficiency": {}, "core_s_per_byte": 0.0, "core_s_per_message": 0.0}
+        self.links[where] = sustained[max(sustained)].model_copy(
+            update={"bandwidth": max(sustained), **no_software}
+        )
+        for name in ("bandwidth", "latency"):
+            self.provenance[f"{where}.{name}"] = f"{self.source}, its fastest operation"
+
+    def _fit_operation(
+        self, op: str, where: str, samples: list[tuple[int, float, float]], shape: Shape
+    ) -> None:
+        is_inside = where == "intra_node"
+        largest, count = samples[-1][0], len(samples)
+        if op == "exchange" and not is_inside and self.within is not None:
+            samples = beyond(samples, *self.within, self.servers)
+        link, errors = fit(samples, shape)
+        if is_inside and op == "exchange":
+            self.within = link, shape
+        if self.shares_cores:  # ranks on GPUs share no cores: all of it is latency
+            machines = 1 if self.one_machine or is_inside else self.servers
+            groups = self.servers if self.one_machine and is_inside else 1
+            link = beside_cores(link, shape, groups, machines * cores())
+        self.collectives[f"{op}.{where}"] = link
+        self.provenance[f"collectives.{op}.{where}"] = (
+            f"{self.source}, {count} sizes to {largest:,} B, each second one fitted; the others"
+            f" {median(errors):.0%} off, at most {max(errors):.0%}"
+        )
+
+
+def _device(
+    found: dict[str, Any], memory: float, source: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields of a Device, by its kernels alone, and the provenance of each."""
+    cuda = torch.cuda.is_available()
+    memory_rates = {size: 1 / median(samples) for size, samples in found["elementwise"]}
+    gathering = aggregation(
+        [(width, rows, edges, median(samples)) for width, rows, edges, samples in found["gather"]]
+    )
+    edges, attention_s = found["attention"]
+    core: dict[str, Any] = {
+        "memory_rates": memory_rates,
+        "hash_rate": 1 / median(found["dropout_hash"]),
+        "edge_rate": 2 * edges / median(attention_s),
+    }
+    if cuda:  # there the framework's own time dominates, which `launch` counts already
+        core = {}
+    device = Device(
+        name=found["name"],
+        kind="cuda" if cuda else "cpu",
+        memory=memory,
+        gemm=1e12,
+        memory_bandwidth=memory_rates[max(memory_rates)],
+        **gathering,
+        **core,
+    )
+    plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
+    flops, seconds = [], []  # of a product and its two gradients
+    for rows, h_in, h_out, samples in found["gemm"]:
+        # as the cost model counts them
+        gemm_bytes, tensor = 3 * rows * (h_in + h_out) * 4, rows * max(h_in, h_out) * 4
+        reading_s = 0.0 if cuda else gemm_bytes / float(plain.memory_rate(tensor))
+        flops.append(3 * 2 * rows * h_in * h_out)
+        seconds.append(max(median(samples) - reading_s, median(samples) / 2))
+    gemm = sum(flops) / sum(seconds)  # wide layers decide, as they do in an epoch
+    off = [n / s / gemm - 1 for n, s in zip(flops, seconds, strict=True)]
+    provenance = {
+        "device.gemm": (
+            f"{source}, {len(flops)} shapes together, shapes within {min(off):+.0%} and"
+            f" {max(off):+.0%}"
+        )
+    }
+    provenance |= {
+        f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering, *core)
+    }
+    return device.model_dump() | {"gemm": gemm}, provenance
+
+
+def aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any]:
+    """What aggregation costs: per edge by width and size, and per row that is made.
+
+    samples: (width, rows, edges, seconds of forward and backward). Returns the device's fields
+    gather, row_latency and row_bandwidth. It is a least-squares fit of predicted / measured - 1, in
+    which every edge takes at least half of its sample's seconds.
+    """
+    # the last sample of a width and size has the most edges per row
+    samples = sorted(samples, key=lambda sample: sample[2] / sample[1])
+    sizes = sorted({sample[:2] for sample in samples})
+    column = {size: number for number, size in enumerate(sizes)}
+    # share of a sample's seconds per unit of each unknown: an edge of each size, a row, its bytes
+    shares = np.zeros((len(samples), len(sizes) + 2))
+    least = np.zeros(len(sizes) + 2)
+    for place, (width, rows, edges, seconds) in enumerate(samples):
+        gathered, made = 2 * edges * width * 4, 2 * rows * np.array([1, width * 4])
+        number = column[width, rows]
+        shares[place, number], shares[place, -2:] = gathered / seconds, made / seconds
+        least[number] = seconds / gathered / 2
+    unit = shares.max(axis=0)  # all of one magnitude
+    solution = lsq_linear(shares / unit, np.ones(len(samples)), (least * unit, np.inf))
+    *per_byte, row_latency, row_byte = (solution.x / unit).tolist()
+    gather: dict[int, dict[float, float]] = {}
+    for (width, rows), number in column.items():
+        gather.setdefault(width, {})[rows * width * 4] = 1 / per_byte[number]
+    return {
+        "gather": gather,
+        "row_latency": row_latency,
+        "row_bandwidth": min(1 / max(row_byte, 1e-30), 1e13),  # a cluster file takes 1e14
+    }

@@ -1,0 +1,240 @@
+"""Measures this machine, or several servers, with all ranks active at once.
+
+Processes, one per rank, run the same benchmarks in step (microbench.py). fitting.py turns what they
+found into a cluster.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gnnplan.executor.launch import emulation as lab
+from gnnplan.executor.layers.kernels import keep_allocator
+from gnnplan.executor.measure.fitting import cluster_of, cores
+from gnnplan.executor.measure.microbench import Bench
+from gnnplan.executor.ranks.memory import free_memory
+from gnnplan.executor.ranks.rank import as_torchrun_has_it, die_with_parent, wait_in_turn
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.vocabulary.errors import LostRank, SpecError
+
+SECONDS = 0.2  # spent on each number
+STUCK = 60  # [s] after which a peer that does not answer is lost
+
+
+def measure(
+    ranks: int,
+    progress: Callable[[str], None] | None = None,
+    servers: int = 1,
+    emulated: float | None = None,
+    seconds: float = SECONDS,
+) -> Cluster:
+    """Measure `ranks` ranks on each of `servers` servers; takes a minute or two.
+
+    progress: called with what is being measured. seconds: spent on each number. Several servers are
+    emulated on this machine, with NICs of `emulated` [B/s] (None: unshaped; launch/emulation.py).
+    Ranks use NCCL if each has a CUDA device of its own, and Gloo on a machine without CUDA.
+    """
+    if min(ranks, servers) < 1:
+        raise SpecError(f"ranks is {ranks} and servers {servers}; measure at least 1")
+    if emulated is not None and servers == 1:
+        raise SpecError(
+            "an emulated NIC is between servers, and this is one server; give --servers 2 or more"
+        )
+    cuda = torch.cuda.is_available()
+    if cuda and torch.cuda.device_count() < ranks * servers:
+        raise SpecError(
+            f"every rank needs a CUDA device (ranks: {ranks * servers}, devices:"
+            f" {torch.cuda.device_count()}); use fewer ranks, or CUDA_VISIBLE_DEVICES= to measure"
+            " the processor"
+        )
+    notify = progress or (lambda what: None)
+    memory = torch.cuda.mem_get_info()[0] if cuda else free_memory() / (ranks * servers)
+    if servers == 1:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
+        meeting |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+
+        def start(command: list[str], **streams: Any) -> list[subprocess.Popen[str]]:
+            return [
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    text=True,
+                    stdin=subprocess.DEVNULL,
+                    **streams,
+                )
+                for rank in range(ranks)
+            ]
+
+        found = _run_ranks(start, seconds, notify)
+    else:
+        with lab.lab(servers, emulated) as made:
+            places = [rank // ranks for rank in range(ranks * servers)]
+            found = _run_ranks(
+                lambda command, **streams: lab.start(made, places, command, **streams),
+                seconds,
+                notify,
+            )
+    return cluster_of(found, servers, ranks, memory, one_machine=True)
+
+
+def measure_as_rank(notify: Callable[[str], None], seconds: float = SECONDS) -> Cluster | None:
+    """Be one of the ranks that torchrun or srun started on real servers.
+
+    Rank 0 returns the cluster that all have measured, the others None. Raises SpecError, LostRank.
+    """
+    env = as_torchrun_has_it()
+    memory = (
+        torch.cuda.mem_get_info()[0]
+        if torch.cuda.is_available()
+        else free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
+    )
+    try:
+        found = _attempt(seconds, notify, one_machine=False)
+        counts = Counter(found["places"])
+        if len(set(counts.values())) > 1:
+            ranks = ", ".join(
+                f"{count} on server {server}" for server, count in sorted(counts.items())
+            )
+            raise SpecError(
+                f"a cluster has equally many ranks on every server, and here are {ranks}; start as"
+                " many on each"
+            )
+        cluster = (
+            cluster_of(found, len(counts), counts[0], memory, one_machine=False)
+            if dist.get_rank() == 0
+            else None
+        )
+        dist.barrier()
+    except RuntimeError as error:  # torch's, of peers that are gone
+        raise LostRank(
+            f"rank {env['RANK']} failed while measuring: {type(error).__name__}: {error}"
+        ) from error
+    return cluster
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def _run_ranks(
+    start: Callable[..., list[subprocess.Popen[str]]], seconds: float, notify: Callable[[str], None]
+) -> dict[str, Any]:
+    """Start the ranks, and return what rank 0 found: the samples of all ranks.
+
+    start: starts a command as every rank. No process outlives this call. Raises LostRank.
+    """
+    with TemporaryDirectory() as folder:
+        # -P: a folder named gnnplan in the working directory must not hide the package
+        command = [sys.executable, "-P", "-m", "gnnplan.executor", "measure", folder, str(seconds)]
+        started = start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        lines: SimpleQueue[str] = SimpleQueue()
+
+        def listen() -> None:
+            for line in started[0].stdout or ():
+                lines.put(line)
+
+        listener = Thread(target=listen, daemon=True)
+        listener.start()
+        try:
+            while True:
+                with suppress(Empty):
+                    line = lines.get(timeout=0.2)
+                    if line.startswith("{"):  # Gloo writes on standard output too
+                        message: dict[str, Any] = json.loads(line)
+                        if "found" in message:
+                            return dict(message["found"])
+                        notify(message["activity"])
+                    continue
+                if any(process.poll() for process in started):
+                    time.sleep(0.5)  # by then the rank that failed first has ended as well
+                    raise LostRank(_lost(started, Path(folder)))
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+            listener.join()
+            for process in started:
+                if process.stdout:
+                    process.stdout.close()
+
+
+def _lost(started: Sequence[subprocess.Popen[str]], folder: Path) -> str:
+    """Who failed first while measuring, and why."""
+    notes = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    if notes:
+        return f"{notes[0].name} of {len(started)} failed while measuring: {notes[0].read_text()}"
+    rank, code = next(
+        (rank, code) for rank, process in enumerate(started) if (code := process.poll())
+    )
+    return f"rank {rank} of {len(started)} failed while measuring: exit code {code}"
+
+
+def _attempt(seconds: float, notify: Callable[[str], None], one_machine: bool) -> dict[str, Any]:
+    """Measure as one rank, and return what all found."""
+    torch.set_num_threads(1)
+    keep_allocator()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    else:
+        wait_in_turn()
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", "env://", timeout=datetime.timedelta(seconds=STUCK)
+    )
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, int(os.environ.get("GROUP_RANK", "0")))
+    bench = Bench(
+        dist.get_rank(),
+        places,
+        torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        None if cuda else cores(),
+        one_machine,
+        seconds,
+    )
+    return {"places": places, **bench.all(notify)}
+
+
+def main() -> None:
+    """`python -m gnnplan.executor measure FOLDER SECONDS`; a failure is noted in the folder."""
+    folder, seconds, rank = Path(sys.argv[1]), float(sys.argv[2]), int(os.environ["RANK"])
+    die_with_parent()
+
+    def notify(what: str) -> None:
+        if rank == 0:
+            print(json.dumps({"activity": what}), flush=True)
+
+    try:
+        found = _attempt(seconds, notify, one_machine=True)
+        dist.barrier()
+        if rank == 0:
+            print(json.dumps({"found": found}), flush=True)
+    except Exception as error:
+        (folder / f"rank {rank}").write_text(f"{type(error).__name__}: {error}")
+        os._exit(4)
+    os._exit(0)  # Gloo's threads sometimes abort an orderly exit

@@ -1,0 +1,146 @@
+"""Timing of messages between ranks.
+
+Inside servers the ranks of every server talk at once. Between servers the first rank of each talks;
+exchanges between servers are among all ranks, as in a training: the time that ranks wait for each
+other does not grow with the number of peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gnnplan.executor.layers.kernels import linear
+from gnnplan.executor.measure.timing import Group, Timing
+from gnnplan.executor.ranks.comm import Exchange
+
+SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
+# Larger messages are left out when one takes more than this many times what is spent on a number.
+LONGEST = 0.3
+FEWEST = 6  # sizes that a fit needs, however slow the moment
+ROW = 64  # numbers in an exchanged row
+
+# how long an operation of a size took, and core-seconds of a group's ranks [s]
+Sent = tuple[float, float]
+
+
+class Messages(Timing):
+    """Benchmarks of messages."""
+
+    def messages(self, op: str, groups: Sequence[Group], sent: dict[int, list[Sent]]) -> None:
+        """A round of an operation at growing sizes, in all groups at once.
+
+        Adds what it took to `sent`, by size. op: exchange, send or all_reduce.
+        """
+        own_group = next((group for group in groups if self.rank in group), None)
+        for size in (*sent,) or SIZES:  # those of the first round
+            if op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]:
+                break
+            is_first = size not in sent
+            work: Callable[[], Any] = (
+                getattr(self, f"_{op}")(size, own_group) if own_group else lambda: None
+            )
+            rounds = sent.setdefault(size, [])
+            if is_first:
+                work()
+            # an exchange goes there and back, and so does a ping-pong
+            share = 1.0 if op == "all_reduce" else 0.5
+            rounds.append(self._time_messages(work, groups, share))
+            if len(sent) >= FEWEST and is_first and rounds[0][0] > LONGEST * self.seconds:
+                break
+
+    def _time_messages(
+        self, work: Callable[[], Any], groups: Sequence[Group], share: float
+    ) -> Sent:
+        """What an operation adds to a loop of computation [s], times `share`.
+
+        So it includes the time that ranks wait for those that come later than usual, as in every
+        layer of a training. Also what the cores of a group's ranks are busy with it, in all [s].
+        """
+        dist.barrier()
+        begin = self._clock()
+        self._disturb()
+        work()
+        slowest = max(self._gather(self._clock() - begin))
+        # the same number on all ranks
+        rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5)))) // self.rounds + 1
+        alone = median(self._durations(self._disturb, min(rounds, 20)))
+        dist.barrier()
+        busy = 0.0
+
+        def both() -> None:
+            nonlocal busy
+            self._disturb()
+            before = time.process_time()
+            work()
+            busy += (time.process_time() - before) * share
+
+        samples = [
+            max(duration - alone, 1e-7) * share for duration in self._durations(both, rounds)
+        ]
+        everyone = self._gather((samples, busy / rounds))
+        by_group = [np.mean([everyone[rank][0] for rank in group], axis=0) for group in groups]
+        return float(np.median(by_group)), sum(everyone[rank][1] for rank in groups[0])
+
+    def _durations(self, work: Callable[[], None], rounds: int) -> list[float]:
+        durations = []
+        for _ in range(rounds):
+            begin = self._clock()
+            work()
+            durations.append(self._clock() - begin)
+        return durations
+
+    def _exchange(self, size: int, group: Group) -> Callable[[], None]:
+        """Every rank sends `size` bytes of scattered rows to every other, and gradients back."""
+        rows = max(1, size // (4 * ROW))
+        positions = np.random.default_rng(self.rank).permutation(4 * rows)[:rows]
+        take = np.array([rows * (peer in group and peer != self.rank) for peer in self.everyone])
+        exchange = Exchange(self.me, [positions[: take[peer]] for peer in self.everyone], take)
+        x = torch.randn(4 * rows, ROW, device=self.device)
+        return lambda: exchange.add_home(x, exchange.backward(exchange.forward(exchange.pack(x))))
+
+    def _send(self, size: int, group: Group) -> Callable[[], None]:
+        """A message from the first rank to the second, and one back."""
+        buffer = torch.ones(size // 4, device=self.device)
+        first, second = group
+        is_first = self.rank == first
+        peer = second if is_first else first
+
+        def ping_pong() -> None:
+            for turn in (dist.send, dist.recv) if is_first else (dist.recv, dist.send):
+                turn(buffer, peer, group=self.me.exchange_group)
+
+        return ping_pong
+
+    def _all_reduce(self, size: int, group: Group) -> Callable[[], Any]:
+        buffer = torch.zeros(size // 4, device=self.device)
+        return lambda: dist.all_reduce(buffer, group=self.me.group(group))
+
+    def overlap(self, size: int) -> list[float]:
+        """Seconds that computation loses to a transfer beside it, on the comm lane.
+
+        `size` bytes in all go to every other rank of the server, and back.
+        """
+        group = next(group for group in self.groups["intra_node"] if self.rank in group)
+        exchange = self._exchange(size // (len(group) - 1), group)
+        x = torch.randn(10_000, 256, device=self.device)
+        weight = torch.randn(256, 256, device=self.device)
+        alone: list[float] = []
+        overlapped: list[float] = []
+        for _ in range(12):
+            for samples in (alone, overlapped):
+                dist.barrier()
+                begin = self._clock()
+                transfer = self.me.submit("comm", exchange) if samples is overlapped else None
+                for _ in range(10):  # longer than the transfer
+                    linear(x, weight)
+                samples.append(self._clock() - begin)
+                if transfer:
+                    transfer.result()
+        return self._gather(median(overlapped) - median(alone))

@@ -1,0 +1,118 @@
+"""What one rank measures, in step with all others: which benchmarks, in which order, how often."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from gnnplan.executor.measure.computation import (
+    GRAPHS,
+    SAMPLED,
+    SHAPES,
+    TENSORS,
+    WIDTHS,
+    Computation,
+)
+from gnnplan.executor.measure.messages import Sent
+from gnnplan.executor.measure.rehearsal import BRIEF, PIECES, Rehearsal
+from gnnplan.executor.measure.timing import usual
+
+__all__ = ["GRAPHS", "TENSORS", "WIDTHS", "Bench"]
+
+OVERLAPPED_BYTES = 2**23  # moved there and back, beside computation
+# Rounds that took longer than this times the fastest were of a moment in which others had the
+# machine.
+SLOW = 1.15
+WARM_BYTES = 2**29  # that a rank writes before it times anything: the allocator keeps them
+
+
+class Bench(Computation):
+    """All benchmarks of one rank."""
+
+    def all(self, notify: Callable[[str], None]) -> dict[str, Any]:
+        """Every number, as samples of all ranks (fitting.py reads them)."""
+        if self.device.type == "cpu" and self.rank in self.apart:
+            # Memory that has just been handed out is several times slower, most of all on virtual
+            # machines. A training has written its own after some epochs.
+            torch.zeros(WARM_BYTES // 4).fill_(1.0)
+        notify("preparing graphs")
+        blocks = [self._block(*size) for size in GRAPHS]
+        rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
+        messages: dict[tuple[str, str], dict[int, list[Sent]]] = {
+            (op, where): {}
+            for where, groups in self.groups.items()
+            for op in ("exchange", "send", "all_reduce")
+            if groups
+        }
+        for group in itertools.chain(*self.groups.values()):
+            self.me.group(group)  # all ranks ask for all groups in the same order
+        found: dict[str, Any] = {"name": self._device_name(), "active": len(self.apart)}
+        # by kind and shape, rounds of a sample per rank
+        rounds_by_kind: dict[str, list[list[list[float]]]] = {}
+        for _ in range(self.rounds):
+            for kind, by_shape in self.computation(blocks, rehearsals, notify).items():
+                rounds_by_shape = rounds_by_kind.setdefault(kind, [[] for _ in by_shape])
+                for rounds, samples in zip(rounds_by_shape, by_shape, strict=True):
+                    rounds.append(samples)
+            for (op, where), sent in messages.items():
+                self._round_of_messages(op, where, sent, notify)
+        for (op, where), sent in messages.items():
+            found[f"{op}.{where}"] = [(size, *usual(rounds)) for size, rounds in sent.items()]
+        typical = {
+            kind: [usual(rounds, SLOW) for rounds in rounds_by_shape]
+            for kind, rounds_by_shape in rounds_by_kind.items()
+        }
+        found["gemm"] = [
+            (*shape, samples) for shape, samples in zip(SHAPES, typical["gemm"], strict=True)
+        ]
+        found["gather"] = [
+            (width, block.n_src, block.edges, samples)
+            for (block, width), samples in zip(
+                itertools.product(blocks, WIDTHS), typical["gather"], strict=True
+            )
+        ]
+        found["elementwise"] = [
+            (rows * width * 4, samples)
+            for (rows, width), samples in zip(TENSORS, typical["elementwise"], strict=True)
+        ]
+        found["dropout_hash"] = typical["dropout_hash"][0]
+        found["attention"] = (SAMPLED[1], typical["attention"][0])
+        found["steps"] = typical["steps"]
+        if self.apart != self.everyone:
+            notify(f"training steps, {len(self.everyone)} ranks")
+            step_s = [median(steps) for steps in typical["steps"]]
+            found["timeslice_slowdown"] = self.timeslice_slowdown(rehearsals, step_s)
+            brief = Rehearsal(BRIEF, self.device, self.me.backend)
+            found["cold_cache_penalty"] = self.cold_cache_penalty(brief)
+        notify("the sampler")
+        found["draw"], found["lay"] = self.sampler()
+        if self.device.type == "cuda" and self.groups["intra_node"]:
+            notify("computation beside transfers")
+            found["overlap"] = (OVERLAPPED_BYTES, self.overlap(OVERLAPPED_BYTES))
+        return found
+
+    def _round_of_messages(
+        self, op: str, where: str, sent: dict[int, list[Sent]], notify: Callable[[str], None]
+    ) -> None:
+        groups = self.groups[where]
+        if (op, where) == ("exchange", "inter_node"):
+            groups = [self.everyone]
+        place = "inside servers" if where == "intra_node" else "between servers"
+        notify(f"{op}s {place}, {len(groups[0])} ranks")
+        self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
+
+    def _device_name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        with suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+        return platform.processor() or platform.machine()

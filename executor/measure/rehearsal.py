@@ -1,0 +1,156 @@
+"""Short trainings of one rank, which correct what single kernels promise.
+
+Kernels that are timed one by one, on the same rows, are faster than in a training. There the caches
+hold other rows, autograd runs between the kernels, and memory has still to be handed out. Steps of
+a few trainings (pieces) give two numbers: the cost of a framework operation, and how many times as
+long as their kernels alone the steps take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import least_squares
+
+from gnnplan.executor.ranks.learner import Gradients, Learner
+from gnnplan.executor.ranks.rank import Rank, now
+from gnnplan.executor.strategies import open_worker
+from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem, with_ranks
+from gnnplan.planner.strategies import GraphParallel
+
+# Steps of a piece at first, of which the later half count: a process is slower until its memory has
+# been handed out.
+LEAST = 6
+_ANY = Cluster(
+    servers=1,
+    gpus_per_server=1,
+    device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
+    intra_node=Link(bandwidth=1e9),
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A training of one rank."""
+
+    vertices: int
+    edges: int
+    workload: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The piece's problem, on a cluster that plays no part in it."""
+        graph = load(
+            f"synthetic:community?vertices={self.vertices}&edges={self.edges}&features=64&classes=8&seed=5"
+        )
+        assert isinstance(graph, Graph)
+        return Problem(graph.stats, graph, Workload(**self.workload), _ANY)
+
+    def seconds(self, cluster: Cluster, launch: float) -> float:
+        """Predicted seconds of a step, if a framework operation takes `launch` seconds."""
+        device = cluster.device.model_copy(update={"launch": launch})
+        one_rank = with_ranks(cluster.model_copy(update={"device": device}), 1)
+        # a copy keeps the layouts that the problem has made
+        return float(GraphParallel().predict(replace(self.problem, cluster=one_rank)).epoch_s)
+
+
+# from steps that the framework's own time dominates to rows that fit no cache
+PIECES = (
+    Piece(100, 400, {"model": "gcnii", "layers": 6, "hidden": 16, "dropout": 0.5}),
+    Piece(700, 14_000, {"model": "gcnii", "layers": 6, "hidden": 64, "dropout": 0.5}),
+    Piece(3_000, 150_000, {"model": "gcnii", "layers": 6, "hidden": 64, "dropout": 0.5}),
+    Piece(12_000, 120_000, {"model": "gcn", "layers": 3, "hidden": 128, "dropout": 0.5}),
+    Piece(15_000, 500_000, {"model": "sage", "layers": 3, "hidden": 256}),
+    Piece(50_000, 400_000, {"model": "sage", "layers": 2, "hidden": 192}),
+)
+# its step is shorter than a time slice
+BRIEF = Piece(100, 400, {"model": "gcn", "layers": 1})
+
+
+class Rehearsal:
+    """A piece's training on this rank."""
+
+    def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
+        problem = piece.problem
+        self.rank = Rank(0, 1, device, backend, traced=0)
+        self.worker = open_worker(self.rank, problem, GraphParallel())
+        self.learner = Learner(
+            self.rank,
+            problem.workload,
+            [Gradients(self.worker.net.parameters(), self.worker.reduce_group)],
+        )
+        self.done = 0
+
+    def play(self, seconds: float) -> float:
+        """Train for so long, and return the median duration of the later half of the steps [s]."""
+        steps: list[float] = []
+        end, least = now() + seconds, 2 if self.done else LEAST
+        while now() < end or len(steps) < least:
+            begin = now()
+            self._step()
+            steps.append(now() - begin)
+        return median(steps[len(steps) // 2 :])
+
+    def core_s(self, steps: int, before: Callable[[], object]) -> float:
+        """Mean seconds that a core is busy with a step.
+
+        before: called before every step, and not counted.
+        """
+        busy = 0.0
+        for _ in range(steps):
+            before()
+            begin = time.thread_time()
+            self._step()
+            busy += time.thread_time() - begin
+        return busy / steps
+
+    def _step(self) -> None:
+        self.learner.zero()
+        self.worker.step(self.done)
+        self.learner.update(self.done)
+        if self.rank.device.type == "cuda":
+            torch.cuda.synchronize(self.rank.device)
+        self.done += 1
+
+
+def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
+    """Correct a cluster by the durations of the pieces' steps [s], and say by how much.
+
+    It is a least-squares fit of log(predicted / measured). The unknowns are the cost of a framework
+    operation and the factor by which all kernels are slower.
+    """
+    kernels = np.array([piece.seconds(cluster, 0.0) for piece in PIECES])
+    launches = np.array([piece.seconds(cluster, 1e-3) for piece in PIECES]) / 1e-3 - kernels / 1e-3
+
+    def predicted(logs: np.ndarray) -> np.ndarray:
+        launch, slower = np.exp(logs)
+        return np.asarray(launches * launch + kernels * slower)
+
+    found = least_squares(
+        lambda logs: np.log(predicted(logs) / steps), np.log([steps[0] / launches[0], 1.0])
+    )
+    (launch, slower), off = np.exp(found.x).tolist(), predicted(found.x) / steps - 1
+    held = scaled.device(cluster, 1 / slower)
+    correction = (
+        f"training steps took {slower:.2f} times as long as their kernels, and an operation"
+        f" {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted within {min(off):+.0%} and"
+        f" {max(off):+.0%})"
+    )
+    return (
+        held.model_copy(
+            update={"device": held.device.model_copy(update={"launch": min(launch, 0.1)})}
+        ),
+        correction,
+    )

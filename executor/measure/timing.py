@@ -1,0 +1,113 @@
+"""How ranks time something together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gnnplan.executor.ranks.rank import Rank
+
+OTHER_BYTES = 2**24  # that pass through a rank's cache between two samples
+# Everything is timed in turn, in several rounds: a machine's pace changes for ten seconds and more.
+ROUNDS = 3
+HURRY = 0.1  # [s] on a number, below which one round is enough
+
+Group = tuple[int, ...]  # ranks
+
+
+def usual(rounds: Sequence[Sequence[float]], slow: float = np.inf) -> list[float]:
+    """The median over several rounds, of each number by itself.
+
+    Rounds that took more than `slow` times as long as the fastest are left out.
+
+    >>> usual([[1.0, 2.0], [1.1, 2.0], [1.5, 2.0]]), usual([[1.0], [1.1], [1.5]], slow=1.15)
+    ([1.1, 2.0], [1.05])
+    """
+    return [
+        median(sample for sample in samples if sample <= slow * min(samples))
+        for samples in zip(*rounds, strict=True)
+    ]
+
+
+class Timing:
+    """One rank among those that measure.
+
+    Every method is called by all ranks together, and returns what all of them found.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        places: Sequence[int],
+        device: torch.device,
+        cores: int | None,
+        one_machine: bool,
+        seconds: float,
+    ) -> None:
+        """places: the server of every rank. cores: that a machine's ranks share; None: a GPU each.
+
+        one_machine: all servers are played by one machine. seconds: spent on each number.
+        """
+        self.rank, self.places, self.device, self.seconds = rank, places, device, seconds
+        self.rounds = 1 if seconds < HURRY else ROUNDS
+        self.me = Rank(
+            rank, len(places), device, dist.get_backend(), exchange_group=dist.new_group()
+        )
+        self.other = torch.zeros(OTHER_BYTES // 4, device=device)
+        self.everyone = tuple(range(len(places)))
+        members: dict[int, Group] = {
+            server: tuple(r for r in self.everyone if places[r] == server) for server in places
+        }
+        machines = [self.everyone] if one_machine else [*members.values()]
+        # ranks that have a core each
+        self.apart = tuple(sorted(r for ranks in machines for r in ranks[:cores]))
+        self.groups: dict[str, list[Group]] = {
+            "intra_node": [ranks for ranks in members.values() if len(ranks) > 1]
+        }
+        if len(members) > 1:
+            self.groups["inter_node"] = [tuple(ranks[0] for ranks in members.values())]
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _disturb(self) -> None:
+        """What an epoch does between two uses of the same rows.
+
+        Other data pass through the caches, and Gloo's threads fall asleep.
+        """
+        self.other.add_(1.0)
+
+    def _time(self, work: Callable[[], Any], divide: int = 1) -> list[float]:
+        """Median duration of `work` / divide [s], on every rank that has a core.
+
+        These ranks are all busy with it at once; the others wait.
+        """
+        duration, takes_part = float("nan"), self.rank in self.apart
+        if takes_part:
+            work()
+        dist.barrier()
+        if takes_part:
+            samples: list[float] = []
+            end = self._clock() + self.seconds / self.rounds
+            while not samples or self._clock() < end:
+                self._disturb()
+                begin = self._clock()
+                work()
+                samples.append((self._clock() - begin) / divide)
+            duration = median(samples)
+        durations = self._gather(duration)
+        return [durations[rank] for rank in self.apart]
+
+    def _gather(self, own: Any) -> list[Any]:
+        """What every rank gives, by rank."""
+        everyone: list[Any] = [None] * len(self.places)
+        dist.all_gather_object(everyone, own)
+        return everyone

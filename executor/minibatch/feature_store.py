@@ -1,0 +1,263 @@
+"""The feature store for real: every rank reads its rows of h_0.
+
+Rows come from the rank's cache, its server's memory and other ranks, as
+planner/strategies/minibatch/feature_store.py says. Large dense features are one file per server.
+Its ranks map the file instead of keeping a copy each: they share its pages, and the system may drop
+pages that are not read."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import dtype_of, features, lengths_of, sparse_features
+from gnnplan.executor.layers.kernels import FeatureRows, SparseRows
+from gnnplan.executor.ranks.comm import Exchange
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.sampling import Ids
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, HIT, HOST, Store
+from gnnplan.planner.strategies.minibatch.step import ID
+from gnnplan.planner.vocabulary.files import cache_dir
+from gnnplan.planner.vocabulary.schedule import Label
+
+LARGE = 16 << 20  # [B] of features that are worth a file
+
+
+class FeatureStore:
+    """One rank's side of the store; without a planned `store` all rows are in host memory.
+
+    rows: how many rows it has read, by class.
+    """
+
+    def __init__(self, rank: Rank, problem: Problem, store: Store | None) -> None:
+        assert problem.graph is not None
+        self.rank, self.problem, self.graph, self.store = rank, problem, problem.graph, store
+        self.rows: Counter[str] = Counter()
+        _share_features(rank, problem)
+        if store is not None:
+            self.cached = self._fill_cache(store)
+            asks = store.asks
+            ids = np.arange(rank.world)
+            # of how many rows: row i of the counts goes to rank i, if it may ever be asked
+            self.count_exchange = Exchange(
+                rank,
+                [ids[i : i + 1] if asks[rank.rank, i] else ids[:0] for i in ids],
+                asks[:, rank.rank],
+            )
+            self.meets = bool(asks.any())
+
+    def read(self, ids: Ids, step: int, room: int = 0) -> FeatureRows:
+        """Features [R, F] of these vertices on the device, in order; all ranks call it together.
+
+        Dense features have `room` more rows, which are not filled. Spans and bytes are recorded
+        under the operations of `step`.
+        """
+        rank, store = self.rank, self.store
+        if store is None:
+            self._count(np.full(ids.size, HOST))
+            nbytes = int(self.problem.features_bytes(ids).sum())
+            with rank.span(Label("load", step), "copy", nbytes):
+                return self._host(ids, room)
+        kind, provider = store.of(rank.rank, ids)
+        self._count(kind)
+        hits, in_host = np.flatnonzero(kind == HIT), np.flatnonzero(kind == HOST)
+        parts: list[tuple[Ids, FeatureRows]] = []
+        nbytes = int(self.problem.features_bytes(ids[in_host]).sum())
+        with rank.span(Label("load", step), "copy", nbytes):
+            parts.append((in_host, self._host(ids[in_host])))
+        if any(rows.size for rows in store.cached):
+            with rank.span(Label("pick", step), "compute"):
+                parts.append((hits, self._from_cache(ids[hits])))
+        if self.meets:
+            away = np.flatnonzero(provider != rank.rank)
+            away = away[np.argsort(provider[away], kind="stable")]
+            parts.append((away, self._from_ranks(ids[away], provider[away], step)))
+        rows = self._merge(parts, ids.size)
+        if room and isinstance(rows, Tensor):
+            return torch.cat([rows, rows.new_empty(room, rows.shape[1])])
+        return rows
+
+    def _from_ranks(self, ids: Ids, provider: NDArray[np.int32], step: int) -> FeatureRows:
+        """Rows that other ranks provide, grouped by them; and rows for those who ask this one."""
+        rank = self.rank
+        counts = np.bincount(provider, minlength=rank.world)
+        label = Label("ask", step)
+        nbytes = rank.count(label, ID * (ids.size + sum(self.count_exchange.gives)))
+        with rank.span(label, "comm", nbytes):
+            wanted = np.zeros(rank.world, np.int64)  # rows that each rank asks of this one
+            received = self.count_exchange.forward(
+                self.count_exchange.pack(torch.from_numpy(counts)[:, None].to(rank.device))
+            )
+            wanted[np.flatnonzero(self.count_exchange.take)] = received[:, 0].cpu().numpy()
+            asks = Exchange(rank, np.split(np.arange(ids.size), np.cumsum(counts)[:-1]), wanted)
+            asked = asks.forward(asks.pack(torch.from_numpy(ids)[:, None].to(rank.device)))
+            wanted_ids = asked[:, 0].cpu().numpy()
+        gives = Exchange(rank, np.split(np.arange(wanted_ids.size), np.cumsum(wanted)[:-1]), counts)
+        rows = self._provide(wanted_ids)
+        label = Label("fetch", step)
+        with rank.span(label, "comm", rank.count(label, rows.nbytes)):
+            return self._swap(gives, rows, ids)
+
+    def _swap(self, exchange: Exchange, rows: FeatureRows, ids: Ids) -> FeatureRows:
+        """Send `rows`; receive the rows of `ids`."""
+        if isinstance(rows, Tensor):
+            return exchange.forward(rows)
+        return exchange.forward_sparse(rows, lengths_of(self.graph, ids))
+
+    def _fill_cache(self, store: Store) -> FeatureRows:
+        """The rank's cache: rows of its server's memory, and those that others send it once."""
+        rank, label = self.rank, Label("fill", -1)
+        ids = store.cached[rank.rank]
+        sender = store.sender(rank.rank, ids)
+        own = np.flatnonzero(sender == rank.rank)
+        parts = [(own, self._host(ids[own]))]
+        if store.filled(self.problem).any():
+            wanted = [
+                rows[store.sender(peer, rows) == rank.rank] if peer != rank.rank else rows[:0]
+                for peer, rows in enumerate(store.cached)
+            ]
+            away = np.flatnonzero(sender != rank.rank)
+            away = away[np.argsort(sender[away], kind="stable")]
+            ends = np.cumsum([len(rows) for rows in wanted])
+            exchange = Exchange(
+                rank,
+                np.split(np.arange(ends[-1]), ends[:-1]),
+                np.bincount(sender[away], minlength=rank.world),
+            )
+            rows = self._host(np.concatenate(wanted))
+            with rank.span(label, "comm", rank.count(label, rows.nbytes)):
+                parts.append((away, self._swap(exchange, rows, ids[away])))
+        return self._merge(parts, ids.size)
+
+    def _host(self, ids: Ids, room: int = 0) -> FeatureRows:
+        """Rows from the server's memory; dense ones with `room` more rows."""
+        if self.store is not None and self.store.home is not None:
+            elsewhere = ids[self.store.sender(self.rank.rank, ids) != self.rank.rank]
+            assert not elsewhere.size, (
+                f"server {self.store.servers[self.rank.rank]} has no features of vertices"
+                f" {elsewhere[:8].tolist()}"
+            )
+        if self.problem.model.nonzeros:
+            return sparse_features(self.graph, ids, self.problem.workload, self.rank.device)
+        return features(self.graph, ids, self.problem.workload, self.rank.device, room)
+
+    def _from_cache(self, ids: Ids) -> FeatureRows:
+        """Rows that the rank caches."""
+        assert self.store is not None
+        places = self.store.slot(self.rank.rank)[ids].astype(np.int64)
+        return self.cached.index_select(0, torch.from_numpy(places).to(self.rank.device))
+
+    def _provide(self, ids: Ids) -> FeatureRows:
+        """Rows for other ranks: those in the cache, the rest from the server's memory."""
+        assert self.store is not None
+        held = self.store.slot(self.rank.rank)[ids] >= 0
+        parts = [
+            (np.flatnonzero(held), self._from_cache(ids[held])),
+            (np.flatnonzero(~held), self._host(ids[~held])),
+        ]
+        return self._merge(parts, ids.size)
+
+    def _merge(self, parts: list[tuple[Ids, FeatureRows]], size: int) -> FeatureRows:
+        """Rows [size, F]; each part is (places, rows at these places)."""
+        parts = [(places, rows) for places, rows in parts if places.size or not size]
+        if len(parts) == 1 or not size:
+            return self._permute(*parts[0])
+        if sparse := [rows for _, rows in parts if isinstance(rows, SparseRows)]:
+            return self._permute(
+                np.concatenate([places for places, _ in parts]), SparseRows.cat(sparse)
+            )
+        out = torch.empty(
+            size,
+            self.problem.model.features,
+            dtype=dtype_of(self.problem.workload),
+            device=self.rank.device,
+        )
+        for places, rows in parts:
+            assert isinstance(rows, Tensor)
+            out.index_copy_(0, torch.from_numpy(places).to(self.rank.device), rows)
+        return out
+
+    def _permute(self, places: Ids, rows: FeatureRows) -> FeatureRows:
+        """Rows [R, F] moved to their places, a permutation of 0 .. R - 1."""
+        if np.array_equal(places, np.arange(places.size)):
+            return rows
+        order = np.empty_like(places)
+        order[places] = np.arange(places.size)
+        return rows.index_select(0, torch.from_numpy(order).to(self.rank.device))
+
+    def _count(self, kind: np.ndarray) -> None:
+        if self.rank.recording:
+            counts = np.bincount(kind, minlength=len(CLASSES)).tolist()
+            self.rows.update(dict(zip(CLASSES, counts, strict=True)))
+
+
+# -- features as a file that a server's ranks share -----------------------------------------------
+
+
+def _share_features(rank: Rank, problem: Problem) -> None:
+    """Map the graph's large dense features from a file of the server.
+
+    Nothing happens where every server has one rank, or the features are in a file already.
+    """
+    graph = problem.graph
+    assert graph is not None
+    x = graph.x
+    if (
+        not isinstance(x, np.ndarray)
+        or isinstance(x, np.memmap)
+        or x.nbytes < LARGE
+        or len(set(problem.servers)) == rank.world
+    ):
+        return
+    path = cache_dir() / "features" / f"{graph.stats.hash}.npy"
+    if problem.servers.index(problem.servers[rank.rank]) == rank.rank:
+        write_features(path, graph)
+    # a barrier: now the file is there, or never will be
+    dist.all_reduce(torch.zeros(1, device=rank.wire_device), group=rank.exchange_group)
+    map_features(path, graph)
+
+
+def write_features(path: Path, graph: Graph) -> None:
+    """Write the features to a file, whole or not at all.
+
+    An unwritable or full cache is no error: ranks then keep a copy each.
+    """
+    assert isinstance(graph.x, np.ndarray)
+    if _mapped(path, graph) is not None:
+        return
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "xb") as stream:
+                np.save(stream, graph.x, allow_pickle=False)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def map_features(path: Path, graph: Graph) -> bool:
+    """Replace the graph's features by pages of the file -> whether the file was usable."""
+    mapped = _mapped(path, graph)
+    if mapped is not None:
+        object.__setattr__(graph, "x", mapped)  # the same numbers: a Graph stays what it was
+    return mapped is not None
+
+
+def _mapped(path: Path, graph: Graph) -> np.memmap | None:
+    """The file's array; None if its shape or type is not that of the graph's features."""
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        x = np.load(path, mmap_mode="r", allow_pickle=False)
+        if isinstance(x, np.memmap) and (x.shape, x.dtype) == (graph.x.shape, graph.x.dtype):
+            return x
+    return None

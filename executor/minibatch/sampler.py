@@ -1,0 +1,432 @@
+"""A rank's sampler draws its share of every mini-batch, alone or together with its group.
+
+Draws are by vertex (planner/graph/sampling.py), so it does not matter who draws. For layers
+l = L .. 1:
+
+    draw l    neighbours of my rows of h_l
+    ids l     (GSplit) tell owners which of their vertices I have reached; hear which of mine the
+              others have reached. My rows of h_{l-1} are those of h_l, then the new ones, sorted
+
+    lay       a block per layer. Who asked for what tells the exchanges of both passes which rows
+              to send
+
+Where adjacency lists are spread over ranks (planner/strategies/minibatch/adjacency_store.py), a
+sampler has a share of them. Then
+
+    ask_edges l   ask those who have the lists that I lack; hear who lacks mine
+    draw l        neighbours of my rows whose lists I have, and of those that I was asked for
+    edges l       neighbours there and back
+
+The sampler runs in the rank itself, or in a process of its own that is some batches ahead (torch's
+DataLoader). Samplers in processes of their own talk to each other over Gloo, beside the ranks.
+Spans and sent bytes come along with the share."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property, partial
+from multiprocessing.synchronize import Event
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, Dataset
+
+from gnnplan.executor.layers.blocks import weighted_block
+from gnnplan.executor.minibatch import device_sampling as sampling
+from gnnplan.executor.minibatch.share import Part, Share
+from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, now
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.sampling import Ids, draw, key_of, seeds_of, taken
+from gnnplan.planner.ownership.minibatch import Batches, shares
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
+from gnnplan.planner.strategies.minibatch.step import ID, Features, Lists, lists_there
+from gnnplan.planner.vocabulary.schedule import Label
+from gnnplan.planner.vocabulary.trace import Span
+
+_opened = itertools.count()  # samplers of this process: all ranks open them in the same order
+
+
+@dataclass
+class Sampled:
+    """A share, and what making it took: spans, and bytes sent by operation."""
+
+    share: Share
+    spans: list[Span] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+
+    def pin_memory(self) -> Sampled:
+        """Itself in page-locked memory, so that copies to a GPU overlap; DataLoader calls it."""
+        for part in self.share.parts:
+            part.block = part.block.pinned()
+        return self
+
+
+class Drawn(NamedTuple):
+    """What was drawn for one layer."""
+
+    rows: Ids  # of h_l, by global id [R]
+    below: Ids  # of h_{l-1}: `rows`, then the new ones
+    indptr: Ids  # [R + 1]
+    columns: NDArray[np.int32]  # global ids of the neighbours drawn, one row's after the other
+    halo: Ids  # rows of h_{l-1} that peers send
+    gives: Sequence[Ids]  # for each rank, which rows of h_{l-1} it is sent
+    takes: NDArray[np.int64]  # halo rows from each rank [ranks]
+
+
+class Sampler(Dataset[Sampled]):
+    """Item t is the share of rank `me` in step t.
+
+    edges: the kind of each layer's edges (models.Layer). lists: which ranks have which adjacency
+    lists; None: all have all. device: where neighbours are drawn; None: on the host.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        me: int,
+        edges: Sequence[str],
+        timeout_s: float = 30.0,
+        lists: Structure | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.graph, self.workload, self.member = batches.graph, batches.workload, batches.member
+        self.steps, self.groups = batches.steps, batches.groups
+        self.me, self.edges, self.timeout_s, self.lists = me, edges, timeout_s, lists
+        self.group = self.groups[me]
+        self.peers = [rank for rank, group in enumerate(self.groups) if group == self.group]
+        self.place = self.peers.index(me)
+        self.number = next(_opened)
+        self._process_groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
+        self._epoch, self._seeds = -1, list[Ids]()
+        if lists is not None:
+            self._degrees = degrees(batches.graph)
+            self.graph = thinned(batches.graph, lists.keeps(me))
+        self._device_lists = None if device is None else sampling.Lists(self.graph, device)
+
+    @cached_property
+    def _degrees(self) -> tuple[np.ndarray, np.ndarray]:
+        return degrees(self.graph)
+
+    @cached_property
+    def _where(self) -> NDArray[np.int32]:
+        """Scratch [N]: the position of a vertex among a layer's sources."""
+        return np.empty(self.graph.stats.vertices, dtype=np.int32)
+
+    def __getitem__(self, step: int) -> Sampled:
+        workload, (epoch, number) = self.workload, divmod(step, self.steps)
+        splits = len(self.peers) > 1
+        asks = self.lists is not None and self.lists.asks
+        rows, everyone = self._seeds_of(epoch, number)
+        made = Sampled(Share(rows, everyone, []))
+        present = np.zeros(self.graph.stats.vertices, dtype=bool)  # vertices whose row I compute
+        present[rows] = True
+        drawn: list[Drawn] = []  # the last layer first
+        began = now()
+        for hop, fanout in enumerate(workload.fanouts):
+            layer = workload.layers - hop
+            key = key_of(workload.seed, epoch, number, layer)
+            label = Label("draw", step, layer=layer)
+            if asks:
+                indptr, columns = self._draw_together(made, rows, fanout, key, label)
+            else:
+                indptr, columns = self._draw(rows, fanout, key)
+            reached = _new(present, [columns])
+            new, halo = reached, reached[:0]
+            gives, takes = [reached[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
+            if splits:
+                own, asked = self._by_owner(reached)
+                self._note(made, label, began)
+                nbytes = ID * (sum(map(len, asked)) + len(self.peers) - 1)
+                with self._span(made, Label("ids", step, layer=layer), nbytes):
+                    wanted = self._swap(asked, self.peers)
+                began = now()
+                new, halo = _new(present, [own, *wanted]), np.concatenate(asked)
+                for peer, ids, given in zip(self.peers, asked, wanted, strict=True):
+                    gives[peer], takes[peer] = given, ids.size
+            present[new] = True
+            below = np.concatenate([rows, new])
+            drawn.append(Drawn(rows, below, indptr, columns, halo, gives, takes))
+            rows = below
+        if not splits and not asks:
+            self._note(made, Label("draw", step), began)
+        self._lay(made, step, drawn[::-1])
+        return made
+
+    def _seeds_of(self, epoch: int, number: int) -> tuple[Ids, int]:
+        """This rank's seeds of a batch, and how many all ranks have."""
+        if epoch != self._epoch:
+            workload = self.workload
+            self._epoch = epoch
+            self._seeds = seeds_of(self.graph, workload.batch, workload.seed, epoch)
+        seeds = shares(self._seeds[number], len(set(self.groups)))[self.group]
+        if len(self.peers) > 1 and self.member is not None:
+            seeds = seeds[self.member[seeds] == self.place]
+        return seeds, self._seeds[number].size
+
+    def _by_owner(self, ids: Ids) -> tuple[Ids, list[Ids]]:
+        """Vertices that this rank owns, and those of each peer (of itself: none)."""
+        assert self.member is not None
+        owner = self.member[ids]
+        by_owner = [ids[owner == place] for place in range(len(self.peers))]
+        own, by_owner[self.place] = by_owner[self.place], ids[:0]
+        return own, by_owner
+
+    def _draw(
+        self, rows: Ids, fanout: int, key: NDArray[np.uint64]
+    ) -> tuple[Ids, NDArray[np.int32]]:
+        """(indptr [R + 1], neighbours) drawn of vertices whose lists are here."""
+        if self.lists is not None:
+            away = rows[~self.lists.keeps(self.me)[rows]]
+            assert not away.size, (
+                f"rank {self.me} has no adjacency lists of vertices {away[:8].tolist()}"
+            )
+        if self._device_lists is not None:
+            return self._device_lists.draw(rows, fanout, key)
+        indptr, places = draw(self.graph, rows, fanout, key)
+        return indptr, self.graph.indices[places]
+
+    def _draw_together(
+        self, made: Sampled, rows: Ids, fanout: int, key: NDArray[np.uint64], label: Label
+    ) -> tuple[Ids, NDArray[np.int32]]:
+        """`_draw` of any vertices: whoever has a list draws from it. All ranks call it together."""
+        assert self.lists is not None
+        everyone, me = range(len(self.groups)), self.me
+        provider = self.lists.provider(me, rows)
+        counts = taken(self._degrees[0][rows], fanout)  # neighbours that each row will have
+        order = np.argsort(provider, kind="stable")
+        asked = np.split(
+            rows[order], np.cumsum(np.bincount(provider, minlength=len(everyone)))[:-1]
+        )
+        own_rows, asked[me] = asked[me], rows[:0]
+        nbytes = ID * (rows.size - own_rows.size + len(everyone) - 1)
+        with self._span(made, label._replace(op="ask_edges"), nbytes):
+            wanted = self._swap(asked, everyone)
+        began = now()
+        wanted[me] = own_rows
+        indptr, columns = self._draw(np.concatenate(wanted), fanout, key)
+        found = np.split(columns, indptr[np.cumsum([ids.size for ids in wanted])[:-1]])
+        self._note(made, label, began)
+        own, found[me] = found[me], columns[:0]
+        takes = np.bincount(provider, weights=counts, minlength=len(everyone)).astype(np.int64)
+        takes[me] = 0
+        nbytes = NEIGHBOUR * (columns.size - own.size)
+        with self._span(made, label._replace(op="edges"), nbytes):
+            found = self._exchange(found, takes.tolist(), everyone)
+        found[me] = own
+        # neighbours stand in the order of providers: move them to that of rows
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        columns = np.empty(counts.sum(), columns.dtype)
+        counts = counts[order]
+        columns[
+            np.repeat(indptr[order] - np.cumsum(counts) + counts, counts) + np.arange(columns.size)
+        ] = np.concatenate(found)
+        return indptr, columns
+
+    def _lay(self, made: Sampled, step: int, drawn: Sequence[Drawn]) -> None:
+        """Make the share's parts of what was drawn for layers 1 .. L."""
+        with self._span(made, Label("lay", step)):
+            made.share.parts = [
+                self._part(kind, *layer) for kind, layer in zip(self.edges, drawn, strict=True)
+            ]
+
+    def _part(
+        self,
+        edges: str,
+        rows: Ids,
+        below: Ids,
+        indptr: Ids,
+        columns: NDArray[np.int32],
+        halo: Ids,
+        gives: Sequence[Ids],
+        takes: NDArray[np.int64],
+    ) -> Part:
+        """One layer's part, from the fields of its Drawn."""
+        where, source = self._where, np.concatenate([below, halo])
+        where[source] = np.arange(source.size, dtype=np.int32)
+        block = weighted_block(
+            self.graph,
+            edges,
+            rows,
+            source,
+            indptr,
+            where[columns],
+            self.workload,
+            self._degrees,
+            drawn=True,
+        )
+        return Part(
+            source,
+            below.size,
+            [where[ids].astype(np.int64) for ids in gives],
+            takes,
+            len(self.peers) > 1,
+            block,
+        )
+
+    def _swap(self, asked: Sequence[np.ndarray], among: Sequence[int]) -> list[np.ndarray]:
+        """All-to-all among some ranks: how many numbers, then the numbers."""
+        counts = torch.tensor([len(ids) for ids in asked])
+        received = torch.empty_like(counts)
+        self._all_to_all(received, counts, [], [], among)
+        return self._exchange(asked, received.tolist(), among)
+
+    def _exchange(
+        self, parts: Sequence[np.ndarray], takes: list[int], among: Sequence[int]
+    ) -> list[np.ndarray]:
+        """All-to-all among some ranks: `parts` go to them, `takes` numbers come from each."""
+        outgoing = torch.from_numpy(np.concatenate(parts))
+        incoming = torch.empty(sum(takes), dtype=outgoing.dtype)
+        self._all_to_all(incoming, outgoing, takes, [len(part) for part in parts], among)
+        return [part.numpy() for part in torch.split(incoming, takes)]
+
+    def _all_to_all(
+        self,
+        incoming: torch.Tensor,
+        outgoing: torch.Tensor,
+        takes: list[int],
+        gives: list[int],
+        among: Sequence[int],
+    ) -> None:
+        """Numbers from and to each rank; empty `takes` and `gives` are equal shares."""
+        self._process_group(among).alltoall_base(  # type: ignore[attr-defined]
+            incoming, outgoing, takes, gives, dist.AllToAllOptions()
+        ).wait()
+
+    def _process_group(self, among: Sequence[int]) -> dist.ProcessGroupGloo:
+        """The group of these ranks' samplers, opened in the process that uses it."""
+        ranks = tuple(among)
+        if ranks not in self._process_groups:
+            limit = timedelta(seconds=self.timeout_s)
+            store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=limit,
+            )
+            named = PrefixStore(f"sampler {attempt()} {self.number} {ranks}", store)
+            self._process_groups[ranks] = dist.ProcessGroupGloo(
+                named, ranks.index(self.me), len(ranks), limit
+            )
+        return self._process_groups[ranks]
+
+    def _note(self, made: Sampled, label: Label, began: float, nbytes: int = 0) -> None:
+        """Record a span that ends now."""
+        made.spans.append(
+            Span(str(label), label.op, self.me, "host", began, now(), nbytes, label.step)
+        )
+
+    @contextmanager
+    def _span(self, made: Sampled, label: Label, nbytes: int = 0) -> Iterator[None]:
+        began = now()
+        yield
+        self._note(made, label, began, nbytes)
+        if nbytes:
+            made.sent[label.op] = made.sent.get(label.op, 0) + nbytes
+
+
+def _new(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
+    """Vertices of the parts that are not present [N] yet, sorted, each once."""
+    among = np.zeros(present.size, dtype=bool)
+    for ids in parts:
+        among[ids] = True
+    return np.flatnonzero(among & ~present)
+
+
+def drawing_device(
+    rank: Rank, problem: Problem, prefetch: int, store: Features | None, lists: Lists | None
+) -> torch.device | None:
+    """The rank's GPU if the cluster's GPUs sample and the lists fit there; otherwise None.
+
+    With `prefetch` the host draws: a forked process has no CUDA.
+    """
+    draws = (
+        rank.device.type == "cuda" and not prefetch and lists_there(problem, store, lists) == 1.0
+    )
+    return rank.device if draws else None
+
+
+def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
+    """In-degrees and out-degrees [N]."""
+    ins = graph.degree
+    return ins, np.bincount(graph.indices, minlength=ins.size) if graph.stats.directed else ins
+
+
+class Arriving:
+    """Shares in the order of steps, from step `first` on.
+
+    They are made when `next` is called, or with `prefetch` by a process that is so many ahead.
+    """
+
+    def __init__(self, rank: Rank, sampler: Sampler, prefetch: int, first: int = 0) -> None:
+        self.rank, self.sampler, self.prefetch = rank, sampler, prefetch
+        self.ahead: Iterator[Sampled] | None = None
+        if prefetch:
+            self.ahead = self._fork(first)
+
+    def _fork(self, first: int) -> Iterator[Sampled]:
+        """Start the sampler's process; its items from `first` on."""
+        gc.collect()
+        # A fork has none of our threads. If it collected a process group of ours it would wait for
+        # them for ever.
+        gc.freeze()
+        all_forked = multiprocessing.get_context("fork").Event()
+        try:
+            items = iter(
+                DataLoader(
+                    self.sampler,
+                    batch_size=None,
+                    sampler=itertools.count(first),
+                    num_workers=1,
+                    prefetch_factor=self.prefetch,
+                    multiprocessing_context="fork",
+                    worker_init_fn=partial(_begin, all_forked),
+                    pin_memory=self.rank.device.type == "cuda",
+                )
+            )
+        finally:
+            gc.unfreeze()
+        # A rank that forks while another's sampler connects to the store in this process would
+        # copy the name resolver's lock as taken, for ever. So samplers begin when all have forked.
+        self.rank.await_all(self.rank.exchange_group)
+        all_forked.set()
+        return items
+
+    def next(self, step: int) -> Share:
+        """The share of this step; steps are asked for in order."""
+        rank = self.rank
+        if self.ahead is None:
+            rank.activity.begin("host", str(Label("draw", step)))
+            made = self.sampler[step]
+            rank.activity.end("host")
+        else:
+            with rank.span(Label("wait", step), "compute"):
+                made = next(self.ahead)
+        if rank.recording:
+            for op, nbytes in made.sent.items():
+                rank.sent[op] = rank.sent.get(op, 0) + nbytes
+            if step < rank.traced:
+                rank.spans += made.spans
+        return made.share
+
+    def close(self) -> None:
+        """End the sampler's process."""
+        self.ahead = None
+
+
+def _begin(all_forked: Event, worker: int) -> None:
+    """The first thing that a sampler's process does."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    all_forked.wait()

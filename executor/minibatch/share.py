@@ -1,0 +1,76 @@
+"""One rank's share of what ranks train on together: per layer its rows, edges and exchanges.
+
+On a full graph it is made once, from a Layout (`share_of`). Of mini-batches the sampler makes a new
+one for every step (sampler.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gnnplan.executor.layers.blocks import weighted_block
+from gnnplan.executor.layers.kernels import Block
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.ownership.layout import Layout
+
+
+@dataclass
+class Part:
+    """A rank's share of one layer.
+
+    Its source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender.
+    """
+
+    source: np.ndarray  # global ids [S]
+    local: int  # own rows among them
+    give: Sequence[np.ndarray]  # for each peer, positions of the own rows of h_{l-1} that it needs
+    take: np.ndarray  # halo rows from each peer [ranks]
+    meets: bool  # ranks exchange rows before the layer
+    block: Block
+
+
+@dataclass
+class Share:
+    """A rank's share of all layers."""
+
+    own: np.ndarray  # global ids of the rows of h_L, which the loss is of
+    everyone: int  # number of such rows of all ranks
+    parts: Sequence[Part]  # of layers 1 .. L; layers that are alike have the same Part
+
+
+def share_of(
+    layout: Layout,
+    me: int,
+    edges: Sequence[str],
+    workload: Workload,
+    degrees: tuple[np.ndarray, np.ndarray] | None,
+) -> Share:
+    """The share of rank `me` in a layout; `edges`: the kind of each layer's (models.Layer)."""
+    part_by_kind: dict[object, Part] = {}
+    parts = []
+    for layer, layer_edges in enumerate(edges, 1):
+        kind = layout.kind(layer), layer_edges
+        if kind not in part_by_kind:
+            piece = layout.piece(me, layer)
+            source = np.concatenate([layout.rows(me, layer - 1), piece.halo])
+            block = weighted_block(
+                layout.graph,
+                layer_edges,
+                layout.rows(me, layer),
+                source,
+                *layout.block(me, layer),
+                workload,
+                degrees,
+            )
+            part_by_kind[kind] = Part(
+                source,
+                piece.local,
+                layout.sent(me, layer),
+                piece.received,
+                layout.meets(layer),
+                block,
+            )
+        parts.append(part_by_kind[kind])
+    return Share(layout.own(me), sum(layout.own(rank).size for rank in range(layout.ranks)), parts)

@@ -1,0 +1,12 @@
+"""One rank among others: its process groups, exchanges, optimizer, memory and checkpoints.
+
+Open
+    rank.py        for `Rank`: device, process groups, lanes, recorded spans, start-up
+    comm.py        for exchanges of rows, point-to-point messages and the all-reduce
+    learner.py     for gradients summed over ranks, and the update of the weights
+    optimizer.py   for SGD and Adam
+    checkpoint.py  for what a rank stores to go on from later
+    memory.py      for how much memory a rank fills
+    activity.py    for the file that says which operation a rank is in
+
+It imports the planner and executor/layers."""

@@ -1,0 +1,95 @@
+"""Set-up of full-graph training: the constant features that a rank keeps.
+
+A rank loads the features of its own vertices. It fetches those of vertices that it computes too but
+does not own (preload), and those of its halo if layer 1 reads them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
+from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.ranks.comm import Exchange
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | SparseRows:
+    """Features [S, F] of all rows that this rank computes and, if layer 1 reads it, of its halo."""
+    assert problem.graph is not None
+    if problem.model.nonzeros:
+        return _sparse(rank, problem, problem.graph, layout)
+    return _dense(rank, problem, problem.graph, layout)
+
+
+def _reads_halo(problem: Problem, layout: Layout) -> bool:
+    return problem.model.first_varying == 1 and bool(layout.facts(1).sends.any())
+
+
+def _sparse(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> SparseRows:
+    me = rank.rank
+
+    def swap(op: str, exchange: Exchange, rows: SparseRows, ids: np.ndarray) -> SparseRows:
+        """The rows that come, whose global ids are known."""
+        label, packed = Label(op, -1), exchange.pack(rows)
+        with rank.span(label, "comm", rank.count(label, packed.nbytes)):
+            return exchange.forward_sparse(packed, lengths_of(graph, ids))
+
+    parts = [sparse_features(graph, layout.own(me), problem.workload, rank.device)]
+    if layout.preloaded().any():
+        give, take, order = _preload(layout, me)
+        external = layout.rows(me, 0)[layout.own(me).size :]
+        received = swap("preload", Exchange(rank, give, take), parts[0], external[order])
+        back_in_place = torch.from_numpy(np.argsort(order)).to(rank.device)
+        parts.append(received.index_select(0, back_in_place))
+    if _reads_halo(problem, layout):
+        piece = layout.piece(me, 1)
+        exchange = Exchange(rank, layout.sent(me, 1), piece.received)
+        parts.append(swap("input_halo", exchange, SparseRows.cat(parts), piece.halo))
+    return SparseRows.cat(parts)
+
+
+def _dense(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> Tensor:
+    me = rank.rank
+
+    def swap(op: str, exchange: Exchange, rows: Tensor) -> Tensor:
+        label, packed = Label(op, -1), exchange.pack(rows)
+        with rank.span(label, "comm", rank.count(label, packed.nbytes)):
+            return exchange.forward(packed)
+
+    own, local, piece = layout.own(me).size, layout.rows(me, 0).size, layout.piece(me, 1)
+    reads_halo = _reads_halo(problem, layout)
+    room = local - own + (piece.halo.size if reads_halo else 0)
+    x = features(graph, layout.own(me), problem.workload, rank.device, room)
+    if layout.preloaded().any():
+        give, take, order = _preload(layout, me)
+        places = own + torch.from_numpy(order).to(x.device)
+        x[places] = swap("preload", Exchange(rank, give, take), x)
+    if reads_halo:
+        exchange = Exchange(rank, layout.sent(me, 1), piece.received)
+        x[local:] = swap("input_halo", exchange, x)
+    return x
+
+
+def _preload(layout: Layout, me: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """The exchange of features that this rank computes with but does not own.
+
+    Returns, per peer, the positions of own rows that it computes with too; the number of rows that
+    come from each owner; and the place of each of these rows among this rank's external ones.
+    """
+    give = []
+    position = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
+    position[layout.own(me)] = np.arange(layout.own(me).size)
+    for peer in range(layout.ranks):
+        wanted = layout.rows(peer, 0)[layout.own(peer).size :]
+        wanted = wanted[np.argsort(layout.owner[wanted], kind="stable")]
+        give.append(position[wanted[layout.owner[wanted] == me]])
+    external = layout.rows(me, 0)[layout.own(me).size :]
+    owner = layout.owner[external]
+    return give, np.bincount(owner, minlength=layout.ranks), np.argsort(owner, kind="stable")

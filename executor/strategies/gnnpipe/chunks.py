@@ -1,0 +1,131 @@
+"""A rank's sub-chunks: their rows, their edges, and the rows that members of a stage exchange.
+
+A rank keeps the rows of its own sub-chunks, chunk after chunk, and below them the rows of other
+members of its stage that its edges read:
+
+    [ own rows of chunk 0 | own of chunk 1 | .. | far rows of chunk 0 | far of chunk 1 | .. ]
+
+A stage of one member has no far rows. Positions in this order are called places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import weighted_block
+from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.layers.models import Layer
+from gnnplan.executor.ranks.comm import Exchange
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.ownership.chunks import Chunks
+from gnnplan.planner.ownership.layout import neighbours
+
+
+@dataclass
+class Chunk:
+    """A sub-chunk and the edges into it."""
+
+    rows: slice  # places of its own rows
+    far: slice  # places of the whole chunk's rows that other members own and this rank reads
+    sources: Tensor  # int64 [S], places that its edges read, its own rows first
+    blocks: dict[str, Block]  # by the kind of edges that a layer asks for
+    exchange: Exchange | None  # None: no member reads another one's rows of this chunk
+
+    @property
+    def size(self) -> int:
+        """Number of own rows."""
+        return int(self.rows.stop - self.rows.start)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Its own and far rows among all rows that the rank keeps."""
+        return torch.cat([rows[self.rows], rows[self.far]]) if self.exchange else rows[self.rows]
+
+    def gather(self, layer: Layer, rows: Tensor) -> Tensor:
+        """Gather the neighbourhood from all prepared rows that the rank keeps -> [size, width]."""
+        return self.gather_sources(layer, rows.index_select(0, self.sources))
+
+    def gather_sources(self, layer: Layer, sources: Tensor) -> Tensor:
+        """Gather the neighbourhood from prepared source rows [S, H_in] -> [size, width]."""
+        rows = layer.project(sources) if layer.projects_first else sources
+        return layer.gather(self.blocks[layer.edges], rows)
+
+
+def make_chunks(
+    rank: Rank,
+    graph: Graph,
+    workload: Workload,
+    cut: Chunks,
+    member: int,
+    group: Sequence[int],
+    kinds: set[str],
+) -> tuple[np.ndarray, list[Chunk]]:
+    """The global ids of all rows that a rank keeps, and its sub-chunks.
+
+    cut: the graph in chunks, every chunk over the members of a stage. member: this rank's number in
+    its stage, whose ranks are `group`. kinds: the kinds of edges that the stage's layers ask for.
+    """
+    own, halo = cut.own(member), cut.halo(member)
+    kept = np.concatenate([own, halo])
+    place = np.full(graph.stats.vertices, -1, dtype=np.int64)
+    place[kept] = np.arange(kept.size)
+    far = own.size + np.searchsorted(cut.sub[halo] // cut.members, np.arange(cut.chunks + 1))
+    chunks, start = [], 0
+    for c in range(cut.chunks):
+        ids = cut.rows(c, member)
+        rows = slice(start, start + ids.size)
+        start = rows.stop
+        indptr = np.concatenate([[0], np.cumsum(np.diff(graph.indptr)[ids])])
+        columns = place[neighbours(graph, ids)]
+        inside = (columns >= rows.start) & (columns < rows.stop)
+        others = np.unique(columns[~inside])
+        sources = np.concatenate([np.arange(rows.start, rows.stop), others])
+        local = np.where(
+            inside, columns - rows.start, ids.size + np.searchsorted(others, columns)
+        ).astype(np.int32)
+        blocks = {
+            kind: weighted_block(graph, kind, ids, kept[sources], indptr, local, workload).to(
+                rank.device
+            )
+            for kind in kinds
+        }
+        chunks.append(
+            Chunk(
+                rows,
+                slice(int(far[c]), int(far[c + 1])),
+                torch.from_numpy(sources).to(rank.device),
+                blocks,
+                _exchange(rank, cut, c, member, group),
+            )
+        )
+    return kept, chunks
+
+
+def _exchange(
+    rank: Rank, cut: Chunks, c: int, member: int, group: Sequence[int]
+) -> Exchange | None:
+    """How the members exchange chunk c's rows; None if no member reads another one's."""
+    sends = cut.facts.sends[c]
+    if not sends.any():
+        return None
+    give = [np.zeros(0, dtype=np.int64)] * rank.world
+    take = np.zeros(rank.world, dtype=np.int64)
+    for other, peer in enumerate(group):
+        give[peer], take[peer] = cut.given(c, member, other), sends[other, member]
+    return Exchange(rank, give, take, tuple(group))
+
+
+def with_far(chunks: Sequence[Chunk], own: Tensor) -> Tensor:
+    """All own rows [own, H], and below them the far rows, fetched chunk by chunk from members."""
+    far = [
+        chunk.exchange.forward(chunk.exchange.pack(own[chunk.rows]))
+        for chunk in chunks
+        if chunk.exchange
+    ]
+    return torch.cat([own, *far]) if far else own

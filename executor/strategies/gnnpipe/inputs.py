@@ -1,0 +1,136 @@
+"""Constant inputs of the first stage: features, and what layer 1 makes of them.
+
+Layer 1 reads features in one of three ways. Sparse features are selected once for each chunk.
+Dense features without dropout are aggregated once. Other dense features are prepared (dropout) at
+the beginning of every step. Features are never historical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
+from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.models import Drop, Net, keep
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, with_far
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+class Inputs:
+    """The features of a first stage's rank."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        problem: Problem,
+        net: Net,
+        chunks: Sequence[Chunk],
+        kept: np.ndarray,
+        own: int,
+    ) -> None:
+        """kept: global ids of the rows that the rank keeps, the first `own` of them its own."""
+        assert problem.graph is not None
+        self.net, self.chunks = net, chunks
+        self.features: Tensor | SparseRows | None = _load(
+            rank, problem, problem.graph, chunks, kept, own
+        )
+        self.by_chunk: list[SparseRows] = []  # of sparse features, what each chunk's edges read
+        if isinstance(self.features, SparseRows) and net.encoder is None:
+            self.by_chunk = [self.features.index_select(0, chunk.sources) for chunk in chunks]
+            self.features = None  # every chunk has its own
+        self.aggregated: list[Tensor] = []  # by chunk
+        if self.features is not None and problem.model.aggregate_cached(1):
+            layer, rows = net.layer(1), self.dense
+            self.aggregated = [chunk.gather(layer, rows) for chunk in chunks]
+        self.prepared: Tensor | None = None
+
+    @property
+    def dense(self) -> Tensor:
+        """Features as layer 1 reads them if they are dense."""
+        assert isinstance(self.features, Tensor)
+        return self.features
+
+    def prepare(self, drop: Drop) -> None:
+        """Drop features for a step, where layer 1 reads them so."""
+        if (
+            self.features is not None
+            and not self.aggregated
+            and not self.by_chunk
+            and self.net.encoder is None
+        ):
+            self.prepared = self.net.layer(1).prepare(self.dense, drop)
+
+    def encode(self, chunk: Chunk, drop: Drop) -> Tensor:
+        """The encoder's output for a chunk's own rows, with its graph."""
+        assert self.features is not None
+        return self.net.encode(self.features[chunk.rows], drop)
+
+    def first_layer(
+        self, c: int, drop_sources: Callable[[Tensor], Drop], x0: Tensor | None
+    ) -> Tensor:
+        """Layer 1's output for chunk c. drop_sources: dropout of the rows at these places."""
+        chunk, layer, relu = self.chunks[c], self.net.layer(1), self.net.relu_after(1)
+        if self.by_chunk:
+            # sparse rows offer what layer 1 asks of a tensor
+            rows = cast(Tensor, self.by_chunk[c])
+            block = chunk.blocks[layer.edges]
+            return layer(block, rows, drop_sources(chunk.sources), x0, relu)
+        own = self.dense[chunk.rows]
+        if self.aggregated:
+            return layer.update(self.aggregated[c], own, own, x0, relu)
+        assert self.prepared is not None
+        gathered = chunk.gather(layer, self.prepared)
+        return layer.update(gathered, self.prepared[chunk.rows], own, x0, relu)
+
+    def first_layer_sparse_exactly(self) -> Tensor:
+        """Layer 1's output for all own rows, of sparse features without dropout."""
+        layer, relu = self.net.layer(1), self.net.relu_after(1)
+        return torch.cat(
+            [
+                layer(chunk.blocks[layer.edges], cast(Tensor, rows), keep, None, relu)
+                for chunk, rows in zip(self.chunks, self.by_chunk, strict=True)
+            ]
+        )
+
+
+def _load(
+    rank: Rank,
+    problem: Problem,
+    graph: Graph,
+    chunks: Sequence[Chunk],
+    kept: np.ndarray,
+    own: int,
+) -> Tensor | SparseRows:
+    """Features of own rows, and of far rows if layer 1 reads them; these cross once, at set-up."""
+    exchanges = [(chunk, chunk.exchange) for chunk in chunks if chunk.exchange]
+    needs_far = problem.model.first_varying > 0 and bool(exchanges)
+    label = Label("input_halo", -1)
+    if problem.model.nonzeros:
+        sparse = sparse_features(graph, kept[:own], problem.workload, rank.device)
+        if not needs_far:
+            return sparse
+        leaving = [exchange.pack(sparse[chunk.rows]) for chunk, exchange in exchanges]
+        nbytes = rank.count(label, sum(rows.nbytes for rows in leaving))
+        with rank.span(label, "comm", nbytes):
+            far = [
+                exchange.forward_sparse(rows, lengths_of(graph, kept[chunk.far]))
+                for (chunk, exchange), rows in zip(exchanges, leaving, strict=True)
+            ]
+        return SparseRows.cat([sparse, *far])
+    dense = features(graph, kept[:own], problem.workload, rank.device)
+    if not needs_far:
+        return dense
+    width, itemsize = dense.shape[1], dense.element_size()
+    nbytes = rank.count(
+        label, sum(exchange.nbytes(width, itemsize, "f") for _, exchange in exchanges)
+    )
+    with rank.span(label, "comm", nbytes):
+        return with_far(chunks, dense)

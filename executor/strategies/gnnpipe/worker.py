@@ -1,0 +1,396 @@
+"""The steps of one rank: chunks through its stage, and messages between stages and members.
+
+Stages pass each other a chunk's rows; members of a stage exchange the rows that their sub-chunks
+read of each other (the halo), when the chunk is processed. Gradients go the same ways back.
+executor/train.py adds up weight gradients in `reduce_group` and updates the weights.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import Targets, dtype_of
+from gnnplan.executor.layers.kernels import backward, dropout
+from gnnplan.executor.layers.models import Drop, Net, keep
+from gnnplan.executor.ranks.checkpoint import Resumable
+from gnnplan.executor.ranks.comm import Arrival, send
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, make_chunks, with_far
+from gnnplan.executor.strategies.gnnpipe.history import History
+from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
+from gnnplan.executor.strategies.gnnpipe.layers import (
+    Kept,
+    Passage,
+    forward,
+    layer_backward,
+    must_run_in_parts,
+)
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import GNNPipe
+from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+class Worker(Resumable):
+    """One rank: member `member` of stage `stage`."""
+
+    net: Net
+
+    def __init__(self, rank: Rank, problem: Problem, strategy: GNNPipe) -> None:
+        graph, workload, device = problem.graph, problem.workload, rank.device
+        assert graph is not None
+        assert strategy.chunks is not None and strategy.stages is not None
+        self.rank, self.problem, self.strategy = rank, problem, strategy
+        self.shapes, layers_by_stage = strategy.shape(problem)
+        self.members, self.stages = strategy.members(problem), strategy.stages
+        self.stage, self.member = divmod(rank.rank, self.members)
+        self.layers = layers_by_stage[self.stage]
+        # runs of layers without an exchange in between
+        self.pieces = strategy.pieces(problem, self.stage)
+        self.reduce_group = tuple(strategy.group(problem, self.stage))
+        if self.members > 1:
+            for stage in range(self.stages):
+                rank.group(tuple(strategy.group(problem, stage)))
+        self.dtype, self.seed = dtype_of(workload), workload.seed
+        self.net = Net(self.shapes, workload, self.layers).to(device)
+        must_run_in_parts(self.net, self.layers)
+        cut = problem.cut(strategy.chunks, self.members)
+        kinds = {self.net.layer(layer).edges for layer in self.layers}
+        kept, self.chunks = make_chunks(
+            rank, graph, workload, cut, self.member, self.reduce_group, kinds
+        )
+        self.own, self.vertices = cut.own(self.member).size, torch.from_numpy(kept).to(device)
+        own_ids = kept[: self.own]
+        self.targets = (
+            [Targets(graph, own_ids[chunk.rows], workload, device) for chunk in self.chunks]
+            if self.is_last
+            else []
+        )
+        self.inputs = (
+            Inputs(rank, problem, self.net, self.chunks, kept, self.own) if self.is_first else None
+        )
+        self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]
+        widths = {layer: self.shapes.input_width(layer) for layer in self.varying}
+        self.history = History(
+            self.net, widths, kept.size, self.dtype, device, strategy.historical_gradients
+        )
+        # columns of x0 that travel with every row
+        self.initial_columns = self.shapes.layers[0].h_in if self.shapes.hands_on_initial else 0
+        # epoch 0 does not exist in training: its embeddings are those of the initial weights
+        self._whole_graph()
+        self.history.remember(self.varying)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
+        """Dropout of the rows of these vertices before a layer (0: encoder, L + 1: decoder)."""
+        return lambda x: dropout(x, self.seed, step, layer, vertices, self.problem.workload.dropout)
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a training step.
+
+        Returns this rank's part of the loss, and the logits [own, C] in chunk order (empty before
+        the last stage).
+        """
+        order = chunk_order(self.seed, step, len(self.chunks), self.strategy.shuffle)
+        # epoch t = step + 1 becomes the history of the next `period` epochs
+        refresh = (step + 1) % self.strategy.period == 0
+        with self.rank.span(Label("history", step), "compute"):
+            self._begin_step(step)
+        before, behind = self.rank.rank - self.members, self.rank.rank + self.members
+        arrivals = self._expect(order, before)
+        kept: dict[int, tuple[Passage, dict[int, Kept]]] = {}
+        loss = torch.zeros((), dtype=self.dtype, device=self.rank.device)
+        logits = loss.new_zeros(self.own if self.is_last else 0, self.shapes.classes)
+        departures: list[Future[None]] = []
+        for c in order:
+            message = self._receive(arrivals, step, c, "f", before)
+            passage, layers = kept[c] = self._forward(step, c, message, refresh)
+            if passage.h is not None and passage.loss is not None:
+                loss = loss + passage.loss.detach()
+                logits[self.chunks[c].rows] = passage.h.detach()
+            elif passage.h is not None:
+                onward = passage.h
+                if passage.x0 is not None:
+                    onward = torch.cat([onward, passage.x0.detach()], 1)
+                departures += self._send(step, c, "f", behind, onward)
+                del onward
+        del passage, layers  # of the last chunk, which would stay until the end
+        # NCCL keeps one order of messages for each pair of ranks, so receives are posted after all
+        # sends are done.
+        for departure in departures:
+            departure.result()
+        departures.clear()
+        arrivals = self._expect(order[::-1], behind)
+        for c in order[::-1]:
+            message = self._receive(arrivals, step, c, "b", behind)
+            departures += self._send(
+                step, c, "b", before, self._backward(step, c, *kept.pop(c), message)
+            )
+        for departure in departures:
+            departure.result()
+        return loss, logits
+
+    def _begin_step(self, step: int) -> None:
+        for layer in self.varying:
+            self.history.begin_step(
+                layer,
+                self._drop(step - 1, layer, self.vertices),
+                self._drop(step, layer, self.vertices),
+            )
+        if self.inputs is not None:
+            self.inputs.prepare(self._drop(step, 1, self.vertices))
+
+    def _expect(self, order: list[int], peer: int) -> dict[int, Arrival]:
+        """Buffers for what the peer will send, by chunk, in its order."""
+        if not 0 <= peer < self.rank.world:
+            return {}
+        width = self.strategy.boundary(self.problem, min(peer // self.members, self.stage))
+        return {
+            c: Arrival(self.rank, (self.chunks[c].size, width), self.dtype, peer)
+            for c in order
+            if self.chunks[c].size
+        }
+
+    def _receive(
+        self, arrivals: dict[int, Arrival], step: int, c: int, way: str, peer: int
+    ) -> Tensor | None:
+        """The message for chunk c; None if there is none."""
+        if c not in arrivals:
+            return None
+        with self.rank.span(Label("receive", step, way, chunk=c, peer=peer), "receive"):
+            return arrivals.pop(c).wait()
+
+    def _send(
+        self, step: int, c: int, way: str, peer: int, rows: Tensor | None
+    ) -> list[Future[None]]:
+        """Send chunk c's rows on the send lane; nothing if there are no rows or no peer."""
+        if rows is None or not rows.shape[0] or not 0 <= peer < self.rank.world:
+            return []
+        label = Label("pipeline", step, way, chunk=c, peer=peer)
+        nbytes = self.rank.count(label, rows.numel() * rows.element_size())
+
+        def leave() -> None:
+            with self.rank.span(label, "send", nbytes):
+                send(self.rank, rows, peer)
+
+        return [self.rank.submit("send", leave)]
+
+    def _label(self, op: str, step: int, piece: tuple[int, ...], c: int) -> Label:
+        return Label(op, step, layer=piece[0] if self.members > 1 else None, chunk=c)
+
+    def _halo(self, step: int, way: str, layer: int, c: int, rows: Tensor) -> Tensor:
+        """Exchange a chunk's rows between the members of the stage.
+
+        Forward ('f') own rows go to their readers and far rows come. Backward ('b') the gradients
+        of far rows go home and those of own rows come.
+        """
+        exchange = self.chunks[c].exchange
+        assert exchange is not None
+        label = Label("halo", step, way, layer, c)
+        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
+        with self.rank.span(label, "comm", nbytes):
+            return exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
+
+    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """A message's rows, and a copy of the initial rows that travel with them."""
+        width = message.shape[1] - self.initial_columns
+        return message[:, :width], message[:, width:].clone(memory_format=torch.contiguous_format)
+
+    def _empty_message(self, boundary: int) -> Tensor:
+        """What an empty sub-chunk receives from across this boundary between stages."""
+        width = self.strategy.boundary(self.problem, boundary)
+        return torch.zeros(0, width, dtype=self.dtype, device=self.rank.device)
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def _forward(
+        self, step: int, c: int, message: Tensor | None, refresh: bool
+    ) -> tuple[Passage, dict[int, Kept]]:
+        """The stage's layers on a chunk.
+
+        Returns its passage, whose h are the logits on the last stage, and what each layer keeps.
+        """
+        chunk, last_layer = self.chunks[c], self.net.total
+        passage = self._enter(message)
+        kept: dict[int, Kept] = {}
+        for piece in self.pieces:
+            far = None
+            if chunk.exchange and piece[0] in self.varying:
+                assert passage.h is not None
+                far = self._halo(step, "f", piece[0], c, passage.h)
+            with self.rank.span(self._label("forward", step, piece, c), "compute"):
+                for layer in piece:
+                    if not layer:
+                        self._encode(step, chunk, passage)
+                        continue
+                    kept[layer] = self._layer(step, c, layer, passage, far, refresh)
+                if last_layer in piece:
+                    out = kept[last_layer].out
+                    assert out is not None
+                    drop = self._drop(step, last_layer + 1, self.vertices[chunk.rows])
+                    passage.h = self.net.decode(out, drop)
+                    passage.loss = self.targets[c].loss(passage.h)
+        return passage, kept
+
+    def _enter(self, message: Tensor | None) -> Passage:
+        if self.is_first:
+            return Passage(None)
+        if message is None:  # an empty sub-chunk
+            message = self._empty_message(self.stage - 1)
+        h, x0 = self._split(message)
+        return Passage(h, x0.requires_grad_() if self.initial_columns else None)
+
+    def _encode(self, step: int, chunk: Chunk, passage: Passage) -> None:
+        assert self.inputs is not None
+        drop = self._drop(step, 0, self.vertices[chunk.rows])
+        passage.encoded = self.inputs.encode(chunk, drop)
+        passage.h = passage.encoded.detach()
+        if self.initial_columns:
+            passage.x0 = passage.encoded.detach().requires_grad_()
+
+    def _layer(
+        self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
+    ) -> Kept:
+        """One layer on a chunk; the passage goes on with its output."""
+        chunk = self.chunks[c]
+        if passage.h is None:  # constant features
+            assert self.inputs is not None
+
+            def drop_sources(places: Tensor) -> Drop:
+                return self._drop(step, layer, self.vertices[places])
+
+            out = self.inputs.first_layer(c, drop_sources, passage.x0)
+            passage.h = out.detach()
+            return Kept(out=out)
+        drop = self._drop(step, layer, chunk.of(self.vertices))
+        forgets = self.strategy.checkpoint and layer < self.net.total
+        return forward(self.net, layer, chunk, self.history, passage, far, drop, refresh, forgets)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def _backward(
+        self, step: int, c: int, passage: Passage, kept: dict[int, Kept], message: Tensor | None
+    ) -> Tensor | None:
+        """The gradient of the chunk's output rows through the stage.
+
+        Returns the gradient of its input rows, and of x0, for the stage before.
+        """
+        chunk, x0 = self.chunks[c], passage.x0
+        if passage.loss is None:
+            if message is None:  # an empty sub-chunk
+                message = self._empty_message(self.stage)
+            passage.gradient, to_x0 = self._split(message)
+            if x0 is not None:
+                x0.grad = to_x0
+        for piece in reversed(self.pieces):
+            with self.rank.span(self._label("backward", step, piece, c), "compute"):
+                for layer in reversed(piece):
+                    if layer:
+                        passage.gradient = layer_backward(
+                            self.net, layer, chunk, self.history, kept.pop(layer), passage
+                        )
+                    else:
+                        self._encode_backward(passage)
+            if chunk.exchange and piece[0] in self.varying:
+                assert passage.gradient is not None
+                own, far = passage.gradient[: chunk.size], passage.gradient[chunk.size :]
+                chunk.exchange.add_home(own, self._halo(step, "b", piece[0], c, far))
+                passage.gradient = own
+        if self.is_first:
+            return None
+        assert passage.gradient is not None
+        if x0 is None:
+            return passage.gradient.clone()
+        to_x0 = x0.grad if x0.grad is not None else torch.zeros_like(x0)
+        return torch.cat([passage.gradient, to_x0], 1)
+
+    @staticmethod
+    def _encode_backward(passage: Passage) -> None:
+        gradient, x0 = passage.gradient, passage.x0
+        assert passage.encoded is not None and gradient is not None
+        if x0 is not None:
+            assert x0.grad is not None
+            gradient = gradient + x0.grad
+        backward([passage.encoded], [gradient])
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _whole_graph(self) -> Tensor:
+        """Exact forward of the whole graph without dropout, stage after stage.
+
+        Returns the logits [own, C] on the last stage, else nothing. Fills the history's mixed rows
+        with those of this pass.
+        """
+        h, x0 = self._first_rows()
+        for layer in self.layers:
+            if h is None:
+                assert self.inputs is not None
+                h = self.inputs.first_layer_sparse_exactly()
+                continue
+            if layer in self.history.mixed:
+                h = with_far(self.chunks, h)
+                self.history.mixed[layer].copy_(h)
+            h = torch.cat(self._layer_exactly(layer, h, x0))
+        assert h is not None
+        if self.is_last:
+            return self.net.decode(h)
+        send(self.rank, h if x0 is None else torch.cat([h, x0], 1), self.rank.rank + self.members)
+        return self.vertices[:0]
+
+    def _first_rows(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the stage's first layer reads of own rows, and GCNII's initial rows.
+
+        The first is None if layer 1 reads sparse features, which are there by chunk.
+        """
+        if not self.is_first:
+            shape = self.own, self.strategy.boundary(self.problem, self.stage - 1)
+            message = Arrival(self.rank, shape, self.dtype, self.rank.rank - self.members).wait()
+            return self._split(message) if self.initial_columns else (message, None)
+        assert self.inputs is not None
+        if self.net.encoder is not None:
+            assert self.inputs.features is not None
+            h = self.net.encode(self.inputs.features)
+            return h, h if self.initial_columns else None
+        return (None if self.inputs.by_chunk else self.inputs.dense), None
+
+    def _layer_exactly(self, layer: int, h: Tensor, x0: Tensor | None) -> list[Tensor]:
+        """The layer's output for each chunk, from all rows that it reads."""
+        part, relu = self.net.layer(layer), self.net.relu_after(layer)
+        aggregated = self.inputs.aggregated if self.inputs is not None and layer == 1 else []
+        outs, rows = [], part.prepare(h, keep)
+        for c, chunk in enumerate(self.chunks):
+            gathered = aggregated[c] if aggregated else chunk.gather(part, rows)
+            own_x0 = None if x0 is None else x0[chunk.rows]
+            outs.append(part.update(gathered, rows[chunk.rows], h[chunk.rows], own_x0, relu))
+        return outs
+
+    def evaluate(self, step: int) -> Tensor:
+        """Logits [own, C] on the last stage, else nothing; without dropout or history."""
+        return self._whole_graph()
+
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right and all predictions [3, 2] of this rank's rows; zeros before the last stage."""
+        total = torch.zeros(3, 2, dtype=torch.float64)
+        for chunk, targets in zip(self.chunks, self.targets, strict=False):
+            total += targets.counts(logits[chunk.rows])
+        return total
+
+    def drain(self) -> None:
+        """Nothing to wait for: every step ends with its messages gone."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and history."""
+        return super().state() | self.history.state()

@@ -1,0 +1,167 @@
+"""GraNNDis: graph parallel over a Layout whose groups recompute hidden layers.
+
+With cooperative batches there is a graph-parallel worker (graph_parallel.py) for each batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import Targets, counts_of, weighted_block
+from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.ranks.checkpoint import Resumable
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies.constant_rows import constant_rows
+from gnnplan.executor.strategies.graph_parallel import Worker, whole_share
+from gnnplan.executor.strategies.graph_parallel import open_worker as open_whole
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import GraNNDis
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+def open_worker(rank: Rank, problem: Problem, strategy: GraNNDis) -> Worker | CoBatches:
+    """This rank's part of the strategy."""
+    layout = strategy.layout(problem)
+    assert isinstance(layout, Layout)
+    if strategy.steps(problem) > 1:
+        return CoBatches(rank, problem, strategy, layout)
+    return open_whole(rank, problem, layout, strategy.exchange_options, degrees=strategy.degrees)
+
+
+class CoBatches(Resumable):
+    """Several batches per epoch over the same weights.
+
+    Constant rows of the whole layout stay in the server's memory. Those of a batch are loaded
+    before its step and dropped after it; its edges stay on the device. The edges of evaluation are
+    made for each evaluation.
+    """
+
+    net: Net
+
+    def __init__(self, rank: Rank, problem: Problem, strategy: GraNNDis, layout: Layout) -> None:
+        self.rank, self.problem, self.strategy = rank, problem, strategy
+        self.net = Net(problem.model, problem.workload).to(rank.device)
+        self.reduce_group = tuple(range(rank.world))
+        self.cached = problem.model.aggregate_cached(1)
+        self._keep(layout)
+        self.batches = []
+        for batch in strategy.layouts(problem):
+            assert isinstance(batch, Layout)
+            self.batches.append((self._open(batch), self._places(batch)))
+        self.evaluation = _evaluation(problem, layout, strategy.steps(problem))
+        self.scored: list[Targets] = []  # to which the last logits belong
+
+    def _keep(self, layout: Layout) -> None:
+        """Keep what batches load from.
+
+        These are the rows that layer 1 or the encoder reads; or, if layer 1 always aggregates the
+        same, its aggregate, and GraphSAGE's own rows.
+        """
+        me, problem = self.rank.rank, self.problem
+        x = constant_rows(self.rank, problem, layout).to("cpu")
+        ids = self._constant(layout)
+        self.kept: list[Tensor | SparseRows] = [x]
+        if self.cached:
+            assert problem.graph is not None and isinstance(x, Tensor)
+            layer = self.net.layer(1)
+            source = np.concatenate([layout.rows(me, 0), layout.piece(me, 1).halo])
+            degrees = layout.degrees(me) if self.strategy.degrees == "local" else None
+            block = weighted_block(
+                problem.graph,
+                layer.edges,
+                ids,
+                source,
+                *layout.block(me, 1),
+                problem.workload,
+                degrees,
+            )
+            self.kept = [layer.gather(block, x)]
+            if problem.workload.model == "sage":
+                self.kept.append(x[: ids.size].clone())
+        self.place = np.full(layout.graph.stats.vertices, -1)
+        self.place[ids] = np.arange(ids.size)
+
+    def _constant(self, layout: Layout) -> np.ndarray:
+        """Global ids of the constant rows that a layout needs."""
+        me = self.rank.rank
+        if self.cached:
+            return layout.rows(me, 1)
+        local = layout.rows(me, 0)
+        return (
+            np.concatenate([local, layout.piece(me, 1).halo])
+            if self.problem.model.first_varying
+            else local
+        )
+
+    def _places(self, batch: Layout) -> Tensor:
+        return torch.from_numpy(self.place[self._constant(batch)])
+
+    def _open(self, batch: Layout) -> Worker:
+        targets = sum(batch.own(rank).size for rank in range(batch.ranks))
+        share = whole_share(self.rank, self.problem, batch, self.net, self.strategy.degrees)
+        return Worker(
+            self.rank, self.problem, share, self.strategy.exchange_options, self.net, batch=targets
+        )
+
+    def _load(self, worker: Worker, places: Tensor, step: int) -> None:
+        """Give a batch's worker its constant rows."""
+        chosen = [kept.index_select(0, places) for kept in self.kept]
+        with self.rank.span(Label("load", step), "copy", sum(rows.nbytes for rows in chosen)):
+            loaded = [rows.to(self.rank.device) for rows in chosen]
+            worker.features = loaded[-1]
+            if self.cached:
+                assert isinstance(loaded[0], Tensor)
+                worker.cached = loaded[0]
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of one batch.
+
+        Returns this rank's part of what the batch adds to the mean loss over all training vertices,
+        and its logits [targets, C].
+        """
+        worker, places = self.batches[self.strategy.turn(self.problem, step)]
+        self._load(worker, places, step)
+        loss, logits = worker.step(step)
+        worker.features, worker.cached = torch.empty(0), None
+        self.scored = [worker.targets]
+        return loss * (worker.targets.total / self.problem.stats.train_vertices), logits
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Logits without dropout, batch after batch.
+
+        The neighbourhoods are whole, so the numbers are those of the full graph, in a batch's
+        memory.
+        """
+        self.scored, logits = [], []
+        for batch in self.evaluation:
+            worker = self._open(batch)
+            self._load(worker, self._places(batch), step)
+            logits.append(worker.evaluate(step))
+            self.scored.append(worker.targets)
+        return torch.cat(logits)
+
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right and all predictions [3, 2] of the rows of the last logits."""
+        return counts_of(self.scored, logits)
+
+    def drain(self) -> None:
+        """Nothing to wait for: every step ends with its exchanges done."""
+
+
+def _evaluation(problem: Problem, layout: Layout, batches: int) -> list[Layout]:
+    """Validation and test vertices, in batches no larger on any server than those of training."""
+    graph = layout.graph
+    rows = graph.val | graph.test
+    server_of = np.asarray(layout.servers)[layout.owner]
+    count = 1
+    for server in set(layout.servers):
+        here = server_of == server
+        in_a_batch = -(-int(graph.train[here].sum()) // batches)
+        count = max(count, -(-int(rows[here].sum()) // in_a_batch))
+    batch_of = layout.drawn(rows, count, problem.workload.seed)
+    return [layout.batch(batch_of == b) for b in range(count)]

@@ -1,0 +1,496 @@
+"""Graph parallel: layer after layer over a Layout, with halo rows exchanged before each.
+
+GraNNDis uses the same worker with a deeper Layout, and mini-batches with a batch's share.
+
+Every layer is a segment of its own: its inputs are leaves, and its backward is called by hand. The
+exchanges stand between segments, under the schedule's names (planner/strategies/layerwise/). With
+staleness 1 a layer uses what was received one step ago, and sends on the comm lane's thread, from
+and into buffers that stay: memory does not depend on how far the lane lags behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import InitVar, dataclass, field
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import Targets, dtype_of
+from gnnplan.executor.layers.kernels import Block, SparseRows, backward, dropout
+from gnnplan.executor.layers.models import BatchNorm, Drop, Net
+from gnnplan.executor.minibatch.share import Share, share_of
+from gnnplan.executor.ranks.checkpoint import Resumable, fill
+from gnnplan.executor.ranks.comm import Exchange, all_reduce
+from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.strategies.constant_rows import constant_rows
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.vocabulary.schedule import Label
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Step:
+    """What a layer's forward keeps for its backward."""
+
+    leaf: Tensor  # the layer's own input rows [local, H_{l-1}]; empty if these are constant
+    # A narrow layer multiplies before the exchange. Own projected rows and own prepared rows:
+    projected: tuple[Tensor, Tensor] | None = None
+    projection: Callable[[], tuple[Tensor, Tensor]] | None = None  # computes `projected`
+    own: Tensor | None = None  # leaf of a narrow layer: the destinations' prepared rows
+    source: Tensor | None = None  # leaf: all source rows [S, width]; None if aggregated once
+    segment: Callable[[], Tensor] | None = None  # computes `out`
+    out: Tensor | None = None  # None if backward computes it again (checkpoint)
+    sums: Tensor | None = None  # batch norm: sums of own rows [2, H_{l-1}]
+    moments: Tensor | None = None  # leaf: moments of all ranks' rows [2, H_{l-1}]
+
+
+@dataclass
+class Worker(Resumable):
+    """One rank, with its share of the graph or of a batch."""
+
+    rank: Rank
+    problem: Problem
+    share: InitVar[Share]
+    options: ExchangeOptions
+    net: Net
+    gamma: float = 0.0
+    batch: int | None = None  # training vertices of all ranks if the share is of a batch
+    # With staleness: rows and halo gradients under way, by way ('f' or 'b') and layer
+    pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
+    leaving: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # their buffers
+    # 'f:l2' -> per step ||used - true||^2 and ||true||^2
+    errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    @property
+    def reduce_group(self) -> tuple[int, ...]:
+        return tuple(range(self.rank.world))
+
+    def __post_init__(self, share: Share) -> None:
+        problem, device = self.problem, self.rank.device
+        assert problem.graph is not None
+        self.shapes = problem.model
+        self.layers = range(1, len(share.parts) + 1)
+        self.exchanges: dict[int, Exchange] = {}
+        self.silent: dict[int, bool] = {}  # no rank sends anything before this layer
+        self.blocks: dict[int, Block] = {}
+        self.vertices: dict[int, Tensor] = {}
+        first_with: dict[int, int] = {}  # by part: the first layer that has it
+        for layer, part in zip(self.layers, share.parts, strict=True):
+            twin = first_with.setdefault(id(part), layer)
+            if twin == layer:
+                self.exchanges[layer] = Exchange(self.rank, part.give, part.take)
+                self.vertices[layer] = torch.from_numpy(part.source).to(device)
+                self.blocks[layer] = part.block.to(device)
+            else:
+                self.exchanges[layer] = self.exchanges[twin]
+                self.vertices[layer] = self.vertices[twin]
+                self.blocks[layer] = self.blocks[twin]
+            self.silent[layer] = not part.meets
+        self.own_vertices = torch.from_numpy(share.own).to(device)
+        self.vertices_in_all = share.everyone
+        self.targets = Targets(problem.graph, share.own, problem.workload, device, self.batch)
+        self.arriving = torch.empty(
+            self._numbers_to_smooth(), dtype=dtype_of(problem.workload), device=device
+        )
+        self.features: Tensor | SparseRows = torch.empty(0)  # what layer 1 or the encoder reads
+        self.cached: Tensor | None = None
+
+    def _numbers_to_smooth(self) -> int:
+        """Size of the buffer in which the comm lane receives what is then smoothed.
+
+        Exchanges use it one after the other.
+        """
+        if not self.options.staleness:
+            return 0
+        most = 0
+        for layer in range(self.shapes.first_varying + 1, len(self.layers) + 1):
+            width = self.shapes.exchanged_width(layer, self.options.narrow)
+            for way in "fb":
+                if self._smooths(way):
+                    most = max(most, self.exchanges[layer].rows(way)[1] * width)
+        return most
+
+    def _smooths(self, way: str) -> bool:
+        return ("f" if way == "f" else "g") in self.options.smoothing
+
+    def keep(self, features: Tensor | SparseRows) -> None:
+        """Take features that stay, and aggregate them once if layer 1 always reads the same."""
+        self.features = features
+        if self.shapes.aggregate_cached(1):
+            assert isinstance(self.features, Tensor)
+            self.cached = self.net.layer(1).gather(self.blocks[1], self.features)
+            reads_own = self.problem.workload.model == "sage"
+            self.features = self.features[: self.blocks[1].n_dst if reads_own else 0].clone()
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
+        """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder)."""
+        p = self.problem.workload.dropout if self.training else 0.0
+        return lambda rows: dropout(rows, self.problem.workload.seed, step, layer, vertices, p)
+
+    def _is_narrow(self, layer: int) -> bool:
+        return self.options.narrow and self.shapes.narrow_at(layer)
+
+    def _enter(self, h: Tensor, step: int, layer: int) -> _Step:
+        """Make h_{l-1} [local, H_{l-1}] the leaf of a layer (L + 1: of the decoder)."""
+        leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
+        if not self._is_narrow(layer):
+            norm = self.net.batch_norm(layer) if self.training else None
+            return _Step(leaf, sums=norm.sums(leaf[: len(self.own_vertices)]) if norm else None)
+        net = self.net.layer(layer)
+        drop = self._drop(step, layer, self.vertices[layer][: leaf.shape[0]])
+
+        def projection() -> tuple[Tensor, Tensor]:
+            rows = net.prepare(leaf, drop)
+            return net.project(rows), rows[: self.blocks[layer].n_dst]
+
+        return _Step(leaf, self._kept(projection), projection)
+
+    def _kept(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, with its graph unless backward computes it again (checkpoint)."""
+        with torch.set_grad_enabled(self.training and not self.options.checkpoint):
+            return compute()
+
+    def _outgoing(self, entered: _Step) -> Tensor:
+        """The rows that the layer exchanges."""
+        return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
+
+    def _halo(
+        self,
+        step: int,
+        layer: int,
+        way: str,
+        rows: Tensor,
+        home: Tensor | None = None,
+        into: Tensor | None = None,
+        packed: bool = False,
+    ) -> Callable[[], Tensor]:
+        """A function that sends this rank's rows, and returns those that it receives.
+
+        way: 'f', rows of h: all of them, or `packed` for peers; or 'b', gradients of the halo.
+        home: gradient to which received gradients are added. into: buffer for what is received.
+        """
+        exchange = self.exchanges[layer]
+        label = Label("halo", step, way, layer)
+        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
+
+        def swap() -> Tensor:
+            with self.rank.span(label, "comm", nbytes):
+                outgoing = exchange.pack(rows) if way == "f" and not packed else rows
+                received = (exchange.forward if way == "f" else exchange.backward)(outgoing, into)
+                if home is not None:
+                    exchange.add_home(home, received)
+                return received
+
+        return swap
+
+    def _stale(self, layer: int, way: str) -> Tensor | None:
+        """What was sent one step ago and is used in this one; None in the first step."""
+        arrival = self.pending.pop((way, layer), None)
+        return None if arrival is None else arrival.result()
+
+    def _send_for_next(
+        self, step: int, layer: int, way: str, rows: Tensor, used: Tensor | None
+    ) -> None:
+        """Send rows on the comm lane, for the next step to use.
+
+        used: what this step uses, from the exchange one step ago. That exchange is over, however
+        far the lane lags behind, so its buffers can be filled again, unless `used` is still needed.
+        """
+        exchange, key, width = self.exchanges[layer], (way, layer), rows.shape[1]
+        sends, receives = exchange.rows(way)
+        if key not in self.leaving:
+            self.leaving[key] = rows.new_empty(sends, width)
+        leaving = (
+            exchange.pack(rows, self.leaving[key]) if way == "f" else self.leaving[key].copy_(rows)
+        )
+        if self._smooths(way):
+            into: Tensor | None = self.arriving[: receives * width].view(receives, width)
+        else:
+            into = None if self.rank.staleness_errors else used
+        swap = self._halo(step, layer, way, leaving, into=into, packed=True)
+        self.pending[key] = self.rank.submit(
+            "comm", lambda: self._smoothed(way, layer, swap(), used)
+        )
+
+    def _smoothed(self, way: str, layer: int, received: Tensor, used: Tensor | None) -> Tensor:
+        """What the next step uses: what was received, or its moving average.
+
+        With smoothing s_t = gamma s_{t-1} + (1 - gamma) v_t, where v_t is `received` and s_{t-1} is
+        what this step has `used`. s_t takes the place of s_{t-1}.
+        """
+        if self.rank.staleness_errors:
+            gap = received if used is None else used - received
+            squares = float(gap.double().square().sum()), float(received.double().square().sum())
+            self.errors.setdefault(f"{way}:l{layer}", []).append(squares)
+        if not self._smooths(way):
+            return received
+        return received * (1 - self.gamma) if used is None else used.lerp_(received, 1 - self.gamma)
+
+    def _moments(self, step: int, layer: int, entered: _Step) -> None:
+        """Batch norm's moments of h_{l-1}; every vertex counts once, at its owner."""
+        norm = self.net.batch_norm(layer)
+        if entered.sums is not None and norm is not None:
+            all_reduce(
+                self.rank, Label("moments", step, "f", layer), entered.sums, self.reduce_group
+            )
+            entered.moments = norm.moments(entered.sums, self.vertices_in_all).requires_grad_()
+
+    def _moments_home(self, step: int, layer: int, entered: _Step, gradient: Tensor) -> None:
+        """Add to the gradient of own rows what they get through the moments."""
+        if entered.moments is None:
+            return
+        total, own = entered.moments.grad, len(self.own_vertices)
+        assert total is not None
+        all_reduce(self.rank, Label("moments", step, "b", layer), total, self.reduce_group)
+        gradient[:own] += BatchNorm.home(
+            entered.leaf[:own], entered.moments, total, self.vertices_in_all
+        )
+
+    def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
+        """Forward of one layer. Leaves h_l in `entered.out`, and returns the next layer's step."""
+        halo, source, stale = None, None, self.options.staleness > 0 and self.training
+        self._moments(step, layer, entered)
+        meets = layer > self.shapes.first_varying and not self.silent[layer]
+        if meets and stale:
+            halo = self._stale(layer, "f")
+        elif meets:
+            rows = self._outgoing(entered)
+            source = self._room(layer, rows)
+            self._halo(step, layer, "f", rows, into=source[rows.shape[0] :])()
+        with self.rank.span(Label("forward", step, layer=layer), "compute"):
+            x0 = self.x0[: self.blocks[layer].n_dst] if self.x0 is not None else None
+            if layer <= self.shapes.first_varying:
+                entered.segment = self._first_segment(step)
+            else:
+                entered.segment = self._segment(step, layer, entered, source, halo, x0)
+                if meets and stale:
+                    assert entered.source is not None
+                    self._send_for_next(
+                        step, layer, "f", entered.source.detach()[: entered.leaf.shape[0]], halo
+                    )
+            out = self._kept(entered.segment)
+            entered.out = None if self.options.checkpoint else out
+            return self._enter(out, step, layer + 1)
+
+    def _first_segment(self, step: int) -> Callable[[], Tensor]:
+        """Layer 1 on constant features."""
+        net, relu, cached = self.net.layer(1), self.net.relu_after(1), self.cached
+        x = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
+        if cached is not None:
+            return lambda: net.update(cached, x, x, None, relu)
+        return lambda: net(self.blocks[1], x, self._drop(step, 1, self.vertices[1]), None, relu)
+
+    def _room(self, layer: int, rows: Tensor) -> Tensor:
+        """A buffer for all source rows [S, width]; the own rows if there are no others."""
+        return (
+            rows
+            if self.blocks[layer].n_src == rows.shape[0]
+            else rows.new_empty(self.blocks[layer].n_src, rows.shape[1])
+        )
+
+    def _segment(
+        self,
+        step: int,
+        layer: int,
+        entered: _Step,
+        source: Tensor | None,
+        halo: Tensor | None,
+        x0: Tensor | None,
+    ) -> Callable[[], Tensor]:
+        """Lay out the layer's source rows, and return a function that computes h_l from them.
+
+        source: their buffer if the halo is in its place already. halo: else the stale halo, if any.
+        """
+        net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
+        rows = self._outgoing(entered)
+        local, has_arrived = rows.shape[0], source is not None
+        if source is None:
+            source = self._room(layer, rows)
+        if source.shape[0] > local:
+            source[:local] = rows
+            if not has_arrived:
+                source[local:] = 0.0 if halo is None else halo
+        source = entered.source = source.detach().requires_grad_(entered.leaf.requires_grad)
+        if entered.projected is not None:
+            own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
+            if self.options.checkpoint:
+                # computed again in the backward pass
+                entered.projected = entered.projected[0][:0], own
+            return lambda: net.update(net.gather(block, source), own, own, x0, relu)
+        moments, drop = entered.moments, self._drop(step, layer, self.vertices[layer])
+        # the rows are in `source`: no second copy stays
+        entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
+        return lambda: net(block, source, drop, x0, relu, moments)
+
+    def _backward(
+        self, step: int, layer: int, entered: _Step, above: _Step | None, home: Tensor | None
+    ) -> Tensor | None:
+        """Backward of one layer.
+
+        home: what this returned for the layer above, or the gradient of h_L. Returns the gradient
+        of this rank's rows of h_{l-1} as exchanged, complete with what peers send; None if these
+        rows are constant.
+        """
+        assert entered.segment is not None and home is not None
+        with self.rank.span(Label("backward", step, layer=layer), "compute"):
+            gradient = self._through_projection(above, home)
+            backward([entered.segment() if entered.out is None else entered.out], [gradient])
+            entered.out = entered.segment = None
+        if not entered.leaf.requires_grad:
+            return None
+        assert entered.source is not None and entered.source.grad is not None
+        local = entered.leaf.shape[0]
+        gradient = entered.source.grad[:local]
+        if not self.silent[layer]:
+            far = entered.source.grad[local:]
+            if self.options.staleness:
+                used = self._stale(layer, "b")
+                if used is not None:
+                    self.exchanges[layer].add_home(gradient, used)
+                self._send_for_next(step, layer, "b", far, used)
+            else:
+                self._halo(step, layer, "b", far, home=gradient)()
+        self._moments_home(step, layer, entered, gradient)
+        return gradient
+
+    def _through_projection(self, above: _Step | None, gradient: Tensor) -> Tensor:
+        """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
+        if above is None:
+            return gradient
+        assert (
+            above.projected is not None and above.own is not None and above.projection is not None
+        )
+        projected = above.projection() if self.options.checkpoint else above.projected
+        if above.own.grad is None:  # the layer reads its own rows through the aggregate only
+            backward([projected[0]], [gradient])
+        else:
+            backward(projected, (gradient, above.own.grad))
+        above.projected = above.own = above.source = None
+        assert above.leaf.grad is not None
+        return above.leaf.grad
+
+    def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
+        """Forward of all layers.
+
+        Returns what each keeps, last the decoder, whose leaf is h_L [own, H_L]; and the encoder's
+        output with its graph, if there is an encoder.
+        """
+        encoded, self.x0 = None, None
+        if self.net.encoder is None:
+            entered = [_Step(torch.empty(0))]
+        else:
+            with self.rank.span(Label("encode", step, "f"), "compute"):
+                drop = self._drop(step, 0, self.vertices[1][: self.features.shape[0]])
+                encoded = self.net.encode(self.features, drop)
+                self.x0 = (
+                    encoded.detach().requires_grad_(self.training) if self.net.initial else None
+                )
+                entered = [self._enter(encoded, step, 1)]
+        for layer in self.layers:
+            following = self._layer(step, layer, entered[-1])
+            if not self.training:
+                entered.clear()
+            entered.append(following)
+        self._moments(step, len(self.layers) + 1, entered[-1])
+        return entered, encoded
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a training step; adds gradients to the parameters' .grad.
+
+        Returns this rank's part of the loss, and its logits [own, C].
+        """
+        self.training = True
+        entered, encoded = self.forward(step)
+        last, above = entered.pop(), None
+        with self.rank.span(Label("loss", step), "compute"):
+            logits = self.net.decode(
+                last.leaf, self._drop(step, len(self.layers) + 1, self.own_vertices), last.moments
+            )
+            loss = self.targets.loss(logits)
+            loss.backward()  # type: ignore[no-untyped-call]
+        loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
+        gradient = last.leaf.grad
+        assert gradient is not None
+        self._moments_home(step, len(self.layers) + 1, last, gradient)
+        del last
+        for layer in reversed(self.layers):
+            gradient = self._backward(step, layer, entered[-1], above, gradient)
+            done = entered.pop()
+            above = done if done.projected is not None else None
+            del done  # and its rows
+        if encoded is not None:
+            with self.rank.span(Label("encode", step, "b"), "compute"):
+                assert gradient is not None
+                gradient = self._through_projection(above, gradient)
+                backward([encoded], [gradient if self.x0 is None else gradient + self.x0.grad])
+        return loss, logits
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Logits [own, C] without dropout and without staleness."""
+        self.training = False
+        return self.net.decode(self.forward(step)[0][-1].leaf)
+
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right and all predictions [3, 2] of this rank's rows."""
+        return self.targets.counts(logits)
+
+    def drain(self) -> None:
+        """Wait for exchanges that are under way; what they bring stays for the next step."""
+        for future in self.pending.values():
+            future.result()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: weights, and the stale rows that the next step uses."""
+        return super().state() | {
+            f"stale.{way}.{layer}": future.result() for (way, layer), future in self.pending.items()
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from another process's state."""
+        fill(super().state(), state)
+        for name, tensor in state.items():
+            if name.startswith("stale."):
+                way, layer = name.split(".")[1], int(name.split(".")[2])
+                self.pending[way, layer] = there(tensor.to(self.rank.device, copy=True))
+
+
+def open_worker(
+    rank: Rank,
+    problem: Problem,
+    layout: Layout,
+    options: ExchangeOptions,
+    gamma: float = 0.0,
+    degrees: str = "global",
+    net: Net | None = None,
+) -> Worker:
+    """A worker on the full graph, with its features.
+
+    degrees: of the whole graph ('global') or of the rank's layout ('local'). net: weights that it
+    shares with another worker.
+    """
+    net = net or Net(problem.model, problem.workload).to(rank.device)
+    share = whole_share(rank, problem, layout, net, degrees)
+    worker = Worker(rank, problem, share, options, net, gamma)
+    worker.keep(constant_rows(rank, problem, layout))
+    return worker
+
+
+def whole_share(rank: Rank, problem: Problem, layout: Layout, net: Net, degrees: str) -> Share:
+    """This rank's share of a layout."""
+    edges = [net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
+    return share_of(
+        layout,
+        rank.rank,
+        edges,
+        problem.workload,
+        layout.degrees(rank.rank) if degrees == "local" else None,
+    )

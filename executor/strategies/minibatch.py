@@ -1,0 +1,114 @@
+"""Mini-batches, data parallel or split (GSplit).
+
+In every step a sampler gives a rank its share of a batch. Its rows are loaded, and then
+graph_parallel.py trains on it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import Targets, lengths_of
+from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.minibatch.feature_store import FeatureStore
+from gnnplan.executor.minibatch.sampler import Arriving, Sampler, drawing_device
+from gnnplan.executor.minibatch.share import Share
+from gnnplan.executor.ranks.checkpoint import Resumable
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies import graph_parallel
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import DataParallel, GSplit
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
+from gnnplan.planner.strategies.minibatch.feature_store import Store
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+class Worker(Resumable):
+    """One rank. It evaluates its part of the full graph, with halos exchanged."""
+
+    net: Net
+
+    def __init__(
+        self, rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int = 0
+    ) -> None:
+        self.rank, self.problem, self.exchange_options = rank, problem, strategy.exchange_options
+        self.net = Net(problem.model, problem.workload).to(rank.device)
+        self.reduce_group = tuple(range(rank.world))
+        batches = strategy.batches(problem)
+        store, lists = strategy.store(problem), strategy.lists(problem)
+        assert store is None or isinstance(store, Store)
+        assert lists is None or isinstance(lists, Structure)
+        # before the sampler forks: the fork would keep a copy of the features
+        self.store = FeatureStore(rank, problem, store)
+        edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
+        device = drawing_device(rank, problem, strategy.prefetch, store, lists)
+        sampler = Sampler(batches, rank.rank, edges, rank.timeout_s, lists, device)
+        self.arriving = Arriving(rank, sampler, strategy.prefetch, first)
+        self.whole: graph_parallel.Worker | None = None  # made for the first evaluation
+        self.scored: Targets | None = None  # to which the last logits belong
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of one batch.
+
+        Returns this rank's part of what the batch adds to the mean loss over all training vertices,
+        and its logits [own seeds, C].
+        """
+        share = self.arriving.next(step)
+        seeds = share.everyone
+        worker = graph_parallel.Worker(
+            self.rank, self.problem, share, self.exchange_options, self.net, batch=seeds
+        )
+        worker.features = self._features(share, worker, step)
+        self.scored = worker.targets
+        loss, logits = worker.step(step)
+        return loss * (seeds / self.problem.stats.train_vertices), logits
+
+    def _features(
+        self, share: Share, worker: graph_parallel.Worker, step: int
+    ) -> Tensor | SparseRows:
+        """What layer 1 or the encoder reads: own rows, loaded, and a halo that its owners send."""
+        problem, part = self.problem, share.parts[0]
+        assert problem.graph is not None
+        local, halo = part.source[: part.local], part.source[part.local :]
+        meets = part.meets and problem.model.first_varying > 0
+        rows: Tensor | SparseRows = self.store.read(local, step, halo.size * meets)
+        if not meets:
+            return rows
+        label, exchange = Label("halo", step, "f", 1), worker.exchanges[1]
+        if isinstance(rows, Tensor):
+            packed = exchange.pack(rows)
+            with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
+                exchange.forward(packed, into=rows[part.local :])
+                return rows
+        packed_sparse, lengths = exchange.pack(rows), lengths_of(problem.graph, halo)
+        with self.rank.span(label, "comm", self.rank.count(label, packed_sparse.nbytes)):
+            return SparseRows.cat([rows, exchange.forward_sparse(packed_sparse, lengths)])
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows that this rank has read from its feature store, by where they were."""
+        return dict(self.store.rows)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Logits [own, C] on the full graph, without dropout."""
+        if self.whole is None:
+            layout = self.problem.layout()
+            assert isinstance(layout, Layout)
+            self.whole = graph_parallel.open_worker(
+                self.rank, self.problem, layout, ExchangeOptions(), net=self.net
+            )
+        self.scored = self.whole.targets
+        return self.whole.evaluate(step)
+
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right and all predictions [3, 2] of the rows of the last logits."""
+        assert self.scored is not None
+        return self.scored.counts(logits)
+
+    def drain(self) -> None:
+        """Nothing to wait for: every step ends with its exchanges done."""

@@ -1,0 +1,60 @@
+"""P3's update in the pipeline: with the gradient of three batches ago."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from gnnplan.executor.ranks.learner import Gradients, Learner
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.strategies.p3.slices import DELAY
+
+
+class Pipeline(Protocol):
+    """What the learner needs of a worker."""
+
+    def gradients_of(self, batch: int) -> Sequence[Gradients]:
+        """The buffers that hold a batch's gradient."""
+
+    def play(self, t: int, steps: int | None = None) -> object:
+        """Play period t of a run of so many batches."""
+
+
+class Delayed(Learner):
+    """A learner whose all-reduce runs beside the computation of a period."""
+
+    def __init__(
+        self, rank: Rank, workload: Workload, gradients: Sequence[Gradients], pipeline: Pipeline
+    ) -> None:
+        super().__init__(rank, workload, gradients)
+        self.pipeline = pipeline
+        self.reducing: Future[None] | None = None
+
+    def start(self, batch: int) -> None:
+        """Begin the all-reduce of a batch's gradient."""
+        buffers = self.pipeline.gradients_of(batch)
+
+        def reduce() -> None:
+            for buffer in buffers:
+                buffer.reduce(self.rank, batch)
+
+        self.reducing = self.rank.submit("reduce", reduce)
+
+    def update(self, step: int) -> None:
+        """Update the weights with the gradient of the batch three before."""
+        due = step - DELAY
+        if due < 0:
+            return
+        assert self.reducing is not None
+        self.reducing.result()
+        for own, reduced in zip(self.gradients, self.pipeline.gradients_of(due), strict=True):
+            own.flat.copy_(reduced.flat)
+        self.descend(due)
+
+    def finish(self, step: int) -> None:
+        """Play what is under way to its end."""
+        for later in range(step, step + DELAY):
+            self.pipeline.play(later, step)
+            self.update(later)

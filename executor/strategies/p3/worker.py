@@ -1,0 +1,443 @@
+"""The steps of one rank under P3.
+
+A batch under way is a Flight. Its front (F_M) makes partial sums of layer 1 for all peers, and has
+the sums of all columns pulled. Its body (F_D, B_D) trains layers 2 .. L on them. Its tail (B_M)
+brings the sums' gradient to this rank's columns of the first weight. Messages go on the comm lane's
+thread. In the pipeline three batches are under way at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import Targets, counts_of, dtype_of, sparse_rows
+from gnnplan.executor.layers.kernels import Rows, SparseRows, backward, dropout
+from gnnplan.executor.layers.models import CALLS, ColumnLayer, Net
+from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
+from gnnplan.executor.minibatch.share import Share
+from gnnplan.executor.ranks import comm
+from gnnplan.executor.ranks.checkpoint import Resumable, fill, named
+from gnnplan.executor.ranks.comm import Exchange
+from gnnplan.executor.ranks.learner import Gradients, Learner
+from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.strategies import graph_parallel
+from gnnplan.executor.strategies.p3.learner import Delayed
+from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import P3
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.p3.p3 import period
+from gnnplan.planner.strategies.p3.slices import DELAY
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+class _Summed(torch.autograd.Function):
+    """Numbers summed over peers; their gradient is summed over peers too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Callable[[Tensor, str], Tensor]) -> Tensor:
+        ctx.total = total
+        return total(x, "f")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.total(gradient, "b"), None
+
+
+@dataclass
+class Flight:
+    """A batch under way, with the weights that it reads."""
+
+    step: int
+    net: Net
+    share: Share
+    exchange: Exchange
+    partial: Tensor  # layer 1's partial sums for all peers' blocks, with their graph
+    own: slice  # the rows of this rank's block among them
+    pulled: Future[Tensor] | None = None  # the peers' partial sums of this rank's block
+    pushed: Future[Tensor] | None = None  # the gradients of the peers' sums
+    gradient: Tensor = field(default_factory=lambda: torch.empty(0))  # of this rank's sum
+
+
+class Worker(Resumable):
+    """One rank. `net` is the whole model, evaluated and saved; `sliced` is what it trains."""
+
+    net: Net
+
+    def __init__(self, rank: Rank, problem: Problem, strategy: P3, first: int = 0) -> None:
+        assert problem.graph is not None
+        self.rank, self.problem, self.strategy = rank, problem, strategy
+        me, device = rank.rank, rank.device
+        self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
+        self.net = Net(problem.model, problem.workload).to(device)
+        self.sliced = self._cut()
+        _must_be_cut_by_columns(self.sliced)
+        self.reduce_group = tuple(range(rank.world))
+        for twins in dict.fromkeys(strategy.twins(problem, r) for r in range(rank.world)):
+            rank.group(twins)
+        for rail in strategy.rails(problem):
+            rank.group(rail)
+        edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
+        lists = strategy.lists(problem)
+        drawing = drawing_device(rank, problem, strategy.prefetch, None, lists)
+        sampler = ColumnSampler(
+            strategy.batches(problem), me, edges, rank.timeout_s, lists, drawing, rail=self.rail
+        )
+        # batches that are under way between two epochs
+        self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
+        self.arriving = Arriving(
+            rank, sampler, strategy.prefetch, self.landing.start if self.landing else first
+        )
+        x = problem.graph.x
+        # the features of these columns, in this server's memory or in a mapped file
+        self.x = x[:, self.columns.start : self.columns.stop]
+        if isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
+            self.x = np.ascontiguousarray(self.x)
+        self.learner: Learner = (
+            Delayed(rank, problem.workload, self.gradients(self.sliced), self)
+            if strategy.pipelined
+            else Learner(rank, problem.workload, self.gradients(self.sliced))
+        )
+        self.nets = (
+            [copy.deepcopy(self.sliced) for _ in range(DELAY + 1)]
+            if strategy.pipelined
+            else [self.sliced]
+        )
+        self.buffers = [self.gradients(net) for net in self.nets] if strategy.pipelined else []
+        self.flights: dict[int, Flight] = {}  # by batch
+        self.scored: list[Targets] = []  # to which the last logits belong
+        self.tail_spans = ExitStack()  # those of the tail that is running
+        self.whole: graph_parallel.Worker | None = None
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def _cut(self) -> Net:
+        """The model with this rank's columns of the first weights."""
+        sliced = Net(self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload).to(
+            self.rank.device
+        )
+        for name, p in self.net.named_parameters():
+            target = sliced.get_parameter(name)
+            target.data.copy_(
+                p.data
+                if p.shape == target.shape and not self._is_cut(name)
+                else p.data[:, self.columns.start : self.columns.stop]
+            )
+        return sliced
+
+    def _is_cut(self, name: str) -> bool:
+        return name in ("layers.1.weight", "layers.1.weight_self")
+
+    def gradients(self, net: Net) -> list[Gradients]:
+        """Buffers for the gradient of `net`: of whole weights, and of those cut by columns."""
+        named = dict(net.named_parameters())
+        cut = [p for name, p in named.items() if self._is_cut(name)]
+        rest = [p for name, p in named.items() if not self._is_cut(name)]
+        return [
+            Gradients(rest, self.reduce_group),
+            Gradients(cut, self.strategy.twins(self.problem, self.rank.rank), 1),
+        ]
+
+    def gradients_of(self, batch: int) -> list[Gradients]:
+        """The buffers that hold a batch's gradient, in the pipeline."""
+        return self.buffers[batch % len(self.nets)]
+
+    @torch.no_grad()
+    def _assemble(self) -> None:
+        """Give every rank the whole model: one rank of each set of twins gives its columns."""
+        gives = self.strategy.twins(self.problem, self.rank.rank)[0] == self.rank.rank
+        for name, p in self.sliced.named_parameters():
+            whole = self.net.get_parameter(name)
+            if not self._is_cut(name):
+                whole.copy_(p)
+                continue
+            whole.zero_()
+            if gives:
+                whole[:, self.columns.start : self.columns.stop] = p
+            if self.rank.world > 1:
+                wire = self.rank.staged(whole)
+                dist.all_reduce(wire)
+                whole.copy_(wire)
+
+    # -- a batch ----------------------------------------------------------------------------------
+
+    def _front(self, step: int) -> Flight:
+        """Make partial sums of layer 1, and let the sums of all columns be pulled."""
+        rank, share, net = self.rank, self.arriving.next(step), self.nets[step % len(self.nets)]
+        if net is not self.sliced:
+            for stashed, p in zip(net.parameters(), self.sliced.parameters(), strict=True):
+                stashed.data.copy_(p.data)
+            for buffer in self.gradients_of(step):
+                buffer.flat.zero_()
+                label = Label("all_reduce", step, layer=buffer.layer)
+                nbytes = comm.reduced_bytes(rank, label, buffer.flat, buffer.group)
+                rank.count_ahead(label, nbytes)
+        flight = self._partial(step, share, net)
+        rows = flight.exchange.pack(flight.partial.detach())
+        flight.pulled = self._move(Label("pull", step, "f", 1), flight.exchange, rows, "f")
+        return flight
+
+    def _partial(self, step: int, share: Share, net: Net) -> Flight:
+        """Layer 1 on this rank's columns, for all peers' blocks."""
+        rank, problem, workload = self.rank, self.problem, self.problem.workload
+        part = share.parts[0]
+        assert isinstance(part, Pushed)
+        nbytes = int(problem.features_bytes(part.source, self.columns).sum())
+        with rank.span(Label("load", step), "copy", nbytes):
+            # sparse rows offer what dropout and layer 1 ask of a tensor
+            x = cast(Tensor, self._load(part.source))
+        layer = cast(ColumnLayer, net.layer(1))
+        block, vertices = part.block.to(rank.device), torch.from_numpy(part.source).to(rank.device)
+        attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
+        with ExitStack() as spans:
+            first = Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1)
+            spans.enter_context(rank.span(first, "compute"))
+            total = self._total_over_peers(step, spans)
+
+            def sync(numbers: Tensor) -> Tensor:
+                if not attends:
+                    return numbers
+                return cast(Tensor, _Summed.apply(numbers, total))  # type: ignore[no-untyped-call]
+
+            rows = dropout(
+                x, workload.seed, step, 1, vertices, workload.dropout, self.columns.start
+            )
+            gathered = layer.gather(block, layer.scatter(block, rows, sync))
+            partial = layer.transform(gathered, rows[: block.n_dst])
+        del x, rows, gathered  # autograd keeps what it needs of them
+        ends = np.cumsum(part.rows)
+        place = self.rail.index(rank.rank)
+        own_rows = part.rows[place]
+        own = slice(int(ends[place] - own_rows), int(ends[place]))
+        give, take = [np.zeros(0, np.int64)] * rank.world, np.zeros(rank.world, np.int64)
+        for peer, end, count in zip(self.rail, ends.tolist(), part.rows, strict=True):
+            if peer != rank.rank:
+                give[peer], take[peer] = np.arange(end - count, end), own_rows
+        return Flight(step, net, share, Exchange(rank, give, take), partial, own)
+
+    def _total_over_peers(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
+        """What sums attention's logits over peers, in the middle of a span of computation.
+
+        Forward ('f') it interrupts the span that `spans` holds, backward ('b') that of the tail.
+        """
+        rank = self.rank
+
+        def total(numbers: Tensor, way: str) -> Tensor:
+            interrupted = spans if way == "f" else self.tail_spans
+            interrupted.close()
+            out, back = numbers.contiguous().clone(), Label("logits", step, "b", 1)
+            if way == "f" and self.strategy.pipelined:
+                rank.count_ahead(back, comm.reduced_bytes(rank, back, out, self.rail))
+            rank.submit(
+                "reduce",
+                lambda: comm.all_reduce(rank, Label("logits", step, way, 1), out, self.rail),
+            ).result()
+            forward = way == "f"
+            after = Label("forward", step, layer=1) if forward else Label("scatter", step, "b", 1)
+            interrupted.enter_context(rank.span(after, "compute"))
+            return out
+
+        return total
+
+    def _load(self, ids: np.ndarray) -> Tensor | SparseRows:
+        """This rank's columns of the features of these vertices."""
+        rows, workload, device = self.x[ids], self.problem.workload, self.rank.device
+        if isinstance(rows, np.ndarray):
+            return torch.from_numpy(rows).to(device, dtype_of(workload))
+        return sparse_rows(rows, workload, device)
+
+    def _move(self, label: Label, exchange: Exchange, rows: Tensor, way: str) -> Future[Tensor]:
+        """Exchange rows with peers on the comm lane, forward ('f') or their gradients back."""
+        if len(self.rail) == 1:
+            return there(rows)
+        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
+        # a list, to drop the rows when they have left: the lane's thread holds this function longer
+        leaving = [rows]
+
+        def swap() -> Tensor:
+            with self.rank.span(label, "comm", nbytes):
+                return (
+                    exchange.forward(leaving.pop())
+                    if way == "f"
+                    else exchange.backward(leaving.pop())
+                )
+
+        return self.rank.submit("comm", swap)
+
+    def _body(self, flight: Flight) -> tuple[Tensor, Tensor]:
+        """Layers 2 .. L, forward and backward, on the sum of all columns' partial sums.
+
+        Returns this rank's part of the loss and its logits.
+        """
+        step, net, share, workload = flight.step, flight.net, flight.share, self.problem.workload
+        assert flight.pulled is not None
+        pulled, device = flight.pulled.result(), self.rank.device
+        with self.rank.span(Label("forward", step), "compute"):
+            summed = flight.partial.detach()[flight.own].clone()
+            for part in pulled.view(len(self.rail) - 1, *summed.shape):
+                summed += part
+            flight.pulled = None
+            del pulled
+            summed.requires_grad_()
+            h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
+            for number, part in enumerate(share.parts[1:], 2):
+                vertices = torch.from_numpy(part.source).to(device)
+
+                def drop(rows: Rows, number: int = number, vertices: Tensor = vertices) -> Rows:
+                    return dropout(rows, workload.seed, step, number, vertices, workload.dropout)
+
+                h = net.layer(number)(part.block.to(device), h, drop, None, net.relu_after(number))
+        seeds = share.everyone
+        with self.rank.span(Label("loss", step), "compute"):
+            leaf = h.detach().requires_grad_()
+            assert self.problem.graph is not None
+            targets = Targets(self.problem.graph, share.own, workload, device, seeds)
+            loss = targets.loss(leaf)
+            loss.backward()  # type: ignore[no-untyped-call]
+        with self.rank.span(Label("backward", step), "compute"):
+            assert leaf.grad is not None
+            backward([h], [leaf.grad])
+            assert summed.grad is not None
+            flight.gradient = summed.grad
+        flight.pushed = self._move(
+            Label("pull", step, "b", 1),
+            flight.exchange,
+            flight.gradient.repeat(len(self.rail) - 1, 1),
+            "b",
+        )
+        self.scored.append(targets)
+        return loss.detach() * (seeds / self.problem.stats.train_vertices), leaf.detach()
+
+    def _tail(self, flight: Flight) -> None:
+        """Bring the gradient of all peers' blocks to this rank's columns of the first weight."""
+        assert flight.pushed is not None
+        pushed, step = flight.pushed.result(), flight.step
+        with ExitStack() as self.tail_spans:
+            self.tail_spans.enter_context(
+                self.rank.span(Label("backward", step, layer=1), "compute")
+            )
+            gradient = torch.empty_like(flight.partial)
+            gradient[flight.own] = flight.gradient
+            gradient[flight.exchange.positions] = pushed
+            backward([flight.partial], [gradient])
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Play one step; in the pipeline most batches end one step late.
+
+        Returns this rank's part of what the batches that end add to the mean loss over all training
+        vertices, and their logits.
+        """
+        self.scored = []
+        if not self.strategy.pipelined:
+            flight = self._front(step)
+            loss, logits = self._body(flight)
+            self._tail(flight)
+            return loss, logits
+        done = self.play(step)
+        total = sum((loss for loss, _ in done), torch.zeros(()))
+        if not done:
+            return total, torch.zeros(0, self.problem.stats.classes)
+        return total, torch.cat([rows for _, rows in done])
+
+    def play(self, t: int, steps: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Play period t of the pipeline, without its update, which the learner does.
+
+        steps: batches of the run, if it ends. Returns what the bodies of the period return.
+        """
+        assert isinstance(self.learner, Delayed)
+        done = []
+        for phase, batch in period(t, self.strategy.steps(self.problem), steps):
+            if phase == "reduce":
+                self.learner.start(batch)
+            elif phase == "front":
+                self.flights[batch] = self._front(batch)
+            elif phase == "body":
+                done.append(self._body(self.flights[batch]))
+            elif phase == "tail":
+                self._tail(self.flights.pop(batch))
+        return done
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Logits on the full graph, with the weights of all columns."""
+        self._assemble()
+        if self.whole is None:
+            layout = self.problem.layout()
+            assert isinstance(layout, Layout)
+            self.whole = graph_parallel.open_worker(
+                self.rank, self.problem, layout, ExchangeOptions(), net=self.net
+            )
+        self.scored = [self.whole.targets]
+        return self.whole.evaluate(step)
+
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right and all predictions [3, 2] of the rows of the last logits."""
+        return counts_of(self.scored, logits)
+
+    def drain(self) -> None:
+        """Wait for messages; batches stay under way."""
+        for flight in self.flights.values():
+            for moving in (flight.pulled, flight.pushed):
+                if moving is not None:
+                    moving.result()
+        self._assemble()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint between two epochs keeps.
+
+        These are the weights; in the pipeline also the stashed weights, their gradients, and for
+        the batches under way, whose body is done, the gradients that `_tail` needs. Layer 1 of
+        these batches is computed again.
+        """
+        out = named("sliced", self.sliced.state_dict())
+        if self.strategy.pipelined:
+            for i, (net, buffers) in enumerate(zip(self.nets, self.buffers, strict=True)):
+                out |= named(f"stash.{i}", net.state_dict()) | {
+                    f"gradient.{i}.{j}": buffer.flat for j, buffer in enumerate(buffers)
+                }
+        for flight in self.flights.values():
+            assert flight.pushed is not None
+            out |= {
+                f"flight.{flight.step}.own": flight.gradient,
+                f"flight.{flight.step}.pushed": flight.pushed.result(),
+            }
+        return out
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from another process's state."""
+        fill(self.state(), state)
+        recording, self.rank.recording = self.rank.recording, False
+        for step in self.landing:
+            flight = self._partial(step, self.arriving.next(step), self.nets[step % len(self.nets)])
+            flight.gradient = state[f"flight.{step}.own"].to(self.rank.device, copy=True)
+            flight.pushed = there(state[f"flight.{step}.pushed"].to(self.rank.device, copy=True))
+            self.flights[step] = flight
+        self.rank.recording = recording
+
+
+def _must_be_cut_by_columns(net: Net) -> None:
+    """Raise SpecError if layer 1 lacks P3's calls, as a user's own layer may."""
+    kind = type(net.layer(1))
+    missing = [
+        call
+        for call in CALLS
+        if getattr(kind, call, None) in (None, getattr(torch.nn.Module, call, None))
+    ]
+    if missing:
+        raise SpecError(
+            f"p3: layer 1 ({kind.__name__}) has no {', '.join(missing)}: a layer runs under P3"
+            " if its sums are over feature columns; use data_parallel or gsplit, which run any"
+            " layer"
+        )

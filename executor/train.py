@@ -1,0 +1,371 @@
+"""The training loop of one rank: steps, metrics, evaluation, checkpoints, and what a run leaves.
+
+What a step does is the strategy's (strategies/).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import scores
+from gnnplan.executor.layers.kernels import Shapes, has_onednn
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
+from gnnplan.executor.ranks.learner import Gradients, Learner
+from gnnplan.executor.ranks.memory import MemoryWatch, resident
+from gnnplan.executor.ranks.rank import Rank, now
+from gnnplan.executor.strategies import minibatch, open_worker, p3
+from gnnplan.planner.evidence.validate import MAX_METRICS
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
+from gnnplan.planner.vocabulary.files import read_bytes, write_atomically
+from gnnplan.planner.vocabulary.schedule import Label
+from gnnplan.planner.vocabulary.trace import read_trace, trace_of, write_traces
+
+TRACED_EPOCHS = 5  # whose spans are kept, at least
+WATCHED_EPOCHS = 3  # whose memory is watched; after these every buffer has been filled
+BACKENDS = {"gloo": "Gloo", "nccl": "NCCL"}
+
+Report = Callable[[dict[str, Any]], None]  # receives a line of metrics.jsonl
+
+
+class Worker(Protocol):
+    """What a strategy's executor offers the training loop."""
+
+    net: Net
+
+    @property
+    def reduce_group(self) -> tuple[int, ...]:
+        """The ranks that hold the same weights."""
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward: this rank's part of the loss, and the logits of its rows."""
+
+    def evaluate(self, step: int) -> Tensor:
+        """Logits of this rank's rows without dropout and staleness."""
+
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right and all predictions [3, 2] of the rows that step or evaluate has just returned."""
+
+    def drain(self) -> None:
+        """Wait for messages that are under way."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, by name."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what another process's `state` returned."""
+
+
+def device_mismatch(rank: Rank, problem: Problem) -> str | None:
+    """What to tell a user whose plan is for another kind of device than this run has, or None."""
+    planned = problem.cluster.device
+    if rank.device.type == planned.kind:
+        return None
+    name = "" if planned.name == "unnamed" else planned.name
+    if planned.kind == "cuda":
+        there = f"{name or 'CUDA'} GPUs"
+    else:
+        there = f"CPU ranks ({name})" if name not in ("", "CPU") else "CPU ranks"
+    here = (
+        f"{torch.cuda.get_device_name(rank.device)} GPUs"
+        if rank.device.type == "cuda"
+        else "CPU ranks"
+    )
+    return (
+        f"the plan is for {there}, this run is on {here} over {BACKENDS[rank.backend]}: its times"
+        " will not be those predicted; make a plan for this machine with gnnplan plan --cluster"
+        " local"
+    )
+
+
+def train(
+    rank: Rank,
+    problem: Problem,
+    strategy: Strategy,
+    out: Path | None,
+    epochs: int,
+    eval_every: int = 10,
+    report: Report = lambda row: None,
+    checkpoints: Checkpoints | None = None,
+) -> Net:
+    """Train all epochs from `checkpoints.first` on, and return the model with its final weights.
+
+    Every epoch has as many steps as the strategy has batches. Rank 0 appends a line per epoch to
+    metrics.jsonl in `out`, and reports it. eval_every: epochs from one evaluation to the next; the
+    last epoch always has one. Raises GnnplanError if the loss is not finite.
+    """
+    with Shapes.varying(strategy.mode == "mini"):
+        training = _Training(rank, problem, strategy, out, epochs, checkpoints)
+        for epoch in range(training.first, epochs):
+            is_evaluated = epoch == epochs - 1 or (eval_every > 0 and (epoch + 1) % eval_every == 0)
+            training.epoch(epoch, is_evaluated, report)
+        return training.finish()
+
+
+class _Training:
+    """One rank's training: its worker, its optimizer, and what it has recorded."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        problem: Problem,
+        strategy: Strategy,
+        out: Path | None,
+        epochs: int,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        has_onednn()  # loads oneDNN now: its memory belongs to the process, not to the training
+        self.watch = MemoryWatch(rank.device)
+        self.rank, self.problem, self.out, self.epochs = rank, problem, out, epochs
+        self.checkpoints = checkpoints
+        self.steps = strategy.steps(problem)
+        self.first = checkpoints.first if checkpoints else 0
+        worker = open_worker(rank, problem, strategy, self.first * self.steps)
+        self.worker: Worker = worker
+        self.arriving = (
+            worker.arriving if isinstance(worker, (minibatch.Worker, p3.Worker)) else None
+        )
+        if isinstance(worker, p3.Worker):
+            self.learner = worker.learner
+        else:
+            gradients = [Gradients(worker.net.parameters(), worker.reduce_group)]
+            self.learner = Learner(rank, problem.workload, gradients)
+        self.setup_bytes = {op: sent for op, sent in rank.sent.items() if sent}
+        rank.sent.clear()
+        rank.traced = max(rank.traced, TRACED_EPOCHS * self.steps)
+        earlier = self._resume() if self.first and out else {}
+        self.record = _Record(rank, worker, earlier)
+        self.metrics = (
+            _open_metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
+        )
+
+    def _resume(self) -> dict[str, Any]:
+        """Take over weights and records from the checkpoint, and return its notes."""
+        assert self.checkpoints is not None and self.out is not None
+        rank = self.rank
+        notes, tensors = self.checkpoints.load(self.checkpoints.first)
+        self.worker.load(under("worker", tensors))
+        fill(self.learner.optimizer.state(), under("optimizer", tensors))
+        rank.sent.update(notes["bytes"])
+        rank.counted = {Label(*label) for label in notes["counted"]}
+        with suppress(SpecError):  # a trace that was lost with its machine does not stop training
+            rank.spans = read_trace(trace_of(self.out, rank.rank), rank.rank)[1][: notes["spans"]]
+        return notes
+
+    def epoch(self, epoch: int, is_evaluated: bool, report: Report) -> None:
+        """Train one epoch, then evaluate, append its metrics and write its checkpoint."""
+        rank, worker, checkpoints = self.rank, self.worker, self.checkpoints
+        rank.activity.begin("phase", f"epoch {epoch + 1}")
+        sent_before, seconds = sum(rank.sent.values()), 0.0
+        loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+        for step in range(epoch * self.steps, (epoch + 1) * self.steps):
+            started = now()
+            self.learner.zero()
+            part, logits = worker.step(step)
+            self.learner.update(step)
+            seconds += now() - started
+            loss, counts = loss + part.cpu(), counts + worker.counts(logits)
+            del part, logits
+        if epoch == self.first + WATCHED_EPOCHS - 1:
+            self.watch.stop()
+        is_kept = checkpoints is not None and checkpoints.due(epoch + 1)
+        if is_evaluated or is_kept:
+            # what is under way belongs to this epoch; other epochs do not wait for it
+            started = now()
+            worker.drain()
+            seconds += now() - started
+        tested = torch.full((3, 2), math.nan, dtype=torch.float64)
+        if is_evaluated:
+            rank.activity.begin("phase", f"the evaluation of epoch {epoch + 1}")
+            rank.recording = False
+            tested = worker.counts(worker.evaluate(step))
+            rank.recording = True
+        self.record.resident_bytes.append(resident())
+        if checkpoints and is_kept:
+            # Before the ranks meet: no rank may be two checkpoints ahead of another, or they would
+            # have none in common.
+            rank.activity.begin("phase", f"the checkpoint before epoch {epoch + 1}")
+            checkpoints.wait()
+        rank.activity.begin("phase", f"the metrics of epoch {epoch + 1}")
+        sent = sum(rank.sent.values()) - sent_before
+        row = _row(rank, epoch, loss, counts, tested, seconds, sent)
+        self._append(row, report)
+        if is_kept:
+            self._keep(epoch)
+
+    def _append(self, row: dict[str, Any], report: Report) -> None:
+        if not math.isfinite(row["loss"]):
+            lower = self.problem.workload.lr / 10
+            raise GnnplanError(
+                f"the loss is {row['loss']} in epoch {row['epoch']}; lower the learning rate"
+                f" (--set lr={lower:g})"
+            )
+        if self.metrics:
+            self.metrics.write(json.dumps(row) + "\n")
+            # Flushed, so that it outlives a lost rank. Not synced: to wait for the disk would look
+            # like a lost peer to the other ranks.
+            self.metrics.flush()
+            report(row)
+
+    def _keep(self, epoch: int) -> None:
+        if not (self.checkpoints and self.out):
+            return
+        self.rank.activity.begin("phase", f"the checkpoint of epoch {epoch + 1}")
+        self.record.trace(self.out)
+        optimizer = self.learner.optimizer.state()
+        tensors = named("worker", self.worker.state()) | named("optimizer", optimizer)
+        first_on_disk = [self.metrics.fileno()] if self.metrics else []
+        self.checkpoints.save(self.rank, epoch + 1, tensors, self.record.notes(), first_on_disk)
+
+    def finish(self) -> Net:
+        """End what is under way, and leave this rank's files."""
+        self.rank.activity.begin("phase", "the end")
+        self.learner.finish(self.epochs * self.steps)
+        self.worker.drain()
+        if self.arriving:
+            self.arriving.close()
+        if self.checkpoints:
+            self.checkpoints.wait()
+        if self.metrics:
+            self.metrics.close()
+        if self.out:
+            self._leave(self.out)
+        return self.worker.net
+
+    def _leave(self, out: Path) -> None:
+        """Write this rank's trace and counts; rank 0 also writes the weights of the whole model."""
+        rank, record, net = self.rank, self.record, self.worker.net
+        peak_bytes = self.watch.stop()
+        record.trace(out)
+        left = {
+            "rank": rank.rank,
+            "backend": rank.backend,
+            "device": str(rank.device),
+            "device_mismatch": device_mismatch(rank, self.problem),
+            "epochs": len(record.resident_bytes),
+            "setup_bytes": self.setup_bytes,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_bytes": peak_bytes,
+            **record.counts(),
+        }
+        write_atomically(out / f"rank{rank.rank}.json", json.dumps(left))
+        weights = {name: p.detach().cpu().contiguous() for name, p in net.state_dict().items()}
+        group = self.worker.reduce_group
+        if len(group) < rank.world:  # other ranks hold other weights
+            gathered: list[Any] = [None] * rank.world
+            dist.gather_object(
+                weights if rank.rank == group[0] else {}, gathered if rank.rank == 0 else None
+            )
+            weights = {name: p for part in gathered if part for name, p in part.items()}
+        if rank.rank == 0:
+            write_atomically(out / "weights.safetensors", save(weights))
+
+
+def _row(
+    rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int
+) -> dict[str, Any]:
+    """A line of metrics.jsonl, from the sums over all ranks.
+
+    counts, tested: right and all predictions [3, 2] of the training pass and of the evaluation; NaN
+    if this epoch is not evaluated. `train_accuracy` is that of the training pass, with dropout and
+    staleness. val and test are measured with the weights that the epoch leaves. The epoch ends with
+    its last rank.
+    """
+    numbers = torch.cat(
+        [
+            torch.tensor([float(loss)], dtype=torch.float64),
+            counts.flatten(),
+            tested.flatten(),
+            torch.tensor([float(sent)], dtype=torch.float64),
+        ]
+    )
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    if rank.world > 1:
+        numbers, slowest = numbers.to(rank.wire_device), slowest.to(rank.wire_device)
+        dist.all_reduce(numbers)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        numbers, slowest = numbers.cpu(), slowest.cpu()
+    train = scores(numbers[1:7].view(3, 2))[0]
+    evaluated = scores(numbers[7:13].view(3, 2)) if not numbers[7:13].isnan().any() else [None] * 3
+    return {
+        "epoch": epoch + 1,
+        "loss": float(numbers[0]),
+        "train_accuracy": train,
+        "val_accuracy": evaluated[1],
+        "test_accuracy": evaluated[2],
+        "epoch_s": float(slowest),
+        "bytes": int(numbers[13]),
+    }
+
+
+class _Record:
+    """What a rank has counted in all epochs.
+
+    earlier: the notes of the checkpoint from which this process went on; their counts are included.
+    """
+
+    def __init__(self, rank: Rank, worker: Worker, earlier: Mapping[str, Any]) -> None:
+        self.rank, self.worker, self.earlier = rank, worker, earlier
+        self.resident_bytes: list[int] = list(earlier.get("rss_bytes", []))  # after each epoch
+        self.spans_on_disk = -1
+
+    def counts(self) -> dict[str, Any]:
+        before, errors = self.earlier.get("staleness", {}), getattr(self.worker, "errors", {})
+        rows = Counter(self.earlier.get("rows", {}))
+        rows.update(getattr(self.worker, "rows", {}))
+        return {
+            "bytes": dict(self.rank.sent),
+            "rss_bytes": self.resident_bytes,
+            "rows": dict(rows),
+            "staleness": {
+                place: [*before.get(place, []), *errors.get(place, [])]
+                for place in {**before, **errors}
+            },
+        }
+
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {
+            **self.counts(),
+            "counted": [list(label) for label in self.rank.counted],
+            "spans": len(self.rank.spans),
+        }
+
+    def trace(self, out: Path) -> None:
+        """Write this rank's trace, unless what is on the disk is complete."""
+        rank = self.rank
+        if self.spans_on_disk != len(rank.spans):
+            self.spans_on_disk = len(rank.spans)
+            write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
+
+
+def _open_metrics(path: Path, first: int) -> TextIO:
+    """Open metrics.jsonl to append to, after the lines of the first `first` epochs.
+
+    Raises SpecError if these lines are not there.
+    """
+    if not path.exists() and not first:
+        return open(path, "x", encoding="utf-8")
+    text = read_bytes(path, MAX_METRICS).decode("utf-8", "replace") if path.exists() else ""
+    lines = [line for line in text.splitlines(True) if line.endswith("\n")]
+    if len(lines) < first:
+        raise SpecError(
+            f"{path} has {len(lines)} epochs, but the checkpoint is of epoch {first}; put it back,"
+            " or start anew with another --out"
+        )
+    write_atomically(path, "".join(lines[:first]))
+    return open(path, "a", encoding="utf-8")

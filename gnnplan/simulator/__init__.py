@@ -1,1 +1,0 @@
-"""Plays schedules in virtual time. Holds no strategy code."""

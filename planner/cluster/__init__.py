@@ -1,0 +1,13 @@
+"""A cluster: what it is made of, and the seconds that work and transfers take on it.
+
+    spec.py          the fields of a cluster file; presets/ holds clusters that are known
+    cost.py          `Cost`: work and transfers become seconds; names the files that it consists of
+    places.py        who shares a server, an island, a PCIe switch, a NIC
+    topology.py      the same as a graph; fabric.py has the part between servers
+    collectives.py   the algorithms of an all-reduce
+    seating.py       which GPU each rank sits on
+    link_fit.py      from timed messages to a link
+    readings.py      from the files of nccl-tests and nvidia-smi to a cluster
+    scaling.py       a cluster with some of its numbers multiplied
+
+This room imports planner/vocabulary only."""

@@ -1,0 +1,138 @@
+"""What an all-reduce keeps busy: the hops of its algorithm (collectives.py) over ports (ports.py).
+
+Hops visit servers one after the other, in them islands, and in these PCIe switches. What leaves a
+server with several NICs is shared among these, as NCCL does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
+from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.cluster.ports import MessagePorts
+from gnnplan.planner.cluster.spec import Placement
+from gnnplan.planner.cluster.transfer import Transfer, add_seconds
+from gnnplan.planner.vocabulary.numbers import Number
+
+
+class Flows(NamedTuple):
+    """What the hops of a phase send from rank to rank [flows]."""
+
+    source: np.ndarray
+    target: np.ndarray
+    share: np.ndarray  # of a hop's bytes
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduces:
+    """All-reduces among groups of ranks; rank r sits on GPU `seats[r]`."""
+
+    ports: MessagePorts
+    seats: tuple[int, ...]
+
+    def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
+        """An all-reduce of `size` bytes by the cluster's algorithm.
+
+        Where the cluster names none and has GPUs, NCCL takes a ring or a tree, whichever is faster.
+        The ports then carry the ring's bytes, and the latency is such that the faster one's time
+        comes out.
+        """
+        cluster = self.ports.cluster
+        ring = self._by_algorithm("ring", size, group)
+        if cluster.all_reduce or cluster.device.kind == "cpu":
+            if cluster.all_reduce in (None, "ring"):
+                return ring
+            return self._by_algorithm(cluster.all_reduce, size, group)
+        tree_s = self._by_algorithm("tree", size, group).alone
+        latency = np.maximum(tree_s - (ring.alone - ring.latency), 0.0)
+        return Transfer(np.minimum(ring.latency, latency), ring.busy)
+
+    def _by_algorithm(self, algorithm: Algorithm, size: int, group: tuple[int, ...]) -> Transfer:
+        """Its steps one after the other, and what passes each port in all of them."""
+        reduction, flows_by_phase = self.hops(algorithm, group)
+        latency: Number = 0.0
+        busy: dict[Port, Number] = {}
+        for phase, (source, target, share) in zip(reduction.phases, flows_by_phase, strict=True):
+            nbytes = share * (phase.units * reduction.unit * size)
+            hop_latency: Number = np.zeros(source.size)
+            for use in self.ports.uses("all_reduce", source, target):
+                hop_latency = hop_latency + use.hops * use.link.latency
+                loads = use.loads(use.link.stretched(nbytes, phase.messages))
+                add_seconds(busy, loads, 1.0, use.link.bandwidth)
+            several_clusters = np.ndim(hop_latency) > 1  # [clusters, hops]
+            slowest_hop = np.max(hop_latency, axis=-1, initial=0.0, keepdims=several_clusters)
+            latency = latency + phase.steps * slowest_hop
+        return Transfer(latency, busy)
+
+    def hops(self, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[AllReduce, list[Flows]]:
+        """The phases of an all-reduce, and for each what it sends from rank to rank."""
+        key = algorithm, group
+        if key not in self._hops:
+            at, ranks = self.ports.places, np.array(group)
+            island = at.island if self.ports.cluster.islands else np.zeros_like(at.island)
+            gpus = np.asarray(self.seats)
+            order = ranks[
+                np.lexsort((gpus[ranks], at.switch[ranks], island[ranks], at.server[ranks]))
+            ]
+            by_server = np.split(order, np.flatnonzero(np.diff(at.server[order])) + 1)
+            reduction = all_reduce(algorithm, [ranks.tolist() for ranks in by_server])
+            nic_users: dict[int, dict[int, int]] = {}  # server -> NIC -> the rank that uses it
+            for rank in order.tolist():
+                by_nic = nic_users.setdefault(int(at.server[rank]), {})
+                by_nic.setdefault(int(at.nic[rank]), rank)
+            flows = [self._over_all_nics(phase, nic_users) for phase in reduction.phases]
+            self._hops[key] = reduction, flows
+        return self._hops[key]
+
+    def _over_all_nics(
+        self, phase: ReducePhase, nic_users: Mapping[int, Mapping[int, int]]
+    ) -> Flows:
+        """The hops of a phase; those between servers use all NICs of both servers equally.
+
+        NCCL has a channel for each NIC. A phase in which each rank uses its own NIC stays as it is.
+        """
+        server, source, target = self.ports.places.server, phase.source, phase.target
+        direct = (server[source] == server[target]) | phase.by_nic
+        spread = [
+            (sender, receiver, 1 / (len(nic_users[start]) * len(nic_users[end])))
+            for start, end in zip(
+                server[source[~direct]].tolist(), server[target[~direct]].tolist(), strict=True
+            )
+            for sender in nic_users[start].values()
+            for receiver in nic_users[end].values()
+        ]
+        senders, receivers, shares = np.array(spread).reshape(-1, 3).T
+        return Flows(
+            np.append(source[direct], senders.astype(np.int64)),
+            np.append(target[direct], receivers.astype(np.int64)),
+            np.append(np.ones(int(direct.sum())), shares),
+        )
+
+    @cached_property
+    def _hops(self) -> dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]]:
+        return {}
+
+    def bytes_by_link(self, sent: int, group: Sequence[int]) -> dict[Placement, int]:
+        """Where the bytes of an all-reduce pass, `sent` over all hops [B].
+
+        They are whole bytes that add up to `sent`. Where NCCL may choose, they are a ring's.
+        """
+        units: dict[Placement, int] = {"inter_node": 0, "island": 0, "intra_node": 0}
+        at = self.ports.places
+        reduction, _ = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))
+        for phase in reduction.phases:
+            same_server = at.server[phase.source] == at.server[phase.target]
+            same_island = at.island[phase.source] == at.island[phase.target]
+            masks = (~same_server, same_island, same_server & ~same_island)
+            for where, mask in zip(units, masks, strict=True):
+                units[where] += phase.units * int(mask.sum())
+        used, total = [where for where in units if units[where]], sum(units.values())
+        if not used:
+            return {}
+        shares = {where: sent * units[where] // total for where in used[:-1]}
+        return {**shares, used[-1]: sent - sum(shares.values())}

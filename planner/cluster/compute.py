@@ -1,0 +1,159 @@
+"""How long a device computes: a roofline for each kind of work.
+
+No part of a transfer is here (transfer.py, ports.py), and none of what ranks on a CPU lose to each
+other (shared_cores.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import ndtr, ndtri
+
+from gnnplan.planner.cluster.spec import Device
+from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.schedule import EDGE_ACCESSES, HASH_ACCESSES, Compute
+
+# Bytes of a row that an aggregation on a GPU reads before it goes on to the next row: the line of
+# a warp (GE-SpMM, SC 2020) [B].
+WARP_LINE = 128
+# Rate of a sampler that nobody measured [edges/s]. One core of an AMD EPYC (2026) draws 50 million
+# neighbours per second and lays out 63 million edges.
+HOST_RATE = 5e7
+# On a CPU core, random row access costs three times sequential access.
+RANDOM_ACCESS_SLOWDOWN = 3.0
+
+
+class Curve(NamedTuple):
+    """Rates that were measured at some sizes, both as logarithms."""
+
+    log_sizes: np.ndarray
+    log_rates: np.ndarray
+
+    @classmethod
+    def of(cls, rates: Mapping[float, float]) -> Curve:
+        """From size -> rate."""
+        log_sizes, log_rates = np.log(np.array(sorted(rates.items()))).T
+        return cls(log_sizes, log_rates)
+
+    def log_rate(self, size: Number) -> Number:
+        """The logarithm of the rate at a size: log-log between what was measured, flat outside."""
+        out: Number = np.interp(np.log(size), self.log_sizes, self.log_rates)
+        return out
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device's rates, as functions of the work."""
+
+    device: Device
+    degree_spread: float  # standard deviation of the logarithm of a vertex degree
+    exchange_bandwidth: float  # of transfers that overlap computation [B/s]
+
+    def compute_s(self, work: Compute) -> Number:
+        """Duration of a piece of work on a device that does nothing else [s].
+
+        It is the sum over kinds of work, each limited by arithmetic or by memory, plus a fixed time
+        for each framework operation that is launched.
+        """
+        device, bandwidth = self.device, self.memory_rate(work.tensor_bytes)
+        multiplying, reading = work.flops / device.gemm, work.gemm_bytes / bandwidth
+        # On a GPU some warps compute while others wait for memory. A core does one after the other.
+        on_gpu = device.kind == "cuda"
+        seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
+        seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
+        seconds = seconds + work.hash_ops / (
+            device.hash_rate or device.memory_bandwidth / (HASH_ACCESSES * work.itemsize)
+        )
+        seconds = seconds + work.attention_edges / (
+            device.edge_rate or device.memory_bandwidth / (EDGE_ACCESSES * work.itemsize)
+        )
+        for rows, width, distinct, outputs in work.gathers:
+            row_bytes, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
+            rate = self.gather_rate(
+                width, distinct * self._read_at_once(row_bytes), rows / distinct
+            )
+            seconds = seconds + rows * row_bytes / rate
+            seconds = seconds + outputs * (
+                device.row_latency + row_bytes / (device.row_bandwidth or np.inf)
+            )
+        for rows, width, distinct in work.random_rows:
+            row_bytes = width * work.itemsize
+            # A GPU hides the latency of memory, for it has many rows on their way at once.
+            seconds = seconds + rows * row_bytes * (
+                1 / bandwidth
+                if on_gpu
+                else RANDOM_ACCESS_SLOWDOWN / self.memory_rate(distinct * row_bytes)
+            )
+        return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth
+
+    def memory_rate(self, tensor_bytes: Number) -> Number:
+        """Rate of element-wise work on tensors of this size [B/s].
+
+        Small tensors are still in a cache when the next operation reads them. Sizes between those
+        that were measured are interpolated log-log; outside them the rate is flat. Size 0 stands
+        for any.
+        """
+        if self._memory_rates is None or (np.ndim(tensor_bytes) == 0 and not tensor_bytes):
+            return self.device.memory_bandwidth
+        rate: Number = np.exp(self._memory_rates.log_rate(np.maximum(tensor_bytes, 1.0)))
+        return rate
+
+    def gather_rate(self, width: int, source_bytes: Number = np.inf, reads: Number = 1.0) -> Number:
+        """Rate of an aggregation [B of gathered rows/s].
+
+        `width` is the row width [numbers], `source_bytes` the size of all rows that it may read
+        [B], and `reads` how often it reads each of them on average. Between the widths and sizes
+        that were measured the rate is interpolated log-log; outside them it is flat.
+
+        Where nothing was measured, the rate is a roofline of memory and cache. The cache keeps the
+        rows that are read most. A row is read as often as its vertex has edges, and degrees are
+        taken to be lognormal with spread s. A cache that holds the share c of the rows then serves
+
+            share(c) = Phi(s + Phi^-1(c))
+
+        of all reads (the Lorenz curve of a lognormal; c = 1 serves all). The other reads, and the
+        first read of every row, come from memory.
+        """
+        device = self.device
+        if self._gather_curves:
+            log_widths, curves = self._gather_curves
+            place = float(np.interp(np.log(max(width, 1)), log_widths, np.arange(len(curves))))
+            below, above = int(place), place % 1
+            log_rate: Number = 0.0
+            for i, weight in ((below, 1 - above), (below + 1, above)):
+                if weight:
+                    log_rate = log_rate + weight * curves[i].log_rate(source_bytes)
+            measured: Number = np.exp(log_rate)
+            return measured
+        if not device.cache:
+            return device.memory_bandwidth / 2
+        cached = np.clip(device.cache / source_bytes, 1e-12, 1.0)
+        missed = np.maximum(
+            1.0 - ndtr(self.degree_spread + ndtri(cached)), 1.0 / np.maximum(reads, 1.0)
+        )
+        rate: Number = 1.0 / np.maximum(
+            np.clip(missed, 0.0, 1.0) / device.memory_bandwidth,
+            1.0 / (device.cache_bandwidth or 3 * device.memory_bandwidth),
+        )
+        return rate
+
+    def _read_at_once(self, row_bytes: int) -> int:
+        """Bytes of a row that an aggregation reads before it goes on to the next row [B]."""
+        return row_bytes if self._gather_curves else min(row_bytes, WARP_LINE)
+
+    @cached_property
+    def _memory_rates(self) -> Curve | None:
+        """Measured rates of element-wise work by the size of a tensor."""
+        return Curve.of(self.device.memory_rates) if self.device.memory_rates else None
+
+    @cached_property
+    def _gather_curves(self) -> tuple[np.ndarray, list[Curve]] | None:
+        """Logarithms of the widths at which aggregation was measured, and the curve of each."""
+        rates = self.device.gather
+        if not rates:
+            return None
+        return np.log(sorted(rates)), [Curve.of(rates[width]) for width in sorted(rates)]

@@ -1,0 +1,257 @@
+"""The only place where work becomes seconds: what a cluster takes for computation and transfers.
+
+`Cost` is the object that other rooms ask. It puts together
+
+    compute.py        a roofline for each kind of work
+    transfer.py       a transfer: a latency, then ports that are busy for some seconds
+    ports.py          which ports a message passes, by where its two ranks sit
+    collectives.py    algorithms of an all-reduce; all_reduce.py: what they take on a cluster
+    shared_cores.py   what ranks on a CPU lose to each other; a GPU is not shared
+
+A transfer alone takes its latency plus its busiest port. No schedule can be faster than the sum of
+what has to pass a port, and on a non-blocking fabric max-min fair flows come within 0.5 % of that
+bound. The simulator shares ports between transfers that overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from gnnplan.planner.cluster.all_reduce import AllReduces
+from gnnplan.planner.cluster.compute import HOST_RATE, Roofline
+from gnnplan.planner.cluster.places import Places, Port
+from gnnplan.planner.cluster.ports import MessagePorts, PortLoads
+from gnnplan.planner.cluster.shared_cores import SharedCores
+from gnnplan.planner.cluster.spec import Cluster, Link, Placement
+from gnnplan.planner.cluster.transfer import Passes, Transfer
+from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
+from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Send
+
+__all__ = ["HOST_RATE", "Cost", "Transfer", "slowest"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A cluster's numbers, ready for hot loops.
+
+    Rank r sits on GPU `seats[r]`; GPUs are numbered over all servers. Wherever a `Number` comes in
+    or goes out, an array of candidates may stand for it.
+    """
+
+    cluster: Cluster
+    seats: tuple[int, ...]
+    spread: float = SPREAD  # standard deviation of the logarithm of a vertex degree
+
+    @classmethod
+    def of(cls, cluster: Cluster, seats: Sequence[int] = (), spread: float = SPREAD) -> Cost:
+        """Without seats, ranks fill the servers in order: rank r sits on GPU r."""
+        return cls(cluster, tuple(seats) or tuple(range(cluster.ranks)), spread)
+
+    # -- where ranks sit
+
+    @cached_property
+    def places(self) -> Places:
+        """What each rank shares with others."""
+        return Places.of(self.cluster, self.seats)
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """The server of each rank."""
+        return tuple(self.places.server.tolist())
+
+    def placement(self, a: int, b: int) -> Placement:
+        """The link between two ranks."""
+        at = self.places
+        if at.server[a] != at.server[b]:
+            return "inter_node"
+        return "island" if at.island[a] == at.island[b] else "intra_node"
+
+    # -- the parts
+
+    @cached_property
+    def _roofline(self) -> Roofline:
+        bandwidth = self.link("exchange", "intra_node").bandwidth
+        return Roofline(self.cluster.device, self.spread, bandwidth)
+
+    @cached_property
+    def _shared_cores(self) -> SharedCores | None:
+        """None: each rank has a device of its own."""
+        if self.cluster.cores is None or self.cluster.device.kind != "cpu":
+            return None
+        machines = self.places.server // (self.cluster.servers if self.cluster.one_machine else 1)
+        return SharedCores(self.cluster, self.cluster.cores, machines)
+
+    @cached_property
+    def _ports(self) -> MessagePorts:
+        return MessagePorts(self.cluster, self.places, self._shared_cores)
+
+    @cached_property
+    def _all_reduces(self) -> AllReduces:
+        return AllReduces(self._ports, self.seats)
+
+    # -- computation
+
+    def compute_s(self, work: Compute) -> Number:
+        """Duration of a rank's work on a device, or a core, of its own [s]."""
+        return self._roofline.compute_s(work)
+
+    def memory_rate(self, tensor_bytes: Number) -> Number:
+        """Rate of element-wise work on tensors of this size [B/s]."""
+        return self._roofline.memory_rate(tensor_bytes)
+
+    def gather_rate(self, width: int, source_bytes: Number = np.inf, reads: Number = 1.0) -> Number:
+        """Rate of an aggregation [B of gathered rows/s]; see compute.py."""
+        return self._roofline.gather_rate(width, source_bytes, reads)
+
+    def load_s(self, nbytes: Number) -> Number:
+        """Duration of a copy from the server's memory to the device, over the host link [s]."""
+        link = self.cluster.host or self.cluster.intra_node
+        return link.latency + link.stretched(nbytes) / link.bandwidth
+
+    def host_s(self, work: HostWork, edges: Number) -> Number:
+        """Duration of a sampler's work for one rank [s]."""
+        return edges / self.cluster.host_rates.get(work, HOST_RATE)
+
+    # -- transfers
+
+    def link(self, op: str, where: Placement | Literal["switch"]) -> Link:
+        """The link there, as measured for this operation if it was."""
+        return self._ports.link(op, where)
+
+    def send(self, rank: int, work: Send) -> Transfer:
+        """One message from `rank` to a peer."""
+        source, target, nbytes = (np.array([value]) for value in (rank, work.peer, work.nbytes))
+        transfer = self._ports.transfer("send", source, target, nbytes)
+        if self._shared_cores:
+            return self._shared_cores.with_cold_caches(transfer, [work.peer])
+        return transfer
+
+    def collective(self, parts: Mapping[int, Collective]) -> Transfer:
+        """One collective, from the part that each of its ranks has in it."""
+        first = next(iter(parts.values()))
+        if first.op == "all_reduce":
+            return self.all_reduce(first.size, first.group)
+        sent = np.zeros((len(self.seats),) * 2)
+        for rank, part in parts.items():
+            for peer, nbytes in part.sent:
+                sent[rank, peer] = nbytes
+        return self.exchange(sent)
+
+    def exchange(
+        self, sent: np.ndarray, group: Sequence[int] | None = None, messages: int = 1
+    ) -> Transfer:
+        """An irregular all-to-all: `sent[i, j]` bytes from the i-th rank of `group` to its j-th.
+
+        Without a group all ranks take part. Each rank starts its messages one after the other. With
+        `messages`, so many equal exchanges are one transfer: its ports carry the bytes of all, its
+        latency is that of one.
+        """
+        transfer = self._ports.exchange(sent, group, messages)
+        if self._shared_cores and self._shared_cores.caches_go_cold:
+            receivers = np.flatnonzero((sent > 0).any(axis=0))
+            if group is not None:
+                receivers = np.asarray(group)[receivers]
+            return self._shared_cores.with_cold_caches(transfer, receivers, messages)
+        return transfer
+
+    def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
+        """An all-reduce of `size` bytes among `group`."""
+        key = size, tuple(group)
+        if key not in self._all_reduce_transfers:
+            transfer = Transfer(0.0, {})
+            if len(group) > 1:
+                transfer = self._all_reduces.transfer(*key)
+                if self._shared_cores:
+                    transfer = self._shared_cores.with_cold_caches(transfer, group)
+            self._all_reduce_transfers[key] = transfer
+        return self._all_reduce_transfers[key]
+
+    @cached_property
+    def _all_reduce_transfers(self) -> dict[tuple[int, tuple[int, ...]], Transfer]:
+        return {}
+
+    def loads(
+        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
+    ) -> Iterator[PortLoads]:
+        """What messages from rank to rank [messages] put on the ports, kind by kind."""
+        return self._ports.loads(op, source, target, nbytes, messages)
+
+    def passes(
+        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
+    ) -> tuple[list[Passes], dict[Port, float]]:
+        """Which ports each message passes, and the bandwidth of those ports [B/s]."""
+        return self._ports.passes(op, source, target, nbytes)
+
+    def bytes_by_link(
+        self, sent: np.ndarray, group: Sequence[int] | None = None
+    ) -> dict[Placement, int]:
+        """Where the bytes of an exchange pass; arguments as in `exchange` [B]."""
+        island, server = (
+            place if group is None else place[list(group)]
+            for place in (self.places.island, self.places.server)
+        )
+        in_islands, in_servers = _bytes_within(sent, island), _bytes_within(sent, server)
+        shares: dict[Placement, int] = {
+            "island": in_islands,
+            "intra_node": in_servers - in_islands,
+            "inter_node": int(sent.sum()) - in_servers,
+        }
+        return {where: nbytes for where, nbytes in shares.items() if nbytes}
+
+    def reduced_by_link(self, sent: int, group: Sequence[int]) -> dict[Placement, int]:
+        """Where the bytes of an all-reduce pass, `sent` over all hops [B]."""
+        return self._all_reduces.bytes_by_link(sent, group)
+
+    # -- ranks on a CPU, which share cores; shared_cores.py says how
+
+    @property
+    def cores(self) -> int | None:
+        """Cores that the ranks of a machine share; None if they share none."""
+        return self._shared_cores.cores if self._shared_cores else None
+
+    @property
+    def full_load_slowdown(self) -> float:
+        """How many times as long a rank computes while all ranks compute."""
+        return self._shared_cores.full_load_slowdown if self._shared_cores else 1.0
+
+    def all_done_s(self, seconds: Number) -> Number:
+        """When the last rank has computed, if all begin at once; alone [.., ranks] [s]."""
+        return self._shared_cores.all_done_s(seconds) if self._shared_cores else slowest(seconds)
+
+    def core_sharing_slowdown(
+        self, seconds: Number, slowdown: Number, span: Number, copying_s: Number = 0.0
+    ) -> Number:
+        """How many times as long a rank computes that meets others at work on its cores."""
+        if not self._shared_cores:
+            return 1.0
+        return self._shared_cores.core_sharing_slowdown(seconds, slowdown, span, copying_s)
+
+    def copying_s(self, ports: Mapping[Port, Number]) -> Number:
+        """Core-seconds that messages take of the machine that they take most of."""
+        return self._shared_cores.copying_s(ports) if self._shared_cores else 0.0
+
+    def overlap_rates(self, transfer: Transfer) -> tuple[Number, Number]:
+        """Rates of a transfer and of all ranks' computation while they overlap; alone 1."""
+        return self._shared_cores.overlap_rates(transfer) if self._shared_cores else (1.0, 1.0)
+
+    def core_busy_s(self, seconds: Number) -> dict[Port, Number]:
+        """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
+        return self._shared_cores.core_busy_s(seconds) if self._shared_cores else {}
+
+    def computing(self, rank: int, lane: str, seconds: float) -> Transfer | None:
+        """A computation as a transfer that shares the cores; None if it shares nothing."""
+        return self._shared_cores.computing(rank, lane, seconds) if self._shared_cores else None
+
+
+def _bytes_within(sent: np.ndarray, place: np.ndarray) -> int:
+    """Bytes of `sent` [ranks, ranks] between ranks whose `place` [ranks] is the same [B]."""
+    order = np.argsort(place, kind="stable")
+    if (np.diff(order) != 1).any():
+        sent, place = sent[np.ix_(order, order)], place[order]
+    bounds = [0, *(np.flatnonzero(np.diff(place)) + 1).tolist(), len(place)]
+    return sum(int(sent[a:b, a:b].sum()) for a, b in pairwise(bounds) if b - a > 1)

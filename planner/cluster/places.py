@@ -1,0 +1,56 @@
+"""Which server, island, PCIe switch and NIC each rank uses, and the names of ports.
+
+That is all that a cost needs of a cluster's topology; the graph itself is in topology.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gnnplan.planner.cluster.spec import Cluster
+
+# A part of the cluster that carries bytes at a limited rate, in one direction where it has two:
+#     ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', NIC)
+#     ('gpu_in', rank), ('island_in', rank), ('switch_in', switch), ('nic_in', NIC)
+#     ('bridge', server), ('fabric', link), ('cores', machine)
+Port = tuple[str, int]
+
+
+class Places(NamedTuple):
+    """What each rank shares with others; all are int [ranks], numbered over the whole cluster."""
+
+    server: np.ndarray
+    island: np.ndarray
+    switch: np.ndarray
+    nic: np.ndarray
+    uplinked: np.ndarray  # bool [ranks]: its way to its NIC passes the uplink of its switch
+
+    @classmethod
+    def of(cls, cluster: Cluster, seats: Sequence[int]) -> Places:
+        """Rank r sits on GPU `seats[r]`.
+
+        Seats beyond the last GPU are those of a copy of the cluster, whose places are numbered on.
+        """
+        gpus_per_server = cluster.gpus_per_server
+        server, gpu = np.divmod(np.asarray(seats, dtype=np.int64), gpus_per_server)
+
+        def numbered(lists: Sequence[Sequence[int]]) -> np.ndarray:
+            """The list that holds each rank's GPU, numbered over the cluster."""
+            list_of_gpu = np.zeros(gpus_per_server, dtype=np.int64)
+            for number, gpus in enumerate(lists):
+                list_of_gpu[list(gpus)] = number
+            return np.asarray(server * len(lists) + list_of_gpu[gpu])
+
+        all_gpus = (tuple(range(gpus_per_server)),)
+        nics, switches = cluster.nics or all_gpus, cluster.switches or all_gpus
+        within_switch = [any(set(gpus) <= set(switch) for switch in switches) for gpus in nics]
+        nic = numbered(nics)
+        return cls(
+            server=server,
+            island=numbered(cluster.islands or tuple((g,) for g in range(gpus_per_server))),
+            switch=numbered(switches),
+            nic=nic,
+            uplinked=~np.asarray(within_switch)[nic % len(nics)],
+        )

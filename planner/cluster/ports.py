@@ -1,0 +1,248 @@
+"""Which ports messages pass, and how many bytes of each.
+
+That follows from where the two ranks sit:
+
+    same island         the island's link, out of one GPU and into the other (NVLink)
+    same server         the GPUs' links out and in (PCIe), and the uplinks of their PCIe switches
+                        where these differ
+    different servers   the NICs out and in, the uplink of a PCIe switch that shares its NIC with
+                        others, and the links of the fabric on the way (fabric.py)
+    no peer access      except in islands: both GPUs' links to their server's memory, and the
+                        bridge that they share
+    ranks on a CPU      also the cores at both ends, which copy (shared_cores.py)
+
+A `Transfer` (transfer.py) says how long messages keep these ports busy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from gnnplan.planner.cluster.fabric import routes
+from gnnplan.planner.cluster.places import Places, Port
+from gnnplan.planner.cluster.shared_cores import SharedCores
+from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, Placement
+from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer, add_seconds
+from gnnplan.planner.vocabulary.numbers import Number
+
+
+class PortLoads(NamedTuple):
+    """What messages put on the ports of one kind."""
+
+    kind: str
+    link: Link
+    starts: np.ndarray  # messages that each rank starts, times the links that they pass [ranks]
+    bytes_by_port: dict[str, np.ndarray]  # port -> bytes by number
+
+
+class _EqualMessages(NamedTuple):
+    """An exchange of equal messages over the ports of one kind, for a message of any size."""
+
+    link: Link
+    most_starts: float  # messages that a rank starts, at most
+    messages_by_port: dict[str, np.ndarray]  # port -> messages by number
+
+
+@dataclass(frozen=True, eq=False)
+class MessagePorts:
+    """The ports of a cluster whose ranks sit at these places."""
+
+    cluster: Cluster
+    places: Places
+    shared_cores: SharedCores | None
+
+    def link(self, op: str, where: Placement | Literal["switch"]) -> Link:
+        """The link there, as measured for this operation if it was."""
+        plain: Link | None = getattr(self.cluster, where)
+        if where == "intra_node" and not self.cluster.peer_access:
+            host = self.cluster.host or self.cluster.intra_node
+            plain = host.model_copy(update={"latency": 2 * host.latency})  # up and down
+        assert plain is not None  # Cluster checks that every place has its link
+        return self.cluster.collectives.get(f"{op}.{where}", plain)
+
+    def fabric_link(self, op: str, fabric: Fabric) -> Link:
+        """A leaf's uplinks together, or a cable of the ring.
+
+        It is as wide as the NICs below it, divided by the oversubscription.
+        """
+        nic = self.link(op, "inter_node")
+        nics_below = fabric.below * max(1, len(self.cluster.nics))
+        return nic.model_copy(
+            update={
+                "bandwidth": nic.bandwidth * (nics_below / fabric.oversubscription),
+                "latency": fabric.latency,
+                "efficiency": {},
+            }
+        )
+
+    def uses(self, op: str, source: np.ndarray, target: np.ndarray) -> Iterator[PortUse]:
+        """How messages from rank to rank [messages] use the ports, kind by kind."""
+        at, cluster = self.places, self.cluster
+        ranks = np.arange(at.server.size)
+        same_island = at.island[source] == at.island[target]
+        between_servers = at.server[source] != at.server[target]
+        over_gpu_links = ~between_servers & ~same_island
+        between_switches = over_gpu_links & (at.switch[source] != at.switch[target])
+        up = between_switches | between_servers & at.uplinked[source]
+        down = between_switches | between_servers & at.uplinked[target]
+        if not cluster.peer_access:
+            # Through memory: up the sender's host link, then down the receiver's or out by a NIC.
+            over_gpu_links = over_gpu_links | between_servers
+            up = down = over_gpu_links if cluster.switches else np.zeros_like(over_gpu_links)
+
+        def both_ends(
+            kind: str,
+            place: Placement | Literal["switch"],
+            out: np.ndarray,
+            into: np.ndarray,
+            numbers: np.ndarray,
+        ) -> Iterator[PortUse]:
+            """Ports that messages pass out of their source and into their target."""
+            used = out | into
+            if used.any():
+                leaving, arriving = np.flatnonzero(out), np.flatnonzero(into)
+                yield PortUse(
+                    kind,
+                    self.link(op, place),
+                    used,
+                    lambda: [
+                        Passes(f"{kind}_out", leaving, numbers[source[leaving]], np.ones(1)),
+                        Passes(f"{kind}_in", arriving, numbers[target[arriving]], np.ones(1)),
+                    ],
+                )
+
+        yield from both_ends("island", "island", same_island, same_island, ranks)
+        yield from both_ends("gpu", "intra_node", over_gpu_links, over_gpu_links, ranks)
+        yield from both_ends("switch", "switch", up, down, at.switch)
+        if cluster.bridge and over_gpu_links.any():
+            # Each byte is written and read; between servers, in the receiver's memory too.
+            servers = np.append(
+                at.server[source[over_gpu_links]], at.server[target[between_servers]]
+            )
+            messages = np.append(np.flatnonzero(over_gpu_links), np.flatnonzero(between_servers))
+            yield PortUse(
+                "bridge",
+                cluster.bridge,
+                over_gpu_links,
+                lambda: [Passes("bridge", messages, servers, np.full(1, 2.0))],
+            )
+        yield from both_ends("nic", "inter_node", between_servers, between_servers, at.nic)
+        if self.shared_cores:
+            yield from self.shared_cores.copying(
+                lambda place: self.link(op, place), source, target, between_servers
+            )
+        if cluster.fabric and between_servers.any():
+            yield from self._fabric_use(op, cluster.fabric, source, target, between_servers)
+
+    def _fabric_use(
+        self,
+        op: str,
+        fabric: Fabric,
+        source: np.ndarray,
+        target: np.ndarray,
+        between_servers: np.ndarray,
+    ) -> Iterator[PortUse]:
+        servers = self.cluster.servers
+        ways = routes(fabric, servers)
+        start, end = self.places.server[source], self.places.server[target]
+        hops = np.where(
+            between_servers, ways.hops[ways.at[start % servers], ways.at[end % servers]], 0
+        )
+        if hops.any():
+            starts, ends = start[between_servers], end[between_servers]
+            yield PortUse(
+                "fabric",
+                self.fabric_link(op, fabric),
+                hops,
+                lambda: [Passes("fabric", *ways.passes(start, end))],
+                lambda nbytes: {
+                    "fabric": ways.bytes_by_link(starts, ends, nbytes[between_servers])
+                },
+            )
+
+    def loads(
+        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
+    ) -> Iterator[PortLoads]:
+        """What messages from rank to rank [messages] put on the ports, kind by kind.
+
+        The bytes of each pair go in `messages` equal messages.
+        """
+        for use in self.uses(op, source, target):
+            yield PortLoads(
+                use.kind,
+                use.link,
+                np.bincount(source, weights=use.hops),
+                use.loads(use.link.stretched(nbytes, messages)),
+            )
+
+    def passes(
+        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
+    ) -> tuple[list[Passes], dict[Port, float]]:
+        """Which ports each message passes, and the bandwidth of those ports [B/s]."""
+        passes: list[Passes] = []
+        bandwidth: dict[Port, float] = {}
+        for use in self.uses(op, source, target):
+            stretch = use.link.stretched(nbytes) / nbytes
+            for passed in use.passes():
+                shares = stretch[passed.messages] * passed.shares
+                passes.append(passed._replace(shares=shares))
+                for number in np.unique(passed.numbers).tolist():
+                    bandwidth[passed.port, number] = float(use.link.bandwidth)
+        return passes, bandwidth
+
+    def transfer(
+        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
+    ) -> Transfer:
+        """Messages from rank to rank [messages]; each rank starts its own one after the other."""
+        latency: Number = 0.0
+        busy: dict[Port, Number] = {}
+        for _, link, starts, loads in self.loads(op, source, target, nbytes, messages):
+            latency = latency + float(starts.max()) * link.latency
+            add_seconds(busy, loads, 1.0, link.bandwidth)
+        return Transfer(latency, busy)
+
+    def exchange(
+        self, sent: np.ndarray, group: Sequence[int] | None, messages: int = 1
+    ) -> Transfer:
+        """An all-to-all of `sent[i, j]` bytes from the group's i-th rank to its j-th.
+
+        Where all messages are equal, as in graphs that are known by statistics only, who talks to
+        whom is counted once for all sizes.
+        """
+        talk, most = sent > 0, sent.max(initial=0)
+        equal = bool((sent == talk * most).all())
+        key = talk.tobytes(), None if group is None else tuple(group)
+        if not equal or key not in self._equal_exchanges:
+            source, target = np.nonzero(talk)
+            nbytes = sent[source, target]
+            if group is not None:
+                source, target = np.asarray(group)[source], np.asarray(group)[target]
+            if not equal:
+                return self.transfer("exchange", source, target, nbytes, messages)
+            one_byte = np.ones(source.size)
+            self._equal_exchanges[key] = [
+                _EqualMessages(
+                    use.link,
+                    float(np.bincount(source, weights=use.hops).max()),
+                    use.loads(one_byte),
+                )
+                for use in self.uses("exchange", source, target)
+            ]
+        latency: Number = 0.0
+        busy: dict[Port, Number] = {}
+        for link, most_starts, messages_by_port in self._equal_exchanges[key]:
+            latency = latency + most_starts * link.latency
+            stretched = float(link.stretched(float(most), messages))
+            add_seconds(busy, messages_by_port, stretched, link.bandwidth)
+        return Transfer(latency, busy)
+
+    @cached_property
+    def _equal_exchanges(
+        self,
+    ) -> dict[tuple[bytes, tuple[int, ...] | None], list[_EqualMessages]]:
+        """By who talks to whom, and the group."""
+        return {}

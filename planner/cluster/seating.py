@@ -1,0 +1,375 @@
+"""Which GPU each rank sits on, and which GPUs to use where all of them are too many.
+
+    2 servers x 4 GPUs, 2 stages x 4   seats (0, 1, 2, 3, 4, 5, 6, 7)   not (0, 2, 4, 6, 1, 3, 5, 7)
+    stage 0, halo exchanges inside     server 0                         half of every halo crosses
+    stage 1, a message per member      server 1                         servers
+
+A strategy describes its traffic in phases: bytes from rank to rank that are on the way at the same
+time, and how often in a step. A seating costs the seconds of all its phases (cost.py).
+
+Up to 8 GPUs every seating is evaluated, except for those that only swap symmetric GPUs, so the
+result is optimal. With more GPUs a heuristic fills the tightest places first (islands, switches,
+servers), then swaps ranks for as long as a swap helps.
+
+The work of some ranks depends on which of them share a server or an island; GraNNDis preloads as
+one, for example. Such groups of ranks are *tied*: a group moves as a whole to where another group
+was, or its members swap places among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from itertools import cycle, permutations
+from typing import NamedTuple
+
+import numpy as np
+
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.fabric import routes
+from gnnplan.planner.cluster.places import Places
+from gnnplan.planner.cluster.spec import Cluster, Placement
+
+MOST_EXHAUSTIVE = 8  # GPUs up to which every seating is evaluated
+MOST_MESSAGES = 10_000_000  # that the heuristic evaluates beyond that: a second or so
+MOST_STARTS = 8  # ranks that the heuristic tries as the first one
+MESSAGES_AT_ONCE = 100_000  # that are evaluated in one batch of seatings
+
+# Seatings [seatings, ranks] -> the seconds of each [seatings].
+Evaluator = Callable[[np.ndarray], np.ndarray]
+
+
+class Phase(NamedTuple):
+    """Transfers that are on the way at the same time."""
+
+    sent: np.ndarray  # bytes from rank to rank [ranks, ranks]
+    times: float  # per step
+
+
+def walk(cluster: Cluster, gpus: Sequence[int]) -> list[int]:
+    """The GPUs, ordered so that an island, a switch and a server end before the next begins."""
+    at = Places.of(cluster, gpus)
+    first_switch: dict[int, int] = {}  # of each island
+    for island, switch in zip(at.island.tolist(), at.switch.tolist(), strict=True):
+        first_switch[island] = min(first_switch.get(island, switch), switch)
+    keys = [
+        (server, first_switch[island], island, switch, gpu)
+        for server, island, switch, gpu in zip(*(a.tolist() for a in at[:3]), gpus, strict=True)
+    ]
+    return [key[-1] for key in sorted(keys)]
+
+
+def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Choices of fewer GPUs that are worth evaluating, equally many on every server used.
+
+    They are one server, one leaf, half of every server, and one GPU.
+    """
+    per_server = cluster.gpus_per_server
+    one_server = walk(cluster, range(per_server))
+    out = [tuple(range(per_server))] if cluster.servers > 1 else []
+    if cluster.fabric and 1 < cluster.fabric.below < cluster.servers:
+        out.append(tuple(range(cluster.fabric.below * per_server)))
+    if per_server % 2 == 0:
+        half = sorted(one_server[: per_server // 2])
+        out.append(
+            tuple(server * per_server + gpu for server in range(cluster.servers) for gpu in half)
+        )
+    return list(dict.fromkeys([*out, (0,)] if cluster.ranks > 1 else []))
+
+
+def seat(
+    cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], tied: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """The seats with which the phases take the fewest seconds: rank r sits on GPU `seats[r]`.
+
+    They are the `gpus` in their order where nothing is faster. `tied[r]` is the number of rank r's
+    group; groups are equally large, and each stays on the GPUs, in order, of one of them.
+    """
+    tied = tuple(tied) or tuple(range(len(gpus)))
+    uneven = _merged([phase for phase in phases if phase.times and not _even(phase.sent)])
+    if not uneven or len(set(_neighbourhoods(cluster, gpus))) == 1:
+        return tuple(gpus)
+    in_order = Cost.of(cluster, tuple(gpus))
+    in_order_s = sum(times * in_order.exchange(sent).alone for sent, times in uneven)
+    if in_order_s <= _lower_bound_s(cluster, uneven) * (1 + 1e-9):
+        return tuple(gpus)
+    seconds = evaluator(cluster, gpus, uneven)
+    found = (
+        exhaustive(cluster, gpus, seconds, tied)
+        if len(gpus) <= MOST_EXHAUSTIVE
+        else heuristic(cluster, gpus, uneven, seconds, tied)
+    )
+    before, after = seconds(np.array([gpus, found]))
+    return found if after < before * (1 - 1e-9) else tuple(gpus)
+
+
+def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> Evaluator:
+    """A function from seatings to the seconds of a step's phases, each of them alone.
+
+    A phase alone takes its latency and its busiest port, as `Cost.exchange` has it. Seatings are
+    evaluated in batches: each sits on a copy of the cluster of its own.
+    """
+    n = len(gpus)
+    position = np.zeros(cluster.ranks, dtype=np.int64)
+    position[list(gpus)] = np.arange(n)
+    most_ports = _most_ports(cluster, n)
+    ends = [np.nonzero(phase.sent) for phase in phases]
+    nbytes = [phase.sent[end] for phase, end in zip(phases, ends, strict=True)]
+    batch = max(1, MESSAGES_AT_ONCE // max(n, *map(len, nbytes)))
+
+    @cache
+    def copies(count: int) -> Cost:
+        seats = np.arange(count)[:, None] * cluster.ranks + np.asarray(gpus)
+        return Cost.of(cluster, tuple(seats.ravel().tolist()))
+
+    def batch_s(seats: np.ndarray) -> np.ndarray:
+        count = len(seats)
+        # Ranks of the copies that sit where each seating has its ranks.
+        ranks = position[seats] + np.arange(count)[:, None] * n
+
+        def maximum(values: np.ndarray, size: int) -> np.ndarray:
+            """Of each copy [count], from values of all copies' ranks or ports."""
+            padded = np.zeros(count * size)
+            padded[: len(values)] = values
+            return np.asarray(padded.reshape(count, size).max(1))
+
+        total = np.zeros(count)
+        for phase, (source, target), sent in zip(phases, ends, nbytes, strict=True):
+            latency = busiest = np.zeros(count)
+            for kind, link, starts, loads in copies(count).loads(
+                "exchange", ranks[:, source].ravel(), ranks[:, target].ravel(), np.tile(sent, count)
+            ):
+                latency = latency + maximum(starts, n) * link.latency
+                for load in loads.values():
+                    busiest = np.maximum(busiest, maximum(load, most_ports[kind]) / link.bandwidth)
+            total += phase.times * (latency + busiest)
+        return total
+
+    def seconds(seats: np.ndarray) -> np.ndarray:
+        return np.concatenate([batch_s(seats[i : i + batch]) for i in range(0, len(seats), batch)])
+
+    return seconds
+
+
+def _most_ports(cluster: Cluster, ranks: int) -> dict[str, int]:
+    """How many ports of each kind a cluster has; those of a copy begin after so many."""
+    fabric = cluster.fabric
+    return {
+        "gpu": ranks,
+        "island": ranks,
+        "switch": cluster.servers * max(1, len(cluster.switches)),
+        "nic": cluster.servers * max(1, len(cluster.nics)),
+        "bridge": cluster.servers,
+        "fabric": routes(fabric, cluster.servers).links if fabric else 0,
+        "cores": 1 if cluster.one_machine else cluster.servers,
+    }
+
+
+def _merged(phases: Sequence[Phase]) -> list[Phase]:
+    """Equal phases become one that happens more often."""
+    out: dict[bytes, Phase] = {}
+    for sent, times in phases:
+        key = sent.tobytes()
+        out[key] = Phase(sent, times + (out[key].times if key in out else 0.0))
+    return list(out.values())
+
+
+def _even(sent: np.ndarray) -> bool:
+    """Whether everyone sends as much to everyone, so that all seatings are alike."""
+    n = len(sent)
+    # All but the diagonal, whichever order the array has in memory.
+    apart = sent.ravel("K")[: n * n - 1].reshape(n - 1, n + 1)[:, 1:]
+    return not apart.size or bool((apart == apart[0, 0]).all())
+
+
+def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
+    """Seconds that no seating can beat: all messages on the fastest link."""
+    cost = Cost.of(cluster)
+    places: tuple[Placement, ...] = ("island", "intra_node", "inter_node")
+    links = [cost.link("exchange", where) for where in places if getattr(cluster, where)]
+    latency, bandwidth = min(link.latency for link in links), max(link.bandwidth for link in links)
+    total = 0.0
+    for sent, times in phases:
+        most_messages = int((sent > 0).sum(1).max())
+        most_bytes = float(max(sent.sum(0).max(), sent.sum(1).max()))
+        total += times * (most_messages * latency + most_bytes / bandwidth)
+    return total
+
+
+# -- up to 8 GPUs: every seating
+
+
+def exhaustive(
+    cluster: Cluster, gpus: Sequence[int], seconds: Evaluator, tied: Sequence[int]
+) -> tuple[int, ...]:
+    """The best seating; the first of several that are equally good."""
+    all_seats = seatings(cluster, gpus)
+    all_seats = all_seats[_keeps_groups(gpus, all_seats, tied)]
+    return tuple(all_seats[int(np.argmin(seconds(all_seats)))].tolist())
+
+
+def _keeps_groups(gpus: Sequence[int], seats: np.ndarray, tied: Sequence[int]) -> np.ndarray:
+    """Whether each seating [seatings, ranks] has every group on the GPUs of one group: [seatings].
+
+    A group then has these GPUs to itself.
+    """
+    group = np.asarray(tied)
+    group_of_gpu = np.zeros(max(gpus) + 1, dtype=np.int64)
+    group_of_gpu[list(gpus)] = group
+    _, first, number = np.unique(group, return_index=True, return_inverse=True)
+    same = group_of_gpu[seats] == group_of_gpu[seats[:, first[number]]]
+    return np.asarray(same.all(1))
+
+
+def seatings(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
+    """All seatings [seatings, ranks], one of each set in which symmetric GPUs only swap places.
+
+    Such seatings are alike in which ranks share a server, an island, a switch and a NIC, and in how
+    far their servers are apart. Nothing else enters the cost of a phase.
+    """
+    at = Places.of(cluster, gpus)
+    hops: tuple[tuple[int, ...], ...] = ()
+    if cluster.fabric:
+        ways = routes(cluster.fabric, cluster.servers)
+        point = ways.at[at.server]
+        hops = tuple(map(tuple, ways.hops[point[:, None], point].tolist()))
+    server, island, switch, nic, uplinked = (tuple(numbers.tolist()) for numbers in at)
+    return np.asarray(np.asarray(gpus)[_orders((server, island, switch, nic), uplinked, hops)])
+
+
+@lru_cache(maxsize=16)
+def _orders(
+    places: tuple[tuple[int, ...], ...],
+    uplinked: tuple[bool, ...],
+    hops: tuple[tuple[int, ...], ...],
+) -> np.ndarray:
+    """`seatings` as positions among the GPUs; a plan asks for the same ones many times."""
+    orders = np.array(list(permutations(range(len(uplinked)))), dtype=np.int64)
+    a, b = np.triu_indices(len(uplinked), 1)
+    relations = [np.equal.outer(numbers, numbers) for numbers in map(np.asarray, places)]
+    relations += [np.asarray(hops) == distance for distance in sorted(set(sum(hops, ())))[1:]]
+    of_pairs = [relation[orders[:, a], orders[:, b]] for relation in relations]
+    form = np.packbits(np.concatenate([*of_pairs, np.asarray(uplinked)[orders]], axis=1), axis=1)
+    _, first = np.unique(form, axis=0, return_index=True)
+    return orders[np.sort(first)]
+
+
+def _neighbourhoods(cluster: Cluster, gpus: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The switch, NIC and island of each GPU; GPUs that have the same ones are symmetric.
+
+    An island of one GPU counts as none, -1.
+    """
+    at, all_gpus = Places.of(cluster, gpus), Places.of(cluster, range(cluster.ranks))
+    island = np.where(np.bincount(all_gpus.island)[at.island] > 1, at.island, -1)
+    return list(zip(at.switch.tolist(), at.nic.tolist(), island.tolist(), strict=True))
+
+
+# -- more GPUs
+
+
+def heuristic(
+    cluster: Cluster,
+    gpus: Sequence[int],
+    phases: Sequence[Phase],
+    seconds: Evaluator,
+    tied: Sequence[int],
+) -> tuple[int, ...]:
+    """The best of several seatings that are each improved by swaps.
+
+    They start as given, in the order of a walk, and with ranks next to those they talk to; starts
+    that break a group are left out.
+    """
+    path, group = walk(cluster, gpus), np.asarray(tied)
+    sent = sum((phase.times * phase.sent for phase in phases), np.zeros((len(gpus),) * 2))
+    traffic = sent + sent.T
+    # The first ranks of those that differ in their traffic.
+    first_ranks = sorted(
+        {
+            np.sort(traffic[rank]).tobytes(): rank
+            for rank in reversed(range(min(len(gpus), MOST_STARTS)))
+        }.values()
+    )
+    packed = [_packed(cluster, path, traffic, first, group) for first in first_ranks]
+    starts = [
+        seats
+        for seats in dict.fromkeys((tuple(gpus), tuple(path), *packed))
+        if _keeps_groups(gpus, np.array([seats]), tied).all()
+    ]
+    messages = max(1, sum(int(np.count_nonzero(phase.sent)) for phase in phases))
+    trials = MOST_MESSAGES // len(starts) // messages
+    ends = np.array([_swapped(cluster, seats, seconds, trials, group) for seats in starts])
+    return tuple(ends[int(np.argmin(seconds(ends)))].tolist())
+
+
+def _packed(
+    cluster: Cluster, path: Sequence[int], traffic: np.ndarray, first: int, tied: np.ndarray
+) -> tuple[int, ...]:
+    """A seating that fills the GPUs of a path one by one, beginning with rank `first`.
+
+    Each GPU gets the rank with the most traffic to the island so far; ties are decided by the
+    switch, the server, and all ranks before. A group that has begun is finished first. `traffic` is
+    bytes between two ranks, either way [ranks, ranks].
+    """
+    n, at = len(path), Places.of(cluster, path)
+    order: list[int] = []
+    free = np.ones(n, dtype=bool)
+    # Traffic of every rank with those that are seated: on each island, switch, server; anywhere.
+    with_places = [
+        {int(number): np.zeros(n) for number in numbers}
+        for numbers in (at.island, at.switch, at.server)
+    ]
+    with_all = np.zeros(n)
+    for places in zip(at.island.tolist(), at.switch.tolist(), at.server.tolist(), strict=True):
+        sums = [by_place[place] for by_place, place in zip(with_places, places, strict=True)]
+        rank = first
+        if order:
+            ranks = np.flatnonzero(free & (tied == tied[order[-1]]))
+            ranks = ranks if ranks.size else np.flatnonzero(free)
+            for with_seated in (*sums, with_all):
+                values = with_seated[ranks]
+                ranks = ranks[values == values.max()]
+            rank = int(ranks[0])
+        order.append(rank)
+        free[rank] = False
+        for with_seated in (with_all, *sums):
+            with_seated += traffic[rank]
+    seats = np.zeros(n, dtype=np.int64)
+    seats[order] = path
+    return tuple(seats.tolist())
+
+
+def _swapped(
+    cluster: Cluster, start: tuple[int, ...], seconds: Evaluator, trials: int, tied: np.ndarray
+) -> np.ndarray:
+    """The seating after swaps: rank by rank the best swap with any other, while swaps help.
+
+    A swap with a rank of another group swaps the groups, member by member. It ends when no swap is
+    faster, or when `trials` seatings have been evaluated.
+    """
+    seats = np.array(start)
+    neighbourhoods = dict(zip(start, _neighbourhoods(cluster, start), strict=True))
+    members = np.array([np.flatnonzero(tied == group) for group in tied])
+    alone = np.arange(len(seats))[:, None]
+    best_s, ranks_without_gain = float(seconds(seats[None])[0]), 0
+    for a in cycle(range(len(seats))):
+        here = neighbourhoods[int(seats[a])]
+        others = np.array(
+            [b for b in range(len(seats)) if neighbourhoods[int(seats[b])] != here], dtype=np.int64
+        )
+        trials -= len(others)
+        if ranks_without_gain == len(seats) or trials < 0:
+            break
+        ranks_without_gain += 1
+        if others.size:
+            swaps = np.tile(seats, (len(others), 1))
+            for moving, same_group in ((alone, True), (members, False)):
+                row = np.flatnonzero((tied[others] == tied[a]) == same_group)[:, None]
+                here_ranks, there_ranks = moving[a], moving[others[row[:, 0]]]
+                swaps[row, here_ranks], swaps[row, there_ranks] = (
+                    seats[there_ranks],
+                    seats[here_ranks],
+                )
+            swapped_s = seconds(swaps)
+            if swapped_s.min() < best_s * (1 - 1e-12):
+                seats, best_s = swaps[int(np.argmin(swapped_s))], float(swapped_s.min())
+                ranks_without_gain = 0
+    return seats

@@ -1,0 +1,209 @@
+"""Ranks on a CPU that share the cores of their machine. Clusters of GPUs have no use for this file.
+
+A machine's c cores are shared fairly, as an operating system does it (processor sharing):
+
+    k ranks at work     each has min(1, c / k) of a core
+    k > c               they also take turns: each computes `timeslice_slowdown` times as long, and
+                        a rank that blocked resumes with a cold cache (`cold_cache_penalty`)
+    a message           is copied by the cores at both ends, beside the ranks that compute
+
+In terms of ports the cores of a machine are one more port, ('cores', machine). It is busy for a
+second when all cores are busy for a second."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.cluster.spec import Cluster, Link, Placement
+from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer
+from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
+
+# The port 'cores' needs a bandwidth, but cores have none: they copy so many bytes per second, and
+# each byte so often that the product is right. Any number would do [B/s].
+COPY_RATE = 1e9
+# Stands for zero where a message takes time of a core, and its bytes take none [core-s/B].
+LEAST_CORE_S_PER_BYTE = 1e-13
+
+
+@dataclass(frozen=True, eq=False)
+class SharedCores:
+    """What ranks that share cores lose to each other."""
+
+    cluster: Cluster
+    cores: int  # of each machine
+    machines: np.ndarray  # the machine of each rank [ranks]
+
+    @cached_property
+    def ranks_by_machine(self) -> np.ndarray:
+        """Number of ranks on each machine [machines]."""
+        return np.bincount(self.machines)
+
+    @property
+    def most_ranks(self) -> int:
+        """Number of ranks on the fullest machine."""
+        return int(self.ranks_by_machine.max())
+
+    @cached_property
+    def core_share(self) -> float:
+        """Share of its machine's cores that a computing rank keeps busy.
+
+        It counts the time that ranks lose by taking turns, so it may exceed 1 / cores.
+        """
+        take_turns = self.most_ranks > self.cores
+        return (self.cluster.timeslice_slowdown if take_turns else 1.0) / self.cores
+
+    @cached_property
+    def full_load_slowdown(self) -> float:
+        """How many times as long a rank computes while all ranks compute."""
+        return max(1.0, float(self.most_ranks) * self.core_share)
+
+    def all_done_s(self, seconds: Number) -> Number:
+        """When the last rank has computed, if all begin at once [s].
+
+        `seconds` is what each would take alone [.., ranks]. Ranks end one after the other; those
+        that are left share the cores.
+        """
+        if self.full_load_slowdown == 1.0:
+            return slowest(seconds)
+        by_rank = self._by_rank(seconds)
+        out: Number = 0.0
+        for machine in set(self.machines.tolist()):
+            ends = np.sort(by_rank[..., self.machines == machine], axis=-1)
+            ranks_left = np.arange(ends.shape[-1], 0, -1)
+            steps = np.diff(ends, axis=-1, prepend=0.0) * np.maximum(
+                1.0, ranks_left * self.core_share
+            )
+            out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
+        return out
+
+    def core_sharing_slowdown(
+        self, seconds: Number, slowdown: Number, span: Number, copying_s: Number
+    ) -> Number:
+        """How many times as long a rank computes that meets others at work on its cores.
+
+        Each of the others computes `seconds` [.., ranks] of a `span`, `slowdown` times as long as
+        alone, and messages keep cores busy for `copying_s`. Both are taken to be spread over the
+        span at random, so a rank meets the mean number of others (mean value analysis).
+        """
+        on_fullest = self.machines == int(np.argmax(self.ranks_by_machine))
+        by_rank = self._by_rank(seconds)[..., on_fullest]
+        others = by_rank.sum(-1, keepdims=np.ndim(seconds) > 1) * (1 - 1 / by_rank.shape[-1])
+        at_work = 1.0 + (others * slowdown + copying_s) / span
+        out: Number = np.maximum(1.0, at_work * self.core_share)
+        return out
+
+    def copying_s(self, ports: Mapping[Port, Number]) -> Number:
+        """Core-seconds that messages take of the machine that they take most of.
+
+        `ports` is the seconds that they keep each port busy.
+        """
+        return _cores_busy(ports) * self.cores
+
+    def overlap_rates(self, transfer: Transfer) -> tuple[Number, Number]:
+        """Rates of a transfer and of all ranks' computation while they overlap.
+
+        Each is a share of the rate alone. Every rank has a thread for either. Whoever wants less
+        than its share of the cores leaves the rest to the others.
+        """
+        copying = _cores_busy(transfer.busy)
+        if not np.any(copying):
+            return 1.0, 1.0
+        wanted = copying / np.maximum(transfer.alone - transfer.latency, 1e-30)
+        computing = min(1.0, float(self.most_ranks) * self.core_share)
+        granted = np.minimum(wanted, max(0.5, 1.0 - computing))
+        return granted / np.maximum(wanted, 1e-30), np.minimum(1.0, (1.0 - granted) / computing)
+
+    def core_busy_s(self, seconds: Number) -> dict[Port, Number]:
+        """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
+        busy, keepdims = self._by_rank(seconds) * self.core_share, np.ndim(seconds) > 1
+        return {
+            ("cores", machine): busy[..., self.machines == machine].sum(-1, keepdims=keepdims)
+            for machine in set(self.machines.tolist())
+        }
+
+    def computing(self, rank: int, lane: str, seconds: float) -> Transfer:
+        """A computation as a transfer, so that it shares the cores with what overlaps it."""
+        cores = ("cores", int(self.machines[rank]))
+        return Transfer(0.0, {(f"lane {lane}", rank): seconds, cores: seconds * self.core_share})
+
+    @property
+    def caches_go_cold(self) -> bool:
+        """Whether a rank that waits loses its caches to others."""
+        return bool(self.cluster.cold_cache_penalty) and self.most_ranks > self.cores
+
+    def with_cold_caches(
+        self, transfer: Transfer, waiting: Sequence[int] | np.ndarray, times: int = 1
+    ) -> Transfer:
+        """The transfer, plus what the ranks that wait for it lose by cold caches.
+
+        They compute longer afterwards, which keeps their machine's cores busy; `times` says how
+        many such transfers there are in this one.
+        """
+        if not self.caches_go_cold:
+            return transfer
+        busy = dict(transfer.busy)
+        for machine, ranks in Counter(self.machines[np.unique(waiting)].tolist()).items():
+            if self.ranks_by_machine[machine] > self.cores:
+                port = ("cores", machine)
+                penalty = times * ranks * self.cluster.cold_cache_penalty / self.cores
+                busy[port] = busy.get(port, 0.0) + penalty
+        return transfer._replace(busy=busy)
+
+    def copying(
+        self,
+        link: Callable[[Placement], Link],
+        source: np.ndarray,
+        target: np.ndarray,
+        between_servers: np.ndarray,
+    ) -> Iterator[PortUse]:
+        """How messages from rank to rank [messages] use the cores at both ends.
+
+        `link` gives the link of a place. Messages inside servers and `between_servers` (bool
+        [messages]) have different ones.
+        """
+        places: dict[Placement, np.ndarray] = {
+            "intra_node": ~between_servers,
+            "inter_node": between_servers,
+        }
+        for place, mask in places.items():
+            if mask.any():
+                own = link(place)
+                if own.core_s_per_byte or own.core_s_per_message:
+                    yield self._copying_over(own, source, target, np.flatnonzero(mask))
+
+    def _copying_over(
+        self, link: Link, source: np.ndarray, target: np.ndarray, messages: np.ndarray
+    ) -> PortUse:
+        core_s_per_byte = max(link.core_s_per_byte, LEAST_CORE_S_PER_BYTE)
+        ends = self.machines[np.append(source[messages], target[messages])]
+        share = core_s_per_byte * COPY_RATE / (2 * self.cores)  # half at either end
+        shares = np.full(2 * messages.size, share)
+        return PortUse(
+            "cores",
+            _copy_link(link.core_s_per_message / core_s_per_byte),
+            np.zeros(source.size),
+            lambda: [Passes("cores", np.tile(messages, 2), ends, shares)],
+        )
+
+    def _by_rank(self, seconds: Number) -> np.ndarray:
+        """The same for every rank, if one number is given [.., ranks]."""
+        return np.broadcast_to(seconds, (*np.shape(seconds)[:-1], self.machines.size))
+
+
+def _cores_busy(ports: Mapping[Port, Number]) -> Number:
+    """The longest that any machine's cores are busy [s]."""
+    return largest([seconds for (kind, _), seconds in ports.items() if kind == "cores"])
+
+
+@cache
+def _copy_link(extra_bytes: float) -> Link:
+    """A link on which a message of n bytes takes as long as copying n + `extra_bytes`."""
+    sizes = [2.0**power for power in range(41)] if extra_bytes else []
+    efficiency = {size: size / (size + extra_bytes) for size in sizes}
+    return Link(bandwidth=COPY_RATE, latency=0.0, efficiency=efficiency)

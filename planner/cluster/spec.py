@@ -1,0 +1,325 @@
+"""The fields of a cluster, as its file and --set give them.
+
+They are frozen pydantic models, which check themselves wherever they come from. Costs read their
+numbers once and then work on arrays (cost.py)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, model_validator
+
+from gnnplan.planner.cluster.collectives import Algorithm
+from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.schedule import HostWork
+from gnnplan.planner.vocabulary.spec import (
+    Bandwidth,
+    Bytes,
+    Latency,
+    PerSecond,
+    Rate,
+    Rates,
+    Share,
+    Size,
+    Spec,
+    bounded,
+)
+
+PRESETS = Path(__file__).resolve().parent / "presets"
+Placement = Literal["island", "intra_node", "inter_node"]
+MOST_RANKS = 4096  # a plan evaluates every pair of ranks
+MOST_POINTS = 512  # of a fabric where servers are plugged in; ways between all pairs are kept
+
+
+class Link(Spec):
+    """A link by the alpha-beta model.
+
+    A message of n bytes takes latency + n / (bandwidth * efficiency at n) seconds.
+    """
+
+    bandwidth: Bandwidth
+    latency: Latency = 10e-6
+    # Size of a message -> share of the bandwidth that it reaches. Empty: all of it at any size.
+    efficiency: dict[Size, Share] = Field(default_factory=dict)
+    # Of ranks on a CPU: core-seconds at both ends together, per byte and per message.
+    core_s_per_byte: Annotated[float, Field(ge=0.0, le=1e-3)] = 0.0
+    core_s_per_message: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+
+    @overload
+    def stretched(self, nbytes: float, messages: int = 1) -> float: ...
+    @overload
+    def stretched(self, nbytes: NDArray[Any], messages: int = 1) -> NDArray[np.float64]: ...
+    @overload
+    def stretched(self, nbytes: Number, messages: int = 1) -> Number: ...
+    def stretched(self, nbytes: Number | NDArray[Any], messages: int = 1) -> Number:
+        """The bytes that would take as long at the whole bandwidth [B].
+
+        `nbytes` are sent in so many equal messages. The efficiency is interpolated log-log between
+        the sizes that are given; outside them it is flat.
+        """
+        if not self.efficiency:
+            return nbytes
+        sizes = sorted(self.efficiency)
+        logs = np.log(np.maximum(nbytes / messages, 1.0))
+        return nbytes / np.exp(
+            np.interp(logs, np.log(sizes), np.log([self.efficiency[size] for size in sizes]))
+        )
+
+    @model_validator(mode="after")
+    def _takes_longer_for_more(self) -> Link:
+        sizes = sorted(self.efficiency)
+        for less, more in pairwise(sizes):
+            if less / self.efficiency[less] > more / self.efficiency[more] * (1 + 1e-9):
+                both = ", ".join(
+                    f"{self.efficiency[size]:g} at {size:g} B" for size in (less, more)
+                )
+                raise ValueError(
+                    f"efficiency may grow no faster than the size ({both}): the larger message"
+                    " would take less time; mend one of the two"
+                )
+        return self
+
+    def carried(self, old: Link, new: Link) -> Link:
+        """This operation, measured on the link `old`, as it would be on the link `new`.
+
+        What the operation takes beyond its link (copies, software) stays. So a slower link slows
+        all operations, and a faster one leaves their copies to wait for. An operation that beats
+        its link, for example by a reduction in a switch, goes on doing so in proportion.
+        """
+
+        def seconds(measured: float, before: float, after: float) -> float:
+            if measured > before:
+                return after + measured - before
+            return after * measured / before if before else after
+
+        per_byte = seconds(1 / self.bandwidth, 1 / old.bandwidth, 1 / new.bandwidth)
+        return self.model_copy(
+            update={
+                "bandwidth": 1 / per_byte,
+                "latency": seconds(self.latency, old.latency, new.latency),
+            }
+        )
+
+
+class Device(Spec):
+    """A GPU, or a CPU core that plays one rank. Rates are those that programs reach."""
+
+    name: str = "unnamed"
+    kind: Literal["cpu", "cuda"] = "cuda"
+    memory: Bytes  # that a rank may fill [B]
+    gemm: Rate  # dense matrix product, fp32 [flop/s]
+    memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s]
+    # The same by the size of a tensor. Empty: memory_bandwidth at all sizes.
+    memory_rates: Rates = Field(default_factory=dict)
+    # Dropout [numbers/s]. None: limited by memory.
+    hash_rate: PerSecond | None = None
+    # Attention weights, without their sums [edges * heads/s]. None: limited by memory.
+    edge_rate: PerSecond | None = None
+    # Aggregation [B gathered/s], by row width [numbers] and bytes of all rows that it may read.
+    gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(
+        default_factory=dict
+    )
+    # For each row that an aggregation makes, in addition to its gathers [s].
+    row_latency: Latency = 0.0
+    # Writing these rows [B/s]. None: contained in the rate of gathers.
+    row_bandwidth: Bandwidth | None = None
+    # The cache that all of the device shares (L2) [B].
+    cache: Annotated[float, bounded(1e4, 1e10, "a cache [B]", "B")] | None = None
+    # Rows that are in the cache [B/s]. None: 3 x memory_bandwidth.
+    cache_bandwidth: Bandwidth | None = None
+    launch: Latency = 8e-6  # one framework operation, however small [s]
+    # Share of a transfer's seconds that computation loses while they overlap.
+    overlap_tax: float = Field(0.0, ge=0.0, le=1.0)
+
+
+def _lists(value: object) -> object:
+    """Lists from the text that --set gives: '[[0, 1], [2, 3]]'."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"must be lists of GPUs such as [[0, 1], [2, 3]], not {value!r:.80}"
+        ) from None
+
+
+GPUs = Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeValidator(_lists)]
+
+
+class Fabric(Spec):
+    """What joins the NICs of servers, if it is not one switch that never blocks.
+
+    leaf_spine    The servers of a leaf switch share its uplinks to the spine.
+    ring          A server has a cable to the next server and to the one before. Bytes that go
+                  further pass the servers between.
+
+    The uplinks of a leaf together carry what the NICs of its servers carry, divided by
+    `oversubscription`. A cable of a ring carries what the NICs of one server carry, divided by it.
+    """
+
+    kind: Literal["leaf_spine", "ring"]
+    servers_per_leaf: int | None = Field(None, ge=1)
+    oversubscription: float = Field(1.0, gt=0.0, le=1000.0)
+    latency: Latency = 1e-6  # of each link on the way [s]
+
+    @property
+    def below(self) -> int:
+        """Servers that are plugged in at the same point."""
+        return self.servers_per_leaf or 1
+
+    @model_validator(mode="after")
+    def _says_what_a_leaf_holds(self) -> Fabric:
+        if (self.kind == "leaf_spine") != (self.servers_per_leaf is not None):
+            raise ValueError(
+                "servers_per_leaf belongs to kind leaf_spine, which needs it: give both or neither"
+                f" (kind: {self.kind}, servers_per_leaf: {self.servers_per_leaf})"
+            )
+        return self
+
+
+class Cluster(Spec):
+    """Servers with equal GPUs.
+
+    Lists of a server's GPUs, 0 to gpus_per_server - 1, may say what a server is made of. They hold
+    for every server:
+
+        islands: [[0, 1], [2, 3]]       GPUs of an island have a link of their own (NVLink),
+        island: {bandwidth: 100GB/s}    which is this
+        switches: [[0, 1], [2, 3]]      what leaves a PCIe switch shares its uplink,
+        switch: {bandwidth: 12GB/s}     which is this
+        nics: [[0, 1], [2, 3]]          each list has a NIC of its own, as fast as inter_node
+
+        peer_access: false              GPUs send through their server's memory, over `host` links;
+        bridge: {bandwidth: 40GB/s}     the memory may be a bottleneck: each byte goes in and out
+
+    What joins the servers (absent: one switch that never blocks):
+
+        fabric: {kind: leaf_spine, servers_per_leaf: 4, oversubscription: 3}
+        fabric: {kind: ring}
+
+    Servers are rented whole: an epoch costs the `price` of all GPUs of the servers that it uses.
+    """
+
+    name: str = "unnamed"
+    servers: int = Field(1, ge=1, le=100_000)
+    gpus_per_server: int = Field(1, ge=1, le=1024)
+    device: Device
+    intra_node: Link  # between GPUs of a server that share no island
+    inter_node: Link | None = None  # a NIC: one per server, or one per list of `nics`
+    host: Link | None = None  # from a server's memory to a GPU; None: as intra_node
+    islands: GPUs = ()
+    island: Link | None = None
+    switches: GPUs = ()
+    switch: Link | None = None
+    nics: GPUs = ()
+    fabric: Fabric | None = None
+    # False: what GPUs send goes through their server's memory, except in islands.
+    peer_access: bool = True
+    # Without peer access: a server's memory, for all its GPUs and NICs together.
+    bridge: Link | None = None
+    # None: with NCCL a ring or a tree, whichever is faster; with Gloo a ring.
+    all_reduce: Algorithm | None = None
+    # Rates of a sampler [edges/s].
+    host_rates: dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]] = Field(default_factory=dict)
+    # Who draws neighbours. A device reads lists that its memory cannot hold over the host link.
+    sampler: Literal["host", "device"] = "host"
+    # Cores that the CPU ranks of a server share. Rates are those of a rank with its own core.
+    cores: int | None = Field(None, ge=1, le=100_000)
+    # How many times as long ranks compute that take turns on a core, for caches are another's.
+    timeslice_slowdown: Annotated[float, Field(ge=1.0, le=10.0)] = 1.0
+    # What a rank that blocked computes longer, where ranks take turns [s].
+    cold_cache_penalty: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    one_machine: bool = False  # one machine plays all servers, which share its cores
+    # What was measured: 'operation.link', as 'all_reduce.intra_node', -> the link as it reaches it.
+    # The links themselves serve for all other operations.
+    collectives: dict[str, Link] = Field(default_factory=dict)
+    price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # [$/h], a GPU
+    # Field -> 'measured 2026-11-20 on ...', 'datasheet', or 'assumed'.
+    provenance: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.servers * self.gpus_per_server
+
+    def carried(self, old: Cluster, leave: Collection[str] = ()) -> Cluster:
+        """The cluster with what was measured on `old`'s links carried over to its own links.
+
+        Operations in `leave` stay as they are. See `Link.carried`.
+        """
+        measured = dict(self.collectives)
+        for key, link in measured.items():
+            place = key.rpartition(".")[2]
+            before, now = getattr(old, place, None), getattr(self, place, None)
+            if before and now and before != now and key not in leave:
+                measured[key] = link.carried(before, now)
+        return self.model_copy(update={"collectives": measured})
+
+    @model_validator(mode="after")
+    def _has_a_network(self) -> Cluster:
+        if self.ranks > MOST_RANKS:
+            raise ValueError(
+                f"servers x gpus_per_server is {self.ranks:,}; at most {MOST_RANKS:,} ranks can be"
+                " planned"
+            )
+        if self.servers > 1 and self.inter_node is None:
+            raise ValueError(
+                f"servers is {self.servers}, so inter_node (the link between servers) must be given"
+            )
+        if self.fabric and -(-self.servers // self.fabric.below) > MOST_POINTS:
+            raise ValueError(
+                f"a fabric has at most {MOST_POINTS} leaves, or servers in its ring (servers:"
+                f" {self.servers}); use fewer servers, or leave fabric out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _holds_every_gpu_once(self) -> Cluster:
+        last = self.gpus_per_server - 1
+        lists_by_name = {"islands": self.islands, "switches": self.switches, "nics": self.nics}
+        for name, lists in lists_by_name.items():
+            listed = [gpu for gpus in lists for gpu in gpus]
+            if lists and sorted(listed) != list(range(last + 1)):
+                faults = {
+                    "twice": {gpu for gpu, times in Counter(listed).items() if times > 1},
+                    "not there": {gpu for gpu in listed if gpu > last},
+                    "missing": set(range(last + 1)) - set(listed),
+                }
+                shown = ", ".join(
+                    f"{fault}: {', '.join(map(str, sorted(gpus)[:20]))}"
+                    for fault, gpus in faults.items()
+                    if gpus
+                )
+                raise ValueError(
+                    f"{name} must hold each of a server's {last + 1} GPUs (0 to {last}) once"
+                    f" ({shown}); mend the lists or gpus_per_server"
+                )
+            if not all(lists):
+                raise ValueError(f"{name} has an empty list; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _lists_and_links_come_together(self) -> Cluster:
+        for name, lists, link in (
+            ("islands", self.islands, "island"),
+            ("switches", self.switches, "switch"),
+        ):
+            if bool(lists) != (getattr(self, link) is not None):
+                absent, given = (link, name) if lists else (name, link)
+                raise ValueError(
+                    f"{given} is given, so {absent} must be given too ({name}: lists of GPUs,"
+                    f" {link}: bandwidth and latency)"
+                )
+        if self.bridge and self.peer_access:
+            raise ValueError(
+                "bridge is given, and only bytes that go through a server's memory pass it; give"
+                " peer_access: false too, or leave bridge out"
+            )
+        return self

@@ -1,0 +1,103 @@
+"""The whole cluster as a graph, from GPU to GPU.
+
+    GPU ── island (NVLink)
+     ├──── PCIe switch ── host bridge of the server
+     └──── NIC ── its leaf, or its server's place in the ring, or the one switch that joins all NICs
+
+    leaf_spine   leaf ── spine ── leaf
+    ring         server ── server ── server ── (the first)
+
+Every edge that can be busy carries its *port* (places.py). Costs do not need this graph: ports.py
+names ports by what two ranks share, and tests check that the graph says the same. It serves to
+describe ports to people, and to follow a route. fabric.py has the part between servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import networkx as nx
+
+from gnnplan.planner.cluster.fabric import fabric_graph
+from gnnplan.planner.cluster.places import Places, Port
+from gnnplan.planner.cluster.spec import Cluster
+
+Node = tuple[str, int]
+# A route prefers NVLink to PCIe, and never turns round at a NIC.
+_LENGTHS = {"island": 1, "switch": 2, "host": 2}
+_LENGTH_ELSEWHERE = 9
+_WORDS = {"gpu": "GPU", "nic": "NIC"}
+
+
+def graph(cluster: Cluster) -> nx.DiGraph:
+    """The graph of a cluster; every edge has the `port` that it keeps busy, or None.
+
+    Nodes are ('gpu', g), ('island', i), ('switch', k), ('host', s), ('nic', c) and those of the
+    fabric, numbered over the cluster. A server without `switches` has one, its host bridge.
+    """
+    # Clusters of one shape have the same graph, whatever their links are.
+    shape = ("servers", "gpus_per_server", "islands", "switches", "nics", "fabric")
+    return _graph(**{name: getattr(cluster, name) for name in shape})
+
+
+@lru_cache(maxsize=8)
+def _graph(**shape: Any) -> nx.DiGraph:
+    out, cluster = nx.DiGraph(), Cluster.model_construct(**shape)
+    at = Places.of(cluster, range(cluster.ranks))
+    for g, (server, island, switch, nic) in enumerate(
+        zip(*(numbers.tolist() for numbers in at[:4]), strict=True)
+    ):
+        gpu = ("gpu", g)
+        _join(out, gpu, ("island", island), "island" if cluster.islands else None, g)
+        _join(out, gpu, ("switch", switch), "gpu", g)
+        _join(out, gpu, ("nic", nic), "switch" if at.uplinked[g] else None, switch)
+        uplink = "switch" if cluster.switches else None
+        _join(out, ("switch", switch), ("host", server), uplink, switch)
+        if cluster.servers > 1:
+            _join(out, ("nic", nic), attached(cluster, server), "nic", nic)
+    if cluster.servers > 1:
+        for number, (a, b) in enumerate(fabric_graph(cluster.fabric, cluster.servers).edges):
+            out.add_edge(a, b, length=1, port=("fabric", number))
+    return out
+
+
+def _join(out: nx.DiGraph, below: Node, above: Node, kind: str | None, number: int) -> None:
+    """Two edges, whose ports are (kind + '_out', number) up and (kind + '_in', number) down."""
+    length = _LENGTHS.get(above[0], _LENGTH_ELSEWHERE)
+    out.add_edge(below, above, length=length, port=(f"{kind}_out", number) if kind else None)
+    out.add_edge(above, below, length=length, port=(f"{kind}_in", number) if kind else None)
+
+
+def describe_port(cluster: Cluster, seats: Sequence[int], port: Port) -> str:
+    """A port in words: the link, as 'leaf 0 -> spine 0', or the memory or cores that are shared."""
+    kind, number = port
+    if kind == "bridge":
+        return f"the memory of server {number}"
+    if kind == "cores":
+        return (
+            "the cores of the machine" if cluster.one_machine else f"the cores of server {number}"
+        )
+    if kind.startswith(("gpu", "island")):
+        number = seats[number]
+    edges = [edge for *edge, busy in graph(cluster).edges(data="port") if busy == (kind, number)]
+    # A switch's uplink is also on edges between GPUs and NICs; the edge to the host is named first.
+    edges.sort(key=lambda edge: {edge[0][0], edge[1][0]} == {"gpu", "nic"})
+    return " -> ".join(f"{_WORDS.get(node, node)} {number}" for node, number in edges[0])
+
+
+def attached(cluster: Cluster, server: int) -> Node:
+    """The node of the fabric that a server's NICs are plugged into."""
+    fabric = cluster.fabric
+    if fabric is None:
+        return ("network", 0)
+    return ("leaf", server // fabric.below) if fabric.kind == "leaf_spine" else ("router", server)
+
+
+def route(cluster: Cluster, whole: nx.DiGraph, a: int, b: int) -> list[Port]:
+    """The ports on a shortest way from GPU a to GPU b that passes no other GPU."""
+    others = [node for node in whole if node[0] == "gpu" and node[1] not in (a, b)]
+    path = nx.shortest_path(
+        nx.restricted_view(whole, others, []), ("gpu", a), ("gpu", b), weight="length"
+    )
+    return [port for hop in nx.utils.pairwise(path) if (port := whole.edges[hop]["port"])]

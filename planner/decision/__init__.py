@@ -1,0 +1,11 @@
+"""The decision: which strategy to use, where its ranks sit, and why.
+
+    search.py       all candidates, ranked; what would make one fit
+    summary.py      the five lines that a plan opens with
+    explain.py      all reasons
+    sensitivity.py  which links, devices and depths would change the choice
+    sweep.py        the decision at many values of some fields
+    plan.py         plan.json, written and read
+
+The room may import every room of the planner but evidence/.
+"""

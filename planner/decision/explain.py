@@ -1,0 +1,409 @@
+"""Why a plan says what it says: the reasons that `gnnplan plan --explain` prints, as sentences.
+
+summary.py has the few lines that every plan opens with; sensitivity.py says what would change the
+choice.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.cluster.topology import describe_port
+from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.sensitivity import sentences
+from gnnplan.planner.gnn.workload import ALL
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import FAMILIES, GraNNDis, GraphParallel, GSplit, Strategy, parse
+from gnnplan.planner.strategies.layerwise.granndis import FANOUT, MAX_HOP
+from gnnplan.planner.vocabulary import formulas
+from gnnplan.planner.vocabulary.errors import Infeasible
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.units import show_bytes, show_time
+
+HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
+CLOSE = 0.1  # of two epochs, where no prediction has been compared with a run
+TRACES = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # what was measured, as tables
+
+
+def explain(
+    problem: Problem,
+    found: SearchResult,
+    exact: bool,
+    notify: Notify = silent,
+    turning_points: Sequence[str] | None = None,
+) -> list[str]:
+    """All reasons, the most important first.
+
+    `turning_points` is what `sensitivity.sentences` says, if the caller has asked it already.
+    """
+    best = found.ranked[0]
+    if turning_points is None:
+        turning_points = sentences(found, exact, notify)
+    out = [
+        f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
+        f" {best.predicted.bottleneck}",
+        *why_these_gpus(problem, found),
+        *tightest(best),
+        *estimates(problem),
+        *before_the_first_epoch(best),
+        *convergence(best.strategy, problem.workload.model),
+        *why_not(found),
+        *within_noise(found),
+        *turning_points,
+    ]
+    if problem.workload.mode == "full":
+        return out + preloading(problem)
+    out += [
+        batches_of(problem, best.strategy),
+        *done_twice(problem, found),
+        *p3_conditions(problem),
+    ]
+    return out if found.forced else out + full_graph(problem, best, exact, notify)
+
+
+# -- the recommendation ------------------------------------------------------------------------
+
+
+def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
+    """Whether all GPUs are worth using, and why ranks do not sit in the order of the GPUs."""
+    best, out = found.ranked[0], []
+    epoch_s, used = float(best.predicted.epoch_s), best.problem.ranks
+    other = next(
+        (c for c in found.ranked if (c.problem.ranks == problem.ranks) != (used == problem.ranks)),
+        None,
+    )
+    if other is not None:
+        slower = float(other.predicted.epoch_s) / epoch_s - 1
+        if used < problem.ranks:
+            out.append(
+                f"{used} of {problem.ranks} GPUs are faster than all: the graph gives more of them"
+                f" too little to do; on all of them the fastest is {other.strategy}, {slower:.0%}"
+                " slower"
+            )
+        else:
+            out.append(
+                f"All {used} GPUs are worth using: on {other.problem.ranks} of them the fastest is"
+                f" {other.strategy}, {slower:.0%} slower"
+            )
+    in_order = best.problem.seated(tuple(sorted(best.problem.cost.seats)))
+    if in_order.seats != best.problem.seats:
+        slower = float(best.strategy.predict(in_order).epoch_s) / epoch_s - 1
+        if slower >= 0.005:  # computation may hide a stale exchange wherever the ranks sit
+            out.append(
+                "Ranks sit where their traffic takes the fast links: in the order of the GPUs an"
+                f" epoch would be {slower:.0%} slower"
+            )
+    return out
+
+
+def tightest(best: Candidate) -> list[str]:
+    """The port that is busy longest, and the busiest port of every other kind."""
+    cost, cluster = best.problem.cost, best.problem.cluster
+    busy_s: dict[Port, float] = {}
+    for sent, times in best.strategy.traffic(best.problem):
+        for port, seconds in cost.exchange(sent).busy.items():
+            busy_s[port] = busy_s.get(port, 0.0) + times * float(seconds)
+    busiest_of_kind: dict[str, Port] = {}
+    for port in sorted(busy_s, key=lambda port: (-busy_s[port], port)):
+        busiest_of_kind.setdefault(port[0].split("_")[0], port)
+    if not busiest_of_kind:
+        return []
+    first, *others = busiest_of_kind.values()
+    words = ", ".join(
+        f"{describe_port(cluster, cost.seats, port)}: {busy_s[port] / busy_s[first]:.0%} of that"
+        for port in others
+    )
+    return [
+        f"What ranks send each other keeps {describe_port(cluster, cost.seats, first)} busy longest"
+        + (f" (of other links {words})" if words else "")
+    ]
+
+
+def estimates(problem: Problem) -> list[str]:
+    """What is estimated where only statistics of the graph are known."""
+    if problem.stats.known:
+        return []
+    counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
+    if problem.workload.mode == "mini":
+        source = "frontiers are estimated from degrees, and are off by a fifth on real graphs"
+    elif counted:
+        source = f"halo sizes follow from those counted at {counted} parts"
+    else:
+        source = "halo sizes are usual ones"
+    return [f"The graph is known by statistics only: {source}, and the plan cannot be run."]
+
+
+def before_the_first_epoch(best: Candidate) -> list[str]:
+    """Seconds of the set-up. How long partitioning takes is unknown without the graph."""
+    seconds = dict(best.strategy.preparation(best.problem))
+    if not best.problem.stats.known:
+        seconds.pop("partitioning", None)
+    parts = [f"{name} {show_time(taken)}" for name, taken in seconds.items()]
+    if not best.problem.stats.known:
+        parts.append("partitioning unknown")
+    return [f"Before the first epoch: {', '.join(parts)}"]
+
+
+def convergence(strategy: Strategy, model: str) -> list[str]:
+    """What an approximation cost in accuracy and epochs, where that was measured.
+
+    Empty for a strategy that leaves the gradient unchanged.
+    """
+    if strategy.exact:
+        return []
+    rows = [
+        row for row in _rows("convergence.csv") if parse(row["strategy"]).approximates_as(strategy)
+    ]
+    rows = [row for row in rows if row["model"] == model] or rows
+    if not rows:
+        return [
+            f"{strategy} changes the gradient; what that costs in epochs to the same accuracy has"
+            " not been measured: unknown"
+        ]
+    measured = dict.fromkeys(
+        f"{float(row['points']):+.2f} ± {row['two_errors'] or '?'} points of test accuracy,"
+        f" {row['epochs_ratio'] or 'unknown'} times the epochs on {row['graph']} with"
+        f" {row['model']} ({row['ranks']} ranks, {row['seeds']} seeds)"
+        for row in rows
+    )
+    return [
+        f"{strategy} changes the gradient. Measured against one process (± two standard errors):"
+        f" {'; '.join(measured)}. On this graph: unknown"
+    ]
+
+
+# -- the others --------------------------------------------------------------------------------
+
+
+def why_not(found: SearchResult) -> list[str]:
+    """For every family that lost: by how much, and to what."""
+    best, out = found.ranked[0], []
+    for family in FAMILIES:
+        if isinstance(best.strategy, family):
+            continue
+        fastest = next((c for c in found.ranked if isinstance(c.strategy, family)), None)
+        if fastest is not None:
+            slower = float(fastest.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
+            out.append(
+                f"{fastest.strategy} is {slower:.0%} slower: {largest_difference(fastest, best)}"
+            )
+    return out
+
+
+def largest_difference(candidate: Candidate, best: Candidate) -> str:
+    """The part of the epoch in which a candidate loses most, as '1.55 s more computation'."""
+    ours, theirs = best.predicted, candidate.predicted
+    parts = {
+        "computation": float(theirs.compute_s) - float(ours.compute_s),
+        "exposed communication": float(theirs.comm_s) - float(ours.comm_s),
+        "bubble": float(theirs.bubble_s) - float(ours.bubble_s),
+    }
+    worst = max(parts, key=lambda part: parts[part])
+    return f"{show_time(parts[worst])} more {worst}"
+
+
+def within_noise(found: SearchResult) -> list[str]:
+    """Whether the first two are closer than predictions are known to be right."""
+    if len(found.ranked) < 2:
+        return []
+    first, second = found.ranked[:2]
+    gap = float(second.predicted.epoch_s) / float(first.predicted.epoch_s) - 1
+    on_cpu = first.problem.cluster.device.kind == "cpu"
+    error = prediction_error() if on_cpu else CLOSE
+    if error is None or gap >= error:
+        return []
+    why = (
+        f"less than predictions were off when measured (median {error:.0%})"
+        if on_cpu
+        else "and no prediction on such devices has been compared with a run"
+    )
+    return [
+        f"{first.strategy} and {second.strategy} differ by {gap:.1%}, {why}: run both for a few"
+        " epochs"
+    ]
+
+
+def prediction_error() -> float | None:
+    """Median |predicted / measured - 1| of the epochs in measured.csv, all on CPU ranks."""
+    errors = measured_errors()
+    return median(errors) if errors else None
+
+
+@cache
+def measured_errors() -> list[float]:
+    """|predicted / measured - 1| of every epoch in measured.csv, all on CPU ranks over Gloo."""
+    return [
+        abs(float(row["predicted_s"]) / float(row["measured_s"]) - 1)
+        for row in _rows("measured.csv")
+    ]
+
+
+@cache
+def _rows(name: str) -> list[dict[str, str]]:
+    path = TRACES / name
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# -- the full graph ----------------------------------------------------------------------------
+
+
+def preloading(problem: Problem) -> list[str]:
+    """What preloading a server's surroundings (GraNNDis) costs and saves.
+
+    A server that preloads holds its own part and the rows around it; `growth` says how many times
+    its own part that is, as a mean over servers. In return fewer bytes pass between servers. The
+    conditions that the paper prints (Eq. 3-9) leave the links inside servers out and describe other
+    times than our epoch; planner/vocabulary/formulas.py has them.
+    """
+    servers = problem.cluster.servers
+    if servers == 1:
+        islands = (
+            " Islands of GPUs may preload too, with group='island'."
+            if len(problem.cluster.islands) > 1
+            else ""
+        )
+        return [
+            "One server: nothing crosses servers, so preloading a server's surroundings would be"
+            f" plain graph parallel.{islands}"
+        ]
+    source = "estimated" if problem.graph is None else "counted"
+    plain, whole = GraphParallel(), GraNNDis().settle(problem)
+    sampled = GraNNDis(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
+
+    def growth(strategy: GraNNDis) -> float:
+        layout = strategy.layout(problem)
+        own = problem.stats.vertices / servers
+        if isinstance(layout, Layout):
+            held = sum(layout.rows(rank, 0).size for rank in range(layout.ranks)) / servers
+        else:
+            held = float((layout.facts(1).sources - layout.facts(1).taken).sum()) / servers
+        return float(formulas.growth_measured(own, max(held - own, 0.0)))
+
+    def between_servers(strategy: Strategy) -> str:
+        return show_bytes(strategy.predict(problem).bytes_by_link.get("inter_node", 0))
+
+    return [
+        f"A server that preloads the {problem.workload.layers} hops around its part ({whole}) holds"
+        f" {growth(whole):.2f} times the rows of its part ({source}); with rows drawn ({sampled})"
+        f" {growth(sampled):.2f} times",
+        f"Between servers an epoch of {plain} on all GPUs would send {between_servers(plain)}, of"
+        f" {whole} {between_servers(whole)}",
+    ]
+
+
+# -- mini-batches ------------------------------------------------------------------------------
+
+
+def batches_of(problem: Problem, strategy: Strategy) -> str:
+    """What an epoch is."""
+    fanouts = ", ".join("all" if f == ALL else str(f) for f in problem.workload.fanouts)
+    return (
+        f"An epoch is {strategy.steps(problem)} updates of the weights, each on a batch of"
+        f" {problem.workload.batch:,} seeds with neighbours drawn {fanouts} (from the seeds"
+        " outwards)"
+    )
+
+
+def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -> list[str]:
+    """The fastest strategy for the same GNN on the full graph, and its time per epoch."""
+    notify("evaluating the full graph too")
+    whole = replace(
+        problem,
+        workload=problem.workload.model_copy(update={"mode": "full"}),
+        _layouts={},
+        _batches={},
+        _mini={},
+    )
+    try:
+        other = search(whole, exact, may_use_fewer=False).ranked[0]
+    except Infeasible:
+        return ["The full graph does not fit: only mini-batches train this"]
+    ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
+    return [
+        f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per"
+        f" epoch, {ratio:.2g} times as long, for one update; in how many epochs either reaches the"
+        " same accuracy depends on the graph: unknown"
+    ]
+
+
+def done_twice(problem: Problem, found: SearchResult) -> list[str]:
+    """How much more ranks read and compute that sample alone than ranks that split a batch.
+
+    As GSplit, Table 1; from the first batches.
+    """
+    split = next(
+        (
+            c.strategy
+            for c in found.ranked
+            if isinstance(c.strategy, GSplit) and c.problem.ranks == problem.ranks
+        ),
+        None,
+    )
+    if split is None:
+        return []
+    pairs = zip(
+        problem.minibatches(tuple(range(problem.ranks))).first(),
+        split.batches(problem).first(),
+        strict=False,
+    )
+    layers = range(1, problem.workload.layers + 1)
+    counts = [
+        [
+            (
+                int(batch.row_counts(0).sum()),
+                sum(int(batch.facts(layer).edges.sum()) for layer in layers),
+            )
+            for batch in pair
+        ]
+        for pair in pairs
+    ]
+    (rows, edges), (shared_rows, shared_edges) = np.sum(counts, axis=0).tolist()
+    return [
+        f"Sampling each for itself, ranks read {rows / max(shared_rows, 1):.2f} times the rows of"
+        f" features that they read splitting a batch ({split}), and compute"
+        f" {edges / max(shared_edges, 1):.2f} times the edges"
+    ]
+
+
+def p3_conditions(problem: Problem) -> list[str]:
+    """Up to which width P3 sends fewer bytes than fetching features does, from the mean batch.
+
+    P3 sends partial sums of layer 1; the alternative fetches rows of features that are spread over
+    the servers. As P3, Fig. 15. It is shown and does not decide.
+    """
+    slices = len(set(problem.servers)) if len(set(problem.servers)) > 1 else problem.ranks
+    if slices == 1 or not isinstance(problem.graph, Graph):
+        return []
+    batches = problem.minibatches(tuple(range(problem.ranks))).first()
+    rows, inputs = np.mean(
+        [(batch.facts(1).rows.sum(), batch.facts(1).sources.sum()) for batch in batches], axis=0
+    ).tolist()
+    itemsize = problem.model.itemsize
+    # numbers of a row in transit
+    width = max(1, round(float(problem.model.features_moved(1.0)) / itemsize))
+    even = float(formulas.p3_break_even(slices, inputs, rows, width))
+    fetched = float(formulas.remote_feature_bytes(slices, inputs, width, itemsize))
+    table = ", ".join(
+        f"{hidden}: {show_bytes(float(formulas.p3_bytes(slices, rows, hidden, itemsize)))}"
+        for hidden in HIDDEN
+    )
+    # what makes the rows of layer 1 as wide as they are
+    name = "hidden" if problem.model.layers[0].h_out == problem.workload.hidden else "classes"
+    return [
+        f"P3 stops paying at {name} {even:.0f} (feature rows of {width} numbers; {rows:,.0f} rows"
+        f" of layer 1, {inputs:,.0f} inputs a batch, columns on {slices}): by {name}, partial sums"
+        f" take {table} per batch; features spread so would fetch {show_bytes(fetched)}"
+    ]

@@ -1,0 +1,258 @@
+"""plan.json: the question, the answer, the runners-up, and why.
+
+A plan holds all that it was made for, so that `simulate`, `run` and `validate` need nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gnnplan import __version__
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.search import Candidate, SearchResult
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import METHODS
+from gnnplan.planner.problem.inputs import checked, with_new_names
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy, named
+from gnnplan.planner.vocabulary.errors import Mismatch, SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_json, suggest, write_atomically
+from gnnplan.planner.vocabulary.progress import Notify, silent
+
+BEFORE = "0.1.0"  # the release whose plans are still read; its field names bring a notice
+MAX_PLAN = 64 * 2**20  # [B]
+
+
+def make(
+    problem: Problem, found: SearchResult, exact: bool = False, notify: Notify = silent
+) -> dict[str, Any]:
+    """The document of a search result, JSON-ready."""
+    # imported here: they take a tenth of a second, and every rank imports this file to read plans
+    from gnnplan.planner.decision.explain import explain
+    from gnnplan.planner.decision.sensitivity import sentences
+    from gnnplan.planner.decision.summary import summarise
+
+    best = found.ranked[0]
+    turning_points = sentences(found, exact, notify)
+    return {
+        "gnnplan": __version__,
+        "graph": {
+            "source": problem.stats.source,
+            "hash": problem.stats.hash,
+            "name": problem.stats.name,
+            "vertices": problem.stats.vertices,
+            "edges": problem.stats.edges,
+            "features": problem.stats.features,
+            "classes": problem.stats.classes,
+            "directed": problem.stats.directed,
+            "known": problem.stats.known,
+            "notes": list(problem.stats.notes),
+        },
+        "workload": problem.workload.model_dump(mode="json"),
+        "cluster": problem.cluster.model_dump(mode="json"),
+        "partitioner": problem.method,
+        "exact": exact,
+        "best": {**_answer(best), "placement": best.strategy.placement(best.problem)},
+        "alternatives": [_answer(candidate) for candidate in found.ranked[1:]],
+        "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
+        "summary": summarise(problem, found, turning_points),
+        "explanation": explain(problem, found, exact, notify, turning_points),
+    }
+
+
+def _answer(candidate: Candidate) -> dict[str, Any]:
+    p = candidate.predicted
+    return {
+        # through JSON, which turns tuples into the lists that a file has
+        "strategy": json.loads(
+            json.dumps({"name": candidate.strategy.name, **candidate.strategy.knobs()})
+        ),
+        "exact": candidate.strategy.exact,
+        "gpus": candidate.problem.ranks,
+        "predicted": {
+            "epoch_s": float(p.epoch_s),
+            "compute_s": float(p.compute_s),
+            "comm_s": float(p.comm_s),
+            "bubble_s": float(p.bubble_s),
+            "bytes_total": p.bytes_total,
+            "bytes": p.bytes,
+            "bytes_by_link": p.bytes_by_link,
+            "setup_bytes": p.setup_bytes,
+            "memory_bytes": candidate.memory_bytes,
+            "memory": candidate.fullest(),
+            "bottleneck": p.bottleneck,
+            "by_op": {kind: float(seconds) for kind, seconds in p.by_op.items()},
+            **({} if candidate.dollars is None else {"epoch_dollars": candidate.dollars}),
+        },
+    }
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The document of a file, with every field checked that is used later.
+
+    Raises SpecError where it is not a plan, Mismatch where another version made it.
+    """
+    document: dict[str, Any] = read_json(
+        path, MAX_PLAN, "make one with `gnnplan plan -o plan.json`"
+    )
+    fields = ("gnnplan", "graph", "workload", "cluster", "partitioner", "best")
+    if missing := (
+        [field for field in fields if field not in document]
+        if isinstance(document, dict)
+        else ["all"]
+    ):
+        raise SpecError(
+            f"{path}: not a plan (missing: {', '.join(missing)}); make one with `gnnplan plan -o"
+            " plan.json`"
+        )
+    if document["gnnplan"] not in (__version__, BEFORE):
+        raise Mismatch(
+            f"{path} was made by gnnplan {str(document['gnnplan'])[:MOST_SHOWN]}, this is"
+            f" {__version__}; plan again"
+        )
+    if isinstance(document["cluster"], dict):
+        document["cluster"] = with_new_names(document["cluster"], str(path))
+    _inspect(path, document)
+    return document
+
+
+def _inspect(path: str | Path, document: dict[str, Any]) -> None:
+    """Raise SpecError with the file and the field if a field is not what `make` writes."""
+    again = "make it again with `gnnplan plan`"
+
+    def must_be(kind: type, field: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise SpecError(
+                f"{path}: {field} must be {_JSON[kind]}, is {_JSON.get(type(value), 'empty')};"
+                f" {again}"
+            )
+
+    for field in ("graph", "workload", "cluster", "best"):
+        must_be(dict, field, document[field])
+    must_be(str, "partitioner", document["partitioner"])
+    for field in ("source", "hash"):
+        must_be(str, f"graph.{field}", document["graph"].get(field))
+    must_be(bool, "graph.directed", document["graph"].get("directed"))
+    must_be(bool, "exact", document.get("exact", False))
+    if document["partitioner"] not in METHODS:
+        raise SpecError(
+            f"{path}: partitioner {document['partitioner']!r} is"
+            f" unknown{suggest(document['partitioner'], METHODS)}"
+        )
+    checked(Cluster, document["cluster"], f"{path}: cluster.")
+    checked(Workload, document["workload"], f"{path}: workload.")
+    try:
+        chosen(document)
+    except SpecError as error:
+        raise SpecError(f"{path}: best.strategy: {error}") from error
+    try:
+        seats(document)
+    except SpecError as error:
+        raise SpecError(f"{path}: best.placement: {error}") from error
+
+
+_JSON: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
+
+
+def question(
+    document: dict[str, Any], cluster: Cluster | None = None, workload: Workload | None = None
+) -> Problem:
+    """The problem that a plan from `read` answers, with its ranks on the plan's GPUs.
+
+    With another `cluster` ranks sit on all its GPUs in order. Raises SpecError, or Mismatch where
+    the data have changed since.
+    """
+    _inspect("plan", document)
+    about = document["graph"]
+    graph = load(about["source"], about["directed"])
+    stats = graph.stats if isinstance(graph, Graph) else graph
+    if stats.hash != about["hash"]:
+        raise Mismatch(
+            f"the plan was made for other data: {about['source']} hashes to {stats.hash}, the plan"
+            f" says {about['hash']}; plan again"
+        )
+    workload = workload or Workload.model_validate(document["workload"])
+    problem = Problem(
+        stats,
+        graph if isinstance(graph, Graph) else None,
+        workload,
+        cluster or Cluster.model_validate(document["cluster"]),
+        document["partitioner"],
+    )
+    return problem if cluster else problem.seated(seats(document))
+
+
+def chosen(document: dict[str, Any]) -> Strategy:
+    """The recommended strategy of a plan.
+
+    Raises SpecError.
+    """
+    try:
+        knobs = dict(document["best"]["strategy"])
+        return named(str(knobs.pop("name")), knobs)
+    except (KeyError, TypeError, ValueError):
+        raise SpecError(
+            "must be an object with a name and knobs; make it again with `gnnplan plan`"
+        ) from None
+
+
+def is_exact(document: dict[str, Any]) -> bool:
+    """Whether the plan was asked for with --exact."""
+    return bool(document.get("exact", False))
+
+
+def seats(document: dict[str, Any]) -> tuple[int, ...]:
+    """The GPU of every rank of a plan, counted over all servers.
+
+    Raises SpecError.
+    """
+    cluster, places = Cluster.model_validate(document["cluster"]), document["best"].get("placement")
+    servers, each = cluster.servers, cluster.gpus_per_server
+    again = "make it again with `gnnplan plan`"
+    if not isinstance(places, list) or not places:
+        raise SpecError(f"must be a list with the rank, server and gpu of every rank; {again}")
+    found: dict[int, int] = {}
+    for place in places:
+        numbers = (
+            [place[name] for name in ("rank", "server", "gpu") if type(place.get(name)) is int]
+            if isinstance(place, dict)
+            else []
+        )
+        if len(numbers) < 3:
+            raise SpecError(
+                f"every rank needs whole numbers rank, server and gpu, found {str(place)[:80]};"
+                f" {again}"
+            )
+        rank, server, gpu = numbers
+        if not (0 <= server < servers and 0 <= gpu < each):
+            raise SpecError(
+                f"rank {rank} sits on GPU {gpu} of server {server}, but there are {servers} servers"
+                f" of {each} GPUs, counted from 0; {again}"
+            )
+        if rank in found or server * each + gpu in found.values():
+            raise SpecError(
+                f"a rank or a GPU is there twice (rank {rank}, server {server}, GPU {gpu}); {again}"
+            )
+        found[rank] = server * each + gpu
+    if sorted(found) != list(range(len(found))):
+        raise SpecError(f"ranks must count from 0 to {len(found) - 1} without a gap; {again}")
+    return tuple(found[rank] for rank in range(len(found)))
+
+
+def write(path: str | Path, document: dict[str, Any]) -> None:
+    """Write a plan, or nothing if it is not valid JSON."""
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,332 @@
+"""The search: all candidates of all families, on all GPUs and on parts of them.
+
+Candidates that fit are ranked by their closed form. The others are rejected with a reason; where
+none fits, the error says what would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from gnnplan.planner.cluster.seating import seat, walk
+from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import FAMILIES, Strategy
+from gnnplan.planner.strategies.base import Memory, Prediction
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.units import show_bytes
+
+MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that fits, with its prediction; `problem.seats` are the GPUs of its ranks."""
+
+    strategy: Strategy
+    predicted: Prediction
+    memory: Memory
+    problem: Problem
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of the fullest rank [B]."""
+        return float(sum(self.memory.values(), np.zeros(1)).max())
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of an epoch [$], where the cluster has a price; servers are rented whole."""
+        cluster = self.problem.cluster
+        if cluster.price is None:
+            return None
+        rented = len(set(self.problem.servers)) * cluster.gpus_per_server
+        return cluster.price * rented * float(self.predicted.epoch_s) / 3600
+
+    def fullest(self) -> dict[str, float]:
+        """Memory by use on the fullest rank [B]."""
+        rank = int(np.argmax(sum(self.memory.values(), np.zeros(1))))
+        return {use: float(per_rank[rank]) for use, per_rank in self.memory.items()}
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Candidates from fastest to slowest, and (strategy, reason) of those that were rejected.
+
+    `forced`: one strategy was asked for, and nothing was compared.
+    """
+
+    ranked: list[Candidate]
+    rejected: list[tuple[str, str]]
+    forced: bool = False
+
+
+def families(problem: Problem) -> list[type[Strategy]]:
+    """The families that train on the full graph, or on mini-batches, as the workload asks."""
+    return [family for family in FAMILIES if family.mode == problem.workload.mode]
+
+
+def evaluate(problem: Problem, strategy: Strategy) -> Candidate:
+    """The strategy's prediction and memory on the problem's GPUs.
+
+    Raises SpecError where its knobs do not suit the problem, Infeasible where it does not fit.
+    """
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    candidate = Candidate(strategy, strategy.predict(problem), strategy.memory(problem), problem)
+    room = problem.cluster.device.memory
+    if candidate.memory_bytes > room:
+        use, most = max(candidate.fullest().items(), key=lambda item: item[1])
+        raise Infeasible(
+            f"{strategy} needs {show_bytes(candidate.memory_bytes)} on its fullest rank but a"
+            f" {problem.cluster.device.name} has {show_bytes(room)}; most of it is {use}"
+            f" ({show_bytes(most)})"
+        )
+    return candidate
+
+
+def evaluate_or_save_memory(problem: Problem, strategy: Strategy) -> Candidate:
+    """`evaluate`, with less memory and more computation where it would not fit otherwise."""
+    try:
+        return evaluate(problem, strategy)
+    except Infeasible as error:
+        with_less_memory = strategy.settle(problem).with_less_memory()
+        if with_less_memory is not None:
+            with suppress(Infeasible):
+                return evaluate(problem, with_less_memory)
+        raise error
+
+
+def seated(problem: Problem, strategy: Strategy) -> Problem:
+    """The problem with its ranks on those of its GPUs where the strategy's traffic is fastest.
+
+    Ranks stay in order where that is predicted to be faster: `seat` adds up exchanges one by one,
+    but the stages of a pipeline exchange at the same time. Raises SpecError.
+    """
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    gpus = tuple(sorted(problem.cost.seats))
+    in_order = problem.seated(gpus)
+    chosen = problem.seated(
+        seat(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
+    )
+    if chosen.seats == in_order.seats:
+        return chosen
+    return min((chosen, in_order), key=lambda seating: float(strategy.predict(seating).epoch_s))
+
+
+def search(
+    problem: Problem,
+    exact: bool = False,
+    forced: Strategy | None = None,
+    may_use_fewer: bool = True,
+    notify: Notify = silent,
+) -> SearchResult:
+    """All candidates of all families on all GPUs, and the fastest on each part that may win.
+
+    With `forced` only that strategy, on all GPUs. Raises SpecError where the forced strategy does
+    not suit the problem, Infeasible where nothing fits.
+    """
+    if forced is not None:
+        if exact and not forced.settle(problem).exact:
+            name = forced.settle(problem)
+            raise SpecError(
+                f"--exact excludes {name}: it changes the gradient; drop --exact or use"
+                " graph_parallel or granndis"
+            )
+        try:
+            return SearchResult([evaluate(seated(problem, forced), forced)], [], forced=True)
+        except Infeasible as error:
+            raise Infeasible(f"{error}; {smallest_change(problem, lambda _: [forced])}") from None
+    ranked: list[Candidate] = []
+    rejected: list[tuple[str, str]] = []
+    for family in families(problem):
+        tried = 0
+        for strategy in family.candidates(problem):
+            tried += 1
+            notify(f"evaluating {strategy} on {problem.ranks} ranks")
+            if exact and not strategy.settle(problem).exact:
+                rejected.append(
+                    (
+                        str(strategy.settle(problem)),
+                        "it changes the gradient, and --exact asks for strategies that do not",
+                    )
+                )
+                continue
+            try:
+                ranked.append(evaluate_or_save_memory(seated(problem, strategy), strategy))
+            except (SpecError, Infeasible) as error:
+                rejected.append((str(strategy.settle(problem)), str(error)))
+        if not tried:
+            rejected.append((family.family, family.absent(problem)))
+    if not ranked:
+        reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
+        raise Infeasible(
+            f"nothing fits:\n  {reasons}\n"
+            f"{smallest_change(problem, partial(_and_with_less_memory, exact=exact))}"
+        )
+    if may_use_fewer:
+        limit = min(float(candidate.predicted.epoch_s) for candidate in ranked)
+        ranked += on_fewer(problem, exact, limit, notify)
+    ranked.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
+    return SearchResult(ranked, rejected)
+
+
+def on_fewer(
+    problem: Problem, exact: bool, limit: float, notify: Notify = silent
+) -> list[Candidate]:
+    """The fastest candidate on each part of the GPUs that may beat `limit` [s].
+
+    Ranks on a CPU are no GPUs: --ranks chooses their number, and they share its cores.
+    """
+    found: list[Candidate] = []
+    if problem.cluster.device.kind == "cpu":
+        return found
+    for gpus in parts(problem.cluster):
+        if least(problem, len(gpus), exact) >= limit:
+            continue
+        smaller, fitting = problem.seated(gpus), []
+        for strategy in _candidates(smaller, exact):
+            notify(f"evaluating {strategy} on {len(gpus)} of {problem.ranks} GPUs")
+            with suppress(SpecError, Infeasible):
+                fitting.append(evaluate_or_save_memory(seated(smaller, strategy), strategy))
+        if fitting:
+            best = min(fitting, key=lambda candidate: float(candidate.predicted.epoch_s))
+            found.append(best)
+            limit = min(limit, float(best.predicted.epoch_s))
+    return found
+
+
+def parts(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Fewer GPUs that are worth evaluating, the most first.
+
+    Servers are halved again and again, and so are the GPUs of each server (in the order of their
+    islands); behind leaves, the servers of one leaf too. A cluster of half the servers has no part
+    that the whole cluster lacks, so a plan is never slower for more servers. Of clusters of more
+    than MOST_HALVED GPUs only one of the two is halved, to save time.
+    """
+    each = cluster.gpus_per_server
+    path = walk(cluster, range(each))
+    server_counts = set(_halvings(cluster.servers))
+    if cluster.fabric and 1 < cluster.fabric.below < cluster.servers:
+        server_counts.add(cluster.fabric.below)
+    out = [
+        tuple(server * each + gpu for server in range(servers) for gpu in sorted(path[:gpus]))
+        for servers in server_counts
+        for gpus in _halvings(each)
+        if cluster.ranks <= MOST_HALVED or gpus == each or servers in (1, cluster.servers)
+    ]
+    return sorted({gpus for gpus in out if len(gpus) < cluster.ranks}, key=lambda g: (-len(g), g))
+
+
+def _halvings(count: int) -> list[int]:
+    return [count >> times for times in range(count.bit_length())]
+
+
+def least(problem: Problem, ranks: int, exact: bool = False) -> float:
+    """A bound for the epoch [s]: its computation shared equally by so many ranks, nothing sent.
+
+    An exact epoch computes all rows. Batches (GraNNDis) compute no fewer rows than training
+    vertices need together.
+    """
+    if problem.workload.mode == "full" and not exact:
+        alone = problem.seated((0,))
+        [needed_rows] = alone.batches(alone.layout(), 1)
+        facts = [needed_rows.facts(layer) for layer in range(1, problem.workload.layers + 1)]
+        counts = [(float(f.rows.sum()) / ranks, float(f.edges.sum()) / ranks) for f in facts]
+    else:
+        rows, edges = problem.stats.vertices / ranks, problem.stats.edges / ranks
+        counts = [(rows, edges)] * problem.workload.layers
+    work = [
+        way(layer, rows, rows, edges)
+        for layer, (rows, edges) in enumerate(counts, 1)
+        for way in (problem.model.forward, problem.model.backward)
+    ]
+    return float(sum(problem.cost.compute_s(one) for one in work))
+
+
+def _candidates(problem: Problem, exact: bool) -> list[Strategy]:
+    return [
+        s
+        for family in families(problem)
+        for s in family.candidates(problem)
+        if not exact or s.settle(problem).exact
+    ]
+
+
+def _and_with_less_memory(problem: Problem, exact: bool) -> list[Strategy]:
+    return [
+        s
+        for plain in _candidates(problem, exact)
+        for s in (plain, plain.settle(problem).with_less_memory())
+        if s is not None
+    ]
+
+
+def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy]]) -> str:
+    """How much memory per device, or how many servers, would make room for one of `options`.
+
+    Servers are estimated from the graph's statistics.
+    """
+    words = []
+    needs = [
+        (need, str(strategy.settle(problem)))
+        for strategy in options(problem)
+        if (need := needed(problem, strategy)) is not None
+    ]
+    if needs:
+        room = np.ceil(min(needs)[0] / 1e9 * 1.001 * 100) / 100  # [GB]
+        words.append(
+            f"--set device.memory={room:g}GB would fit"
+            f" {next(name for need, name in needs if need <= room * 1e9)}"
+        )
+
+    @cache
+    def with_servers(servers: int) -> str | None:
+        """A strategy that fits on so many servers."""
+        cluster = problem.cluster.model_copy(
+            update={
+                "servers": servers,
+                "inter_node": problem.cluster.inter_node or problem.cluster.intra_node,
+            }
+        )
+        if cluster.ranks > min(problem.stats.vertices, MOST_RANKS):
+            return None
+        larger = replace(
+            problem, graph=None, method=method, cluster=cluster, seats=(), _layouts={}, _chunks={}
+        )
+        fitting = (
+            str(s.settle(larger))
+            for s in options(larger)
+            if (needed(larger, s) or np.inf) <= cluster.device.memory
+        )
+        return next(fitting, None)
+
+    # no real cut of a graph is worse than a random one, so the proposed number suffices
+    method = problem.method if problem.graph is None else "random"
+    few = problem.cluster.servers
+    many = next((few * factor for factor in (2, 4, 8, 16, 32, 64) if with_servers(few * factor)), 0)
+    if many:
+        few = many // 2
+        while many - few > 1:
+            between = (few + many) // 2
+            few, many = (few, between) if with_servers(between) else (between, many)
+        words.append(f"--set servers={many} ({with_servers(many)}, estimated)")
+    if not words:
+        return "no memory per device and no number of servers up to 64 times as many would fit"
+    return f"the smallest change that would fit: {' or '.join(words)}"
+
+
+def needed(problem: Problem, strategy: Strategy) -> float | None:
+    """Memory of the fullest rank [B]; None where the strategy does not suit the problem."""
+    try:
+        strategy = strategy.settle(problem)
+        strategy.check(problem)
+        return float(sum(strategy.memory(problem).values(), np.zeros(1)).max())
+    except SpecError:
+        return None

@@ -1,0 +1,194 @@
+"""The five lines that every plan opens with: what to use, how sure that is, what it costs, what
+was close, what would change it.
+
+    use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order
+    sure      ...        how predictions compared with runs on such devices, if they were
+    cost      ...        epoch, memory, bytes, dollars
+    close     ...        the runner-up, the fastest exact strategy, the fastest other family
+    change    ...        where another family takes over
+
+explain.py has all reasons.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from gnnplan.planner.decision.explain import largest_difference, measured_errors, within_noise
+from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import GraphParallel
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.units import show_bytes, show_dollars, show_time
+
+MOST_CHANGES = 2  # told
+MOST_LISTED = 8  # ranks whose GPUs are named one by one
+LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
+GENERIC = "generic default"  # the provenance of a machine that nobody has measured
+FITTED = "fitted to"  # how the provenance of a fitted constant reads (evidence/papers/calibrate.py)
+
+
+def summarise(
+    problem: Problem, found: SearchResult, turning_points: Sequence[str]
+) -> dict[str, str]:
+    """A line of text under each of 'use', 'sure', 'cost', 'close', 'change'.
+
+    `turning_points` is what `sensitivity.sentences` says.
+    """
+    best = found.ranked[0]
+    return {
+        "use": recommendation(problem, found),
+        "sure": certainty(problem),
+        "cost": costs(best) + alone(problem, best),
+        "close": rivals(found),
+        "change": changes(found, turning_points),
+    }
+
+
+def recommendation(problem: Problem, found: SearchResult) -> str:
+    """The strategy, how many GPUs it uses and where its ranks sit."""
+    best = found.ranked[0]
+    used, device = best.problem.ranks, best.problem.cluster.device
+    unit = "CPU rank" if device.kind == "cpu" else "GPU"
+    number = f"{used} of {problem.ranks}" if used < problem.ranks else f"{used}"
+    plural = "" if number == "1" else "s"
+    gradient = (
+        "the gradient is exact"
+        if best.strategy.exact
+        else "it changes the gradient (--exact leaves such strategies out)"
+    )
+    asked = ", as --strategy asks" if found.forced else ""
+    return f"{best.strategy} on {number} {unit}{plural}{asked}; {seating(best)}; {gradient}"
+
+
+def seating(best: Candidate) -> str:
+    """Where ranks sit, in words."""
+    each, seats = best.problem.cluster.gpus_per_server, list(best.problem.cost.seats)
+    if len(seats) == 1:
+        return f"on server {seats[0] // each}, GPU {seats[0] % each}"
+    if seats == list(range(len(seats))):
+        servers = -(-len(seats) // each)
+        if servers == 1:
+            return "all ranks on one server, in order"
+        return f"{each} ranks on each of {servers} servers, in order"
+    if len(seats) > MOST_LISTED:
+        servers = len({seat // each for seat in seats})
+        return f"ranks on {servers} servers, not in order (--explain lists them)"
+    return "placed: " + ", ".join(
+        f"rank {rank} on server {seat // each} GPU {seat % each}" for rank, seat in enumerate(seats)
+    )
+
+
+def certainty(problem: Problem) -> str:
+    """How far predictions were off on such devices, and where the cluster's numbers come from."""
+    cluster, errors = problem.cluster, measured_errors()
+    generic = set(cluster.provenance.values()) == {GENERIC}
+    if cluster.device.kind != "cpu":
+        words = [
+            "not measured on such devices: no prediction has been compared with a run on CUDA yet"
+        ]
+    elif errors:
+        known = (
+            f"on measured machines {len(errors)} epochs of CPU ranks over Gloo were off by"
+            f" {np.median(errors):.0%} in the median, {max(errors):.0%} at most"
+        )
+        words = [f"unknown, this machine has not been measured; {known}" if generic else known]
+    else:
+        words = ["not measured: no prediction has been compared with a run"]
+    words.append(f"the cluster's numbers: {sources(cluster.provenance)}")
+    if not problem.stats.known:
+        words.append("sizes of halos and frontiers are estimated from statistics")
+    return "; ".join(words)
+
+
+def sources(provenance: dict[str, str]) -> str:
+    """Where the numbers of a cluster come from, as '7 datasheet, 3 assumed'."""
+    kinds = Counter(
+        text[text.index(FITTED) :].partition(" (")[0] if FITTED in text else _first_word(text)
+        for field, text in provenance.items()
+        if "." in field  # not of servers=8, which is no rate
+    )
+    if not kinds:
+        return "not said where from"
+    words = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    if set(provenance.values()) == {GENERIC}:
+        words += " (`gnnplan measure` replaces them in a minute)"
+    return words
+
+
+def _first_word(text: str) -> str:
+    known = (GENERIC, "datasheet", "printed", "assumed", "measured", "--set")
+    return next((kind for kind in known if text.startswith(kind)), "measured or given")
+
+
+def costs(best: Candidate) -> str:
+    """Epoch, memory of the fullest rank, bytes, and dollars where the price is known."""
+    predicted, device = best.predicted, best.problem.cluster.device
+    links = ", ".join(
+        f"{show_bytes(sent)} {LINKS.get(link, 'on ' + link)}"
+        for link, sent in predicted.bytes_by_link.items()
+    )
+    words = [
+        f"{show_time(float(predicted.epoch_s))} per epoch, {predicted.bottleneck}",
+        f"{show_bytes(best.memory_bytes)} of {show_bytes(device.memory)} on the fullest rank",
+        f"sent per epoch: {links or 'nothing'}",
+    ]
+    if best.dollars is not None:
+        words.append(f"{show_dollars(best.dollars)} per epoch")
+    return "; ".join(words)
+
+
+def alone(problem: Problem, best: Candidate) -> str:
+    """What one GPU would take on the full graph: whether to distribute at all."""
+    on_gpus = problem.cluster.device.kind != "cpu"
+    if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
+        return ""
+    single = problem.seated((int(best.problem.cost.seats[0]),))
+    try:
+        other = evaluate_or_save_memory(single, GraphParallel())
+    except (Infeasible, SpecError):
+        return "; one GPU has too little memory"
+    ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
+    return f"; one GPU alone would take {show_time(float(other.predicted.epoch_s))} ({ratio:.1f}x)"
+
+
+def rivals(found: SearchResult) -> str:
+    """The runner-up, the fastest exact strategy and the fastest other family, and why each lost."""
+    if found.forced:
+        return "nothing else was compared, since --strategy names one"
+    best, *others = found.ranked
+    if not others:
+        return "nothing else fits"
+    exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
+    families = [c for c in others if c.strategy.family != best.strategy.family]
+    words: dict[int, str] = {}
+    for kind, candidates in (("", others), ("exact: ", exact), ("another kind: ", families)):
+        if candidates and id(candidates[0]) not in words:
+            words[id(candidates[0])] = kind + _loss(candidates[0], best)
+    if within_noise(found):
+        words[-1] = "the first two are too close to tell: run both for a few epochs"
+    return "; ".join(words.values())
+
+
+def _loss(candidate: Candidate, best: Candidate) -> str:
+    gap = float(candidate.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
+    used = candidate.problem.ranks
+    where = f" on {used} GPUs" if used != best.problem.ranks else ""
+    if gap < 0.0005:
+        return f"{candidate.strategy}{where} is as fast"
+    return f"{candidate.strategy}{where} +{gap:.1%} ({largest_difference(candidate, best)})"
+
+
+def changes(found: SearchResult, turning_points: Sequence[str]) -> str:
+    """Where another family takes over, of links, devices and depths."""
+    if len(found.ranked) < 2:
+        return "unknown, since only one strategy was compared"
+    if not turning_points:
+        return "not asked of an estimate on so many GPUs"
+    wins = [sentence for sentence in turning_points if sentence.endswith("wins")]
+    if not wins:
+        return "no link or device from an eighth to eight times as fast changes the winner"
+    return "; ".join(wins[:MOST_CHANGES])

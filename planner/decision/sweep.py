@@ -1,0 +1,218 @@
+"""What if: plan again at every combination of swept values, and see where the choice changes.
+
+    --sweep servers=1,2,4 --sweep hidden=64,256
+    every combination, the last field first: 1/64, 1/256, 2/64, ...
+
+A field is one of the cluster or the workload, as --set takes it, or `device`: the GPU of another
+preset or cluster file. The planner knows no virtual time, so the caller says how a recommendation
+is played (`Playing`).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.decision.search import Candidate, search
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
+from gnnplan.planner.problem.problem import Problem, with_ranks
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.progress import Notify, silent
+
+MOST_POINTS = 1_000
+DEVICE = "device"  # swept as a whole, by the name of a cluster that has it
+# gives 'simulated_s' and other columns of a row; empty where the schedule is too large to play
+Playing = Callable[[Candidate], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A field and its values, as people write them."""
+
+    field: str
+    values: tuple[str, ...]
+
+
+def axes(texts: Sequence[str]) -> list[Axis]:
+    """The axes of texts such as 'servers=1,2,4'.
+
+    Raises SpecError.
+    """
+    out: list[Axis] = []
+    for text in texts:
+        field, equals, values = text.partition("=")
+        axis = Axis(field.strip(), tuple(value.strip() for value in values.split(",")))
+        if not (equals and axis.field and all(axis.values)):
+            raise SpecError(
+                f"--sweep {text!r}: write a field and its values, as servers=1,2,4,8 or"
+                " inter_node.bandwidth=1GB/s,10GB/s"
+            )
+        if axis.field in [other.field for other in out]:
+            raise SpecError(
+                f"--sweep {axis.field} is there twice; give all its values at once, as"
+                f" {axis.field}={values},..."
+            )
+        if len(set(axis.values)) < len(axis.values):
+            raise SpecError(f"--sweep {text!r}: a value is there twice; leave it out")
+        out.append(axis)
+    points = prod(len(axis.values) for axis in out)
+    if points > MOST_POINTS:
+        raise SpecError(
+            f"--sweep asks for {points:,} combinations"
+            f" ({' x '.join(str(len(axis.values)) for axis in out)}); at most {MOST_POINTS:,} are"
+            " planned: leave values out"
+        )
+    return out
+
+
+def points(
+    swept: Sequence[Axis],
+    base: Problem,
+    settings: Sequence[str] = (),
+    read: Callable[[str], Cluster] = read_cluster,
+) -> list[tuple[dict[str, str], Problem]]:
+    """Every combination of values, and the problem there; `read` gives the cluster of a device.
+
+    Raises SpecError if any of them is not valid, so that nothing is planned in vain.
+    """
+    out = []
+    for values in product(*(axis.values for axis in swept)):
+        at = {axis.field: value for axis, value in zip(swept, values, strict=True)}
+        cluster, workload = _where(base.cluster, base.workload, settings, at, read)
+        out.append((at, Problem(base.stats, base.graph, workload, cluster, base.method)))
+    return out
+
+
+def _where(
+    cluster: Cluster,
+    workload: Workload,
+    settings: Sequence[str],
+    at: dict[str, str],
+    read: Callable[[str], Cluster],
+) -> tuple[Cluster, Workload]:
+    """The cluster and the workload with the settings applied, and then the values of this point.
+
+    Fewer GPUs per server are the first ones of the cluster's lists (islands, switches, NICs). More
+    ranks on a CPU share its cores.
+    """
+    if DEVICE in at:
+        other = read(at[DEVICE])
+        price = cluster.price if other.device == cluster.device else other.price
+        cluster = cluster.model_copy(update={"device": other.device, "price": price})
+    text = at.get("gpus_per_server", "")
+    each = int(text) if text.isdecimal() else 0
+    if 0 < each * cluster.servers <= MOST_RANKS and (
+        cluster.device.kind == "cpu" or each < cluster.gpus_per_server
+    ):
+        cluster = with_ranks(cluster, each * cluster.servers)
+    values = [f"{field}={value}" for field, value in at.items() if field != DEVICE]
+    cluster, workload = apply_overrides(cluster, workload, [*settings, *values])
+    for field in ("batch", "fanout"):
+        if field in at and workload.mode == "full":
+            raise SpecError(
+                f"--sweep {field}: the plan trains on the full graph (mode: full), which has none;"
+                " add --set mode=mini"
+            )
+    return cluster, workload
+
+
+def rows(
+    asked: Iterable[tuple[dict[str, str], Problem]],
+    family: str,
+    playing: Playing,
+    exact: bool = False,
+    notify: Notify = silent,
+) -> list[dict[str, Any]]:
+    """A row per point: what is recommended there, and the best of the plan's family on all GPUs.
+
+    With `exact` only strategies that leave the gradient unchanged are recommended.
+    """
+    out = []
+    for at, problem in asked:
+        where = ", ".join(f"{field}={value}" for field, value in at.items())
+        notify(where)
+        row: dict[str, Any] = {"at": at, "ranks": problem.ranks}
+        try:
+            found = search(problem, exact)
+        except Infeasible as error:
+            out.append(row | {"best": None, "reason": str(error)})
+            continue
+        best = found.ranked[0]
+        same = next(
+            (
+                c
+                for c in found.ranked
+                if c.strategy.name == family and c.problem.ranks == problem.ranks
+            ),
+            None,
+        )
+        notify(f"{where}: playing {best.strategy}")
+        row |= {
+            "best": str(best.strategy),
+            "family": best.strategy.name,
+            "exact": best.strategy.exact,
+            "gpus": best.problem.ranks,
+            "predicted_s": float(best.predicted.epoch_s),
+            **playing(best),
+            "bytes_total": best.predicted.bytes_total,
+            "memory_bytes": best.memory_bytes,
+        }
+        if best.dollars is not None:
+            row["epoch_dollars"] = best.dollars
+        if same is not None:
+            row |= {
+                "plan": str(same.strategy),
+                "plan_predicted_s": float(same.predicted.epoch_s),
+                **{f"plan_{what}": value for what, value in playing(same).items()},
+            }
+        out.append(row)
+    return out
+
+
+def changes(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where another family is recommended at the next value of a field, the others unchanged.
+
+    Points at which nothing fits are passed over.
+    """
+    out = []
+    for axis in swept:
+        last: dict[tuple[tuple[str, str], ...], str] = {}
+        for row in table:
+            others = tuple(
+                (field, value) for field, value in row["at"].items() if field != axis.field
+            )
+            if row["best"] is None:
+                continue
+            before = last.get(others, row["family"])
+            if before != row["family"]:
+                out.append(
+                    {
+                        "field": axis.field,
+                        "value": row["at"][axis.field],
+                        "with": dict(others),
+                        "from": before,
+                        "to": row["family"],
+                    }
+                )
+            last[others] = row["family"]
+    return out
+
+
+def to_csv(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> str:
+    """A line per point: the swept fields, then every column that some row has."""
+    flat = [row["at"] | {key: value for key, value in row.items() if key != "at"} for row in table]
+    header = list(
+        dict.fromkeys([*(axis.field for axis in swept), *(key for row in flat for key in row)])
+    )
+    out = io.StringIO()
+    writer = csv.DictWriter(out, header, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return out.getvalue()

@@ -1,0 +1,8 @@
+"""How wrong the predictions are: compared with our own runs, and with printed figures.
+
+    validate.py    one run: predicted, simulated and measured, and a diagnosis
+    runs.py        many runs: errors, rankings of strategies, and a refit of the cluster's constants
+    papers/        figures that other people have printed
+
+May import every room of the planner: this is the last one.
+"""

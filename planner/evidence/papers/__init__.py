@@ -1,0 +1,10 @@
+"""Printed figures of other people's systems, and what their code does differently from ours.
+
+published.py     all figures of a file: errors, and whether the faster strategy is named
+rows.py          reads and checks the file
+interpret.py     a row -> its question: graph, GNN, testbed, strategy
+figures.py       a question -> its figure
+calibrate.py     constants of the testbeds, fitted to some figures
+full_graph.py    what PipeGCN's and GraNNDis' code does differently; their_memory.py: what it keeps
+mini_batch.py    what P3 and GSplit count and time
+"""

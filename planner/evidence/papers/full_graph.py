@@ -1,0 +1,197 @@
+"""What the full-graph code of two papers (PipeGCN, GraNNDis) does differently from ours.
+
+Both publish their code: GATECH-EIC/PipeGCN, and AIS-SNU/GraNNDis_Artifact, which is made from it.
+What follows was read there:
+
+    --inductive       They train on the graph among training vertices: PipeGCN on Reddit and Yelp
+                      (scripts/*.sh), GraNNDis on all graphs but papers100M (AE/*.py).
+    array_split       GraNNDis' servers share training vertices in order of their ids, not by METIS,
+                      so three quarters of the edges leave one of four servers. METIS cuts the share
+                      of a server among its GPUs (our_train.py).
+    sample_neighbors  Expansion-aware sampling draws from all neighbours in the whole graph, once
+                      before training. It keeps those that are training vertices (sampler.py).
+    GraphSAGELayer    GraNNDis' ResGCN+ aggregates with it: a mean, no softmax of messages
+                      (module/model.py).
+    Reducer           PipeGCN sums parameter by parameter, each in a Gloo group of its own, which
+                      sends by TCP (helper/reducer.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.evidence.papers.question import Question
+from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.ownership.estimated_batches import Population, expected_frontier
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing, mixing_of
+from gnnplan.planner.ownership.layout import Expansion, Layout
+from gnnplan.planner.problem.problem import Problem
+
+PAPERS = ("pipegcn", "granndis")
+INDUCTIVE = {"pipegcn": ("reddit", "yelp"), "granndis": ("ogbn-arxiv", "ogbn-products", "reddit")}
+# Fields of our Workload that a row does not state. PipeGCN has dropout too, but on an aggregate of
+# features that is made once; our workload with dropout would aggregate them in every step.
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "pipegcn": {"norm": "layer"},
+    "granndis": {"aggregation": "sum", "dropout": 0.5},
+}
+TCP_LATENCY = 5e-5  # [s] of a message: what presets assume of Ethernet
+FREE = 1e18  # [B/s] of a link that takes no time
+
+
+def workload(paper: str) -> dict[str, Any]:
+    """Fields of the paper's Workload that its rows do not state."""
+    return WORKLOADS.get(paper, {})
+
+
+def trained_on(stats: GraphStats, paper: str) -> GraphStats:
+    """The graph that the paper's code trains on.
+
+    Where that is the graph among training vertices, it is cut as well as the whole graph: at the
+    same number of parts it has the same mixing.
+    """
+    if stats.name not in INDUCTIVE.get(paper, ()):
+        return stats
+    vertices, edges = stats.train_vertices, round(stats.edges * among(stats) ** 2)
+    halo_rows = {
+        parts: round(vertices * (parts - 1) * -np.expm1(-mixing * edges / vertices / parts))
+        for parts, mixing in mixing_of(stats).known
+    }
+    return replace(
+        stats,
+        vertices=vertices,
+        edges=edges,
+        halo_rows=halo_rows,
+        train_popular=False,
+        hash=f"{stats.hash} among training vertices",
+    )
+
+
+def among(stats: GraphStats) -> float:
+    """The share of edges' ends that are training vertices."""
+    population = Population.of(stats)
+    training = expected_frontier(stats, stats.train_vertices, ()).read
+    return float(training @ population.readers) / population.edges
+
+
+@dataclass(frozen=True)
+class InOrder(EstimatedLayout):
+    """The layout of GraNNDis' code: servers share vertices by id, their GPUs by METIS.
+
+    Sharing by id is as good as sharing at random. `targets` are a server's training vertices, also
+    those of a batch; `metis` is the graph's mixing when METIS cuts it; `drawn` is how many
+    neighbours of a row the sampling keeps, wherever they are.
+    """
+
+    metis: Mixing = field(default_factory=Mixing)
+    drawn: float = np.inf
+
+    @cached_property
+    def _own_rows(self) -> float:
+        assert self.targets is not None
+        return self.targets
+
+    def _kept_edges(self, own: float, external: float) -> float:
+        return self._degree * (own + external) * (self._own_rows + self._allowed) / self.vertices
+
+    @cached_property
+    def _allowed(self) -> float:
+        if not self.expansion:
+            return self._external_rows
+        reached, new = 0.0, self._own_rows
+        for hop in range(self.expansion.max_hop):
+            # neighbours of rows that were drawn count in full: they were drawn from the whole graph
+            elsewhere = 1 - self._own_rows / self.vertices if hop == 0 else 1.0
+            edges = new * min(self.drawn, self._degree) * elsewhere
+            new = (self._external_rows - reached) * -np.expm1(-edges / self._external_rows)
+            reached += new
+        return float(reached)
+
+    def _halo(self, rows: float, local: float, among: float) -> float:
+        """Halo rows of a METIS part of what the server has."""
+        parts = among / local if local else 1.0
+        if parts <= 1:
+            return 0.0
+        degree = self._degree * among / self.vertices  # among the server's rows
+        edges_per_row = self.metis.at(parts) * degree / parts * rows / local
+        return float((among - local) * -np.expm1(-edges_per_row))
+
+
+@dataclass(frozen=True)
+class GraNNDisProblem(Problem):
+    """A problem as GraNNDis' code cuts and samples it.
+
+    `kept` is the share of drawn neighbours that are training vertices.
+    """
+
+    kept: float = 1.0
+
+    def layout(
+        self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()
+    ) -> Layout | EstimatedLayout:
+        usual = super().layout(depth, expansion, groups)
+        if not isinstance(usual, EstimatedLayout) or not usual.inside:
+            return usual
+        key = "in order", usual.depth, usual.expansion, usual.servers
+        if key not in self._layouts:
+            self._layouts[key] = InOrder(
+                usual.vertices,
+                usual.edges,
+                usual.servers,
+                usual.layers,
+                usual.first_varying,
+                usual.depth,
+                usual.expansion,
+                Mixing(),
+                targets=self.stats.train_vertices / len(set(usual.servers)),
+                metis=mixing_of(self.stats),
+                drawn=expansion.fanout * self.kept if expansion else np.inf,
+            )
+        return self._layouts[key]
+
+
+def as_theirs(problem: Problem, paper: str) -> Problem:
+    """The problem as the paper's code has it, where that is known."""
+    stats = trained_on(problem.stats, paper)
+    inductive = stats is not problem.stats
+    fields = stats, None, problem.workload, problem.cluster, problem.method
+    if paper == "granndis":
+        return GraNNDisProblem(*fields, kept=among(problem.stats) if inductive else 1.0)
+    return Problem(*fields) if inductive else problem
+
+
+def between_servers(asked: Question) -> float:
+    """Seconds by which an epoch is shorter where links between servers take no time.
+
+    GraNNDis measures this: training with and without those exchanges.
+    """
+    link = asked.problem.cluster.inter_node
+    if link is None:
+        return 0.0
+    free = link.model_copy(update={"bandwidth": FREE, "latency": 0.0})
+    cluster = asked.problem.cluster.model_copy(update={"inter_node": free})
+    without = replace(asked, problem=replace(asked.problem, cluster=cluster))
+    return float(asked.prediction.epoch_s) - float(without.prediction.epoch_s)
+
+
+def reduced(asked: Question) -> float:
+    """Seconds per epoch of all-reduces."""
+    seconds = float(np.max(asked.prediction.by_op["all_reduce"]))
+    if asked.row["paper"] != "pipegcn":
+        return seconds
+    messages = tensors(asked.problem) * 2 * (asked.problem.ranks - 1)  # a ring for each parameter
+    return seconds + messages * TCP_LATENCY
+
+
+def tensors(problem: Problem) -> int:
+    """The number of parameter tensors of PipeGCN's GraphSAGE.
+
+    A layer has a matrix and a bias for own rows and for the aggregate (layer 1 has one pair for
+    both), and every layer but the last a norm with two.
+    """
+    layers = problem.workload.layers
+    return 4 * layers - 2 + 2 * (layers - 1)

@@ -1,0 +1,244 @@
+"""Makes a question to the model of a printed figure's row.
+
+    row -> Question: the graph (its statistics, planner/graph/datasets/), the GNN, the testbed (its
+           preset, planner/cluster/presets/) and the strategy
+
+A row that the model does not speak of is skipped: Skip says why. What other people's code does
+differently from ours is in full_graph.py and mini_batch.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from pydantic import ValidationError
+
+from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
+from gnnplan.planner.evidence.papers import full_graph, mini_batch
+from gnnplan.planner.evidence.papers.question import Question, Row, Skip, Testbeds
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.statistics import datasets
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem, shape
+from gnnplan.planner.strategies import Strategy, named
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import suggest
+
+# Names in the file -> ours.
+MODELS = {
+    "gcn": "gcn",
+    "sage": "sage",
+    "gcnii": "gcnii",
+    "gat": "gat",
+    "resgcn+": "resgcn",
+    "sgcn": "sgc",
+}
+# Strategies in the file that train on the full graph.
+FULL = {
+    "graph_parallel",
+    "pipegcn",
+    "pipegcn_g",
+    "pipegcn_f",
+    "pipegcn_gf",
+    "gnnpipe_pipeline",
+    "gnnpipe_hybrid",
+    "granndis",
+    "granndis_preload",
+    "granndis_eas",
+}
+# Strategies in the file that train on mini-batches.
+MINI = {
+    "dgl_data_parallel",
+    "quiver",
+    "p3_push_pull",
+    "p3_push_pull_nopipe",
+    "p3star",
+    "gsplit",
+    "gsplit_edge",
+    "gsplit_node",
+    "gsplit_rand",
+}
+# Parameters of strategies that the model speaks of, or may leave out.
+PARAMS = {
+    "alpha",
+    "batch",
+    "cache",
+    "chunks",
+    "chunks_rule",
+    "epochs",
+    "fanout",
+    "feature_copies",
+    "feature_dim",
+    "gamma",
+    "gpus",
+    "graph_copies",
+    "group",
+    "heads",
+    "hop",
+    "inflight_minibatches",
+    "max_hop",
+    "micro_batches",
+    "partitioner",
+    "partitions",
+    "stages",
+    "updates_per_epoch",
+    "ways",
+}
+REQUIRED = ("testbed", "dataset", "model", "layers", "num_nodes", "gpus_per_node")
+# Metrics of batches, which are alike on all machines.
+OF_BATCHES = (
+    *mini_batch.SAMPLED,
+    "edges_computed_ratio_vs",
+    "features_loaded_ratio_vs",
+    "cross_edge_ratio",
+)
+Params = Mapping[str, Any]  # as strategy_params has them
+
+
+def testbed(row: Row) -> Cluster:
+    """The row's whole testbed, as its preset says."""
+    return read_cluster(row["testbed"])
+
+
+def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:
+    """What the row asks of its strategy, or of another (its baseline). Raises Skip."""
+    name = strategy or row["strategy"]
+    params = json.loads(row["strategy_params"] or "{}")
+    if name not in FULL | MINI:
+        raise Skip(f"{name} is none of our strategies")
+    stated = _with_usual_machine(row, params)
+    _check_stated(stated, name, params)
+    cluster, stats = _part_of_testbed(stated, testbeds), _statistics(stated["dataset"])
+    if "feature_dim" in params:
+        width = int(params["feature_dim"])
+        stats = replace(stats, features=width, hash=f"{stats.hash} {params['feature_dim']}")
+    try:
+        workload = Workload.model_validate(_workload(stated, name, params, cluster))
+        problem = Problem(stats, None, workload, cluster, str(params.get("partitioner", "metis")))
+    except ValidationError as error:
+        raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
+    try:
+        make = mini_batch.strategy if name in MINI else _full_graph_strategy
+        chosen = make(name, params, problem).settle(problem)
+        chosen.check(problem)
+    except (SpecError, ValueError, TypeError) as error:  # a knob that is no number, too
+        raise Skip(str(error)) from None
+    if name in MINI:
+        # a new Problem, since a copy would share what the other one has computed
+        problem = Problem(
+            stats, None, workload, mini_batch.on_device(name, problem, cluster), problem.method
+        )
+    else:
+        problem = full_graph.as_theirs(problem, stated["paper"])
+    return Question(problem, chosen, row)
+
+
+def _with_usual_machine(row: Row, params: Params) -> Row:
+    """The row with a machine, where it needs none to be answered and states none.
+
+    P3's example of a mini-batch has one trainer per server.
+    """
+    usual: dict[str, str] = {}
+    if row["metric"] in OF_BATCHES:
+        usual = {
+            "testbed": "pcie_box",
+            "model": "sage",
+            "hidden": "256",
+            "num_nodes": "1",
+            "gpus_per_node": str(params.get("micro_batches", 1)),
+        }
+    elif not row["gpus_per_node"] and row["metric"] == "comm_volume_bytes":
+        usual = {"gpus_per_node": "1"}
+    return {**row, **{name: value for name, value in usual.items() if not row[name]}}
+
+
+def _check_stated(row: Row, name: str, params: Params) -> None:
+    """Raises Skip where the row does not say enough, or says what we do not know."""
+    for field in REQUIRED:
+        if not row[field]:
+            raise Skip(f"{field} is not stated")
+    if row["model"] not in MODELS:
+        raise Skip(f"model {row['model']} is none of ours")
+    if not row["hidden"] and row["model"] != "sgcn":
+        raise Skip("hidden is not stated")
+    if not row["hidden"] and name.startswith("p3") and row["metric"] != "dag_time_s":
+        raise Skip("hidden is not stated, and so wide are the partial sums that P3 sends")
+    if row["dataset"] not in datasets():
+        raise Skip(f"no statistics of {row['dataset']} here{suggest(row['dataset'], datasets())}")
+    if unknown := [param for param in params if param not in PARAMS]:
+        raise Skip(f"{unknown[0]} (strategy_params) is nothing that we know")
+
+
+def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
+    """As many of the testbed's servers and GPUs as the row uses. Raises Skip."""
+    if row["testbed"] not in {path.stem for path in PRESETS.glob("*.yaml")}:
+        raise Skip(f"testbed {row['testbed']} is none of ours")
+    whole = testbeds(row)
+    servers, gpus = int(row["num_nodes"]), int(row["gpus_per_node"])
+    if not gpus or gpus > whole.gpus_per_server:
+        raise Skip(
+            f"{row['testbed']} has {whole.gpus_per_server} GPUs per server, and {gpus} are asked"
+        )
+    if servers * gpus > MOST_RANKS:
+        raise Skip(f"{servers * gpus:,} GPUs are more than can be planned ({MOST_RANKS:,})")
+    if servers > 1 and whole.inter_node is None:
+        raise Skip(f"{row['testbed']} is one server, and {servers} are asked")
+    return whole.model_copy(update=shape(whole, servers, gpus))
+
+
+@lru_cache(maxsize=64)
+def _statistics(name: str) -> GraphStats:
+    stats = load(name)
+    assert not isinstance(stats, Graph)
+    return stats
+
+
+def _workload(row: Row, name: str, params: Params, cluster: Cluster) -> dict[str, Any]:
+    """The fields of our Workload that the row says. Raises Skip."""
+    layers = int(row["layers"])
+    fields: dict[str, Any] = {"model": MODELS[row["model"]], "layers": layers}
+    if row["hidden"]:
+        fields["hidden"] = int(row["hidden"])
+    if params.get("heads"):
+        fields["heads"] = params["heads"]
+    if name in FULL:
+        return {**fields, "mode": "full", **full_graph.workload(row["paper"])}
+    if not (params.get("batch") and params.get("fanout")):
+        raise Skip("batch or fanout is not stated")
+    if name == "dgl_data_parallel" and params.get("partitioner") == "metis":
+        raise Skip("seeds of data_parallel are not of its own part, so METIS changes nothing here")
+    trainers = cluster.ranks if mini_batch.by_trainer(row) else 1
+    fanout = params["fanout"]
+    if isinstance(fanout, list):
+        fanout = tuple(fanout)
+    elif fanout != "full":
+        fanout = (fanout,) * layers
+    return {**fields, "mode": "mini", "batch": params["batch"] * trainers, "fanout": fanout}
+
+
+def _full_graph_strategy(name: str, params: Params, problem: Problem) -> Strategy:
+    """Our strategy for a full-graph system's name. Raises ValueError, TypeError or SpecError."""
+    if name == "graph_parallel":
+        return named(name, {})
+    if name.startswith("pipegcn"):
+        return named(name, {"gamma": params["gamma"]} if "gamma" in params else {})
+    if name.startswith("gnnpipe"):
+        usual = problem.ranks if name == "gnnpipe_pipeline" else max(1, problem.ranks // 2)
+        stages, chunks = params.get("stages", usual), params.get("chunks", 4 * problem.ranks)
+        return named("gnnpipe", {"stages": int(stages), "chunks": int(chunks)})
+    if name == "granndis_preload":
+        return named("granndis", {})
+    return named(
+        "granndis",
+        {
+            "max_hop": int(params.get("max_hop", 1)),
+            "fanout": int(params.get("fanout", 15)),
+            "batches": int(params.get("updates_per_epoch", 1)),
+        },
+    )

@@ -1,0 +1,222 @@
+"""What the papers on mini-batches (P3, GSplit) count and time, in our operations.
+
+    P3 Table 4
+        dag               sampling, and in DGL the features that come over the network
+        copy              copies onto the GPU
+        compute           the rest: forward, backward, update, and what its pipeline waits for
+    GSplit Table 3
+        sample            sampling, splitting, laying out blocks
+        load              input features
+        forward_backward  the rest, with the exchanges of rows
+    GSplit Table 1        what the micro-batches (one per GPU) and the mini-batch (split) of an
+                          epoch compute and load
+
+DistDGL and P3 state the batch of a trainer: P3's 1000 are those of each of 16 GPUs, so a step has
+16,000. (With 1000 per step its compute times would leave under a millisecond for each.) GSplit's
+1024 are those of all GPUs, as its Table 1 says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.cluster.spec import Cluster, Link
+from gnnplan.planner.evidence.papers.question import Question, Row
+from gnnplan.planner.ownership.estimated_batches import EstimatedBatch, expected_frontier
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy, named
+from gnnplan.planner.strategies.minibatch.gsplit import GSplit
+from gnnplan.planner.strategies.p3.p3 import P3
+from gnnplan.planner.vocabulary.formulas import p3_bytes
+
+# (paper, metric) -> our operations that the metric sums up
+PARTS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("p3", "dag_time_s"): ("draw", "read", "ask_edges", "edges", "lay", "ask", "fetch"),
+    ("p3", "copy_time_s"): ("load",),
+    ("gsplit", "sample_time_s"): ("draw", "read", "ids", "ask_edges", "edges", "lay", "push"),
+    ("gsplit", "load_time_s"): ("load", "pick", "ask", "fetch"),
+}
+# metric -> the paper of which it is the epoch without PARTS
+REST = {"compute_time_s": "p3", "forward_backward_time_s": "gsplit"}
+# metrics of batches, which are alike on all machines
+SAMPLED = ("edges_computed", "features_loaded", "frontier_vertices")
+# [B] of a neighbour in DGL's adjacency lists, which have 64 bits unless it is told otherwise;
+# GSplit spreads the lists over GPUs
+LIST_ENTRY = 8
+
+
+def by_trainer(row: Row) -> bool:
+    """Whether the row states the batch of each trainer, not of all."""
+    return row["paper"] == "p3"
+
+
+# -- systems as our strategies ---------------------------------------------------------------------
+
+
+def strategy(name: str, params: Mapping[str, Any], problem: Problem) -> Strategy:
+    """Our strategy for a system's name, with the caches that its paper gives it.
+
+    Caches fill the memory that training leaves, as GSplit Sec. 6.1 sets them.
+    """
+    if name == "dgl_data_parallel":
+        # on several servers this is DistDGL, which hash-partitions features and structure
+        spread = problem.cluster.servers > 1
+        return named(
+            "data_parallel", {"features": "spread", "structure": "spread"} if spread else {}
+        )
+    if name == "quiver":
+        half = int(problem.cluster.device.memory) // 2
+        return named("data_parallel", {"cache": half, "shared_cache": True})
+    if name == "p3star":
+        return named("p3", {"over": "rank"})
+    if name.startswith("p3"):
+        return _p3(name, params, problem)
+    return _gsplit(name, problem)
+
+
+def _p3(name: str, params: Mapping[str, Any], problem: Problem) -> Strategy:
+    servers, structure_copies = problem.cluster.servers, int(params.get("graph_copies", 1))
+    knobs: dict[str, Any] = {
+        "pipelined": name == "p3_push_pull",
+        "copies": int(params.get("feature_copies", 1)),
+    }
+    if structure_copies < servers:
+        whole = 4 * problem.stats.edges + 8 * problem.stats.vertices  # [B] of the structure
+        knobs["structure"] = "spread"
+        knobs["structure_cache"] = whole * (structure_copies - 1) // servers
+    return named("p3", knobs)
+
+
+def _gsplit(name: str, problem: Problem) -> Strategy:
+    splitters = {"gsplit": "gsplit", "gsplit_rand": "random"}
+    splitter = splitters.get(name, name.removeprefix("gsplit_"))
+    memory, ranks = problem.cluster.device.memory, problem.ranks
+    features = problem.model.features * problem.model.itemsize * problem.stats.vertices
+    lists = LIST_ENTRY * problem.stats.edges // ranks
+    most = int(min(0.6 * memory, memory - lists))
+    cache = max(0, min(most, features // ranks + 1))
+    return named("gsplit", {"splitter": splitter, "cache": cache, "structure": "spread"})
+
+
+def on_device(name: str, problem: Problem, cluster: Cluster) -> Cluster:
+    """The cluster on which P3* has its columns of the features on the GPU.
+
+    It has them there where all of them fit ('only for the Orkut graph'). Then it loads at the rate
+    of the GPU's memory, reading and writing.
+    """
+    features = problem.model.features * problem.model.itemsize * problem.stats.vertices
+    if name != "p3star" or features / problem.ranks > cluster.device.memory / 2:
+        return cluster
+    return cluster.model_copy(
+        update={"host": Link(bandwidth=cluster.device.memory_bandwidth / 2, latency=0.0)}
+    )
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+def part(metric: str, asked: Question) -> float:
+    """Seconds per epoch of the part of a step that the row's paper calls so."""
+    paper = asked.row["paper"]
+    if metric in REST:
+        parts = [name for of, name in PARTS if of == paper]
+        return epoch(asked) - sum(_listed_s(name, asked) for name in parts)
+    return _listed_s(metric, asked)
+
+
+def _listed_s(metric: str, asked: Question) -> float:
+    """Seconds per epoch of the operations that PARTS lists."""
+    paper, chosen = asked.row["paper"], asked.strategy
+    blocks = 1  # that a rank lays out
+    if paper == "p3" and isinstance(chosen, P3):
+        blocks = len(chosen.rail(asked.problem, 0))  # theirs lays out its own only
+    seconds = 0.0
+    for kind, by_rank in asked.prediction.by_op.items():
+        if kind.partition(":")[0] in PARTS[paper, metric]:
+            seconds += float(np.max(by_rank)) / (blocks if kind == "lay" else 1)
+    if metric == "copy_time_s":
+        seconds += staged(asked)
+    if metric == "load_time_s":
+        seconds -= in_place(asked)
+    return seconds
+
+
+def epoch(asked: Question) -> float:
+    """Seconds per epoch, with what their system does and ours does not, and the other way round."""
+    return float(asked.prediction.epoch_s) + staged(asked) - in_place(asked)
+
+
+def in_place(asked: Question) -> float:
+    """Seconds per epoch in which only we copy cached rows to where a batch expects them.
+
+    GSplit 'can skip loading an input feature if it is already cached locally' (Sec. 3): layer 1
+    reads it where it is.
+    """
+    if asked.row["paper"] != "gsplit" or not isinstance(asked.strategy, GSplit):
+        return 0.0
+    return float(np.max(asked.prediction.by_op.get("pick", 0.0)))
+
+
+def staged(asked: Question) -> float:
+    """Seconds per epoch in which only P3's testbed copies between GPUs and their servers' memory.
+
+    Its KVStore sends from there: features that have come go in, partial sums and their gradients
+    out and in.
+    """
+    if asked.row["paper"] != "p3" or asked.problem.workload.mode != "mini":
+        return 0.0
+    nbytes = asked.prediction.bytes
+    moved = nbytes.get("fetch", 0) + 2 * nbytes.get("pull", 0)
+    link = asked.problem.cluster.host or asked.problem.cluster.intra_node
+    return moved / asked.problem.ranks / link.bandwidth
+
+
+# -- counts ----------------------------------------------------------------------------------------
+
+
+def sampled(metric: str, asked: Question) -> float:
+    """Edges computed or features loaded per epoch; frontier_vertices: rows of one batch.
+
+    The frontier is that many hops from the seeds.
+    """
+    problem, params = asked.problem, json.loads(asked.row["strategy_params"] or "{}")
+    layers = problem.workload.layers
+    if metric == "frontier_vertices":
+        need = expected_frontier(problem.stats, int(params["batch"]), problem.workload.fanouts)
+        return need.rows[layers - int(params.get("hop", layers))]
+    split = isinstance(asked.strategy, GSplit)
+    groups = (0,) * problem.ranks if split else tuple(range(problem.ranks))
+    batch = problem.minibatches(groups).at(0)
+    batches = problem.stats.train_vertices / problem.workload.batch
+    if metric == "features_loaded":
+        return batches * sum(batch.rows(rank, 0).size for rank in range(problem.ranks))
+    return batches * sum(int(batch.facts(layer).edges.sum()) for layer in range(1, layers + 1))
+
+
+def crossing(asked: Question) -> float:
+    """The share of a batch's edges that lead to another rank of those that split it."""
+    splitter = str(asked.strategy.knobs()["splitter"])
+    batch = asked.problem.minibatches((0,) * asked.problem.ranks, splitter).at(0)
+    assert isinstance(batch, EstimatedBatch)
+    return batch.cross
+
+
+def volume(asked: Question) -> float:
+    """Bytes sent per mini-batch.
+
+    P3's example, which states no GPUs, is of one trainer's batch: all its features, or its partial
+    sums of the forward pass.
+    """
+    problem, model = asked.problem, asked.problem.model
+    if asked.row["gpus_per_node"]:
+        return asked.prediction.bytes_total / asked.strategy.steps(problem)
+    seeds = problem.workload.batch // problem.ranks
+    need = expected_frontier(problem.stats, seeds, problem.workload.fanouts)
+    if isinstance(asked.strategy, P3):
+        width = model.layers[0].h_out
+        return float(p3_bytes(problem.ranks, need.rows[1], width, model.itemsize, ways=1))
+    return need.rows[0] * model.features * model.itemsize

@@ -1,0 +1,131 @@
+"""Predicts printed figures of other people's systems, and says how far off the predictions are.
+
+    rows.py       reads and checks a file of figures
+    interpret.py  row -> question: graph, GNN, testbed, strategy
+    figures.py    question -> figure
+    published.py  all rows: errors by metric, and whether the faster strategy is named
+
+calibrate.py fits constants of the testbeds to some of the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.evidence.papers import mini_batch, their_memory
+from gnnplan.planner.evidence.papers.figures import predict
+from gnnplan.planner.evidence.papers.interpret import testbed
+from gnnplan.planner.evidence.papers.question import Row, Skip, Testbeds
+from gnnplan.planner.evidence.papers.rows import COLUMNS, JOB
+from gnnplan.planner.vocabulary.errors import GnnplanError
+
+DIFFERENT = 0.05  # printed times closer than this have no winner
+
+
+def gave_a_halo(row: Row) -> bool:
+    """Whether the row is the source of a number that predictions start from.
+
+    Halos in planner/graph/datasets/ are made from some rows: Reddit's from GNNPipe Table 4,
+    ogbn-products' from PipeGCN Tables 2 and 4 (5 parts), ogbn-papers100M's from PipeGCN Table 5.
+    The batch spreads of GSplit's graphs are made from its Table 1; their_memory.py has a factor on
+    memory.
+    """
+    paper, dataset, strategy, metric = (
+        row[name] for name in ("paper", "dataset", "strategy", "metric")
+    )
+    if their_memory.gave_a_factor(row):
+        return True
+    if paper == "gsplit":
+        return metric.startswith(mini_batch.SAMPLED)
+    if (paper, dataset) == ("gnnpipe", "reddit"):
+        return (strategy, metric) == ("graph_parallel", "comm_volume_bytes")
+    if (paper, dataset) == ("pipegcn", "ogbn-products"):
+        return (
+            strategy == "graph_parallel"
+            and row["gpus_per_node"] == "5"
+            and metric in ("comm_ratio", "throughput_epochs_per_s")
+        )
+    return (paper, dataset) == ("pipegcn", "ogbn-papers100M") and metric.startswith(
+        ("epoch_time", "comm_time")
+    )
+
+
+def evaluate_rows(
+    rows: Iterable[Row], fitted: Callable[[Row], bool] = gave_a_halo, testbeds: Testbeds = testbed
+) -> dict[str, Any]:
+    """Predict all rows.
+
+    "rows": each with "predicted", "error" (relative; of facts and shares the difference) and
+    "fitted"; "skipped": each with "why"; "summary": by metric {"n", "mape", "p95", "max"} over the
+    rows that are not `fitted`, and {"winner": {"n", "right"}}.
+    """
+    predicted: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    for row in rows:
+        plain = {name: row[name] for name in COLUMNS}
+        try:
+            figure = predict(row, testbeds)
+        except (Skip, GnnplanError) as error:
+            skipped.append({**plain, "why": str(error)})
+            continue
+        predicted.append(
+            {**plain, "predicted": figure, "error": _error(row, figure), "fitted": fitted(row)}
+        )
+    summary = {**_summary(predicted), "winner": _winners(predicted)}
+    return {"rows": predicted, "skipped": skipped, "summary": summary}
+
+
+def _error(row: Row, figure: float) -> float:
+    """Relative; of facts (0 or 1), shares and figures that are 0 the difference."""
+    printed, metric = float(row["value"]), row["metric"]
+    absolute = metric.startswith("fits_in") or metric.endswith(("_ratio", "_fraction_vs"))
+    return figure - printed if absolute or printed == 0 else figure / printed - 1
+
+
+def _summary(predicted: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Metric -> errors of its rows that gave nothing."""
+    errors: dict[str, list[float]] = {}
+    for row in predicted:
+        if not row["fitted"]:
+            errors.setdefault(row["metric"], []).append(abs(row["error"]))
+    return {
+        metric: {
+            "n": len(of),
+            "mape": mean(of),
+            "p95": float(np.percentile(of, 95)),
+            "max": max(of),
+        }
+        for metric, of in sorted(errors.items())
+    }
+
+
+def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many pairs of strategies have different printed times, and how often the faster is named.
+
+    Pairs are of rows that agree in the columns JOB, and of rows that print a ratio themselves.
+    """
+    # printed and predicted time of the second strategy over that of the first
+    pairs: list[tuple[float, float]] = []
+    by_job: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in predicted:
+        if row["metric"] == "epoch_time_s":
+            by_job.setdefault(tuple(row[name] for name in JOB), []).append(row)
+        elif row["metric"] == "speedup_vs":
+            pairs.append((float(row["value"]), row["predicted"]))
+        elif row["metric"] == "slowdown_fraction_vs":
+            pairs.append((1 / (1 + float(row["value"])), 1 / (1 + row["predicted"])))
+    for rows in by_job.values():
+        for a, b in combinations(rows, 2):
+            if a["strategy"] != b["strategy"]:
+                printed = float(b["value"]) / float(a["value"])
+                pairs.append((printed, b["predicted"] / a["predicted"]))
+    different = [
+        (printed, figure) for printed, figure in pairs if max(printed, 1 / printed) > 1 + DIFFERENT
+    ]
+    right = sum((printed - 1) * (figure - 1) > 0 for printed, figure in different)
+    return {"n": len(different), "right": right}

@@ -1,0 +1,391 @@
+"""Compares many finished runs with their predictions, and refits a cluster's constants to them.
+
+`summarise` builds the document of `gnnplan validate` over several runs: errors by operation, how
+right the ranking of strategies was, and which constants to doubt. Runs of the same graph, workload
+and cluster by several strategies answer one *question* and form a ranking. The *regret* of a
+ranking is the measured epoch of the strategy that was predicted to be fastest, over that of the
+fastest strategy, minus one. Kendall's tau compares the predicted order with the measured one.
+
+`refit_cluster` fits factors on some questions and scores them on the others. validate.py compares
+one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+from scipy.stats import kendalltau
+
+from gnnplan.planner.cluster import scaling
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import SpecError
+
+# Weight of the prior in a refit. A factor of e on a constant costs as much as an epoch that is
+# 10 % off, so a constant that no run depends on stays as it was.
+PRIOR_WEIGHT = 0.1
+LARGEST_FACTOR = 10.0  # a larger one explains nothing
+WARM_UP = 2  # epochs that are not compared
+
+# Operations whose seconds depend on links. All others compute, or work in a server's memory.
+COMMUNICATION = (
+    "halo",
+    "pipeline",
+    "all_reduce",
+    "moments",
+    "ids",
+    "push",
+    "pull",
+    "fetch",
+    "ask",
+    "ask_edges",
+    "edges",
+    "logits",
+)
+
+
+class Planned(NamedTuple):
+    """What was run: with this the run can be predicted again, on other constants."""
+
+    problem: Problem
+    strategy: Strategy
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: what was asked, and the document of `validate.compare`."""
+
+    folder: str
+    question: str  # equal for runs that can be ranked
+    name: str  # of the question, for people
+    servers: int
+    strategy: str
+    comparison: dict[str, Any]
+    epochs_s: tuple[float, ...]  # measured, without the epochs that warm up
+    planned: Planned | None = None  # None: the plan is not at hand
+
+    @classmethod
+    def of(
+        cls,
+        folder: str,
+        planned: Planned,
+        comparison: dict[str, Any],
+        metrics: Sequence[dict[str, Any]],
+    ) -> Run:
+        """`metrics`: the lines of metrics.jsonl, one per epoch."""
+        problem, cluster = planned.problem, planned.problem.cluster
+        question = " ".join(
+            (
+                problem.stats.hash,
+                problem.workload.model_dump_json(),
+                cluster.model_dump_json(exclude={"provenance"}),
+                problem.method,
+            )
+        )
+        epochs_s = tuple(float(row["epoch_s"]) for row in metrics[min(WARM_UP, len(metrics) - 1) :])
+        strategy = str(planned.strategy)
+        name = question_name(problem)
+        return cls(folder, question, name, cluster.servers, strategy, comparison, epochs_s, planned)
+
+    @property
+    def measured_s(self) -> float:
+        """Median seconds of an epoch [s]."""
+        return float(self.comparison["step"]["measured_s"])
+
+
+def question_name(problem: Problem) -> str:
+    """Graph, model and cluster, as 'reddit sage 3x256, 2x4 at 400 Mbit/s'."""
+    cluster, workload = problem.cluster, problem.workload
+    link = ""
+    if cluster.servers > 1 and cluster.inter_node:
+        link = f" at {cluster.inter_node.bandwidth * 8 / 1e6:.3g} Mbit/s"
+    graph = problem.stats.name.split("?")[0]
+    model = f"{workload.model} {workload.layers}x{workload.hidden}"
+    return f"{graph} {model}, {cluster.servers}x{cluster.gpus_per_server}{link}"
+
+
+def errors(pairs: Iterable[tuple[float | None, float]]) -> dict[str, float] | None:
+    """Mean, 95th percentile and largest of abs(predicted / measured - 1), and how many there are.
+
+    `pairs`: (predicted, measured). Those without a prediction are left out; None if none is left.
+
+    >>> errors([(1.5, 1.0), (None, 1.0)])
+    {'n': 1, 'mean': 0.5, 'p95': 0.5, 'max': 0.5}
+    """
+    found = [
+        abs(predicted / measured - 1)
+        for predicted, measured in pairs
+        if predicted is not None and measured > 0
+    ]
+    if not found:
+        return None
+    return {
+        "n": len(found),
+        "mean": mean(found),
+        "p95": float(np.quantile(found, 0.95)),
+        "max": max(found),
+    }
+
+
+def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+    """The document of `gnnplan validate` over several runs."""
+    by_operation: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        for row in run.comparison["operations"]:
+            by_operation.setdefault(row["operation"], []).append(row)
+    rankings = [
+        ranking(same)
+        for same in _grouped(runs, lambda run: run.question)
+        if len({run.strategy for run in same}) > 1
+    ]
+    measured_s = sum(run.measured_s for run in runs)
+    # other runs know the memory of the whole process only
+    memory = [run.comparison["memory"] for run in runs if run.comparison["memory"]["of"] == "data"]
+    return {
+        "runs": len(runs),
+        "other_device": [
+            run.folder for run in runs if not run.comparison.get("device", {"equal": True})["equal"]
+        ],
+        "step": _errors_by_source([run.comparison["step"] for run in runs]),
+        "operations": {
+            operation: {
+                **_errors_by_source(rows),
+                "share": sum(row["measured_s"] for row in rows) / measured_s,
+            }
+            for operation, rows in by_operation.items()
+        },
+        "memory": errors((use["predicted_bytes"], use["measured_bytes"]) for use in memory),
+        "bytes_equal": sum(run.comparison["bytes"]["equal"] for run in runs),
+        "order_equal": sum(run.comparison["order"]["equal"] for run in runs),
+        "noise": noise(runs),
+        "rankings": rankings,
+        "ranking": _all_rankings(rankings),
+        "doubt": doubt(runs),
+    }
+
+
+def _errors_by_source(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float] | None]:
+    return {
+        source: errors((row[f"{source}_s"], row["measured_s"]) for row in rows)
+        for source in ("predicted", "simulated")
+    }
+
+
+def _grouped(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> list[list[Run]]:
+    """Runs with equal keys together, in the order in which they come."""
+    groups: dict[Hashable, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return list(groups.values())
+
+
+# -- rankings --------------------------------------------------------------------------------------
+
+
+def noise(runs: Sequence[Run]) -> float:
+    """How much the median epoch of the same run usually differs, as a share of it.
+
+    Repeated runs give it directly, as their standard deviation over their mean. Without any, it is
+    the uncertainty of a median: 1.25 standard errors, with the standard deviation estimated as the
+    interquartile range over 1.35.
+    """
+    repeated = [
+        [run.measured_s for run in same]
+        for same in _grouped(runs, lambda run: (run.question, run.strategy))
+        if len(same) > 1
+    ]
+    if repeated:
+        return median(float(np.std(same, ddof=1)) / mean(same) for same in repeated)
+
+    def of_one_run(epochs_s: Sequence[float]) -> float:
+        low, high = np.quantile(epochs_s, (0.25, 0.75))
+        deviation = (high - low) / 1.35
+        return float(1.25 * deviation / np.sqrt(len(epochs_s)) / median(epochs_s))
+
+    return median(of_one_run(run.epochs_s) for run in runs)
+
+
+def ranking(runs: Sequence[Run]) -> dict[str, Any]:
+    """The predicted and the measured order of one question's strategies.
+
+    A strategy that ran several times counts by its medians. `tau` is None where all predictions, or
+    all measurements, are equal.
+    """
+    predicted: dict[str, float] = {}
+    measured: dict[str, float] = {}
+    for same in _grouped(runs, lambda run: run.strategy):
+        name = same[0].strategy
+        predicted[name] = median(run.comparison["step"]["predicted_s"] for run in same)
+        measured[name] = median(run.measured_s for run in same)
+    choice, fastest = (
+        min(predicted, key=predicted.__getitem__),
+        min(measured, key=measured.__getitem__),
+    )
+    regret = measured[choice] / measured[fastest] - 1
+    tau = None
+    if min(len(set(predicted.values())), len(set(measured.values()))) > 1:
+        tau = float(kendalltau(list(predicted.values()), list(measured.values())).statistic)
+    return {
+        "question": runs[0].name,
+        "strategies": len(measured),
+        "choice": choice,
+        "fastest": fastest,
+        "regret": regret,
+        "tau": tau,
+        "right": choice == fastest,
+        "within_noise": regret <= 2 * noise(runs),
+    }
+
+
+def _all_rankings(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
+    """Means over all questions; None without any."""
+    if not rankings:
+        return None
+    taus = [one["tau"] for one in rankings if one["tau"] is not None]
+    return {
+        "questions": len(rankings),
+        "tau": mean(taus) if taus else None,
+        "regret": mean(one["regret"] for one in rankings),
+        "worst_regret": max(one["regret"] for one in rankings),
+        "right": mean(one["right"] or one["within_noise"] for one in rankings),
+    }
+
+
+def doubt(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The kinds of constants, those first that make the epochs wrong by most.
+
+    `slower` is measured over predicted seconds of the operations that depend on them (None: nothing
+    was predicted), `share` their difference over the sum of all measured epochs.
+    """
+    predicted_s: dict[str, float] = {}
+    measured_s: dict[str, float] = {}
+    for run in runs:
+        link = "between" if run.servers > 1 else "inside"
+        for row in run.comparison["operations"]:
+            if row["predicted_s"] is not None:
+                communicates = row["operation"].split(":")[0] in COMMUNICATION
+                kind = link if communicates else "computation"
+                predicted_s[kind] = predicted_s.get(kind, 0.0) + row["predicted_s"]
+                measured_s[kind] = measured_s.get(kind, 0.0) + row["measured_s"]
+    total_s = sum(run.measured_s for run in runs)
+    found = [
+        {
+            "constant": kind,
+            "slower": measured_s[kind] / predicted_s[kind] if predicted_s[kind] else None,
+            "share": (measured_s[kind] - predicted_s[kind]) / total_s,
+        }
+        for kind in predicted_s
+    ]
+    return sorted(found, key=lambda one: -abs(one["share"]))
+
+
+# -- refit -----------------------------------------------------------------------------------------
+
+# What a refit makes faster or slower: (cluster, factor) -> cluster.
+SPEEDS: dict[str, Callable[[Cluster, float], Cluster]] = {
+    "computation": scaling.device,
+    "inside": lambda cluster, factor: scaling.messages(cluster, factor, "intra_node"),
+    "between": lambda cluster, factor: (
+        scaling.messages(cluster, factor, "inter_node") if cluster.inter_node else cluster
+    ),
+}
+
+
+def predicted_s(run: Run, factors: dict[str, float]) -> float:
+    """The run's epoch on its cluster with these SPEEDS multiplied [s]."""
+    assert run.planned
+    problem, strategy = run.planned
+    faster = _faster(problem.cluster, factors)
+    return float(strategy.predict(replace(problem, cluster=faster)).epoch_s)
+
+
+def _faster(cluster: Cluster, factors: dict[str, float]) -> Cluster:
+    for name, factor in factors.items():
+        cluster = SPEEDS[name](cluster, factor)
+    return cluster
+
+
+def refit_cluster(runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
+    """The runs' cluster with its SPEEDS fitted to half of the questions, and a report.
+
+    The report has the factors, and the errors of the runs that were not fitted, before and after.
+    Least squares of log(predicted / measured) of each run and PRIOR_WEIGHT log(factor) of each
+    speed. Raises SpecError where runs are too few, or of several cluster files.
+    """
+    cluster = _only_cluster(runs)
+    questions = _grouped(runs, lambda run: run.question)
+    if len(questions) < 2:
+        questions = [[run] for run in runs]
+    fitted = [run for same in questions[0::2] for run in same]
+    scored = [run for same in questions[1::2] for run in same]
+    if not scored:
+        raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
+    factors = _fitted_factors(fitted)
+    source = f"refit on {len(fitted)} runs: " + ", ".join(
+        f"{name} x {factor:.3f}" for name, factor in factors.items()
+    )
+    provenance = {
+        field: before if field.startswith("cores") else f"{source}; {before}"
+        for field, before in cluster.provenance.items()
+    }
+    report = {
+        "factors": factors,
+        "fitted": [run.folder for run in fitted],
+        "scored": [run.folder for run in scored],
+        "before": errors((predicted_s(run, {}), run.measured_s) for run in scored),
+        "after": errors((predicted_s(run, factors), run.measured_s) for run in scored),
+    }
+    return _faster(cluster, factors).model_copy(update={"provenance": provenance}), report
+
+
+def _only_cluster(runs: Sequence[Run]) -> Cluster:
+    """The cluster of all runs, whatever their servers and GPUs. Raises SpecError."""
+    clusters = {
+        run.planned.problem.cluster.model_copy(
+            update={"servers": 1, "gpus_per_server": 1}
+        ).model_dump_json(): run.planned.problem.cluster
+        for run in runs
+        if run.planned
+    }
+    if len(clusters) > 1:
+        raise SpecError(
+            f"--refit needs runs planned on one cluster file, and these were on {len(clusters)};"
+            " refit them one by one"
+        )
+    return next(iter(clusters.values()))
+
+
+def _fitted_factors(runs: Sequence[Run]) -> dict[str, float]:
+    several_servers = any(run.servers > 1 for run in runs)
+    names = [name for name in SPEEDS if name != "between" or several_servers]
+
+    def factors(logs: NDArray[np.float64]) -> dict[str, float]:
+        return dict(zip(names, np.exp(logs).tolist(), strict=True))
+
+    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = [np.log(predicted_s(run, factors(logs)) / run.measured_s) for run in runs]
+        return np.array([*found, *(PRIOR_WEIGHT * logs)])
+
+    bound = np.log(LARGEST_FACTOR)
+    return factors(
+        least_squares(residuals, np.zeros(len(names)), bounds=(-bound, bound), diff_step=1e-3).x
+    )
+
+
+def same_shape(cluster: Cluster, as_in: Cluster) -> Cluster:
+    """`cluster` with as many servers and GPUs as `as_in`. Raises SpecError."""
+    if cluster.inter_node is None and as_in.servers > 1:
+        raise SpecError(
+            f"the run had {as_in.servers} servers, and cluster {cluster.name} has no inter_node"
+            " link; give one"
+        )
+    return cluster.model_copy(
+        update={"servers": as_in.servers, "gpus_per_server": as_in.gpus_per_server}
+    )

@@ -1,0 +1,463 @@
+"""Compares one finished run with its prediction and its simulation.
+
+`compare` builds the document of `gnnplan validate`. `diagnose` puts into words which part of the
+prediction is wrong: the volume (bytes), the cost (seconds of an operation) or the order.
+`per_operation` reads seconds from spans; simulated and measured spans are read in the same way.
+Comparisons of many runs are in runs.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.decision.search import Candidate
+from gnnplan.planner.strategies.base import Memory, Prediction
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import from_json, read_bytes, read_json
+from gnnplan.planner.vocabulary.schedule import Schedule
+from gnnplan.planner.vocabulary.trace import (
+    LANE_ORDER,
+    LONGEST,
+    Span,
+    overlap,
+    recorded_order,
+    transfer_times,
+)
+
+MAX_METRICS, MAX_RANK = 1 << 28, 1 << 28  # [B]
+TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
+# Operations that only wait: for a message to arrive, for the sampler. Nothing is predicted of them.
+WAITING = ("receive", "wait")
+_RANK_FILE = re.compile(r"rank(\d+)\.json")
+
+Row = dict[str, Any]  # one operation: its seconds (predicted, simulated, measured) and errors
+
+
+# -- seconds of each operation ---------------------------------------------------------------------
+
+
+def operation(label: str) -> str:
+    """The operation that a label names, without layer, chunk, peer and step.
+
+    >>> operation("halo:f:l2:s5"), operation("forward:c3:s0"), operation("update:s1")
+    ('halo:f', 'forward', 'update')
+    """
+    parts = label.split(":")
+    return ":".join(parts[: 2 if len(parts) > 1 and parts[1] in ("f", "b") else 1])
+
+
+def by_epoch(spans: Iterable[Span], batches: int) -> list[Span]:
+    """The spans with the epoch as their `step`; those of an unfinished last epoch are dropped."""
+    spans = list(spans)
+    epochs = (max((span.step for span in spans), default=-1) + 1) // batches
+    return [
+        span._replace(step=span.step // batches)
+        for span in spans
+        if 0 <= span.step < epochs * batches
+    ]
+
+
+def per_operation(spans: Iterable[Span], steps: range) -> dict[str, float]:
+    """Median seconds of each operation per step.
+
+    The seconds of a computation are those of its slowest rank. A collective counts from when its
+    last rank has joined: the waiting of the others is no part of it. Operations that only wait are
+    left out. Spans of `by_epoch` give seconds per epoch.
+    """
+    spans = [span for span in spans if span.step in steps and span.op not in WAITING]
+    collective_s = transfer_times(spans)
+    collectives = {span.op for span in spans if span.label in collective_s}
+    rank_s: dict[tuple[str, int, int], float] = {}
+    for span in spans:
+        if span.op not in collectives:
+            key = operation(span.label), span.step, span.rank
+            rank_s[key] = rank_s.get(key, 0.0) + span.seconds
+    step_s: dict[tuple[str, int], float] = {}
+    for (name, step, _), seconds in rank_s.items():
+        step_s[name, step] = max(step_s.get((name, step), 0.0), seconds)
+    step_of = {span.label: span.step for span in spans}
+    for label, seconds in collective_s.items():
+        where = operation(label), step_of[label]
+        step_s[where] = step_s.get(where, 0.0) + seconds
+    seconds_by_operation: dict[str, list[float]] = {}
+    for (name, _), seconds in step_s.items():
+        seconds_by_operation.setdefault(name, []).append(seconds)
+    return {name: median(values) for name, values in seconds_by_operation.items()}
+
+
+def predicted_per_operation(prediction: Prediction) -> dict[str, float]:
+    """The closed form's seconds, by the names that `per_operation` uses."""
+    seconds_by_operation: dict[str, float] = {}
+    for kind, seconds in prediction.by_op.items():
+        name = operation(kind)
+        seconds_by_operation[name] = seconds_by_operation.get(name, 0.0) + float(seconds)
+    return seconds_by_operation
+
+
+def compare_operations(
+    prediction: Prediction, simulated: Mapping[str, float], measured: Mapping[str, float]
+) -> list[Row]:
+    """A row for each measured operation, the longest first.
+
+    `simulated` and `measured`: operation -> seconds.
+    """
+    predicted = predicted_per_operation(prediction)
+    if "pipeline" in predicted:  # the closed form has one number for both directions
+        for way in ("pipeline:f", "pipeline:b"):
+            predicted.setdefault(way, predicted["pipeline"] / 2)
+    return [
+        _row(name, predicted.get(name), simulated.get(name), measured[name])
+        for name in sorted(measured, key=lambda name: -measured[name])
+    ]
+
+
+def _row(name: str, predicted: float | None, simulated: float | None, measured: float) -> Row:
+    def error(seconds: float | None) -> float | None:
+        return None if seconds is None or measured <= 0 else seconds / measured - 1
+
+    return {
+        "operation": name,
+        "predicted_s": predicted,
+        "simulated_s": simulated,
+        "measured_s": measured,
+        "predicted_error": error(predicted),
+        "simulated_error": error(simulated),
+    }
+
+
+# -- what a run left -------------------------------------------------------------------------------
+
+
+def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The lines of metrics.jsonl and the rank*.json of a finished run. Raises SpecError."""
+    make = f"make one with `gnnplan run plan.json --out {directory}`"
+    try:
+        path = directory / "metrics.jsonl"
+        metrics = [
+            from_json(path, line, make) for line in read_bytes(path, MAX_METRICS, make).splitlines()
+        ]
+        files = {
+            int(match[1]): path
+            for path in directory.iterdir()
+            if (match := _RANK_FILE.fullmatch(path.name))
+        }
+        ranks = [read_json(path, MAX_RANK, make) for _, path in sorted(files.items())]
+    except SpecError as error:
+        raise SpecError(f"{directory} is not a finished run ({error})") from error
+    except OSError as error:
+        raise SpecError(f"{directory} is not a finished run ({error.strerror}); {make}") from error
+    if not metrics or not ranks:
+        missing = "rank*.json" if metrics else "epoch in metrics.jsonl"
+        raise SpecError(f"{directory} is not a finished run (no {missing}); {make}")
+    for row in metrics:
+        if not _is_metrics(row):
+            raise SpecError(
+                f"{directory}/metrics.jsonl: every line needs numbers epoch, loss and epoch_s"
+                f" (above 0), found {str(row)[:100]}; {make}"
+            )
+    for rank in ranks:
+        if not _is_rank(rank):
+            raise SpecError(
+                f"{directory}: a rank*.json needs bytes and setup_bytes by operation,"
+                f" peak_rss_bytes and peak_bytes; {make}"
+            )
+    return metrics, ranks
+
+
+def _is_metrics(row: object) -> bool:
+    return (
+        isinstance(row, dict)
+        and all(type(row.get(key)) in (int, float) for key in ("epoch", "loss", "epoch_s"))
+        and 0 < row["epoch_s"] < LONGEST
+    )
+
+
+def _is_rank(rank: object) -> bool:
+    return (
+        isinstance(rank, dict)
+        and all(_are_counts(rank.get(key)) for key in ("bytes", "setup_bytes"))
+        and _are_counts(rank.get("rows", {}))  # runs of older versions have none
+        and _is_count(rank.get("peak_rss_bytes"))
+        and "peak_bytes" in rank
+        and _is_count(rank["peak_bytes"] or 0)
+    )
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def rows_by_class(ranks: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Feature rows that all ranks have read, by where they were: cache, peer, host or elsewhere.
+
+    Empty where the strategy has no feature store (planner/strategies/minibatch/feature_store.py).
+    """
+    rows: dict[str, int] = {}
+    for rank in ranks:
+        for place, count in rank.get("rows", {}).items():
+            rows[place] = rows.get(place, 0) + count
+    return rows
+
+
+def show_rows(rows: dict[str, int]) -> str:
+    """Shares of the rows, in words; places without a row are left out.
+
+    >>> show_rows({"hit": 30, "peer": 0, "host": 70})
+    'hit 30 %, host 70 %'
+    """
+    total = sum(rows.values())
+    return ", ".join(
+        f"{place} {100 * count / total:.0f} %" for place, count in rows.items() if count
+    )
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+def compare(
+    candidate: Candidate,
+    schedule: Schedule,
+    simulated: list[Span],
+    simulated_epoch_s: float,
+    measured: list[Span],
+    metrics: list[dict[str, Any]],
+    ranks: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The document of `gnnplan validate`: all times per epoch, which is one step of a full graph.
+
+    `candidate` is the plan's choice, evaluated; `simulated` are the spans of playing `schedule`;
+    `metrics` and `ranks` are what `read_run` returns. Times are medians without the epochs that
+    warm up.
+    """
+    problem, prediction = candidate.problem, candidate.predicted
+    batches = candidate.strategy.steps(problem)
+    disorder = first_disorder(schedule, measured, len(metrics) * batches)
+    simulated, measured = by_epoch(simulated, batches), by_epoch(measured, batches)
+    warm = range(
+        min(2, len(metrics) - 1), len(metrics)
+    )  # the first epochs allocate and fill caches
+    played = schedule.steps // batches
+    steady = range(min(1, played - 1), played)
+    step = _row(
+        "step",
+        float(prediction.epoch_s),
+        simulated_epoch_s,
+        median(row["epoch_s"] for row in metrics[warm.start :]),
+    )
+    rows = compare_operations(
+        prediction, per_operation(simulated, steady), per_operation(measured, warm)
+    )
+    volume = _compare_bytes(candidate, schedule, batches, metrics, ranks)
+    device = _compare_devices(problem.cluster.device.kind, ranks)
+    exposed_s, hidden_s = _communication_s(measured, warm)
+    return {
+        "epochs": len(metrics),
+        "batches": batches,
+        "device": device,
+        "step": step,
+        "operations": rows,
+        "exposed": _row(
+            "exposed communication",
+            float(prediction.comm_s),
+            _communication_s(simulated, steady)[0],
+            exposed_s,
+        ),
+        "hidden_s": hidden_s,
+        "sampler_wait_s": _sampler_wait_s(measured, warm),
+        "bytes": volume,
+        "order": {"equal": disorder is None, "first_difference": disorder},
+        "memory": _compare_memory(candidate.memory, ranks),
+        "rows": rows_by_class(ranks),
+        "diagnosis": diagnose(
+            step,
+            rows,
+            volume_equal=volume["equal"],
+            disorder=disorder,
+            same_device=device["equal"],
+            unit="step" if batches == 1 else "epoch",
+        ),
+    }
+
+
+def _compare_bytes(
+    candidate: Candidate,
+    schedule: Schedule,
+    batches: int,
+    metrics: list[dict[str, Any]],
+    ranks: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Bytes sent, over all ranks and epochs, by operation.
+
+    Where every epoch draws its own batches, the prediction is of the first epoch. Then the run is
+    compared with the schedule, epoch by epoch, as far as the schedule has the batches that were
+    drawn.
+    """
+    prediction, epochs = candidate.predicted, len(metrics)
+    counted: dict[str, int] = {}
+    for rank in ranks:
+        for op, nbytes in rank["bytes"].items():
+            counted[op] = counted.get(op, 0) + nbytes
+    setup_counted = sum(sum(rank["setup_bytes"].values()) for rank in ranks)
+    predicted = {op: nbytes * epochs for op, nbytes in prediction.bytes.items()}
+    drawn = candidate.strategy.drawn_steps(candidate.problem)
+    if drawn is None:
+        compared, equal = epochs, counted == predicted
+    else:
+        compared = min(epochs, drawn // batches, schedule.steps // batches)
+        scheduled = [0] * compared
+        for task in schedule.tasks:
+            if task.label.step // batches < compared:
+                scheduled[task.label.step // batches] += sum(schedule.bytes_by_op([task]).values())
+        equal = scheduled == [row.get("bytes") for row in metrics[:compared]]
+    return {
+        "predicted": predicted,
+        "counted": counted,
+        "setup_predicted": prediction.setup_bytes,
+        "setup_counted": setup_counted,
+        "equal": equal and setup_counted == prediction.setup_bytes,
+        "epochs": compared,
+    }
+
+
+def _compare_devices(planned: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The kind of device that the plan is for, and the kinds that ranks ran on ('cpu', 'cuda').
+
+    Runs of older versions do not say where they ran; they count as equal.
+    """
+    ran_on = sorted({str(rank["device"]).partition(":")[0] for rank in ranks if "device" in rank})
+    return {"planned": planned, "ran_on": ran_on, "equal": all(kind == planned for kind in ran_on)}
+
+
+def fullest(memory: Memory, runtime: bool) -> float:
+    """Memory of the fullest rank, with or without that of the libraries [B]."""
+    return float(
+        np.max(
+            np.sum([use for name, use in memory.items() if name != "runtime" or runtime], axis=0)
+        )
+    )
+
+
+def _compare_memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Memory of the fullest rank.
+
+    'data' is that of tensors and arrays. Where the allocator does not count them, the process is
+    compared, which includes the libraries.
+    """
+    counted = all(rank["peak_bytes"] is not None for rank in ranks)
+    predicted = fullest(memory, runtime=not counted)
+    measured = max(rank["peak_bytes" if counted else "peak_rss_bytes"] for rank in ranks)
+    return {
+        "of": "data" if counted else "process",
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
+        "error": predicted / max(measured, 1) - 1,
+    }
+
+
+def _communication_s(spans: Iterable[Span], steps: range) -> tuple[float, float]:
+    """Exposed and hidden seconds of transfers per step, of the rank where most is exposed.
+
+    A rank that waits for its sampler does not compute, so nothing is hidden behind that.
+    """
+    spans = [span for span in spans if span.step in steps and span.op != "wait"]
+    count = max(len({span.step for span in spans}), 1)
+    hidden, exposed = max(overlap(spans).values(), key=lambda pair: pair[1], default=(0.0, 0.0))
+    return exposed / count, hidden / count
+
+
+def _sampler_wait_s(spans: Iterable[Span], steps: range) -> float:
+    """Seconds per step that a rank waits for sampled batches, of the rank that waits longest."""
+    waited: dict[int, float] = {}
+    for span in spans:
+        if span.step in steps and span.op == "wait":
+            waited[span.rank] = waited.get(span.rank, 0.0) + span.seconds
+    return max(waited.values(), default=0.0) / len(steps)
+
+
+def first_disorder(schedule: Schedule, measured: Sequence[Span], steps: int) -> str | None:
+    """The first place where a lane's recorded order is not that of the schedule, in words."""
+    measured = [span for span in measured if 0 <= span.step < schedule.steps]
+    for rank in range(schedule.ranks):
+        for lane in LANE_ORDER:
+            planned = [
+                str(task.label) for task in schedule.lane(rank, lane) if task.label.step < steps
+            ]
+            recorded = recorded_order(measured, rank, lane)
+            for place, (a, b) in enumerate(zip(planned, recorded, strict=False)):
+                if a != b:
+                    return f"rank {rank}, lane {lane}, place {place}: planned {a}, recorded {b}"
+            if len(planned) != len(recorded):
+                return (
+                    f"rank {rank}, lane {lane}: planned {len(planned)} operations, recorded"
+                    f" {len(recorded)}"
+                )
+    return None
+
+
+# -- diagnosis -------------------------------------------------------------------------------------
+
+
+def share_of_step(row: Row, step: Row, source: str = "predicted") -> float | None:
+    """Error of an operation's seconds over the measured step; None where nothing was predicted.
+
+    An operation of 1 % of the step that takes twice as long as predicted makes the step 1 % longer:
+    its own relative error (100 %) says nothing of that.
+
+    >>> share_of_step({"predicted_s": 1.0, "measured_s": 3.0}, {"measured_s": 20.0})
+    -0.1
+    """
+    if row[f"{source}_s"] is None:
+        return None
+    return float((row[f"{source}_s"] - row["measured_s"]) / step["measured_s"])
+
+
+def diagnose(
+    step: Row,
+    rows: Sequence[Row],
+    *,
+    volume_equal: bool,
+    disorder: str | None,
+    same_device: bool,
+    unit: str = "step",
+) -> str:
+    """Which part of the prediction to doubt first, in words."""
+    if not volume_equal:
+        return "the bytes counted are not the bytes predicted: the volume is wrong"
+    if disorder:
+        return f"operations ran in another order than scheduled: {disorder}"
+    if not same_device:
+        return "volume and order are as planned; costs of another kind of device are not judged"
+    missed = step["predicted_error"]
+    step_fits = abs(missed) <= TOLERANCE
+    errors = {
+        row["operation"]: error for row in rows if (error := share_of_step(row, step)) is not None
+    }
+    worst = max(errors, key=lambda name: abs(errors[name]), default=None)
+    if worst is not None and abs(errors[worst]) > TOLERANCE:
+        found = (
+            f"the prediction of `{worst}` is off most ({_percent(errors[worst])} of the {unit}):"
+            " its cost, not its volume or order"
+        )
+        return f"{found}; the {unit} itself is {_percent(missed)} off" if step_fits else found
+    found = f"no operation is off by more than {100 * TOLERANCE:.0f} % of the {unit}"
+    if step_fits:
+        return found
+    if abs(step["simulated_error"]) <= TOLERANCE:
+        cause = "the simulation has it right, so the closed form lacks waiting or contention"
+    else:
+        cause = "doubt its waiting and overlap, not the cost of an operation"
+    return f"{found}, but the {unit} is {_percent(missed)} off: {cause}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.0f} %"

@@ -1,0 +1,569 @@
+"""Memory that one layer needs while it is trained: activations, gradients and temporaries.
+
+A layer's forward and backward pass are played on a tape of bytes. Each line allocates what an
+operation of the executor allocates (executor/layers), or frees what is let go. The most that was
+held at any time is what the layer needs.
+
+    forward    prepare | project | gather | update      kept: what autograd saves, and the output
+    backward   update  | gather  | project | prepare    gradients appear, what was saved is freed
+
+Each kind of layer is a class with these two passes (`KINDS`). Sizes are in bytes and may be arrays
+over ranks: `r_in` is R rows of H_in numbers, `s_out` is S rows of H_out numbers (R destinations,
+S sources, E edges). model.py describes what a layer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gnnplan.planner.gnn.model import Layer, Model
+from gnnplan.planner.vocabulary.numbers import Number
+
+# [B] of libraries and context in a process that has done nothing yet
+RUNTIME = {"cpu": 300e6, "cuda": 800e6}
+# Numbers of a product's operands that its backward pass reads at a time (the executor's products
+# work block by block).
+BLOCK = 512_000
+LONG = 8  # [B] of an index that torch wants in 64 bits
+BAG = 8  # [B] that embedding_bag keeps of each row that it aggregates: two numbers
+# [B] of machine code that oneDNN keeps for each shape of a product (measured; torch 2.13)
+KERNEL = 0.6e6
+# Rows of the smallest piece that gets machine code of its own, where row counts vary from step to
+# step.
+LEAST = 128
+
+
+class Tape:
+    """Bytes held now, and the most that ever were."""
+
+    def __init__(self) -> None:
+        self.now: Number = 0.0
+        self.most: Number = 0.0
+
+    def take(self, *sizes: Number) -> None:
+        """Allocate."""
+        for size in sizes:
+            self.now = self.now + size
+        self.most = np.maximum(self.most, self.now)
+
+    def free(self, *sizes: Number) -> None:
+        for size in sizes:
+            self.now = self.now - size
+
+    def touch(self, *sizes: Number) -> None:
+        """Allocate together, and free at once."""
+        self.take(*sizes)
+        self.free(*sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of `rows` rows of h_in numbers with a matrix [h_in, h_out]."""
+
+    rows: Number
+    h_in: int
+    h_out: int
+    varies: bool = True  # the rows get a gradient
+    # What follows the product ('bias', 'bias relu', ''). oneDNN makes code for each separately.
+    after: tuple[str, ...] = ("bias",)
+
+    @property
+    def block(self) -> int:
+        """Rows that the backward pass reads at a time."""
+        return max(1000, BLOCK // (self.h_in + self.h_out))
+
+    def shapes(self, rows: int, vary: bool = False) -> Iterator[tuple[object, ...]]:
+        """Shapes of all products of one rank, forward and backward.
+
+        vary: row counts differ from step to step, so the executor cuts rows in pieces of few
+        sizes: whole blocks, and powers of two of LEAST rows."""
+        if not rows:
+            return
+        if vary:
+            left = (rows % self.block) // LEAST
+            powers = [LEAST << bit for bit in range(left.bit_length()) if left >> bit & 1]
+            for piece in [self.block] * (rows >= self.block) + powers:
+                yield from self._forward_shapes(piece)
+                yield from self._backward_shapes(piece)
+            return
+        yield from self._forward_shapes(rows)
+        blocks = {rows}
+        if rows > self.block:
+            blocks = {min(rows, self.block), rows % self.block or self.block}
+        for piece in blocks:
+            yield from self._backward_shapes(piece)
+
+    def _forward_shapes(self, rows: int) -> Iterator[tuple[object, ...]]:
+        yield from ((rows, self.h_in, self.h_out, after) for after in self.after)
+
+    def _backward_shapes(self, rows: int) -> Iterator[tuple[object, ...]]:
+        yield self.h_out, rows, self.h_in, "weight"
+        if self.varies:
+            yield rows, self.h_out, self.h_in, ""
+
+
+def kernels(products: Iterable[Product], ranks: int, vary: bool = False) -> Number:
+    """Machine code that oneDNN keeps for the products, on each rank [ranks] [B].
+
+    A product's rows are [ranks], or [pieces, ranks] where it is done piece by piece."""
+    shapes_by_rank: list[set[tuple[object, ...]]] = [set() for _ in range(ranks)]
+    for product in products:
+        for piece in np.reshape(np.ceil(product.rows), (-1, ranks)):
+            for shapes, rows in zip(shapes_by_rank, piece, strict=True):
+                shapes.update(product.shapes(int(rows), vary))
+    return KERNEL * np.array([len(shapes) for shapes in shapes_by_rank], dtype=float)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of one layer [B], without its source rows and the gradient of its output."""
+
+    kept: Number  # from its forward to its backward pass, with its output
+    forward: Number  # the most in its forward pass
+    backward: Number  # the most in its backward pass, which begins with what was kept
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Sizes of what `prepare` makes of a layer's input rows [B]."""
+
+    rows: Number  # the inputs themselves
+    norm: str
+    normed: Number  # saved by the norm
+    active: Number  # rows after ReLU, which saves them
+    mask: Number  # of dropout
+    dropped: Number  # rows after dropout
+
+    @staticmethod
+    def of(model: Model, spec: Layer, n: Number, width: float | None = None) -> Prepared:
+        """Sizes for n rows of `width` numbers (default: H_in; of sparse rows, those stored)."""
+        width = spec.h_in if width is None else width
+        rows = n * width * model.itemsize
+        drops = model.dropout > 0 and spec.drops
+        normed = {"none": 0.0 * rows, "layer": 2 * n * model.itemsize, "batch": rows}[spec.norm]
+        return Prepared(
+            rows,
+            spec.norm,
+            normed * spec.activates,
+            rows * spec.activates,
+            n * width * drops,
+            rows * drops,
+        )
+
+    @property
+    def saved(self) -> Number:
+        return self.normed + self.active + self.mask
+
+    def forward(self, tape: Tape) -> None:
+        tape.take(self.normed, self.active, self.mask, self.dropped)
+
+    def backward(self, tape: Tape) -> None:
+        """From the gradient of the prepared rows, on the tape, to that of the inputs."""
+        if np.any(self.mask):
+            tape.touch(self.rows)
+            tape.free(self.mask)
+        if np.any(self.active):
+            tape.touch(self.rows)
+            tape.free(self.active)
+            tape.touch({"none": 0, "layer": 1, "batch": 3}[self.norm] * self.rows)
+            tape.free(self.normed)
+
+
+class LayerPasses:
+    """A layer's forward and backward pass on a tape.
+
+    A subclass is a kind of layer. It plays what the kind does between `prepare` and the output, and
+    back; this class plays what all kinds have in common around that."""
+
+    def __init__(
+        self,
+        model: Model,
+        layer: int,
+        rows: Number,
+        sources: Number,
+        edges: Number,
+        narrow: bool,
+        local: Number,
+        apart: bool,
+    ) -> None:
+        spec, itemsize = model.layers[layer - 1], model.itemsize
+        self.spec, self.itemsize, self.apart, self.local = spec, itemsize, apart, local
+        self.rows, self.sources = rows, sources
+        self.edges = edges + rows if spec.self_edges else edges
+        self.narrow = narrow and model.narrow_at(layer)
+        self.varies, self.relu = layer > model.first_varying, model.relu_after(layer)
+        self.sparse, self.nonzeros = model.reads_sparse(layer), model.nonzeros
+        self.r_in, self.r_out = rows * spec.h_in * itemsize, rows * spec.h_out * itemsize
+        self.s_in, self.s_out = sources * spec.h_in * itemsize, sources * spec.h_out * itemsize
+        self.projected = sources * spec.projected * itemsize
+        prepared_rows = 0.0 * rows if apart else local if self.narrow else sources
+        width = model.nonzeros if self.sparse else spec.h_in
+        self.prepared = Prepared.of(model, spec, prepared_rows, width)
+        # the aggregate, unless it is made outside autograd
+        outside = apart or model.aggregate_cached(layer)
+        self.gathered = 0.0 * self.r_in if outside else self.r_in
+        # the gradient before ReLU
+        self.before_relu = self.r_out if self.relu else 0.0 * self.r_out
+
+    @property
+    def after_product(self) -> tuple[str, ...]:
+        """What follows each product of destination rows (Product.after)."""
+        return ("bias relu" if self.relu else "bias" if self.spec.bias else "",)
+
+    @property
+    def own_matrix(self) -> bool:
+        """Whether a second matrix multiplies the destinations' own rows (GraphSAGE)."""
+        return self.spec.matrices > 1
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The products that oneDNN makes code for: of source rows, of destination rows."""
+        spec, first = self.spec, self.spec.projects_first
+        products = []
+        if first and not self.sparse:
+            rows = self.local if self.narrow else self.sources
+            products.append(Product(rows, spec.h_in, spec.h_out, self.varies, ("",)))
+        if (spec.matrices and not first) or (self.own_matrix and not self.sparse):
+            products.append(
+                Product(self.rows, spec.h_in, spec.h_out, self.varies, self.after_product)
+            )
+        return tuple(products)
+
+    def forward(self, tape: Tape) -> None:
+        self.prepared.forward(tape)
+        if not self.varies:
+            tape.free(self.prepared.mask)
+        if self.narrow:
+            tape.take(self.local * self.spec.projected * self.itemsize)
+        self.compute(tape)
+        # a product saves the rows that it reads
+        if not (self.spec.projects_first or self.own_matrix):
+            tape.free(self.prepared.dropped)
+
+    def backward(self, tape: Tape) -> None:
+        """Own rows are a slice of the rows read; a slice's gradient is as large as the whole."""
+        self.compute_backward(tape)
+        if self.narrow:
+            tape.take(self.prepared.rows)
+            tape.touch(self.product(self.local))
+            tape.touch(self.prepared.rows if self.own_matrix else 0.0)  # own rows' gradient
+            tape.free(self.prepared.dropped)
+            self.prepared.backward(tape)
+        elif self.varies and not self.apart:
+            self.scatter_gradient(tape)
+            self.prepared.backward(tape)
+
+    def compute(self, tape: Tape) -> None:
+        """From the prepared rows to the output."""
+        raise NotImplementedError
+
+    def compute_backward(self, tape: Tape) -> None:
+        """From the gradient of the output to that of the aggregate or of the prepared rows."""
+        raise NotImplementedError
+
+    def scatter_gradient(self, tape: Tape) -> None:
+        """From the aggregate's gradient to that of the rows read, over the transposed edges."""
+
+    def product(self, n: Number, through_relu: bool = False, matrices: int = 1) -> Number:
+        """Temporaries of the backward pass of a product of n rows [B].
+
+        They are a block of the rows, and `matrices` matrices that are transposed and added up."""
+        spec = self.spec
+        if self.sparse:  # numbers in the order of columns, and the gradient before it is added
+            return (n * self.nonzeros + spec.h_in * spec.h_out) * self.itemsize
+        block = np.minimum(n, Product(n, spec.h_in, spec.h_out).block) * (
+            max(spec.h_in * self.varies, spec.h_out) + spec.h_out * through_relu
+        )
+        return (block + (2 * matrices + 1) * spec.h_in * spec.h_out) * self.itemsize
+
+
+class AggregatesFirst(LayerPasses):
+    """GCN, GraphSAGE and SGC: aggregate, then multiply."""
+
+    @property
+    def after_product(self) -> tuple[str, ...]:
+        return ("bias", "") if self.own_matrix else super().after_product
+
+    def compute(self, tape: Tape) -> None:
+        tape.take(self.gathered, self.r_out)
+        tape.touch(self.r_out if self.own_matrix else 0.0)
+
+    def compute_backward(self, tape: Tape) -> None:
+        temporaries = self.product(self.rows, self.relu, self.spec.matrices)
+        if not self.varies:
+            tape.touch(temporaries)
+            return
+        tape.take(self.r_in, self.r_in if self.own_matrix else 0.0 * self.r_in)
+        tape.touch(temporaries)
+        tape.free(self.gathered)
+        if self.own_matrix:
+            tape.free(self.prepared.dropped)
+            if not self.apart:
+                tape.take(self.s_in)
+                tape.free(self.r_in)
+
+    def scatter_gradient(self, tape: Tape) -> None:
+        tape.take(self.s_in)
+        tape.touch(BAG * self.sources)
+        tape.free(self.r_in * (self.spec.matrices > 0), self.s_in if self.own_matrix else 0.0)
+
+
+class AggregatesOnly(AggregatesFirst):
+    """A layer of SGC without a matrix: the aggregate is the output, except for a bias."""
+
+    def compute(self, tape: Tape) -> None:
+        tape.take(self.gathered)
+        tape.touch(BAG * self.rows * (not self.apart))
+        tape.take(self.r_out * self.spec.bias)
+        tape.free(self.gathered * self.spec.bias)
+
+    def compute_backward(self, tape: Tape) -> None:
+        tape.take(self.r_in * self.apart)  # the output's gradient is that of the aggregate
+
+
+class ProjectsFirst(LayerPasses):
+    """GCN, GraphSAGE and SGC: multiply, then aggregate."""
+
+    @property
+    def after_product(self) -> tuple[str, ...]:
+        return ("bias",) if self.own_matrix else super().after_product
+
+    def compute(self, tape: Tape) -> None:
+        projected = 0.0 if self.narrow else self.s_out
+        updated = self.r_out if self.own_matrix or self.relu else 0.0
+        tape.take(projected, self.r_out)
+        tape.free(projected)
+        tape.take(self.r_out * self.spec.bias, updated)
+        tape.free(self.r_out * self.spec.bias, updated)
+
+    def compute_backward(self, tape: Tape) -> None:
+        s_in = self.s_in * self.varies
+        tape.take(self.before_relu)
+        if self.own_matrix:
+            tape.take(self.r_in * self.varies)
+            tape.touch(self.product(self.rows))
+            if not self.narrow:
+                tape.touch(s_in)
+                tape.take((self.s_in - self.r_in) * self.varies)
+        tape.take(self.s_out)
+        tape.free(self.before_relu)
+        if not self.narrow:
+            tape.take(s_in)
+            tape.touch(self.product(self.sources))
+            tape.free(self.s_out, self.prepared.dropped, s_in * self.own_matrix)
+
+
+class Attention(LayerPasses):
+    """GAT. z are the projected rows; a logit per head and row goes with them."""
+
+    def compute(self, tape: Tape) -> None:
+        if not self.narrow:
+            tape.take(self.s_out)  # z
+            tape.touch(self.s_out)  # z times the attention vector
+            tape.take(self.projected)  # z beside its logits
+        # z head by head; slope and weight of every edge; the heads' outputs
+        tape.take(self.s_out, self._edge_weights, self.r_out)
+        tape.take(self.r_out, self.r_out)  # outputs side by side; with the bias
+        tape.free(self.r_out)
+
+    def compute_backward(self, tape: Tape) -> None:
+        spec, itemsize = self.spec, self.itemsize
+        tape.take(self.before_relu)
+        # temporaries of one head
+        tape.touch(
+            (self.rows * (spec.heads > 1) + self.sources) * (spec.h_out / spec.heads) * itemsize,
+            self.edges * (3 * LONG + 2 * itemsize),
+            2 * self.rows * LONG,
+        )
+        # what the heads saved; gradients take the place of their rows
+        tape.free(self._edge_weights, self.r_out, self.before_relu)
+        tape.touch(self.s_out)  # gradients side by side, or those by the readers' logits
+        tape.free(0.0 if self.narrow else self.projected)
+        tape.take(self.projected)
+        tape.free(self.s_out)
+        if not self.narrow:
+            tape.touch(self.s_out, self.s_out)  # z's gradient by its own logits
+            tape.free(self.projected)
+            tape.take(self.s_in * self.varies)
+            tape.touch(self.product(self.sources))
+            tape.free(self.prepared.dropped)
+
+    @property
+    def _edge_weights(self) -> Number:
+        return 2 * self.edges * self.spec.heads * self.itemsize
+
+
+class Residual(LayerPasses):
+    """ResGCN+: messages ReLU(x) summed or by a softmax, plus own rows, a product, plus inputs."""
+
+    after_product = ("bias",)
+
+    def compute(self, tape: Tape) -> None:
+        activates, softmax = self.spec.activates, self.spec.sums > 1
+        tape.take(0.0 if activates else self.s_in, self.s_in)  # ReLU, messages
+        if softmax:
+            tape.take(self.s_in)  # exponentials
+            tape.touch(self.s_in)
+            tape.take(self.r_in)  # their sums
+            tape.touch(self.s_in, self.r_in)
+            tape.take(self.r_in)
+        else:
+            tape.take(self.r_in)
+            tape.free(self.s_in)
+        tape.take(self.r_in, self.r_out)  # plus own rows; product
+        tape.touch(self.r_out if activates else 0.0)  # plus inputs
+        tape.free(0.0 if softmax else self.r_in)
+
+    def compute_backward(self, tape: Tape) -> None:
+        activates, softmax = self.spec.activates, self.spec.sums > 1
+        own = self.r_in if self.apart else self.s_in
+        tape.take(self.r_in)
+        tape.touch(self.product(self.rows))
+        tape.free(self.r_in)  # saved by the product
+        tape.take(own * (1 + activates))  # gradients of own rows and of the residual
+        if softmax:
+            tape.touch(self.r_in, 3 * self.s_in)
+            tape.free(2 * self.s_in, 2 * self.r_in)
+        else:
+            tape.touch(self.s_in)
+        tape.free(self.r_in)
+        if not activates:
+            tape.touch(self.s_in, self.s_in)
+            tape.free(own)
+
+
+class InitialResidual(AggregatesFirst):
+    """GCNII: the aggregate is mixed with initial rows, and with its own product."""
+
+    after_product = ("",)
+
+    def compute(self, tape: Tape) -> None:
+        # mixed with initial rows, product, both
+        tape.take(self.gathered, self.r_in, self.r_out, self.r_out)
+        tape.free(self.gathered, self.r_out)
+
+    def compute_backward(self, tape: Tape) -> None:
+        tape.take(self.before_relu, 2 * self.r_in)
+        tape.free(self.before_relu)
+        tape.take(self.r_in)
+        tape.touch(self.product(self.rows))
+        tape.free(3 * self.r_in)
+        tape.take(2 * self.r_in)
+        tape.free(self.r_in)
+        tape.touch(self.r_in)  # gradient of the initial rows
+        tape.free(self.r_in)
+
+
+KINDS = {"gat": Attention, "resgcn": Residual, "gcnii": InitialResidual}
+
+
+def _kind_of(kind: str, spec: Layer) -> type[LayerPasses]:
+    """The class of a layer: a layer of GCN, GraphSAGE or SGC is one of three."""
+    if kind in KINDS:
+        return KINDS[kind]
+    if not spec.matrices:
+        return AggregatesOnly
+    return ProjectsFirst if spec.projects_first else AggregatesFirst
+
+
+def footprint(
+    kind: str,
+    model: Model,
+    layer: int,
+    rows: Number,
+    sources: Number,
+    edges: Number,
+    *,
+    narrow: bool = False,
+    local: Number = 0.0,
+    apart: bool = False,
+) -> Footprint:
+    """Memory of a layer of a `kind` of model (Workload.model).
+
+    It has R `rows`, S `sources` and E `edges` (without self edges).
+
+    narrow: its `local` source rows were prepared and projected before the exchange. apart: inputs
+    are prepared in a segment of their own, and a gather that only weighs and adds is done outside
+    autograd (GNNPipe)."""
+    passes = _kind_of(kind, model.layers[layer - 1])(
+        model, layer, rows, sources, edges, narrow, local, apart
+    )
+    tape = Tape()
+    passes.forward(tape)
+    kept, forward = tape.now, tape.most
+    tape.most = tape.now
+    passes.backward(tape)
+    return Footprint(kept, forward, tape.most, passes.products)
+
+
+def block(
+    kind: str, model: Model, spec: Layer, rows: Number, sources: Number, edges: Number
+) -> Number:
+    """Memory of a layer's edges [B].
+
+    Edges are kept in both directions, with the place of each in the other direction, and their
+    weights; sources are kept by id."""
+    edges = edges + rows if spec.self_edges else edges
+    weights = 0 if kind in ("gat", "resgcn") else 2 * model.itemsize
+    return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources
+
+
+def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Number]:
+    """Memory of decoder and loss on a rank's `own` rows, of which `trained` are trained on [B].
+
+    Returns (kept until the step ends, the most, the gradient of h_L)."""
+    itemsize = model.itemsize
+    tape = Tape()
+    logits, chosen = own * model.classes * itemsize, trained * model.classes * itemsize
+    if model.decoder is None:
+        gradient = logits
+        logits = 0.0 * logits  # h_L itself
+        prepared = None
+    else:
+        spec = (
+            model.layers[-1] if model.activates_last else Layer(*model.decoder, 1, 0, False, False)
+        )
+        prepared = Prepared.of(model, spec, own)
+        prepared.forward(tape)
+        gradient = prepared.rows
+    tape.take(logits, chosen, chosen)  # logits, those of training vertices, their log-softmax
+    tape.take(chosen)
+    tape.free(chosen, chosen)
+    tape.take(own * model.classes * itemsize)
+    tape.free(chosen)
+    if prepared is not None:
+        tape.take(gradient)
+        tape.free(prepared.dropped)
+        prepared.backward(tape)
+    return logits, tape.most, gradient
+
+
+class Moments:
+    """A step's fullest moment on every rank [ranks] [B].
+
+    `activations` are what was kept for the backward pass at that moment, `buffers` what else was
+    held; `kept` is what is kept now."""
+
+    def __init__(self, ranks: int) -> None:
+        self.kept: Number = np.zeros(ranks)
+        self.activations: Number = np.zeros(ranks)
+        self.buffers: Number = np.zeros(ranks)
+
+    def keep(self, *sizes: Number) -> None:
+        for size in sizes:
+            self.kept = self.kept + size
+        self.at()
+
+    def free(self, *sizes: Number) -> None:
+        for size in sizes:
+            self.kept = self.kept - size
+
+    def at(self, *sizes: Number) -> None:
+        """A moment at which `sizes` are held in addition to what is kept."""
+        held = sum(sizes, np.zeros(np.shape(self.kept)))
+        fuller = self.kept + held > self.activations + self.buffers
+        self.activations = np.where(fuller, self.kept, self.activations)
+        self.buffers = np.where(fuller, held, self.buffers)

@@ -1,0 +1,600 @@
+"""What a GNN is to a plan: the widths, parameters and work of each layer.
+
+A layer first prepares its input rows (norm, activation, dropout). Then it does two things, in the
+order that costs less: it multiplies rows by its matrix, and it aggregates rows over the edges.
+
+    h_{l-1} [S, H_{l-1}]   prepare | project | gather | update    h_l [R, H_l]     projects_first
+                           prepare | gather  | update                              otherwise
+
+R rows are written (destinations) and S rows are read (sources, which include the destinations).
+Attention always projects first, and so does a layer that reads sparse features. GCNII and ResGCN+
+have a row-wise encoder before the first layer and a row-wise decoder after the last; the decoder
+counts as layer L + 1. The executor's models (executor/layers/models.py) have the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
+
+# Framework operations that hash a dropout mask. The backward pass finds the mask made.
+MASK = 5
+# Numbers that a processor multiplies at once. A product of fewer columns costs as much as one of
+# this many.
+VECTOR = 16
+# hash_ops that an exponential of the loss costs in rows shorter than VECTOR, whose numbers are
+# taken one by one. In longer rows it costs one.
+SHORT = 5
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The shape of one layer, and what it does to its inputs."""
+
+    h_in: int
+    h_out: int
+    matrices: int  # products with a matrix [h_in, h_out]; 0: the layer only aggregates
+    weights: int  # numbers in its parameters
+    self_edges: bool  # aggregates over its own row too
+    # multiplies, then aggregates: its output is narrower, or it is attention, or it reads sparse
+    # features
+    projects_first: bool
+    sums: int = 1  # aggregations over the edges; a softmax of messages is a ratio of two
+    heads: int = 0  # of attention; each adds a logit to a projected row
+    # Norm and ReLU are the first thing that the layer does to its inputs. Otherwise they are the
+    # last thing that the layer before does.
+    activates: bool = False
+    norm: str = "none"  # of its inputs, if it activates them: 'layer' or 'batch'
+    drops: bool = True  # dropout of its inputs
+    bias: bool = True
+
+    @property
+    def projected(self) -> int:
+        """Numbers per projected row."""
+        return self.h_out + self.heads
+
+
+class Preparation(NamedTuple):
+    """Work of norm, activation and dropout on a layer's inputs."""
+
+    elementwise_bytes: Number
+    hash_ops: Number
+    launches: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GNN on features and classes of known width. Layers are numbered from 1."""
+
+    layers: tuple[Layer, ...]
+    encoder: tuple[int, int] | None
+    decoder: tuple[int, int] | None
+    dropout: float
+    itemsize: int  # [B] of a number
+    features: int
+    classes: int
+    hands_on_initial: bool  # GCNII: every layer reads h_0, so a pipeline stage hands it on as well
+    norm: str = "none"  # 'none', 'layer' or 'batch'
+    activates_last: bool = False  # norm and ReLU before the decoder
+    nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
+    redrawn: bool = False  # every step has other edges (mini-batches)
+    relu: bool = True  # between layers
+
+    @property
+    def first_varying(self) -> int:
+        """Index of the first h_l that changes from epoch to epoch.
+
+        It is 1 where h_0 are constant features, and 0 after an encoder."""
+        return 0 if self.encoder else 1
+
+    @property
+    def weights(self) -> int:
+        """Numbers in all parameters."""
+        return self.weights_of(range(1, len(self.layers) + 1))
+
+    def weights_of(self, layers: range) -> int:
+        """Numbers in the parameters of a run of layers, with the encoder or decoder at its ends."""
+        total = sum(self.layers[layer - 1].weights for layer in layers)
+        if self.encoder and 1 in layers:
+            total += self.encoder[0] * self.encoder[1] + self.encoder[1]
+        if self.decoder and len(self.layers) in layers:
+            total += self.decoder[0] * self.decoder[1] + self.decoder[1]
+            total += 2 * self.decoder[0] if self.activates_last and self.norm != "none" else 0
+        return total
+
+    @cached_property
+    def aggregating_first(self) -> Model:
+        """The same model with every layer aggregating before it multiplies.
+
+        Attention and the layer of sparse features still multiply first."""
+        return replace(
+            self,
+            layers=tuple(
+                replace(spec, projects_first=spec.heads > 0 or self.reads_sparse(layer))
+                for layer, spec in enumerate(self.layers, 1)
+            ),
+        )
+
+    def reads_sparse(self, layer: int) -> bool:
+        """Whether the layer (0: the encoder) multiplies sparse features."""
+        return self.nonzeros > 0 and layer == self.first_varying
+
+    @property
+    def prepares_linearly(self) -> bool:
+        """Whether only dropout happens to a row between its exchange and its aggregation."""
+        return not (self.activates_last or any(layer.activates for layer in self.layers))
+
+    def relu_after(self, layer: int) -> bool:
+        """Whether the layer (0: the encoder) ends in ReLU.
+
+        It does not where the next layer activates its own inputs."""
+        return self.hands_on_initial or (
+            self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates
+        )
+
+    def moments(self, layer: int) -> int:
+        """Numbers that all ranks add up before the layer (L + 1: the decoder).
+
+        Batch norm adds up two per column; without it there are none."""
+        if layer > len(self.layers):
+            return (
+                2 * self.decoder[0]
+                if self.decoder and self.activates_last and self.norm == "batch"
+                else 0
+            )
+        spec = self.layers[layer - 1]
+        return 2 * spec.h_in if spec.norm == "batch" else 0
+
+    def input_width(self, layer: int) -> int:
+        """H_{l-1} [numbers per row]."""
+        return self.layers[layer - 1].h_in
+
+    def aggregate_cached(self, layer: int) -> bool:
+        """Whether the layer's aggregate is computed once, before training.
+
+        Only layer 1 aggregates constant features. Its aggregate changes where edges are redrawn,
+        dropout comes before it, or attention weighs it. Sparse features are never aggregated."""
+        return (
+            layer == 1
+            and self.encoder is None
+            and not (self.redrawn or self.dropout or self.layers[0].heads or self.nonzeros)
+        )
+
+    def features_moved(self, rows: Number) -> Number:
+        """Bytes of some rows of features in transit [B].
+
+        A sparse row has a column and a value per number, and the average count of numbers."""
+        return rows * (2 * self.nonzeros or self.features) * self.itemsize
+
+    def features_held(self, rows: Number, numbers: Number | None = None) -> Number:
+        """Bytes of some rows of features in memory [B].
+
+        Sparse ones, with `numbers` in all (default: the average), are kept by row and by column:
+        value, column, and in the transpose row and place."""
+        if not self.nonzeros:
+            return rows * self.features * self.itemsize
+        return (rows * self.nonzeros if numbers is None else numbers) * (self.itemsize + 12) + 4 * (
+            rows + self.features
+        )
+
+    def features_sorted(self, rows: Number) -> Number:
+        """Bytes needed to multiply some of the sparse rows alone [B].
+
+        They hold where each row begins, and the transpose of these rows."""
+        return rows * (8 * self.nonzeros + 4) + 4 * self.features
+
+    def exchanged_width(self, layer: int, narrow: bool) -> int:
+        """Numbers per halo row before the layer.
+
+        H_{l-1}; or H_l and attention's logits, where the layer projects before the exchange."""
+        spec = self.layers[layer - 1]
+        return spec.projected if narrow and self.narrow_at(layer) else spec.h_in
+
+    def narrow_at(self, layer: int) -> bool:
+        """Whether the option `narrow` makes the layer project before its exchange.
+
+        Batch norm needs all rows before the projection, so there it does not."""
+        if not self.first_varying < layer <= len(self.layers):
+            return False
+        spec = self.layers[layer - 1]
+        return spec.projects_first and spec.projected < spec.h_in and spec.norm != "batch"
+
+    @property
+    def narrows(self) -> bool:
+        """Whether `narrow` makes a difference."""
+        return any(self.narrow_at(layer) for layer in range(1, len(self.layers) + 1))
+
+    # -- work ----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        layer: int,
+        rows: Number,
+        sources: Number,
+        edges: Number,
+        narrow: bool = False,
+        read: Number | None = None,
+    ) -> Compute:
+        """Work of a layer's forward pass: R `rows`, S `sources`, and `edges` without self edges.
+
+        read: the rows that it gathers from, where other ranks prepared some of them; default:
+        `sources`. narrow: without the projection, which was done before the exchange
+        (`project`)."""
+        spec, itemsize = self.layers[layer - 1], self.itemsize
+        cached, sparse = self.aggregate_cached(layer), self.reads_sparse(layer)
+        narrow = narrow and self.narrow_at(layer)
+        multiplied = spec.matrices * rows
+        if spec.projects_first:
+            multiplied = (0 if narrow else sources) + (spec.matrices - 1) * rows
+        product = self._product(spec.h_in, spec.h_out, multiplied, sparse)
+        source_width = spec.h_out if narrow or sparse else spec.h_in
+        elementwise_bytes: Number = 0 if cached else 2 * sources * source_width * itemsize
+        elementwise_bytes = (
+            elementwise_bytes + (3 if spec.weights else 0) * rows * spec.h_out * itemsize
+        )
+        # GCNII mixes the aggregate with the initial rows, and the product with what it was before
+        if self.hands_on_initial:
+            elementwise_bytes = elementwise_bytes + 3 * rows * spec.h_out * itemsize
+        hash_ops: Number = 0.0
+        launches = 6 + 2 * spec.matrices + 12 * spec.heads
+        if not narrow:
+            prepared = self._prepare(spec, sources, sparse)
+            elementwise_bytes = elementwise_bytes + prepared.elementwise_bytes
+            hash_ops, launches = prepared.hash_ops, launches + prepared.launches
+        if spec.sums > 1:  # exponentials of the messages
+            elementwise_bytes = elementwise_bytes + 2 * sources * spec.h_in * itemsize
+            hash_ops = hash_ops + sources * spec.h_in
+        return product + Compute(
+            0.0,
+            self._gathers(layer, rows, edges, sources if read is None else read, rows),
+            elementwise_bytes,
+            launches,
+            itemsize,
+            tensor_bytes=self._tensor_bytes(sources, source_width),
+            hash_ops=hash_ops,
+            attention_edges=(edges + rows) * float(spec.heads),
+        )
+
+    def backward(
+        self,
+        layer: int,
+        rows: Number,
+        sources: Number,
+        edges: Number,
+        narrow: bool = False,
+        read: Number | None = None,
+    ) -> Compute:
+        """Work of a layer's backward pass; arguments as of `forward`.
+
+        It makes the gradient of the weights, and that of the inputs where they vary."""
+        forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
+        constant = layer <= self.first_varying
+        # over the transposed edges
+        aggregated = self._gathers(layer, rows, edges, rows, sources if read is None else read)
+        gathers = () if constant and not spec.projects_first else aggregated
+        # Attention's weights depend on rows: a product along every edge for the weights' gradient,
+        # and the rows' own gradient.
+        if spec.heads:
+            gathers = gathers + aggregated
+        products = 1 if constant else 2  # per product of the forward pass
+        masked = bool(self.dropout) and spec.drops and not (narrow and self.narrow_at(layer))
+        # masks and weights are read, not made again
+        elementwise_bytes = (
+            forward.elementwise_bytes
+            + (2 * rows * spec.h_out + HASH_ACCESSES * forward.hash_ops) * self.itemsize
+        )
+        # GCNII: both mixtures split a gradient in two. Two gradients are added in what was mixed,
+        # and two in the initial rows.
+        if self.hands_on_initial:
+            elementwise_bytes = elementwise_bytes + 7 * rows * spec.h_out * self.itemsize
+        work = Compute(
+            forward.flops * products,
+            gathers,
+            elementwise_bytes,
+            2 * (forward.launches - MASK * masked),
+            self.itemsize,
+            gemm_bytes=forward.gemm_bytes * products,
+            tensor_bytes=forward.tensor_bytes,
+            attention_edges=forward.attention_edges,
+        )
+        if not self.reads_sparse(layer):
+            return work
+        multiplied = sources + (spec.matrices - 1) * rows
+        return self._matrix_gradient(spec.h_in, spec.h_out, multiplied, sparse=True) + work
+
+    def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of a narrow layer's projection, before its exchange."""
+        if not self.narrow_at(layer):
+            return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
+        spec = self.layers[layer - 1]
+        return self._rowwise((spec.h_in, spec.h_out), rows, constant_input=False, prepared_as=spec)
+
+    def encode(self, rows: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of the encoder."""
+        return self._rowwise(self.encoder, rows, constant_input=True)
+
+    def finish(self, rows: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of decoder and loss on a rank's own rows."""
+        # the decoder's inputs are prepared as those of the last layer
+        prepared_as = self.layers[-1] if self.activates_last else None
+        forward, backward = self._rowwise(
+            self.decoder, rows, constant_input=False, prepared_as=prepared_as
+        )
+        # the loss takes training rows, which are about half of all
+        per_logit = 0.5 if self.classes >= VECTOR else 0.5 * SHORT
+        loss = Compute(
+            launches=12, itemsize=self.itemsize, hash_ops=per_logit * rows * max(self.classes, 1)
+        )
+        return forward + loss, backward + loss
+
+    def update(self, weights: int) -> Compute:
+        """Adam's step: it reads and writes four arrays of the parameters' size."""
+        return Compute(0.0, (), 8.0 * weights * self.itemsize, 20, self.itemsize)
+
+    def _gathers(
+        self, layer: int, rows: Number, edges: Number, among: Number, into: Number
+    ) -> tuple[Gather, ...]:
+        """The layer's aggregations over its edges."""
+        if self.aggregate_cached(layer):
+            return ()
+        spec = self.layers[layer - 1]
+        edges = edges + rows if spec.self_edges else edges
+        width = spec.h_out if spec.projects_first else spec.h_in
+        return (Gather(edges, width, among, into),) * spec.sums
+
+    def _product(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
+        """Rows times a matrix [h_in, h_out].
+
+        A sparse row gathers a column of the matrix per number; columns are contiguous in memory."""
+        if sparse:
+            return Compute(
+                0.0, (Gather(rows * self.nonzeros, h_out, h_in, rows),), itemsize=self.itemsize
+            )
+        return Compute(
+            2.0 * rows * max(h_in, VECTOR) * max(h_out, VECTOR),
+            itemsize=self.itemsize,
+            gemm_bytes=rows * (h_in + h_out) * self.itemsize,
+            tensor_bytes=self._tensor_bytes(rows, max(h_in, h_out)),
+        )
+
+    def _tensor_bytes(self, rows: Number, width: int) -> Number:
+        return 1.0 * rows * width * self.itemsize
+
+    def _matrix_gradient(
+        self, h_in: int, h_out: int, rows: Number, sparse: bool = False
+    ) -> Compute:
+        """The gradient of a product's matrix.
+
+        Of sparse rows it is a product with their transpose. The numbers are put in its order, which
+        takes 4 B more of each to look up. Each number then gathers a row of the output's gradient,
+        and the result is added to that of other rows."""
+        if not sparse:
+            return self._product(h_in, h_out, rows)
+        numbers = rows * self.nonzeros
+        elementwise_bytes = numbers * (2 * self.itemsize + 4) + 3.0 * h_in * h_out * self.itemsize
+        return Compute(
+            0.0, (Gather(numbers, h_out, rows, h_in),), elementwise_bytes, 3, self.itemsize
+        )
+
+    def _prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> Preparation:
+        """Work of norm, activation and dropout on the layer's input rows.
+
+        A word of dropout's hash serves four columns of a dense row, and one number of a sparse
+        row."""
+        elementwise_bytes: Number = 0.0
+        hash_ops: Number = 0.0
+        launches = 0
+        if self.dropout and spec.drops:
+            hash_ops, launches = rows * (4 * self.nonzeros if sparse else spec.h_in), MASK + 3
+        if spec.activates:
+            passes, more = (2, 1) if spec.norm == "none" else (6, 4)
+            elementwise_bytes, launches = passes * rows * spec.h_in * self.itemsize, launches + more
+        return Preparation(elementwise_bytes, hash_ops, launches)
+
+    def _rowwise(
+        self,
+        shape: tuple[int, int] | None,
+        rows: Number,
+        constant_input: bool,
+        prepared_as: Layer | None = None,
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of an encoder, a decoder or a projection on `rows`.
+
+        prepared_as: the layer whose preparation comes before the product; default: dropout where
+        the decoder's inputs are not activated."""
+        if shape is None:
+            return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
+        sparse = constant_input and self.nonzeros > 0
+        product = self._product(*shape, rows, sparse)
+        elementwise_bytes = 2 * rows * ((0 if sparse else shape[0]) + shape[1]) * self.itemsize
+        spec = prepared_as or Layer(*shape, 1, 0, False, False, drops=not self.activates_last)
+        prepared = self._prepare(spec, rows, sparse)
+        forward = Compute(
+            0.0,
+            (),
+            elementwise_bytes + prepared.elementwise_bytes,
+            6,
+            self.itemsize,
+            hash_ops=prepared.hash_ops,
+        )
+        backward = Compute(
+            0.0,
+            (),
+            elementwise_bytes
+            + prepared.elementwise_bytes
+            + HASH_ACCESSES * prepared.hash_ops * self.itemsize,
+            10,
+            self.itemsize,
+        )
+        input_gradient = Compute() if constant_input else product
+        weight_gradient = self._matrix_gradient(*shape, rows, sparse)
+        return product + forward, weight_gradient + input_gradient + backward
+
+
+def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:
+    """The shapes of a workload's model on a graph with so many feature columns and classes.
+
+    nonzeros: numbers in a row of sparse features, on average; 0: the features are dense.
+
+    >>> model = describe(Workload(layers=3, hidden=16), 40, 5)
+    >>> [(layer.h_in, layer.h_out) for layer in model.layers]
+    [(40, 16), (16, 16), (16, 5)]
+    """
+    classes = max(classes, 1)
+    architecture = ARCHITECTURES[workload.model]
+    return Model(
+        layers=tuple(architecture.layers(workload, features, classes, nonzeros > 0)),
+        encoder=(features, workload.hidden) if architecture.encodes else None,
+        decoder=(workload.hidden, classes) if architecture.encodes else None,
+        dropout=workload.dropout,
+        itemsize=workload.itemsize,
+        features=features,
+        classes=classes,
+        hands_on_initial=architecture.hands_on_initial,
+        norm=_norm_of(workload),
+        activates_last=architecture.activates_last,
+        nonzeros=nonzeros,
+        redrawn=workload.mode == "mini",
+        relu=architecture.relu,
+    )
+
+
+def _norm_of(workload: Workload) -> str:
+    return workload.norm or ("layer" if workload.model == "resgcn" else "none")
+
+
+def _gcn_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Kipf and Welling 2017: a matrix W and a bias per layer."""
+
+    def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
+        return Layer(h_in, h_out, 1, h_in * h_out + h_out, True, projects_first)
+
+    return _convolutions(layer, workload, features, classes, sparse)
+
+
+def _sage_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Hamilton et al. 2017: a matrix for neighbours, a matrix for the own row, and a bias."""
+
+    def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
+        return Layer(h_in, h_out, 2, 2 * h_in * h_out + h_out, False, projects_first)
+
+    return _convolutions(layer, workload, features, classes, sparse)
+
+
+def _convolutions(
+    convolution: Callable[[int, int, bool], Layer],
+    workload: Workload,
+    features: int,
+    classes: int,
+    sparse: bool,
+) -> Sequence[Layer]:
+    """Layers that project first where that narrows the rows (h_in, h_out, projects_first).
+
+    The first one does not where its aggregate is cached, and always does on sparse features."""
+    layers: list[Layer] = []
+    for h_in, h_out in _widths(workload, features, classes):
+        projects_first = h_out < h_in
+        if not layers:
+            projects_first = sparse or (projects_first and not _caches_aggregate(workload))
+        layers.append(convolution(h_in, h_out, projects_first))
+    return _normalised(layers, workload)
+
+
+def _gat_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Velickovic et al. 2018: W, an attention vector of two numbers per output, and a bias.
+
+    The last layer has one head."""
+    layers = [
+        Layer(h_in, h_out, 1, h_in * h_out + 3 * h_out, True, True, heads=workload.heads)
+        for h_in, h_out in _widths(workload, features, classes)
+    ]
+    layers[-1] = replace(layers[-1], heads=1)
+    return _normalised(layers, workload)
+
+
+def _sgc_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Wu et al. 2019: the first layer has the matrix, the last one the bias; all aggregate."""
+    first = Layer(
+        features,
+        classes,
+        1,
+        features * classes,
+        True,
+        sparse or (classes < features and not _caches_aggregate(workload)),
+        bias=False,
+    )
+    following = Layer(classes, classes, 0, 0, True, False, drops=False, bias=False)
+    layers = [first, *[following] * (workload.layers - 1)]
+    layers[-1] = replace(layers[-1], weights=layers[-1].weights + classes, bias=True)
+    return layers
+
+
+def _gcnii_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Chen et al. 2020: a matrix per layer, and no bias."""
+    hidden = workload.hidden
+    return [Layer(hidden, hidden, 1, hidden * hidden, True, False)] * workload.layers
+
+
+def _resgcn_layers(
+    workload: Workload, features: int, classes: int, sparse: bool
+) -> Sequence[Layer]:
+    """Li et al. 2020 (DeeperGCN, Res+): from layer 2 on a layer activates and drops its inputs."""
+    hidden, sums = workload.hidden, 2 if workload.aggregation == "softmax" else 1
+    first = Layer(hidden, hidden, 1, hidden * hidden + hidden, False, False, sums, drops=False)
+    return [first, *[_activating(first, _norm_of(workload))] * (workload.layers - 1)]
+
+
+def _widths(workload: Workload, features: int, classes: int) -> list[tuple[int, int]]:
+    """(H_in, H_out) of each layer of a model without encoder and decoder."""
+    return list(pairwise([features, *[workload.hidden] * (workload.layers - 1), classes]))
+
+
+def _caches_aggregate(workload: Workload) -> bool:
+    """Whether layer 1 multiplies an aggregate that is computed once (Model.aggregate_cached)."""
+    return workload.dropout == 0 and workload.mode != "mini"
+
+
+def _normalised(layers: Sequence[Layer], workload: Workload) -> Sequence[Layer]:
+    """The layers with the workload's norm, if any, before all but the first."""
+    norm = _norm_of(workload)
+    if norm == "none":
+        return layers
+    return [layers[0], *(_activating(layer, norm) for layer in layers[1:])]
+
+
+def _activating(layer: Layer, norm: str) -> Layer:
+    """The layer with norm and activation of its inputs; a norm has two weights per column."""
+    return replace(
+        layer,
+        activates=True,
+        drops=True,
+        norm=norm,
+        weights=layer.weights + (2 * layer.h_in if norm != "none" else 0),
+    )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A kind of model: its layers, and what surrounds them."""
+
+    layers: Callable[[Workload, int, int, bool], Sequence[Layer]]  # features, classes, sparse
+    encodes: bool = False  # an encoder before the first layer, a decoder after the last
+    hands_on_initial: bool = False
+    activates_last: bool = False
+    relu: bool = True
+
+
+ARCHITECTURES = {
+    "gcn": Architecture(_gcn_layers),
+    "sage": Architecture(_sage_layers),
+    "gat": Architecture(_gat_layers),
+    "sgc": Architecture(_sgc_layers, relu=False),
+    "gcnii": Architecture(_gcnii_layers, encodes=True, hands_on_initial=True),
+    "resgcn": Architecture(_resgcn_layers, encodes=True, activates_last=True),
+}

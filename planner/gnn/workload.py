@@ -1,0 +1,101 @@
+"""The specification of what is trained: a GNN and its training options."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from gnnplan.planner.vocabulary.spec import Spec
+
+ALL = -1  # the fanout that takes every neighbour
+FANOUT = 10  # per layer, if the user gives none
+MOST = 10**12  # vertices, seeds of a batch, epochs
+MOST_BATCH_LAYERS = 1000  # of a mini-batch, which reaches one hop further by every layer
+
+
+class Conflict(ValueError):
+    """Values of several fields that do not go together.
+
+    `fields` names the fields, the likeliest mistake first."""
+
+    def __init__(self, fields: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
+class Workload(Spec):
+    """A GNN and its training options. Options that a model does not know have no effect."""
+
+    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"] = "sage"
+    layers: int = Field(3, ge=1, le=10_000)
+    hidden: int = Field(256, ge=1, le=1_000_000)  # SGC has no hidden rows: all are classes wide
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    mode: Literal["full", "mini"] = "full"
+    batch: int = Field(1024, ge=1, le=MOST)
+    # neighbours drawn per layer, from the seeds outwards; None: FANOUT for each
+    fanout: tuple[Annotated[int, Field(ge=1, le=MOST)], ...] | Literal["full"] | None = None
+    seed: int = Field(0, ge=0, lt=2**31)
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: float = Field(0.01, gt=0.0, le=100.0)
+    epochs: int = Field(50, ge=1, le=MOST)
+    dtype: Literal["float32", "float64"] = "float32"
+    alpha: float = Field(0.1, ge=0.0, le=1.0)  # GCNII: strength of the initial residual
+    theta: float = Field(0.5, gt=0.0, le=1e6)  # GCNII: beta_l = log(theta / l + 1)
+    heads: int = Field(4, ge=1, le=10_000)  # GAT: of hidden layers; the last layer has one
+    aggregation: Literal["softmax", "sum"] = "softmax"  # ResGCN+
+    # before hidden layers' activation; None: 'layer' for resgcn, else 'none'
+    norm: Literal["none", "layer", "batch"] | None = None
+
+    @model_validator(mode="after")
+    def _is_a_model(self) -> Workload:
+        if self.model == "gat" and self.layers > 1 and self.hidden % self.heads:
+            fitting = max(n for n in range(1, self.heads + 1) if self.hidden % n == 0)
+            raise Conflict(
+                ("hidden", "heads", "model", "layers"),
+                f"hidden must be a multiple of gat's heads (hidden: {self.hidden}, heads:"
+                f" {self.heads}); use heads={fitting}",
+            )
+        if self.model in ("gcnii", "sgc") and self.norm in ("layer", "batch"):
+            other = "resgcn for a deep model" if self.model == "gcnii" else "gcn for a model"
+            raise Conflict(
+                ("norm", "model"),
+                f"{self.model} is defined without a norm (norm: {self.norm}); use norm=none, or"
+                f" {other} with one",
+            )
+        if (
+            self.mode == "mini"
+            and isinstance(self.fanout, tuple)
+            and len(self.fanout) != self.layers
+        ):
+            raise Conflict(
+                ("fanout", "layers", "mode"),
+                "fanout has a number per layer, from the seeds outwards (fanout:"
+                f" {len(self.fanout)} numbers, layers: {self.layers}); use {self.layers} numbers,"
+                " or fanout=full",
+            )
+        if self.mode == "mini" and self.layers > MOST_BATCH_LAYERS:
+            raise Conflict(
+                ("layers", "mode"),
+                f"a mini-batch reaches a hop further by every layer, and {MOST_BATCH_LAYERS:,} are"
+                f" the most (layers: {self.layers:,}); use fewer layers, or mode=full",
+            )
+        if self.mode == "mini" and self.norm == "batch":
+            raise Conflict(
+                ("norm", "mode"),
+                "batch norm needs all vertices at once, and a mini-batch has some (norm: batch);"
+                " use norm=layer or mode=full",
+            )
+        return self
+
+    @property
+    def fanouts(self) -> tuple[int, ...]:
+        """Neighbours drawn per layer, from the seeds outwards; ALL for every one."""
+        if isinstance(self.fanout, tuple):
+            return self.fanout
+        return (ALL if self.fanout == "full" else FANOUT,) * self.layers
+
+    @property
+    def itemsize(self) -> int:
+        """[B] of a number."""
+        return 8 if self.dtype == "float64" else 4

@@ -1,0 +1,12 @@
+"""A graph: read, generated or known by statistics; how it is partitioned, sampled and split.
+
+    graph.py        the types Graph and GraphStats
+    load.py         a graph by name, from one of the next three
+    arrays.py       .npz files and folders of .npy files
+    generator.py    generated graphs
+    statistics.py   graphs of which only statistics are known (datasets/*.yaml)
+    partition.py    the part of each vertex
+    sampling.py     neighbours drawn for a mini-batch
+    splitting.py    the owner of each vertex of a mini-batch
+
+Imports `vocabulary`, and `gnn` for the workload."""

@@ -1,0 +1,553 @@
+"""Reads a graph from a .npz file, or from a folder with one .npy file per array.
+
+Every array is checked by its header before anything is allocated. Pickles are never read."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gnnplan.planner.graph.graph import (
+    MOST_CLASSES,
+    MOST_FEATURES,
+    MOST_VERTICES,
+    Array,
+    Features,
+    Graph,
+    GraphStats,
+    finish,
+    in_neighbours,
+    must_be_finite,
+    must_fit,
+    random_split,
+)
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, must_be_file
+
+ARRAYS = (
+    "src",
+    "dst",
+    "x",
+    "x_indptr",
+    "x_indices",
+    "x_shape",
+    "x_data",
+    "y",
+    "train_mask",
+    "val_mask",
+    "test_mask",
+    "meta",
+)
+LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
+
+
+def _read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
+    """Read the known arrays (ARRAYS) of a file or a folder, and list the names of all others.
+
+    The features x of a folder are mapped, not read. Raises SpecError."""
+    folder = os.path.isdir(path)
+    remedy = (
+        "write each of its arrays with numpy.save"
+        if folder
+        else "write it with numpy.savez_compressed"
+    )
+    try:
+        if folder and not path.endswith(".npz"):
+            return _from_folder(path)
+        if not os.path.lexists(path):
+            raise SpecError(f"{path}: no such file")
+        must_be_file(path, remedy)
+        return _from_zip(path)
+    except SpecError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise SpecError(f"{path}: not an npz file ({error}); {remedy}") from error
+    except Exception as error:
+        # a damaged file makes zlib, zipfile and numpy raise exceptions of many types
+        raise SpecError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); {remedy}"
+        ) from error
+
+
+def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
+    arrays, others, nbytes = {}, [], 0
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if name not in ARRAYS:
+                others.append(name)
+                continue
+            if name in arrays:
+                raise SpecError(f"{path}: {name}: is there twice; keep one")
+            with archive.open(info) as stream:
+                nbytes += _check_header(path, name, stream, info.file_size)
+            must_fit(path, "what it holds", nbytes)
+            with archive.open(info) as stream:
+                arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
+    return arrays, others
+
+
+def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
+    arrays, others, nbytes = {}, [], 0
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix != ".npy" or file.stem not in ARRAYS:
+            others.append(file.name)
+            continue
+        mapped = file.stem == "x"
+        must_be_file(file)
+        with file.open("rb") as stream:
+            size = _check_header(path, file.stem, stream, file.stat().st_size, mapped)
+        nbytes += 0 if mapped else size
+        must_fit(path, "what it holds", nbytes)
+        arrays[file.stem] = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
+    return arrays, others
+
+
+def _read_header(
+    path: str, name: str, stream: IO[bytes]
+) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Read an npy header: (shape, whether in Fortran order, dtype, length of the header [B])."""
+    # at most LONGEST_HEADER bytes: a header may claim to be gigabytes long
+    header = io.BytesIO(stream.read(LONGEST_HEADER))
+    version = np.lib.format.read_magic(header)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }.get(version)
+    if read is None:
+        raise SpecError(
+            f"{path}: {name}: npy format {version} is not read; save plain numbers with"
+            " numpy.savez_compressed"
+        )
+    shape, fortran, dtype = read(header)
+    return shape, fortran, dtype, header.tell()
+
+
+def _check_header(
+    path: str, name: str, stream: IO[bytes], stored: int, mapped: bool = False
+) -> int:
+    """Check an array by its header, before anything is allocated, and return its size [B].
+
+    Raises SpecError for pickled objects, for a shape that does not fit what is stored, and for an
+    array that cannot be mapped as it is."""
+    shape, fortran, dtype, header_bytes = _read_header(path, name, stream)
+    if dtype.hasobject:
+        raise SpecError(
+            f"{path}: {name}: holds pickled Python objects, which are never loaded; save it as"
+            " plain numbers (x.astype(...))"
+        )
+    if any(size < 0 for size in shape):
+        raise SpecError(f"{path}: {name}: negative size in shape {shape}")
+    if mapped and (fortran or dtype != np.float32 or len(shape) != 2):
+        raise SpecError(
+            f"{path}: {name}: is mapped, not read, so it must be float32 [vertices, features] in C"
+            f" order, is {dtype} of shape {shape}{' in Fortran order' * fortran}; save"
+            " numpy.ascontiguousarray(x, numpy.float32)"
+        )
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    if not mapped:
+        must_fit(path, f"{name} of shape {shape}", nbytes)
+    if nbytes > (stored := stored - header_bytes):
+        raise SpecError(
+            f"{path}: {name}: shape {shape} needs {nbytes:,} B but only {stored:,} B are stored;"
+            " the file is damaged"
+        )
+    return int(nbytes)
+
+
+def _typed(
+    path: str, arrays: Mapping[str, Array], name: str, kinds: str, ndim: tuple[int, ...]
+) -> Array:
+    """The array `name`. Raises SpecError unless its dtype kind and dimensions are as allowed."""
+    array = arrays[name]
+    meanings = {
+        "i": "integers",
+        "u": "integers",
+        "b": "booleans",
+        "f": "real numbers",
+        "U": "a JSON string",
+    }
+    if array.dtype.kind not in kinds:
+        allowed = " or ".join(sorted({meanings[kind] for kind in kinds}))
+        raise SpecError(
+            f"{path}: {name}: must hold {allowed}, has dtype {array.dtype}; convert it with"
+            f" {name}.astype(...)"
+        )
+    if array.ndim not in ndim:
+        raise SpecError(
+            f"{path}: {name}: must have {' or '.join(map(str, ndim))} dimension(s), has shape"
+            f" {array.shape}"
+        )
+    return array
+
+
+def from_arrays(
+    source: str, path: str, options: Mapping[str, Any], own_width: bool, directed: bool
+) -> Graph:
+    """The graph of a file or a folder, with a note for everything that was changed or made up.
+
+    options: 'features', the width of stand-in features, and 'seed'. own_width: the user asked for
+    that width. Raises SpecError that names the array, the rule and the offending number."""
+    arrays, others = _read_arrays(path)
+    notes = [f"ignored arrays: {_shown(others, 8)}"] if others else []
+    src, dst = _edge_list(path, arrays, others)
+    meta = _meta(path, arrays)
+    vertices, counted = _count(path, arrays, meta, src, dst)
+    if not counted:
+        notes.append("vertex count taken from the highest edge id")
+    _check_ids(path, src, dst, vertices, counted)
+    stand_in_width = 0 if "x" in arrays or "x_indptr" in arrays else options["features"]
+    must_fit(
+        source,
+        (
+            f"{vertices:,} vertices with {stand_in_width:,} stand-in features"
+            if stand_in_width
+            else f"{vertices:,} vertices"
+        ),
+        vertices * (20.0 + 8 * stand_in_width) + 60.0 * len(src),
+    )
+    indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
+    notes += changes
+    del src, dst, arrays["src"], arrays["dst"]  # they take as much memory as the graph
+
+    rng = np.random.default_rng(options["seed"])
+    x: Features
+    if not stand_in_width:
+        if own_width:
+            raise SpecError(
+                f"{source}: features= is the width of stand-in features, but the file has its own;"
+                " drop it"
+            )
+        x = _own_features(path, arrays, vertices)
+    else:
+        x = _stand_in(indptr, stand_in_width, rng)
+        notes.append(
+            f"stand-in features: the file has none, so {stand_in_width} made by seed"
+            f" {options['seed']} (normal noise, one of log degree)"
+        )
+    y, classes = _labels(path, arrays, vertices, meta)
+    train, val, test = _masks(path, arrays, y, classes, vertices, rng, notes, options["seed"])
+    stats = GraphStats(
+        name=Path(path).stem,
+        source=source,
+        vertices=vertices,
+        edges=len(indices),
+        features=x.shape[1],
+        classes=classes,
+        train_vertices=int(train.sum()),
+        multilabel=y.ndim == 2,
+        hash="",
+        notes=tuple(notes),
+        directed=directed,
+    )
+    return finish(stats, indptr, indices, x, y, train, val, test)
+
+
+def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tuple[Array, Array]:
+    """The edge list src, dst (integers [E])."""
+    for name in ("src", "dst"):
+        if name not in arrays:
+            if os.path.isdir(path):
+                others = [file.removesuffix(".npy") for file in others if file.endswith(".npy")]
+            raise SpecError(
+                f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required, found"
+                f" {_shown([*arrays, *others], 100) or 'nothing'}{_edge_index_remedy(path)}"
+            )
+    src, dst = (_typed(path, arrays, name, "iu", (1,)) for name in ("src", "dst"))
+    if len(src) != len(dst):
+        raise SpecError(
+            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,}"
+        )
+    return src, dst
+
+
+def _check_ids(path: str, src: Array, dst: Array, vertices: int, counted: str) -> None:
+    """Raises SpecError for an id beyond the vertices; `counted` names what says how many."""
+    for name, ids in (("src", src), ("dst", dst)):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
+            bad = (ids < 0) | (ids >= vertices)
+            first = int(np.flatnonzero(bad)[0])
+            raise SpecError(
+                f"{path}: {name}[{first}]: vertex ids must lie in [0, {vertices - 1:,}], found"
+                f" {int(ids[first])} ({int(bad.sum()):,} such edges); ids count from 0, and"
+                f" {counted or 'the edges'} give {vertices:,} vertices"
+            )
+
+
+def _shown(names: Sequence[str], most: int) -> str:
+    """At most `most` of the names, without control characters that a terminal would obey."""
+    shown = [ascii(name)[1:-1][:MOST_SHOWN] for name in sorted(names)[:most]]
+    return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
+
+
+def _edge_index_remedy(path: str) -> str:
+    """What to do with PyG's `edge_index` [2, E], where the file holds one."""
+    try:
+        if os.path.isdir(path):
+            file = Path(path) / "edge_index.npy"
+            must_be_file(file)
+            with file.open("rb") as stream:
+                shape, _, _, _ = _read_header(path, "edge_index", stream)
+        else:
+            with zipfile.ZipFile(path) as archive, archive.open("edge_index.npy") as stream:
+                shape, _, _, _ = _read_header(path, "edge_index", stream)
+    except Exception:  # absent or damaged: the caller reports what is missing anyway
+        return ""
+    if len(shape) != 2 or shape[0] != 2:
+        return ""
+    return "; save src=edge_index[0], dst=edge_index[1]"
+
+
+def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """The JSON object `meta`, which may hold `vertices` and `classes`; {} if there is none."""
+    if "meta" not in arrays:
+        return {}
+    meta = from_json(
+        f"{path}: meta",
+        str(_typed(path, arrays, "meta", "U", (0,))),
+        "leave it out or write json.dumps(...)",
+    )
+    if not isinstance(meta, dict):
+        raise SpecError(f"{path}: meta: must be a JSON object, is {type(meta).__name__}")
+    for key in ("vertices", "classes"):
+        if key in meta and (
+            isinstance(meta[key], bool) or not isinstance(meta[key], int) or meta[key] < 0
+        ):
+            raise SpecError(
+                f"{path}: meta.{key}: must be a whole number >= 0, is {str(meta[key])[:MOST_SHOWN]}"
+            )
+    if meta.get("classes", 0) > MOST_CLASSES:
+        raise SpecError(
+            f"{path}: meta.classes: must be at most {MOST_CLASSES:,}, is"
+            f" {str(meta['classes'])[:MOST_SHOWN]}"
+        )
+    return meta
+
+
+def _count(
+    path: str, arrays: Mapping[str, Array], meta: Mapping[str, Any], src: Array, dst: Array
+) -> tuple[int, str]:
+    """The number of vertices, and the names of the arrays that say so ('' if only edges do)."""
+    by_vertex = ("x", "y", "train_mask", "val_mask", "test_mask")
+    counts = {
+        name: arrays[name].shape[0] for name in by_vertex if name in arrays and arrays[name].ndim
+    }
+    if "x_indptr" in arrays:
+        counts["x_indptr"] = arrays["x_indptr"].size - 1
+    if "vertices" in meta:
+        counts["meta.vertices"] = meta["vertices"]
+    if len(set(counts.values())) > 1:
+        raise SpecError(
+            f"{path}: {', '.join(counts)}: must be given for the same number of vertices, are for "
+            f"{', '.join(f'{count:,}' for count in counts.values())}"
+        )
+    vertices = (
+        next(iter(counts.values()))
+        if counts
+        else max((int(ids.max()) for ids in (src, dst) if len(ids)), default=-1) + 1
+    )
+    if vertices < 1:
+        raise SpecError(
+            f"{path}: {', '.join(counts) or 'src, dst'}: the graph is empty (0 vertices); at least"
+            " 1 is needed"
+        )
+    if vertices > MOST_VERTICES:
+        raise SpecError(
+            f"{path}: {', '.join(counts) or 'src, dst'}: {vertices:,} vertices; ids of 32 bits"
+            f" reach {MOST_VERTICES:,}"
+        )
+    return vertices, " and ".join(counts)
+
+
+def _own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Features:
+    """The features that the file holds: float32 [N, F] or CSR.
+
+    Raises SpecError for NaN, infinities and a broken CSR."""
+    if "x" in arrays and "x_indptr" in arrays:
+        raise SpecError(
+            f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one"
+        )
+    if "x" in arrays:
+        x = _typed(path, arrays, "x", "fiub", (2,))
+        if not isinstance(x, np.memmap):  # mapped features are checked when they are hashed
+            x = np.ascontiguousarray(_float32(path, "x", x))
+        if not 1 <= x.shape[1] <= MOST_FEATURES:
+            raise SpecError(
+                f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}"
+            )
+        return x
+    return _sparse_features(path, arrays, vertices)
+
+
+def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> sp.csr_matrix:
+    for name in ("x_indices", "x_shape"):
+        if name not in arrays:
+            raise SpecError(
+                f"{path}: {name}: missing; sparse features need x_indptr, x_indices and x_shape"
+            )
+    indptr, indices, shape = (
+        _typed(path, arrays, name, "iu", (1,)) for name in ("x_indptr", "x_indices", "x_shape")
+    )
+    if len(shape) != 2 or int(shape[0]) != vertices or not 1 <= int(shape[1]) <= MOST_FEATURES:
+        raise SpecError(
+            f"{path}: x_shape: must be [{vertices}, features] with 1 to {MOST_FEATURES:,} features,"
+            f" is {shape[:4].tolist()}"
+        )
+    if (
+        int(indptr[0]) != 0
+        or int(indptr[-1]) != len(indices)
+        or bool((indptr[1:] < indptr[:-1]).any())
+    ):
+        raise SpecError(
+            f"{path}: x_indptr: must rise from 0 to len(x_indices) = {len(indices):,}, goes from"
+            f" {indptr[0]} to {indptr[-1]}"
+        )
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < int(shape[1]):
+        raise SpecError(
+            f"{path}: x_indices: columns must lie in [0, {int(shape[1]) - 1}], found"
+            f" {indices.min()} to {indices.max()}"
+        )
+    if "x_data" in arrays:
+        data = _float32(path, "x_data", _typed(path, arrays, "x_data", "fiub", (1,)))
+        if len(data) != len(indices):
+            raise SpecError(
+                f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is {len(data):,}"
+            )
+    else:
+        data = np.ones(len(indices), np.float32)
+    x = sp.csr_matrix(
+        (data, indices.astype(np.int32), indptr.astype(np.int64)), shape=(vertices, int(shape[1]))
+    )
+    x.sum_duplicates()  # sorts too
+    return x
+
+
+def _float32(path: str, name: str, array: Array) -> NDArray[np.float32]:
+    """The array as float32. Raises SpecError for NaN and infinities."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = array.astype(np.float32, copy=False)
+    must_be_finite(path, name, array)
+    return array
+
+
+def _stand_in(
+    indptr: NDArray[np.int64], width: int, rng: np.random.Generator
+) -> NDArray[np.float32]:
+    """Made-up features [N, width], without regard to labels.
+
+    They are normal noise, except for the last column, the standardised log degree."""
+    x = rng.standard_normal((len(indptr) - 1, width), dtype=np.float32)
+    degree = np.log1p(np.diff(indptr))
+    spread = degree.std()
+    x[:, -1] = (degree - degree.mean()) / spread if spread > 0 else 0
+    return x
+
+
+def _labels(
+    path: str, arrays: Mapping[str, Array], vertices: int, meta: Mapping[str, Any]
+) -> tuple[Array, int]:
+    """Labels and the number of classes (0 without labels).
+
+    Class ids are int64 [N], -1 for none. Multi-label targets are uint8 or float32 [N, C]."""
+    if "y" not in arrays:
+        return np.full(vertices, -1, np.int64), 0
+    y = _typed(path, arrays, "y", "iufb", (1, 2))
+    if y.ndim == 2:
+        with np.errstate(invalid="ignore"):
+            bad = ~((y >= 0) & (y <= 1))
+        if y.shape[1] < 1 or bad.any():
+            found = y[bad].ravel()[:1].tolist()
+            with np.errstate(invalid="ignore"):
+                class_ids = y.shape[1] == 1 and bool((y == np.floor(y)).all())
+            remedy = (
+                "save class ids as [N] with y.squeeze(1)"
+                if class_ids
+                else "save 0 or 1 for each class, or class ids as integers [N]"
+            )
+            raise SpecError(
+                f"{path}: y: multi-label targets [N, C] must lie in [0, 1], found"
+                f" {found or f'shape {y.shape}'}; {remedy}"
+            )
+        return y.astype(np.float32 if y.dtype.kind == "f" else np.uint8), y.shape[1]
+    _typed(path, arrays, "y", "iu", (1,))
+    low, high = int(y.min()), int(y.max())
+    if high < 0 <= low + 1:
+        return y.astype(np.int64), 0
+    allowed = meta.get("classes") or MOST_VERTICES
+    if low < -1 or high >= allowed:
+        first = int(np.flatnonzero((y < -1) | (y >= allowed))[0])
+        raise SpecError(
+            f"{path}: y[{first}]: labels must be class ids 0 to {allowed - 1:,} (-1 = none), found"
+            f" {int(y[first])}"
+        )
+    if meta.get("classes"):
+        return y.astype(np.int64), int(allowed)
+    present = len(np.unique(y[y >= 0]))
+    if high + 1 > 2 * present:  # a stray id would widen the last layer, and nobody would notice
+        raise SpecError(
+            f"{path}: y[{int(y.argmax())}]: labels must be class ids 0 to C-1 without large gaps,"
+            f" but the highest is {high:,} and only {present:,} ids occur; renumber them with"
+            " numpy.unique(y, return_inverse=True)"
+        )
+    return y.astype(np.int64), high + 1
+
+
+def _masks(
+    path: str,
+    arrays: Mapping[str, Array],
+    y: Array,
+    classes: int,
+    vertices: int,
+    rng: np.random.Generator,
+    notes: list[str],
+    seed: int,
+) -> list[Array]:
+    """Training, validation and test masks [N].
+
+    Labels without masks are split at random, with a note."""
+    labelled = y >= 0 if y.ndim == 1 else np.ones(vertices, bool)
+    if "train_mask" not in arrays:
+        if classes == 0:
+            notes.append("no labels: can be planned, not trained")
+            return [np.zeros(vertices, bool) for _ in range(3)]
+        notes.append(f"random 60/20/20 split by seed {seed}: the file has no train_mask")
+        masks = list(random_split(labelled, rng))
+    else:
+        names = ("train_mask", "val_mask", "test_mask")
+        masks = [
+            _typed(path, arrays, name, "b", (1,)) if name in arrays else np.zeros(vertices, bool)
+            for name in names
+        ]
+    train, val, test = masks
+    if classes and not train.any():
+        raise SpecError(
+            f"{path}: train_mask: marks no vertex; at least 1 of {vertices:,} must be trained on"
+        )
+    if classes and (bad := train & ~labelled).any():
+        first = int(np.flatnonzero(bad)[0])
+        raise SpecError(
+            f"{path}: y[{first}]: a training vertex needs a label, found -1 ({int(bad.sum()):,}"
+            " such vertices); take them out of train_mask"
+        )
+    if (shared := train & test).any():
+        raise SpecError(
+            f"{path}: train_mask, test_mask: must not overlap, share {int(shared.sum()):,} vertices"
+            f" (first: {int(np.flatnonzero(shared)[0])})"
+        )
+    if (train & val).any() or (val & test).any():
+        notes.append("val_mask overlaps train_mask or test_mask")
+    for name, i in (("val_mask", 1), ("test_mask", 2)):
+        if classes and (unlabelled := int((masks[i] & ~labelled).sum())):
+            masks[i] = masks[i] & labelled
+            notes.append(f"took {unlabelled:,} vertices without label out of {name}")
+    return masks

@@ -1,0 +1,273 @@
+"""The types of a graph: `Graph` with features, labels and masks, and its `GraphStats`.
+
+Shapes: N vertices, E directed edges, F features, C classes. An edge src -> dst means that dst
+aggregates from src. load.py makes graphs; this file has what all its sources share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
+from gnnplan.planner.vocabulary.numbers import SPREAD
+from gnnplan.planner.vocabulary.units import show_bytes
+
+Array = NDArray[Any]
+# [N, F]; numpy.memmap if they stay in their file
+Features: TypeAlias = NDArray[np.float32] | sp.csr_matrix
+LARGEST_ARRAY = 64 << 30  # [B]
+MOST_CLASSES = 1_000_000
+MOST_VERTICES = 2**31 - 1  # ids are int32
+MOST_FEATURES = 1_000_000
+SPARSE = 0.1  # features with at most this share of nonzero numbers are kept sparse
+AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
+
+
+@dataclass(frozen=True)
+class GraphStats:
+    """Facts of a graph that a plan needs."""
+
+    name: str
+    source: str  # the argument of `load`
+    vertices: int
+    edges: int  # directed, after the graph was made undirected, without self-loops
+    features: int
+    classes: int  # 0: no labels, so it can be planned but not trained
+    train_vertices: int
+    multilabel: bool
+    hash: str  # of the content, not of the file
+    # changes and additions, such as 'made undirected' or 'stand-in features'
+    notes: tuple[str, ...] = ()
+    known: bool = True  # False: statistics only, without a graph
+    directed: bool = False
+    # statistics only: number of parts -> halo rows of all parts together
+    halo_rows: Mapping[int, int] = field(default_factory=dict, hash=False)
+    nonzeros: int = 0  # numbers in sparse features; 0: they are dense
+    spread: float = SPREAD  # standard deviation of the logarithms of degrees
+    # statistics only: spreads of what is drawn and of what is reached
+    # (ownership/estimated_batches.py)
+    batch_spread: tuple[float, float] | None = None
+    train_popular: bool = False  # vertices with many neighbours are trained on more often
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A graph as CSR of in-neighbours: row v has the vertices that v aggregates from.
+
+    Rows are sorted; there are no self-loops and no duplicates."""
+
+    stats: GraphStats
+    indptr: NDArray[np.int64]  # [N+1]
+    indices: NDArray[np.int32]  # [E]
+    x: Features
+    # class ids, int64 [N], -1 = no label (all -1 without labels); or multi-label targets, uint8 or
+    # float32 [N, C]
+    y: Array
+    train: NDArray[np.bool_]  # [N]
+    val: NDArray[np.bool_]
+    test: NDArray[np.bool_]
+
+    def features(self, rows: Any = slice(None)) -> NDArray[np.float32]:
+        """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
+        x = self.x[rows]
+        return np.asarray(x.toarray() if sp.issparse(x) else x, dtype=np.float32)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Numbers in each row of sparse features [N]."""
+        assert not isinstance(self.x, np.ndarray)
+        return np.asarray(np.diff(self.x.indptr), dtype=np.int64)
+
+    @property
+    def degree(self) -> NDArray[np.int64]:
+        """In-degree [N]."""
+        return np.diff(self.indptr)
+
+    @property
+    def adjacency(self) -> sp.csr_matrix:
+        """The edges as a boolean matrix [N, N] that shares memory with the graph."""
+        n = self.stats.vertices
+        return sp.csr_matrix(
+            (np.ones(len(self.indices), bool), self.indices, self.indptr), shape=(n, n)
+        )
+
+
+def must_fit(source: str, what: str, nbytes: float) -> None:
+    """Raises SpecError if `what` takes more memory than there is.
+
+    It is called before an allocation, so that a typo in a size cannot bring the machine down."""
+    limit = min(LARGEST_ARRAY, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if nbytes > limit:
+        raise SpecError(
+            f"{source}: {what} would take {show_bytes(nbytes)}, more than {show_bytes(limit)}"
+            " (memory of this machine, at most 64 GiB); check the sizes, or give statistics only"
+            " (.yaml)"
+        )
+
+
+def in_neighbours(
+    src: Array, dst: Array, vertices: int, directed: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int32], tuple[str, ...]]:
+    """CSR (indptr [N+1], indices [E]) of an edge list, and notes about what was changed.
+
+    Self-loops and duplicates are dropped. The graph is made undirected unless `directed`.
+
+    >>> indptr, indices, notes = in_neighbours(np.array([0, 1, 2]), np.array([1, 2, 2]), 3, False)
+    >>> indptr.tolist(), indices.tolist()
+    ([0, 1, 3, 4], [1, 0, 2, 1])
+    >>> notes
+    ('dropped 1 self-loops', 'made undirected: 2 -> 4 directed edges')
+    """
+    loops = src == dst
+    notes = []
+    if dropped := np.count_nonzero(loops):
+        src, dst = src[~loops], dst[~loops]
+        notes.append(f"dropped {dropped:,} self-loops")
+    # scipy sorts the edges and merges duplicates
+    rows = sp.csr_matrix((np.ones(len(src), bool), (dst, src)), shape=(vertices, vertices))
+    if rows.nnz < len(src):
+        notes.append(f"dropped {len(src) - rows.nnz:,} duplicate edges")
+    if directed:
+        notes.append("kept directed")
+    else:
+        before = rows.nnz
+        rows = rows + rows.T
+        if rows.nnz > before:
+            notes.append(f"made undirected: {before:,} -> {rows.nnz:,} directed edges")
+    # copies, since scipy's arrays may be longer than needed
+    return rows.indptr.astype(np.int64), rows.indices.astype(np.int32), tuple(notes)
+
+
+def finish(
+    stats: GraphStats,
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    x: Features,
+    y: Array,
+    *masks: Array,
+) -> Graph:
+    """Make the graph: hash its content, keep features with few nonzeros sparse, freeze its arrays.
+
+    masks: training, validation, test. Raises SpecError for features that are not finite, if they
+    are mapped."""
+    structure, others = (indptr, indices), (y, *masks)
+    if isinstance(x, np.memmap):
+        digest, nonzeros = _digest_of_mapped(stats, x, structure, others)
+    else:
+        digest = _hash(stats.directed, (*structure, *_feature_arrays(x), *others))
+        nonzeros = int(np.count_nonzero(x)) if isinstance(x, np.ndarray) else int(x.nnz)
+    sparse = 0 < nonzeros <= SPARSE * stats.vertices * stats.features
+    if sparse and isinstance(x, np.memmap):
+        sparse = False
+        note = (
+            f"x.npy is mapped, so it stays dense, though only {nonzeros:,} numbers are not zero;"
+            " x_indptr, x_indices, x_data are sparse"
+        )
+        stats = dataclasses.replace(stats, notes=(*stats.notes, note))
+    elif sparse and isinstance(x, np.ndarray):
+        x = sp.csr_matrix(x)
+    frozen: tuple[Array, ...] = (*structure, *_feature_arrays(x), *others)
+    for array in frozen:
+        array.flags.writeable = False  # so that the hash stays true
+    stats = dataclasses.replace(
+        stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=_spread(np.diff(indptr))
+    )
+    return Graph(stats, indptr, indices, x, y, *masks)
+
+
+def _feature_arrays(x: Features) -> tuple[Array, ...]:
+    return (x,) if isinstance(x, np.ndarray) else (x.indptr, x.indices, x.data)
+
+
+def _spread(degrees: NDArray[np.int64]) -> float:
+    """Standard deviation of the logarithms of all degrees above 0."""
+    positive = degrees[degrees > 0]
+    return float(np.log(positive).std()) if positive.size else 0.0
+
+
+def _hash(directed: bool, arrays: Iterable[Array]) -> str:
+    digest = blake2b(f"{directed}".encode(), digest_size=16)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        for piece in _pieces(array):
+            digest.update(np.ascontiguousarray(piece).data)
+    return digest.hexdigest()
+
+
+def _pieces(array: Array) -> Iterator[Array]:
+    """The array, some rows at a time.
+
+    A mapped file is read instead, so that pages used once do not stay in the process's memory."""
+    row_bytes = array[:1].nbytes
+    step = max(1, AT_ONCE // max(row_bytes, 1))
+    for start in range(0, len(array), step):
+        piece = array[start : start + step]
+        if isinstance(array, np.memmap):
+            assert array.filename
+            piece = np.fromfile(
+                array.filename, array.dtype, piece.size, offset=array.offset + start * row_bytes
+            ).reshape(piece.shape)
+        yield piece
+
+
+def _digest_of_mapped(
+    stats: GraphStats, x: np.memmap, structure: tuple[Array, ...], others: tuple[Array, ...]
+) -> tuple[str, int]:
+    """The hash of a graph with mapped features, and the number of nonzeros in them.
+
+    The file is read through once. The result is cached on disk under the file's name, size and
+    time of change, for every process that maps it. Raises SpecError for NaN and infinities."""
+    assert x.filename
+    file = os.stat(x.filename)
+    key = (
+        f"{x.filename} {file.st_dev} {file.st_ino} {file.st_size} {file.st_mtime_ns}"
+        f" {_hash(stats.directed, (*structure, *others))}"
+    )
+    path = cache_dir() / "features" / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.txt"
+    with contextlib.suppress(OSError, ValueError):  # absent or damaged: read the features again
+        digest, nonzeros = path.read_text().split()
+        if len(digest) == 32:
+            return digest, int(nonzeros)
+    first = count = 0
+    for piece in _pieces(x):
+        must_be_finite(stats.source, "x", piece, first)
+        first, count = first + len(piece), count + int(np.count_nonzero(piece))
+    digest = _hash(stats.directed, (*structure, x, *others))
+    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
+        write_atomically(path, f"{digest} {count}\n", parents=True)
+    return digest, count
+
+
+def random_split(labelled: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+    """Training, validation and test masks [N] that split the labelled vertices 60/20/20."""
+    order = rng.permutation(np.flatnonzero(labelled))
+    cuts = [round(0.6 * len(order)), round(0.8 * len(order))]
+    masks = []
+    for ids in np.split(order, cuts):
+        mask = np.zeros(len(labelled), bool)
+        mask[ids] = True
+        masks.append(mask)
+    return masks[0], masks[1], masks[2]
+
+
+def must_be_finite(path: str, name: str, array: Array, first: int = 0) -> None:
+    """Raises SpecError for NaN and infinities in features whose first row is row `first`."""
+    finite = np.isfinite(array)
+    if not finite.all():
+        index = np.argwhere(~finite)[0]
+        found = array[tuple(index)]
+        index[0] += first
+        raise SpecError(
+            f"{path}: {name}{index.tolist()}: features must be finite in float32, found {found} "
+            f"({int((~finite).sum()):,} such numbers); clean them with numpy.nan_to_num"
+        )

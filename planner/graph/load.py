@@ -1,0 +1,100 @@
+"""Loads a graph by name: a file, a folder, a generator, or statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from gnnplan.planner.graph.arrays import from_arrays
+from gnnplan.planner.graph.generator import COMMUNITY, Ranges, community
+from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
+from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
+
+STAND_IN_FEATURES = 128
+LONGEST_SOURCE = 4400  # characters: a path of 4096, and parameters
+
+
+def load(source: str, directed: bool = False) -> Graph | GraphStats:
+    """A graph, or its statistics, by the name that a user gives.
+
+    'file.npz[?features=500&seed=0]'           arrays; parameters of stand-in features
+    'folder[?...]'                             one .npy per array; features stay on disk
+    'synthetic:community?vertices=20000&...'   generated
+    'file.yaml'                                statistics only
+    'reddit'                                   statistics of a well-known graph
+
+    The graph is made undirected unless `directed`; self-loops and duplicates are dropped; its notes
+    say what was changed. Raises SpecError that names the file, the array, the rule and the
+    offending number."""
+    if len(source) > LONGEST_SOURCE:
+        raise SpecError(
+            f"{source[:MOST_SHOWN]}...: a graph's name has at most {LONGEST_SOURCE:,} characters,"
+            f" this one {len(source):,}; shorten it"
+        )
+    head, _, query = source.partition("?")
+    if head.startswith("synthetic:"):
+        kind = head.removeprefix("synthetic:")
+        if kind != "community":
+            raise SpecError(f"{source}: unknown generator {kind!r}{suggest(kind, ['community'])}")
+        if directed:
+            raise SpecError(
+                f"{source}: generated graphs are undirected; drop the flag that keeps direction"
+            )
+        return community(source, _numbers(source, query, COMMUNITY))
+    if head in datasets() and not query:
+        return dataclasses.replace(
+            statistics(str(DATASETS / f"{head}.yaml"), directed), source=head
+        )
+    suffix = Path(head).suffix.lower()
+    if suffix in (".yaml", ".yml"):
+        if query:
+            raise SpecError(
+                f"{source}: a statistics file takes no parameters; write them into {head}"
+            )
+        return statistics(head, directed)
+    if suffix == ".npz" or os.path.isdir(head):
+        options = _numbers(
+            source,
+            query,
+            {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
+        )
+        return from_arrays(source, head, options, own_width="features=" in query, directed=directed)
+    raise SpecError(
+        f"{source}: a graph is a .npz file, a folder of .npy files, a .yaml file of statistics, the"
+        f" name of such a one that is here ({', '.join(datasets())}), or"
+        f" synthetic:community?vertices=...&edges=...{suggest(Path(head).name, datasets())}"
+    )
+
+
+def _numbers(source: str, query: str, ranges: Ranges) -> dict[str, Any]:
+    """The parameters 'a=1&b=2', with defaults, checked against their ranges."""
+    values: dict[str, Any] = {name: default for name, (default, _, _) in ranges.items()}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError as error:
+        raise SpecError(
+            f"{source}: parameters must read name=value&name=value, got {query!r}"
+        ) from error
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise SpecError(f"{source}: a parameter is given twice; keep one")
+    for name, text in pairs:
+        if name not in ranges:
+            raise SpecError(f"{source}: unknown parameter {name!r}{suggest(name, ranges)}")
+        default, low, high = ranges[name]
+        kind = type(default)
+        try:
+            value = kind(text)
+        except ValueError as error:
+            raise SpecError(
+                f"{source}: {name} must be {'an integer' if kind is int else 'a number'}, got"
+                f" {text!r}"
+            ) from error
+        if not low <= value <= high:
+            raise SpecError(f"{source}: {name} must lie in [{low:,}, {high:,}], got {value:,}")
+        values[name] = value
+    return values

@@ -1,0 +1,152 @@
+"""GSplit's splitting functions: the GPU that owns each vertex of a mini-batch.
+
+Owners are found once, before training. Pre-sampling runs the sampler for some epochs and counts per
+mini-batch how often each vertex and edge is used:
+
+    w(v)      times that vertex v is in a layer's frontier
+    w(e)      times that edge e is drawn
+
+    gsplit    METIS: least cut of w(e), parts with equal sums of w(v)
+    node      METIS: least cut of edges, parts with equal sums of w(v)
+    edge      METIS without pre-sampling: least cut of edges, parts with equal sums of in-edges
+              and training vertices together
+    random    every vertex anywhere
+
+Paper: GSplit (arXiv 2303.13775) Sec. 4, with ten epochs of pre-sampling. METIS takes whole numbers
+and one weight per vertex. So weights are scaled; an edge has at least weight 1, for both directions
+together; and `edge` adds both loads, each scaled to the same sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pymetis
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.partition import cached, check_parts, for_metis, repair
+from gnnplan.planner.graph.sampling import frontier, seeds_of
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import suggest
+
+SPLITTERS = ("gsplit", "node", "edge", "random")
+EPOCHS = 10  # of pre-sampling, as in the paper
+BEFORE = 1 << 20  # the first epoch number of pre-sampling; training never reaches it
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """How often each vertex [N] and each place of graph.indices [E] was sampled."""
+
+    vertices: NDArray[np.int32]
+    edges: NDArray[np.int32]
+    batches: int
+
+
+def presample(
+    graph: Graph,
+    batch: int,
+    fanouts: tuple[int, ...],
+    seed: int,
+    epochs: int = EPOCHS,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Frequency:
+    """Run the sampler as training does, on other draws, and count what is sampled.
+
+    progress is called with the number of batches done and the number of all."""
+    vertices, edges = (
+        np.zeros(graph.stats.vertices, np.int32),
+        np.zeros(graph.indices.size, np.int32),
+    )
+    done = 0
+    for epoch in range(BEFORE, BEFORE + epochs):
+        batches = seeds_of(graph, batch, seed, epoch)
+        for number, seeds in enumerate(batches):
+            found = frontier(graph, seeds, fanouts, seed, epoch, number)
+            for nodes in found.nodes:
+                vertices[nodes] += 1
+            for _, places in found.edges:
+                edges[places] += 1
+            done += 1
+            progress(done, epochs * len(batches))
+    return Frequency(vertices, edges, done)
+
+
+def owners(
+    graph: Graph, parts: int, splitter: str, workload: Workload, epochs: int = EPOCHS
+) -> NDArray[np.int32]:
+    """Owner [N] of each vertex for a workload's batches, cached on disk.
+
+    epochs: of pre-sampling, if the splitter asks for it."""
+    seed, batch, fanouts = workload.seed, workload.batch, workload.fanouts
+    train = blake2b(np.ascontiguousarray(graph.train).data, digest_size=8).hexdigest()
+    key = f"owners {graph.stats.hash} {train} {splitter} {parts} {seed} {batch} {fanouts} {epochs}"
+
+    def compute() -> NDArray[np.int32]:
+        counted = splitter in ("gsplit", "node")
+        frequency = presample(graph, batch, fanouts, seed, epochs) if counted else None
+        return split(graph, parts, splitter, seed, frequency)
+
+    return cached(key, graph.stats.vertices, parts, compute)
+
+
+def split(
+    graph: Graph, parts: int, splitter: str, seed: int, frequency: Frequency | None = None
+) -> NDArray[np.int32]:
+    """Owner [N] of each vertex, in [0, parts).
+
+    gsplit and node need the frequencies of pre-sampling. Raises SpecError for an unknown splitter
+    or more parts than vertices."""
+    if splitter not in SPLITTERS:
+        raise SpecError(f"splitter {splitter!r} is unknown{suggest(splitter, SPLITTERS)}")
+    check_parts(parts, graph.stats.vertices, graph.stats.source)
+    if parts == 1:
+        return np.zeros(graph.stats.vertices, np.int32)
+    if splitter == "random":
+        return np.random.default_rng(seed).integers(0, parts, graph.stats.vertices, dtype=np.int32)
+    if splitter == "edge":
+        load = graph.degree / max(graph.degree.sum(), 1) + graph.train / max(graph.train.sum(), 1)
+    else:
+        assert frequency is not None
+        load = frequency.vertices.astype(float)
+    # every edge has at least weight 1, so that METIS keeps neighbours together also where nothing
+    # was sampled
+    drawn = (
+        frequency.edges + np.int32(1)
+        if splitter == "gsplit" and frequency is not None
+        else np.ones(graph.indices.size, np.int32)
+    )
+    one_way = sp.csr_matrix((drawn, graph.indices, graph.indptr), shape=(load.size, load.size))
+    both = sp.csr_matrix(one_way + one_way.T)
+    del frequency, drawn, one_way  # METIS needs the memory
+    if parts == load.size or not both.nnz:
+        return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
+    adjacency, weights = for_metis(
+        both.indptr, both.indices, _whole(both.data, 2**30) if splitter == "gsplit" else None
+    )
+    del both
+    part = pymetis.part_graph(
+        parts,
+        adjacency,
+        vweights=_whole(load, 2**30 - load.size),
+        eweights=weights,
+        recursive=False,
+        options=pymetis.Options(seed=seed + 1),
+    ).vertex_part
+    return repair(np.asarray(part, dtype=np.int32), parts)
+
+
+def _whole(weights: NDArray[Any], most: float) -> NDArray[np.int64]:
+    """The weights as whole numbers >= 1 whose sum is about `most` or less.
+
+    If the sum allows it, the largest weight is 1001, so that shares keep three digits."""
+    scale = min(
+        1000 / max(float(weights.max(initial=0)), 1e-300), most / max(float(weights.sum()), 1e-300)
+    )
+    return (scale * weights).astype(np.int64) + 1

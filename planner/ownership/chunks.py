@@ -1,0 +1,157 @@
+"""Chunks of a graph for a pipeline, each cut over the members of a stage.
+
+Member i of a stage owns sub-chunk i of every chunk. A row that another member reads, in any chunk,
+is sent to it once per layer, when the row's own chunk is processed. The planner reads counts and
+the executor reads indices of the same object, so they agree about bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.partition import partition_weighted, undirected
+from gnnplan.planner.ownership.estimated_layout import mixing_of
+from gnnplan.planner.ownership.layout import neighbours
+from gnnplan.planner.vocabulary.formulas import expected_halo_rows
+
+
+@dataclass(frozen=True)
+class ChunkFacts:
+    """Counts of K chunks over g members."""
+
+    rows: np.ndarray  # [K, g]
+    edges: np.ndarray  # [K, g], into a sub-chunk
+    sources: np.ndarray  # [K, g], distinct rows that these edges read, and the sub-chunk's own
+    numbers: np.ndarray  # [K, g], numbers of sparse features in the sources; 0 if dense
+    sends: np.ndarray  # [K, g, g]: sends[c, i, j] rows of chunk c go from i to j
+
+
+class Chunks:
+    """The rows of every member in every chunk.
+
+    chunk: the chunk of each vertex, int [N]."""
+
+    def __init__(self, graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> None:
+        self.graph, self.chunks, self.members = graph, chunks, members
+        # sub-chunk of each vertex
+        self.sub = np.asarray(chunk, dtype=np.int64) * members + _cut(graph, chunk, chunks, members)
+        self.order = np.argsort(self.sub, kind="stable")  # by chunk, then member, then id
+        self.bounds = np.searchsorted(self.sub[self.order], np.arange(chunks * members + 1))
+
+    def rows(self, chunk: int, member: int) -> np.ndarray:
+        """Global ids of a sub-chunk."""
+        sub = chunk * self.members + member
+        return np.asarray(self.order[self.bounds[sub] : self.bounds[sub + 1]])
+
+    def own(self, member: int) -> np.ndarray:
+        """Global ids of all rows of a member, chunk after chunk."""
+        return np.asarray(self.order[self.sub[self.order] % self.members == member])
+
+    def halo(self, member: int) -> np.ndarray:
+        """Global ids of other members' rows that a member reads, by chunk, then by owner."""
+        return self._sources[2][member]
+
+    def given(self, chunk: int, owner: int, reader: int) -> np.ndarray:
+        """Positions, among the owner's rows of the chunk, of those that it sends to the reader."""
+        halo = self.halo(reader)
+        sent = halo[self.sub[halo] == chunk * self.members + owner]
+        return np.asarray(np.searchsorted(self.rows(chunk, owner), sent))
+
+    @cached_property
+    def facts(self) -> ChunkFacts:
+        shape = self.chunks, self.members
+        sends = [
+            np.bincount(self.sub[self.halo(j)], minlength=self.chunks * self.members).reshape(shape)
+            for j in range(self.members)
+        ]
+        edges = np.bincount(
+            self.sub, weights=np.diff(self.graph.indptr), minlength=self.chunks * self.members
+        ).astype(np.int64)
+        return ChunkFacts(
+            np.diff(self.bounds).reshape(shape),
+            edges.reshape(shape),
+            *self._sources[:2],
+            np.stack(sends, axis=2),
+        )
+
+    @cached_property
+    def _sources(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Sources [K, g], numbers of sparse features in them [K, g], and each member's halo.
+
+        Neighbours are marked rather than sorted, which is faster for many edges."""
+        sources, numbers = np.zeros((2, self.chunks, self.members), dtype=np.int64)
+        lengths = (
+            self.graph.lengths
+            if self.graph.stats.nonzeros
+            else np.zeros(self.sub.size, dtype=np.int64)
+        )
+        halos = []
+        for member in range(self.members):
+            read_by_member = np.zeros(self.sub.size, dtype=bool)
+            for chunk in range(self.chunks):
+                rows, read = self.rows(chunk, member), np.zeros(self.sub.size, dtype=bool)
+                read[neighbours(self.graph, rows)] = True
+                read_by_member |= read
+                read[rows] = True
+                sources[chunk, member] = np.count_nonzero(read)
+                numbers[chunk, member] = lengths[read].sum()
+            remote = read_by_member & (self.sub % self.members != member)
+            halos.append(self.order[remote[self.order]])
+        return sources, numbers, halos
+
+
+def _cut(graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> np.ndarray:
+    """The member of each vertex, by METIS inside every chunk: int64 [N].
+
+    In a chunk of fewer vertices than members, some members have none."""
+    member = np.zeros(chunk.size, dtype=np.int64)
+    if members == 1:
+        return member
+    indptr, indices = undirected(graph)
+    adjacency = sp.csr_matrix(
+        (np.ones(len(indices), dtype=np.int8), indices, indptr), shape=(chunk.size, chunk.size)
+    )
+    by_chunk = np.argsort(chunk, kind="stable")
+    for c, rows in enumerate(
+        np.split(by_chunk, np.searchsorted(chunk[by_chunk], np.arange(1, chunks)))
+    ):
+        if rows.size <= members:
+            member[rows] = (np.arange(rows.size) + c) % members
+        else:
+            inside = adjacency[rows][:, rows]
+            member[rows] = partition_weighted(inside.indptr, inside.indices, None, members)
+    return member
+
+
+@lru_cache(maxsize=32)
+def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) -> ChunkFacts:
+    """Expected counts for a graph known by statistics only.
+
+    Sub-chunks are equal. The quality of the cut is that of counted halos (estimated_layout.Mixing),
+    as the probability of an edge between two vertices of different sub-chunks."""
+    vertices, edges = stats.vertices, stats.edges
+    probability = min(edges / vertices**2 * mixing_of(stats, method).at(chunks * members), 0.5)
+    # shares as equal as whole numbers can be (schedule.share)
+    chunk = vertices // chunks + (np.arange(chunks) < vertices % chunks)
+    rows = chunk[:, None] // members + (np.arange(members) < chunk[:, None] % members)
+    parts = min(chunks * members, vertices)
+    sources = rows + float(expected_halo_rows(vertices, parts, probability)) / parts
+    sends = np.zeros((chunks, members, members), dtype=np.int64)
+    if members > 1:
+        halo = float(expected_halo_rows(vertices, min(members, vertices), probability))
+        # rows of one member that another one reads
+        read = round(halo / (members * (members - 1)))
+        by_chunk = read // chunks + (np.arange(chunks) < read % chunks)
+        sends[:] = np.minimum(by_chunk[:, None], rows)[:, :, None]
+        sends[:, range(members), range(members)] = 0
+    return ChunkFacts(
+        rows,
+        rows * (edges / vertices),
+        sources,
+        sources * (stats.nonzeros / vertices),
+        sends,
+    )

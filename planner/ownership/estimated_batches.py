@@ -1,0 +1,293 @@
+"""Estimates mini-batches of a graph known by statistics only: counts of rows and edges, no ids.
+
+Model: vertices fall into classes. A vertex of class k has d_k neighbours to draw from and r_k
+readers, the vertices that may draw it. Both are lognormal over vertices with the mean degree, each
+with a spread of its own (GraphStats.batch_spread). In an undirected graph, a vertex with a high d_k
+has a high r_k. In a directed graph the two are independent.
+
+A drawn edge that was unknown so far leads to a vertex in proportion to r. When a share q of the
+unknown edges has been drawn,
+
+    exp(-r_k q)     is the share of class k that has not been reached, and
+    d_k (1 - q)     unknown edges are left to each of these vertices (undirected graphs)
+
+With spread 0 this is a uniform random graph, whose degrees follow Poisson's law. Real graphs are
+also clustered: neighbours of neighbours are often neighbours. The spreads cover that too. They are
+fitted to the size of frontiers, and are not the spreads of degrees.
+
+Errors of rows and edges (tests/planner/test_expected.py): with one spread fitted to each graph, 7 %
+for nine undirected graphs (mean; 2 to 10 %) and 22 % for four directed ones; with the usual spread,
+20 % and 75 %. With both spreads counted, GSplit's Table 1 is reproduced within 11 %.
+
+Ranks that split a batch (GSplit) have equal shares, except that the fullest rank has more, as in
+real splits (FULLEST). A share phi (m - 1) / m of drawn edges leads to another of m ranks, where phi
+is the graph's mixing (estimated_layout.py). If vertices of class k are drawn t_k times in a layer,
+each other rank asks for one of them with probability 1 - exp(-t_k phi / m)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri, pdtr, pdtrc
+
+from gnnplan.planner.gnn.workload import ALL, Workload
+from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.ownership.estimated_layout import mixing_of
+from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, per_epoch, shares
+
+CLASSES = 100  # of degrees; a directed graph has a quarter of it for each of d and r, in all pairs
+LOWEST = -5.0  # the first class [standard deviations]
+# Spreads where nobody counted, by whether the graph is directed: means of nine undirected graphs
+# (1.0 to 1.8) and of four directed ones (1.3 to 2.2).
+USUAL = {False: 1.3, True: 1.85}
+
+# Edges of the fullest rank over the mean, by splitter, with 1 % and with 50 % of the vertices to
+# train on: means of Flickr and ogbn-arxiv on four ranks (docs/reference/mini-batches.md). The
+# splitter 'edge' has seen no samples, and balances edges of which most are never drawn.
+FULLEST = {
+    "gsplit": (1.17, 1.10),
+    "node": (1.16, 1.10),
+    "edge": (1.47, 1.135),
+    "random": (1.02, 1.015),
+}
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Population:
+    """The classes of a graph's vertices."""
+
+    vertices: Floats  # [K], in each class
+    drawn_from: Floats  # [K], neighbours of one vertex (d_k)
+    readers: Floats  # [K], readers of one vertex (r_k)
+    directed: bool
+
+    @classmethod
+    @lru_cache(maxsize=16)
+    def of(cls, stats: GraphStats) -> Population:
+        """The classes of a graph, by its mean degree and spreads."""
+        mean = stats.edges / stats.vertices
+        drawn, reached = stats.batch_spread or (USUAL[stats.directed],) * 2
+        # the last class: one vertex is expected beyond it [standard deviations]
+        highest = max(1.0, float(ndtri(1.0 - 1.0 / max(stats.vertices, 3))))
+        if not stats.directed:
+            z = np.linspace(LOWEST, highest, CLASSES)
+            share = np.exp(-z * z / 2)
+            return cls(
+                stats.vertices * share / share.sum(),
+                _lognormal(z, share, drawn, mean),
+                _lognormal(z, share, reached, mean),
+                False,
+            )
+        z = np.linspace(LOWEST, highest, CLASSES // 4)
+        share = np.exp(-z * z / 2)
+        share_of_all, ones = share / share.sum(), np.ones(z.size)
+        return cls(
+            stats.vertices * np.outer(share_of_all, share_of_all).ravel(),
+            np.outer(_lognormal(z, share, drawn, mean), ones).ravel(),
+            np.outer(ones, _lognormal(z, share, reached, mean)).ravel(),
+            True,
+        )
+
+    @property
+    def all(self) -> float:
+        """Vertices of all classes."""
+        return float(self.vertices.sum())
+
+    @property
+    def edges(self) -> float:
+        """Edges of all classes."""
+        return float(self.vertices @ self.readers)
+
+
+def _lognormal(z: Floats, share: Floats, spread: float, mean: float) -> Floats:
+    """Lognormal values at z standard deviations, with the given mean over the shares [K]."""
+    values = np.exp(spread * (z - z[-1]))
+    return np.asarray(values * mean * share.sum() / (share @ values))
+
+
+def taken(fanout: int, mean: Floats) -> Floats:
+    """E[min(degree, fanout)] where degrees follow Poisson's law with these means."""
+    if fanout == ALL:
+        return np.asarray(mean)
+    # sum of k P(k) below the fanout, where k P(k) = mean P(k - 1)
+    below = mean * pdtr(fanout - 2, mean) if fanout > 1 else 0.0
+    return np.asarray(below + fanout * pdtrc(fanout - 1, mean))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The expected frontier of some seeds."""
+
+    rows: tuple[float, ...]  # of h_0 .. h_L
+    edges: tuple[float, ...]  # of layers 1 .. L
+    read: Floats  # [K], rows of h_0 by class
+
+
+@lru_cache(maxsize=256)
+def expected_frontier(stats: GraphStats, seeds: int, fanouts: tuple[int, ...]) -> Expected:
+    """The expected frontier of random training vertices.
+
+    Seeds are drawn uniformly, or in proportion to degrees if the graph says that vertices with many
+    neighbours are trained on more often. fanouts: from the seeds outwards."""
+    population = Population.of(stats)
+    vertices = population.vertices
+    weights = vertices * population.drawn_from if stats.train_popular else vertices
+    unreached = vertices * np.exp(
+        -seeds * weights / max(float(weights.sum()), 1e-300) / np.maximum(vertices, 1e-300)
+    )
+    unreached = unreached * (population.all - seeds) / max(float(unreached.sum()), 1e-300)
+    # edges known so far; unknown edges of a vertex that has not been reached [K]
+    known, unknown_of_one = 0.0, population.drawn_from
+    rows, edges = [float(seeds)], []
+    for fanout in fanouts:
+        drawn = float(
+            (
+                vertices * taken(fanout, population.drawn_from)
+                - unreached * taken(fanout, unknown_of_one)
+            ).sum()
+        )
+        # edges that the rows reached so far could draw
+        drawable = float((vertices * population.drawn_from - unreached * unknown_of_one).sum())
+        unknown = max(population.edges - known, 1.0)
+        new = min(drawn * max(drawable - known, 0.0) / max(drawable, 1.0), unknown)
+        unreached = unreached * np.exp(-population.readers * new / unknown)
+        if population.directed:
+            known += new
+        else:
+            # an edge becomes known in both directions; once, if both were drawn
+            known += 2 * new - new * new / unknown
+            unknown_of_one = unknown_of_one * (1.0 - new / unknown)
+        edges.append(drawn)
+        rows.append(population.all - float(unreached.sum()))
+    return Expected(tuple(rows[::-1]), tuple(edges[::-1]), vertices - unreached)
+
+
+class EstimatedBatch(MiniBatch):
+    """The expected counts of a mini-batch.
+
+    groups: the group of each rank. needs: the frontier of each group. crossing: the share of edges
+    that lead to another rank of the group. fullest: the share of a group's first rank, in equal
+    shares."""
+
+    def __init__(
+        self,
+        stats: GraphStats,
+        groups: tuple[int, ...],
+        needs: list[Expected],
+        first_varying: int,
+        crossing: float,
+        fullest: float = 1.0,
+    ) -> None:
+        self.stats, self.servers, self.needs = stats, groups, needs
+        self.first_varying, self.cross = first_varying, crossing
+        self.layers = self.inside = len(needs[0].edges)
+        self.depth, self.ranks = self.layers - first_varying, len(groups)
+        self._size, self._fullest = groups.count(groups[0]), fullest
+        self._facts = {}
+        self._rows: dict[int, NDArray[np.int64]] = {}
+        seen: Counter[int] = Counter()
+        self._member = np.zeros(self.ranks, dtype=np.int64)  # of each rank in its group
+        for rank, group in enumerate(groups):
+            self._member[rank], seen[group] = seen[group], seen[group] + 1
+
+    def _shared(self, totals: list[float]) -> NDArray[np.int64]:
+        """Each rank's share of its group's total, in whole numbers that add up [ranks]."""
+        total = np.rint(totals).astype(np.int64)[list(self.servers)]
+        others = self._size - 1
+        if not others:
+            return np.asarray(total)
+        first = np.rint(np.minimum(total * self._fullest / self._size, total)).astype(np.int64)
+        left = total - first
+        rest = left // others + (self._member - 1 < left % others)
+        return np.where(self._member == 0, first, rest)
+
+    def row_counts(self, h: int) -> NDArray[np.int64]:
+        if h not in self._rows:
+            self._rows[h] = self._shared([need.rows[h] for need in self.needs])
+        return self._rows[h]
+
+    def rows(self, rank: int, h: int) -> NDArray[np.int64]:
+        """As many numbers as the rank has rows; which vertices they are is not known."""
+        return np.arange(self.row_counts(h)[rank])
+
+    def kind(self, layer: int) -> object:
+        return layer
+
+    def crossing(self, layer: int) -> NDArray[np.int64]:
+        return np.rint(self.facts(layer).edges * self.cross).astype(np.int64)
+
+    def facts(self, layer: int) -> LayerFacts:
+        if layer not in self._facts:
+            local = self.row_counts(layer - 1)
+            sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+            if self._size > 1:
+                peers = np.equal.outer(self.servers, self.servers) & ~np.eye(self.ranks, dtype=bool)
+                halo = np.rint([self._halo(need, layer) for need in self.needs]).astype(np.int64)
+                sends = peers * halo[list(self.servers)]
+            self._facts[layer] = LayerFacts(
+                self.row_counts(layer),
+                local + sends.sum(0),
+                self._shared([need.edges[layer - 1] for need in self.needs]),
+                sends,
+            )
+        return self._facts[layer]
+
+    def _halo(self, need: Expected, layer: int) -> float:
+        """Rows of h_{l-1} that a rank needs of one other rank."""
+        population = Population.of(self.stats)
+        # times that one other rank draws a vertex of each class [K]
+        times = (
+            need.edges[layer - 1]
+            * population.readers
+            / population.edges
+            * self.cross
+            / (self._size - 1)
+        )
+        asked = float((population.vertices * -np.expm1(-times)).sum()) / self._size
+        return min(asked, need.rows[layer - 1] / self._size)
+
+    def meets(self, layer: int) -> bool:
+        return self._size > 1
+
+
+class EstimatedBatches(Batches):
+    """Expected batches of an epoch. They are alike, except for the last."""
+
+    def __init__(
+        self,
+        stats: GraphStats,
+        workload: Workload,
+        groups: tuple[int, ...],
+        first_varying: int,
+        splitter: str = "",
+    ) -> None:
+        self.stats, self.workload = stats, workload
+        self.groups, self.first_varying = groups, first_varying
+        self.steps = per_epoch(workload, stats.train_vertices)
+        self.known = min(self.steps, MOST_BATCHES)
+        size = groups.count(groups[0])
+        self.mixed = mixing_of(stats, splitter).at(size)
+        self.crossing = self.mixed * (size - 1) / size
+        share = np.log(max(stats.train_vertices, 1) / stats.vertices)
+        self.fullest = float(
+            np.interp(share, np.log([0.01, 0.5]), FULLEST.get(splitter, (1.0, 1.0)))
+        )
+        self._made = {}
+
+    def at(self, step: int) -> MiniBatch:
+        step %= self.steps
+        size = min(self.workload.batch, self.stats.train_vertices - step * self.workload.batch)
+        if size not in self._made:
+            seeds = [share.size for share in shares(np.arange(size), len(set(self.groups)))]
+            needs = [expected_frontier(self.stats, count, self.workload.fanouts) for count in seeds]
+            self._made[size] = EstimatedBatch(
+                self.stats, self.groups, needs, self.first_varying, self.crossing, self.fullest
+            )
+        return self._made[size]

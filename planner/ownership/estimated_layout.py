@@ -1,0 +1,251 @@
+"""Estimates the layout of a graph known by statistics only: counts of rows and edges, no ids.
+
+Model: an edge leads anywhere with probability phi (the graph's *mixing*), and stays in its part
+with probability 1 - phi. For N vertices of mean degree d, cut in m equal parts:
+
+    halo rows of all parts           H(m)   = N (m-1) (1 - exp(-phi d / m))
+    so one counted halo gives        phi(m) = -m/d ln(1 - H / (N (m-1)))
+
+phi grows with the number of parts, because smaller parts keep fewer edges. Between counted halos
+log phi is interpolated over log m. Beyond them phi grows as m^0.5: METIS's halos of five real
+graphs at 2, 8 and 32 parts have exponents 0.2 to 1.0 (mean 0.6) up to 8 parts, and 0.2 to 0.6
+(mean 0.4) after. Without a counted halo phi is that of usual graphs (USUAL). In a random partition
+phi is 1, as in a random graph, which no partitioner can cut well (GNNPipe Sec. 3.1.1).
+
+Neighbourhoods grow in two pools, the own part and all other parts. A row reached in another part
+has its neighbours there.
+
+Errors (tests/planner/test_estimate.py, three real graphs): all vertices are assumed alike, but hubs
+are reached first, so real neighbourhoods have more edges than estimated. Neighbourhoods of parts
+overlap, so two hops have up to 25 % fewer rows than estimated. In a dense graph (Squirrel, mean
+degree 76) exchanges inside servers that preload are estimated at half of their size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.ownership.layout import Expansion, LayerFacts
+
+GROWTH = 0.5  # slope of log phi over log m beyond counted halos
+# (parts, phi): geometric mean of eight graphs, 0.007 (papers100M, Reddit) to 0.5 (Squirrel)
+USUAL = 8, 0.04
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """phi as a function of the number of parts."""
+
+    known: tuple[tuple[int, float], ...] = ()  # (m, phi(m)) as counted, in order of m
+
+    @classmethod
+    def of(cls, vertices: int, edges: int, halo_rows: Mapping[int, int]) -> Mixing:
+        """The mixing from counted halos: number of parts -> halo rows of all parts together."""
+        points = []
+        for parts, rows in sorted(halo_rows.items()):
+            if parts > 1 and rows > 0:
+                share = min(rows / (vertices * (parts - 1)), 1 - 1e-9)
+                points.append(
+                    (parts, min(1.0, -parts / (edges / vertices) * float(np.log1p(-share))))
+                )
+        return cls(tuple(points))
+
+    def at(self, parts: float) -> float:
+        """phi of a partition in so many equal parts."""
+        if not self.known:
+            return 1.0
+        log_parts, log_phi = (np.log([point[i] for point in self.known]) for i in (0, 1))
+        here = np.log(max(parts, 1.0))
+        beyond = GROWTH * (here - np.clip(here, log_parts[0], log_parts[-1]))
+        return float(min(1.0, np.exp(np.interp(here, log_parts, log_phi) + beyond)))
+
+
+@dataclass(frozen=True)
+class EstimatedLayout:
+    """Expected counts of a Layout of equal parts, whose methods it has.
+
+    servers: the server (or group) of each rank; all have equally many ranks. The other fields are
+    as in Layout."""
+
+    vertices: int
+    edges: int
+    servers: tuple[int, ...]
+    layers: int
+    first_varying: int
+    depth: int
+    expansion: Expansion | None = None
+    mixing: Mixing = Mixing()
+    targets: float | None = None  # of a batch, per server; None: all own rows
+    _facts: dict[object, LayerFacts] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _regions: dict[int, tuple[float, float]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.servers)
+
+    @cached_property
+    def inside(self) -> int:
+        if self.targets is not None or (self.expansion and len(set(self.servers)) > 1):
+            return self.layers
+        return self.first_varying + self.depth if self.depth else 0
+
+    def hops(self, h: int) -> int:
+        return max(0, self.inside - h)
+
+    def recomputed(self, layer: int) -> bool:
+        return layer - 1 < self.inside
+
+    def kind(self, layer: int) -> object:
+        return tuple(
+            round(rows) for h in (layer, layer - 1) for rows in self._region(self.hops(h))
+        ), self.recomputed(layer)
+
+    # -- a server's region ---------------------------------------------------------------------
+
+    @cached_property
+    def _own_rows(self) -> float:
+        """Rows of a server's own part."""
+        return self.vertices / len(set(self.servers))
+
+    @cached_property
+    def _external_rows(self) -> float:
+        """Rows of all other parts."""
+        return self.vertices - self._own_rows
+
+    @property
+    def _degree(self) -> float:
+        return self.edges / self.vertices
+
+    @cached_property
+    def _allowed(self) -> float:
+        """External rows that a server may have: all, or those that an expansion draws."""
+        if not self.expansion or not self._external_rows:
+            return self._external_rows
+        servers, reached, new = len(set(self.servers)), 0.0, self._own_rows
+        mixed = self.mixing.at(servers)
+        # external neighbours of an own row; nearly all neighbours of an external row are external
+        external = self._degree * mixed * (1 - 1 / servers)
+        for _ in range(self.expansion.max_hop):
+            new = (self._external_rows - reached) * -np.expm1(
+                -new * min(self.expansion.fanout, external) / self._external_rows
+            )
+            reached += new
+            external = self._degree * (1 - mixed / servers)
+        return float(reached)
+
+    def _region(self, hops: int) -> tuple[float, float]:
+        """Own rows and external rows within `hops` hops of a server's part (or of its targets)."""
+        if hops not in self._regions:
+            self._regions[hops] = self._grown(hops)
+        return self._regions[hops]
+
+    def _grown(self, hops: int) -> tuple[float, float]:
+        own = self._own_rows if self.targets is None else self.targets
+        external, new_own, new_external = 0.0, own, 0.0
+        mixed = self.mixing.at(len(set(self.servers)))
+        # edges of a row into any one vertex, and into its own pool
+        anywhere, near = self._degree * mixed / self.vertices, self._degree * (1 - mixed)
+        for _ in range(hops):
+            # edges of the new rows into one vertex of each pool
+            to_own = (new_own + new_external) * anywhere + new_own * near / self._own_rows
+            to_external = (new_own + new_external) * anywhere + (
+                new_external * near / self._external_rows if self._external_rows else 0.0
+            )
+            new_own = (self._own_rows - own) * -np.expm1(-to_own)
+            new_external = (self._allowed - external) * -np.expm1(-to_external)
+            own, external = own + new_own, external + new_external
+        return float(own), float(external)
+
+    def _kept_edges(self, own: float, external: float) -> float:
+        """Edges into these rows from rows that the server may have."""
+        servers = len(set(self.servers))
+        allowed = self._allowed / self._external_rows if self._external_rows else 1.0
+        # probability that an edge leads to one certain part by mixing
+        crossing = self.mixing.at(servers) / servers
+        return self._degree * (
+            own * (1 - (servers - 1) * crossing * (1 - allowed))
+            + external * (crossing + (1 - crossing) * allowed)
+        )
+
+    def facts(self, layer: int) -> LayerFacts:
+        """Counts of a layer over all ranks. Layers of the same `kind` have the same object."""
+        if (kind := self.kind(layer)) not in self._facts:
+            self._facts[kind] = self._counted(layer)
+        return self._facts[kind]
+
+    def _counted(self, layer: int) -> LayerFacts:
+        ranks, servers = self.ranks, len(set(self.servers))
+        if self.recomputed(layer):
+            per_server = ranks // servers
+            own, external = self._region(self.hops(layer))
+            rows = (own + external) / per_server
+            among = sum(self._region(self.hops(layer - 1)))
+            edges = self._kept_edges(own, external) / per_server
+            local, peers = among / per_server, _pairs(self.servers, True)
+        else:
+            rows = local = self.vertices / ranks
+            among, edges = float(self.vertices), self.edges / ranks
+            peers = _pairs((0,) * ranks, True)
+        sends = _evenly(peers, self._halo(rows, local, among))
+        ones = np.ones(ranks)
+        return LayerFacts(rows * ones, local + sends.sum(0), edges * ones, sends)
+
+    def _halo(self, rows: float, local: float, among: float) -> float:
+        """Halo rows of a rank that has `local` of the `among` source rows of its group.
+
+        rows: its destinations. The halo is what edges leave a part of the rank's size for, but not
+        a part of the group's size."""
+        if local >= among:
+            return 0.0
+        n = self.vertices
+        # share of edges that leave a part of this size
+        leave_rank, leave_group = (
+            self.mixing.at(n / size) * (1 - size / n) for size in (local, among)
+        )
+        rate = self._degree * max(leave_rank - leave_group, 0.0) / (among - local)
+        return float((among - local) * -np.expm1(-rows * rate))
+
+    def meets(self, layer: int) -> bool:
+        return bool(self.facts(layer).sends.any())
+
+    def preloaded(self) -> np.ndarray:
+        per_server = self.ranks // len(set(self.servers))
+        own, external = self._region(self.hops(0))
+        return _evenly(_pairs(self.servers, False), (own + external - self._own_rows) / per_server)
+
+    def region(self, h: int) -> float:
+        """Rows of h_h that a server computes (h = 0: has)."""
+        return sum(self._region(self.hops(h)))
+
+
+def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
+    """The mixing of a graph under a partitioner: from its counted halos, else the usual one."""
+    if method in ("random", "hash"):
+        return Mixing()
+    return (
+        Mixing.of(stats.vertices, stats.edges, stats.halo_rows)
+        if stats.halo_rows
+        else Mixing((USUAL,))
+    )
+
+
+@lru_cache(maxsize=8)
+def _pairs(groups: tuple[int, ...], same: bool) -> np.ndarray:
+    """Whether two ranks are in the same group, or (`same` false) in different groups.
+
+    bool [ranks, ranks]."""
+    within = np.equal.outer(groups, groups)
+    return np.asarray(within & ~np.eye(len(groups), dtype=bool) if same else ~within)
+
+
+def _evenly(peers: np.ndarray, rows: float) -> np.ndarray:
+    """`rows` rows that every rank gets from its peers, equally many from each: [ranks, ranks]."""
+    return peers * round(rows / max(int(peers[0].sum()), 1))

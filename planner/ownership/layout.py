@@ -1,0 +1,438 @@
+"""Graph parallelism at any depth: which rank computes which rows, and whose rows it is sent.
+
+Every rank owns a part of the graph. With depth 0 a rank computes its own rows only, and fetches its
+halo before every layer. With depth d >= 1 (GraNNDis' preload) a server recomputes the first d
+hidden layers of the rows around its own, so that these layers' rows never cross servers. The rows
+that a server computes are its *region*; they are spread over its GPUs.
+
+    region of a server, 3 layers, full preload
+        own part | 1 hop | 2 hops | 3 hops (features only)      all edges into these rows
+    with an Expansion (max_hop 1)
+        own part | sampled external rows                        the edges among these rows only
+    a batch of it
+        targets  | 1 hop | 2 hops | 3 hops                      the same edges on the same GPUs
+
+Layer l reads h_{l-1} and writes h_l. `first_varying` (gnn/model.py) is 1 where h_0 are constant
+features, 0 after an encoder. The planner reads counts and the executor reads indices of the same
+object, so they agree about bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.partition import locality_order, partition_weighted
+
+FAR = np.iinfo(np.int16).max  # hops: more than any model has layers
+EXPANSION, BATCHES = 1, 2  # streams of random numbers
+AT_ONCE = 1 << 22  # edges handled at a time, so that temporaries are small compared to the graph
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """GraNNDis' expansion-aware sampling of the rows around a server's own part.
+
+    A server takes vertices within `max_hop` (m) hops: at most `fanout` (k) external in-neighbours
+    of each vertex visited, drawn once. It has all edges among the rows that it then has."""
+
+    max_hop: int
+    fanout: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's share of one layer. Its source rows are `local` rows of h_{l-1}, then its halo."""
+
+    rows: int  # destinations: a prefix of the rank's rows
+    local: int  # rows of h_{l-1} that it computed itself, or its features
+    halo: np.ndarray  # int64 [halo], global ids, grouped by sender
+    received: np.ndarray  # int64 [ranks], halo rows by sender
+    edges: int  # without self edges
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """Counts of one layer over all ranks."""
+
+    rows: np.ndarray  # [ranks], destinations
+    sources: np.ndarray  # [ranks], rows read: local ones and halo
+    edges: np.ndarray  # [ranks], without self edges
+    sends: np.ndarray  # [ranks, ranks]: sends[i, j] rows go from i to j before the layer
+
+    @cached_property
+    def given(self) -> np.ndarray:
+        """Rows that each rank sends [ranks]."""
+        return np.asarray(self.sends.sum(1))
+
+    @cached_property
+    def taken(self) -> np.ndarray:
+        """Halo rows that each rank gets [ranks]."""
+        return np.asarray(self.sends.sum(0))
+
+
+class Layout:
+    """The rows of every rank at every layer.
+
+    owner: the rank that owns each vertex, int [N]. servers: the server of each rank, or another
+    group of ranks that preloads together (an island of GPUs). depth: the number of hidden layers
+    that are recomputed; with an expansion, all of them are."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        owner: np.ndarray,
+        servers: tuple[int, ...],
+        layers: int,
+        first_varying: int,
+        depth: int = 0,
+        expansion: Expansion | None = None,
+    ):
+        self.graph, self.servers, self.layers = graph, servers, layers
+        self.first_varying, self.ranks = first_varying, len(servers)
+        several = len(set(servers)) > 1
+        self.depth = min(layers if expansion else depth, layers - first_varying) if several else 0
+        # h_0 .. h_{inside - 1} never cross servers
+        self.inside = first_varying + self.depth if self.depth else 0
+        self.owner = np.asarray(owner, dtype=np.int32)
+        # server -> bool [N]: the rows that it may have; servers that are absent may have all
+        self._allowed: dict[int, np.ndarray] = {}
+        if expansion and several:
+            self.inside = layers  # also where there is one layer
+            self._allowed = {
+                server: expand(graph, self._part(server), expansion, server)
+                for server in set(servers)
+            }
+        # per rank: (global ids, hop) of its rows
+        self._members = self._regions() if self.inside else self._parts()
+        self._clear_caches()
+
+    def _clear_caches(self) -> None:
+        self._pieces: dict[tuple[int, int, int, bool, int], Piece] = {}
+        self._within_hops: dict[int, tuple[int, ...]] = {}
+        self._facts: dict[object, LayerFacts] = {}
+        self.__dict__.pop("_position", None)
+
+    def hops(self, h: int) -> int:
+        """Hops around its own rows within which a server computes h_h (h = 0: has features)."""
+        return max(0, self.inside - h)
+
+    def recomputed(self, layer: int) -> bool:
+        """Whether the layer's inputs come from the own server only."""
+        return layer - 1 < self.inside
+
+    def kind(self, layer: int) -> object:
+        """A key that is equal for layers with equal rows, edges and exchanges."""
+        return (
+            self._sizes(self.hops(layer - 1)),
+            self._sizes(self.hops(layer)),
+            self.recomputed(layer),
+            self._drawn(layer),
+        )
+
+    def _sizes(self, hops: int) -> tuple[int, ...]:
+        """Rows of each rank within `hops` hops."""
+        if hops not in self._within_hops:
+            self._within_hops[hops] = tuple(
+                int(np.searchsorted(hop, hops, side="right")) for _, hop in self._members
+            )
+        return self._within_hops[hops]
+
+    # -- regions -------------------------------------------------------------------------------
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        return locality_order(self.graph)
+
+    def _part(self, server: int) -> np.ndarray:
+        """The server's own rows, bool [N]."""
+        return np.asarray(np.asarray(self.servers)[self.owner] == server)
+
+    def _parts(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Each rank's own rows."""
+        return [self._sorted(np.flatnonzero(self.owner == rank)) for rank in range(self.ranks)]
+
+    def _regions(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Each rank's share of its server's region."""
+        owner, members = self.owner.copy(), dict[int, tuple[np.ndarray, np.ndarray]]()
+        # by hop: the number of layers in which a row that far away is computed, at least 1
+        hops = np.arange(self.inside + 1)
+        layers_computed = np.where(hops == 0, self.layers, np.maximum(self.inside - hops, 1))
+        for server in sorted(set(self.servers)):
+            ranks = np.flatnonzero(np.asarray(self.servers) == server)
+            hop = distances(self.graph, self._part(server), self.hops(0), self._allowed.get(server))
+            region = np.flatnonzero(hop < FAR)
+            if len(ranks) == 1:
+                rank_of = np.full(region.size, ranks[0])
+            else:
+                indptr, indices = _induced(self.graph, region)
+                weights = layers_computed[hop[region]]
+                rank_of = ranks[partition_weighted(indptr, indices, weights, len(ranks), seed=0)]
+            own = hop[region] == 0
+            owner[region[own]] = rank_of[own]
+            members |= {int(rank): self._sorted(region[rank_of == rank], hop) for rank in ranks}
+        self.owner = owner
+        return [members[rank] for rank in range(self.ranks)]
+
+    def _sorted(
+        self, ids: np.ndarray, hop: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(global ids, hop) of rows by hop, within a hop METIS clusters together."""
+        hops = np.zeros(ids.size, dtype=np.int16) if hop is None else hop[ids]
+        sort = np.lexsort((self._order[ids], hops))
+        return ids[sort], hops[sort]
+
+    def drawn(self, rows: np.ndarray, count: int, seed: int) -> np.ndarray:
+        """The random batch of each of `rows` (bool [N]), -1 elsewhere: int32 [N].
+
+        Each server's rows are cut in `count` nearly equal batches."""
+        batch_of = np.full(rows.size, -1, dtype=np.int32)
+        for server in set(self.servers):
+            order = np.random.default_rng((BATCHES, seed, server)).permutation(
+                np.flatnonzero(self._part(server) & rows)
+            )
+            batch_of[order] = np.arange(order.size) * count // max(order.size, 1)
+        return batch_of
+
+    def batch(self, targets: np.ndarray) -> Layout:
+        """The layout of the rows that some targets (bool [N]) need.
+
+        A server's targets are among its own rows. What they need is found for the server as a
+        whole, then split over its GPUs as in this layout. So every row that a rank needs is among
+        the rows that it has here."""
+        batch = object.__new__(Layout)
+        batch.__dict__.update(self.__dict__)
+        batch.depth, batch.inside = self.layers - self.first_varying, self.layers
+        batch._clear_caches()
+        hops = {
+            server: distances(
+                self.graph, self._part(server) & targets, batch.inside, self._allowed.get(server)
+            )
+            for server in set(self.servers)
+        }
+        batch._members = []
+        for server, (ids, _) in zip(self.servers, self._members, strict=True):
+            hop = hops[server]
+            batch._members.append(self._sorted(ids[hop[ids] < FAR], hop))
+        return batch
+
+    def _holders(self, server: int) -> tuple[np.ndarray, np.ndarray]:
+        """The server's rank that has each row, and the row's position among that rank's rows.
+
+        Both are int32 [N], -1 where no rank of the server has the row."""
+        rank_of, position = np.full((2, self.graph.stats.vertices), -1, dtype=np.int32)
+        for rank in np.flatnonzero(np.asarray(self.servers) == server):
+            ids = self._members[rank][0]
+            rank_of[ids], position[ids] = rank, np.arange(ids.size)
+        return rank_of, position
+
+    @cached_property
+    def _position(self) -> np.ndarray:
+        """Position of each vertex among its owner's rows, int32 [N]."""
+        position = np.full(self.graph.stats.vertices, -1, dtype=np.int32)
+        for rank in range(self.ranks):
+            own = self.own(rank)
+            position[own] = np.arange(own.size)
+        return position
+
+    def rows(self, rank: int, h: int) -> np.ndarray:
+        """Global ids of the rows of h_h that the rank computes (h = 0: has), int64 [rows]."""
+        ids, hop = self._members[rank]
+        return ids[: np.searchsorted(hop, self.hops(h), side="right")]
+
+    def row_counts(self, h: int) -> np.ndarray:
+        """Rows of h_h of each rank [ranks]."""
+        return np.array(self._sizes(self.hops(h)))
+
+    def own(self, rank: int) -> np.ndarray:
+        """Global ids of the rows that the rank owns: those in its loss, or a batch's targets."""
+        return self.rows(rank, self.layers)
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _drawn(self, layer: int) -> int:
+        """A key that is equal for layers with the same edges into the same rows."""
+        return 0
+
+    def _edges(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """In-neighbours of the rank's rows of h_l, row after row, and the degree of each row."""
+        return self._allowed_edges(rank, self.rows(rank, layer))
+
+    def _allowed_edges(self, rank: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """In-neighbours of `rows` that the rank's server may have, and the degree of each row."""
+        columns, degree = neighbours(self.graph, rows), np.diff(self.graph.indptr)[rows]
+        allowed = self._allowed.get(self.servers[rank])
+        if allowed is None:
+            return columns, degree
+        kept = allowed[columns]
+        return columns[kept], np.bincount(
+            np.repeat(np.arange(rows.size), degree)[kept], minlength=rows.size
+        )
+
+    def piece(self, rank: int, layer: int) -> Piece:
+        """The rank's share of a layer."""
+        rows, local = self.rows(rank, layer), self.rows(rank, layer - 1)
+        # rows are prefixes of the rank's rows, so equal sizes are equal rows
+        key = (rank, rows.size, local.size, self.recomputed(layer), self._drawn(layer))
+        if key not in self._pieces:
+            self._pieces[key] = self._piece(rank, layer, rows.size, local.size)
+        return self._pieces[key]
+
+    def _piece(self, rank: int, layer: int, rows: int, local: int) -> Piece:
+        columns, _ = self._edges(rank, layer)
+        rank_of, position = self._holders(self.servers[rank])
+        wanted = np.zeros(self.graph.stats.vertices, dtype=bool)
+        wanted[columns] = True
+        wanted &= (rank_of != rank) | (position >= local)
+        halo = np.flatnonzero(wanted)
+        sender, place = (
+            (rank_of[halo], position[halo])
+            if self.recomputed(layer)
+            else (self.owner[halo], self._position[halo])
+        )
+        sort = np.lexsort((place, sender))
+        return Piece(
+            rows, local, halo[sort], np.bincount(sender, minlength=self.ranks), int(columns.size)
+        )
+
+    def sent(self, rank: int, layer: int) -> list[np.ndarray]:
+        """Positions, among the rank's rows, of those that it sends to each peer before the layer.
+
+        A list over peers of int64 [rows]."""
+        positions = []
+        if self.recomputed(layer):
+            _, position = self._holders(self.servers[rank])
+        else:
+            position = self._position
+        for peer in range(self.ranks):
+            piece = self.piece(peer, layer)
+            start = int(piece.received[:rank].sum())
+            wanted = piece.halo[start : start + int(piece.received[rank])]
+            positions.append(position[wanted].astype(np.int64))
+        return positions
+
+    def block(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rank's edges of a layer: CSR (indptr int64, indices int32) over its destinations.
+
+        Indices are positions among its source rows."""
+        piece = self.piece(rank, layer)
+        columns, degree = self._edges(rank, layer)
+        position = np.empty(self.graph.stats.vertices, dtype=np.int32)
+        position[self.rows(rank, layer - 1)] = np.arange(piece.local, dtype=np.int32)
+        position[piece.halo] = piece.local + np.arange(piece.halo.size, dtype=np.int32)
+        return np.concatenate([[0], np.cumsum(degree)]), position[columns]
+
+    def degrees(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """In- and out-degrees [N] among the rows that the rank's server may have."""
+        rows = np.flatnonzero(
+            self._allowed.get(self.servers[rank], np.ones(self.graph.stats.vertices, dtype=bool))
+        )
+        columns, degree = self._allowed_edges(rank, rows)
+        in_degree = np.zeros(self.graph.stats.vertices, dtype=np.int64)
+        in_degree[rows] = degree
+        return in_degree, np.bincount(columns, minlength=in_degree.size)
+
+    def facts(self, layer: int) -> LayerFacts:
+        """Counts of a layer over all ranks. Layers of the same `kind` have the same object."""
+        if (kind := self.kind(layer)) not in self._facts:
+            pieces = [self.piece(rank, layer) for rank in range(self.ranks)]
+            self._facts[kind] = LayerFacts(
+                np.array([p.rows for p in pieces]),
+                np.array([p.local + p.halo.size for p in pieces]),
+                np.array([p.edges for p in pieces]),
+                np.stack([p.received for p in pieces]).T,
+            )
+        return self._facts[kind]
+
+    def meets(self, layer: int) -> bool:
+        """Whether ranks exchange rows before the layer."""
+        return bool(self.facts(layer).sends.any())
+
+    def preloaded(self) -> np.ndarray:
+        """Feature rows that rank i sends to rank j once, before training: [ranks, ranks].
+
+        After that j has the features of all rows that it computes."""
+        sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        for rank in range(self.ranks):
+            np.add.at(sends[:, rank], self.owner[self.rows(rank, 0)[self.own(rank).size :]], 1)
+        return sends
+
+
+def neighbours(graph: Graph, rows: np.ndarray) -> np.ndarray:
+    """In-neighbours of `rows`, row after row, int32 [edges]."""
+    start, degree = graph.indptr[rows], np.diff(graph.indptr)[rows]
+    if not rows.size or not degree.sum():
+        return np.zeros(0, dtype=graph.indices.dtype)
+    offsets = np.repeat(start - np.concatenate([[0], np.cumsum(degree)[:-1]]), degree)
+    return np.asarray(graph.indices[offsets + np.arange(degree.sum())])
+
+
+def _blocks(graph: Graph, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Blocks of `rows` with about AT_ONCE edges each: (rows, their in-neighbours)."""
+    ends = np.cumsum(np.diff(graph.indptr)[rows])
+    cuts = np.searchsorted(ends, np.arange(AT_ONCE, ends[-1] if ends.size else 0, AT_ONCE)) + 1
+    for some in np.split(rows, np.unique(cuts)):
+        yield some, neighbours(graph, some)
+
+
+def distances(
+    graph: Graph, roots: np.ndarray, reach: int, allowed: np.ndarray | None = None
+) -> np.ndarray:
+    """Hops from the roots (bool [N]) against the edges, up to `reach`; FAR beyond: int16 [N].
+
+    allowed: the rows that may be visited (bool [N]); default: all."""
+    hop = np.full(graph.stats.vertices, FAR, dtype=np.int16)
+    frontier = np.flatnonzero(roots)
+    hop[frontier] = 0
+    for distance in range(1, reach + 1):
+        near = np.zeros(hop.size, dtype=bool)
+        for _, columns in _blocks(graph, frontier):
+            near[columns] = True
+        near &= hop == FAR
+        if allowed is not None:
+            near &= allowed
+        frontier = np.flatnonzero(near)
+        if not frontier.size:
+            break
+        hop[frontier] = distance
+    return hop
+
+
+def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> np.ndarray:
+    """The rows that a server may have: its own (bool [N]), and those drawn around them.
+
+    Every rank draws the same rows for the same seed and server."""
+    random = np.random.default_rng((EXPANSION, expansion.seed, server))
+    allowed, frontier = own.copy(), np.flatnonzero(own)
+    for _ in range(expansion.max_hop):
+        found = np.zeros(own.size, dtype=bool)
+        for rows, columns in _blocks(graph, frontier):
+            reader = np.repeat(np.arange(rows.size), np.diff(graph.indptr)[rows])
+            external = ~own[columns]
+            reader, columns = reader[external], columns[external]
+            degree = np.bincount(reader, minlength=rows.size)
+            sampled = degree[reader] > expansion.fanout
+            found[columns[~sampled]] = True
+            reader, columns = reader[sampled], columns[sampled]
+            degree[degree <= expansion.fanout] = 0
+            # put each reader's neighbours in random order, and take the first k of them
+            sort = np.argsort(reader + random.random(reader.size))
+            place = np.arange(reader.size) - (np.cumsum(degree) - degree)[reader]
+            found[columns[sort[place < expansion.fanout]]] = True
+        frontier = np.flatnonzero(found & ~allowed)
+        allowed |= found
+    return allowed
+
+
+def _induced(graph: Graph, region: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """CSR of the subgraph induced by `region`."""
+    place = np.full(graph.stats.vertices, -1, dtype=np.int64)
+    place[region] = np.arange(region.size)
+    columns = place[neighbours(graph, region)]
+    row = np.repeat(np.arange(region.size), np.diff(graph.indptr)[region])[columns >= 0]
+    counts = np.bincount(row, minlength=region.size)
+    return np.concatenate([[0], np.cumsum(counts)]), columns[columns >= 0]

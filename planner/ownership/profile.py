@@ -1,0 +1,224 @@
+"""Profiles a graph: degrees, and by number of parts the halo, edge cut, balance and growth by hops.
+
+B_i, the halo of part i, are the vertices outside part i that have an edge into it. Part i fetches
+their rows before it aggregates."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.partition import VERSION as PARTITION_VERSION
+from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
+from gnnplan.planner.vocabulary.formulas import expected_halo_rows
+
+Array = NDArray[Any]
+VERSION = 1  # of the cache
+MOST_HOPS = 1000
+
+
+def profile(
+    graph: Graph | GraphStats,
+    parts: Sequence[int],
+    method: str = "metis",
+    servers: int | None = None,
+    hops: int = 3,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Facts of a graph that can be written as JSON.
+
+    {"graph": {...}, "parts": {"8": {"halo_rows", "halo_rows_per_part", "edge_cut", ...}}}
+
+    Rows are vertices; edges are directed. An entry of `growth` is (own rows + rows within h hops) /
+    own rows, mean over servers, for h = 1 .. hops. servers: part p sits on server p * servers //
+    parts; default: each part is a server. If only statistics are known, figures are expectations
+    and are marked as "estimated". Raises SpecError for part counts that do not fit."""
+    stats = graph.stats if isinstance(graph, Graph) else graph
+    if not 1 <= hops <= MOST_HOPS:
+        raise SpecError(f"hops must lie in [1, {MOST_HOPS}], got {hops}")
+    if servers is not None and servers < 1:
+        raise SpecError(f"servers must be at least 1, got {servers}")
+    entries = {}
+    for count in dict.fromkeys(parts):
+        if not 1 <= count <= stats.vertices:
+            raise SpecError(
+                f"{stats.source}: parts must lie in [1, {stats.vertices:,}] (no more parts than"
+                f" vertices), got {count:,}"
+            )
+        if servers is not None and servers > count:
+            raise SpecError(
+                f"{stats.source}: {count} parts cannot fill {servers} servers; use parts >= servers"
+            )
+        groups = servers or count
+        entries[str(count)] = (
+            _measured(graph, count, method, groups, hops, seed)
+            if isinstance(graph, Graph)
+            else _expected(graph, count, method, groups, hops)
+        )
+    return {"graph": _facts(graph, stats), "parts": entries}
+
+
+def halo(indptr: Array, indices: Array, part: Array, parts: int) -> list[NDArray[np.int32]]:
+    """The halo B_i of every part: vertices outside part i with an edge into it, sorted.
+
+    >>> indptr, indices = np.array([0, 1, 3, 4]), np.array([1, 0, 2, 1])  # 0 - 1 - 2
+    >>> [rows.tolist() for rows in halo(indptr, indices, np.array([0, 0, 1]), 2)]
+    [[2], [1]]
+    """
+    vertices = len(indptr) - 1
+    into = np.repeat(part, np.diff(indptr))
+    cut = into != part[indices]
+    keys = np.unique(into[cut].astype(np.int64) * vertices + indices[cut])
+    return np.split(
+        (keys % vertices).astype(np.int32), np.searchsorted(keys, vertices * np.arange(1, parts))
+    )
+
+
+def growth(indptr: Array, indices: Array, part: Array, parts: int, hops: int) -> NDArray[np.int64]:
+    """Rows [hops+1, parts] within h = 0 .. hops hops of each part, its own included.
+
+    A part needs these rows to compute h layers without other parts."""
+    vertices = len(indptr) - 1
+    # over out-neighbours: a part needs v if it needs a vertex that v has an edge to
+    source_order = np.argsort(indices, kind="stable")
+    target = np.repeat(np.arange(vertices), np.diff(indptr))[source_order]
+    degree = np.bincount(indices, minlength=vertices)
+    starts, occupied = (np.cumsum(degree) - degree)[degree > 0], degree > 0
+    sizes = np.zeros((hops + 1, parts), np.int64)
+    for first in range(0, parts, 64):  # 64 parts at a time, one bit for each
+        inside = (part >= first) & (part < first + 64)
+        bit = np.where(inside, part - first, 0).astype(np.uint64)
+        reached = np.where(inside, np.uint64(1) << bit, np.uint64(0))
+        for hop in range(hops + 1):
+            if hop and len(target):
+                needed = np.bitwise_or.reduceat(reached[target], starts)
+                reached[occupied] |= needed
+            bits = np.unpackbits(
+                reached.astype("<u8").view(np.uint8).reshape(vertices, 8), axis=1, bitorder="little"
+            )
+            sizes[hop, first : first + 64] = bits.sum(axis=0)[: parts - first]
+    return sizes
+
+
+def _facts(graph: Graph | GraphStats, stats: GraphStats) -> dict[str, Any]:
+    degree: dict[str, float] = {"mean": stats.edges / stats.vertices}
+    if isinstance(graph, Graph):
+        low, median, p90, p99, high = np.percentile(graph.degree, [0, 50, 90, 99, 100]).tolist()
+        degree = {
+            "min": int(low),
+            "median": median,
+            "mean": stats.edges / stats.vertices,
+            "p90": p90,
+            "p99": p99,
+            "max": int(high),
+        }
+    return {
+        "name": stats.name,
+        "source": stats.source,
+        "vertices": stats.vertices,
+        "edges": stats.edges,
+        "features": stats.features,
+        "classes": stats.classes,
+        "train_vertices": stats.train_vertices,
+        "multilabel": stats.multilabel,
+        "directed": stats.directed,
+        "statistics_only": not stats.known,
+        "hash": stats.hash,
+        "notes": list(stats.notes),
+        "degree": degree,
+    }
+
+
+def _measured(
+    graph: Graph, parts: int, method: str, servers: int, hops: int, seed: int
+) -> dict[str, Any]:
+    key = (
+        f"{VERSION} {PARTITION_VERSION} {graph.stats.hash} {parts} {method} {servers} {hops} {seed}"
+    )
+    path = cache_dir() / "profiles" / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+    with contextlib.suppress(OSError, ValueError):  # absent or damaged: compute it again
+        entry = json.loads(path.read_text())
+        if isinstance(entry, dict) and entry.pop("key", None) == key:
+            return {**entry, "cached": True}
+    start = time.perf_counter()
+    part = partition(graph, parts, method, seed)
+    external = [len(rows) for rows in halo(graph.indptr, graph.indices, part, parts)]
+    rows = np.bincount(part, minlength=parts)
+    within = growth(
+        graph.indptr, graph.indices, part.astype(np.int64) * servers // parts, servers, hops
+    )
+    entry = {
+        "method": method,
+        "seed": seed,
+        "servers": servers,
+        "estimated": False,
+        "halo_rows": sum(external),
+        "halo_rows_per_part": external,
+        # directed edges between parts
+        "edge_cut": int(np.count_nonzero(np.repeat(part, graph.degree) != part[graph.indices])),
+        "rows_per_part": rows.tolist(),
+        # edges into the part
+        "edges_per_part": (
+            np.bincount(part, weights=graph.degree, minlength=parts).astype(int).tolist()
+        ),
+        "train_per_part": (
+            np.bincount(part, weights=graph.train, minlength=parts).astype(int).tolist()
+        ),
+        "balance": float(rows.max() / rows.mean()),
+        "growth": (within[1:] / within[0]).mean(axis=1).tolist(),
+        "seconds": time.perf_counter() - start,
+    }
+    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
+        write_atomically(path, json.dumps({**entry, "key": key}), parents=True)
+    return {**entry, "cached": False}
+
+
+def _expected(
+    stats: GraphStats, parts: int, method: str, servers: int, hops: int
+) -> dict[str, Any]:
+    """An entry of `parts` for a graph of statistics only.
+
+    Halo rows are those that the file states for this number of parts. Otherwise they are estimated
+    from other numbers of parts or from other graphs (estimated_layout.Mixing). For a random
+    partition they are expectations for a random graph."""
+    n = stats.vertices
+    mixing = mixing_of(stats, method)
+    declared = parts in stats.halo_rows and bool(mixing.known)
+    probability = min(1.0, stats.edges / max(1, n * (n - 1)) * mixing.at(parts))
+    rows = (
+        stats.halo_rows[parts]
+        if declared
+        else round(float(expected_halo_rows(n, parts, probability)))
+    )
+    around = EstimatedLayout(n, stats.edges, tuple(range(servers)), hops, 0, hops, mixing=mixing)
+    steps = [around.region(hops - hop) / (n / servers) for hop in range(1, hops + 1)]
+
+    def even(total: int) -> list[int]:
+        return [total // parts + (i < total % parts) for i in range(parts)]
+
+    return {
+        "method": "declared" if declared else "estimated" if mixing.known else "random graph",
+        "servers": servers,
+        "estimated": True,
+        "halo_rows": rows,
+        "halo_rows_per_part": even(rows),
+        "edge_cut": None if mixing.known else round(stats.edges * (1 - 1 / parts)),
+        "rows_per_part": even(n),
+        "edges_per_part": even(stats.edges),
+        "train_per_part": even(stats.train_vertices),
+        "balance": 1.0,
+        "growth": steps,
+        "seconds": 0.0,
+        "cached": False,
+    }

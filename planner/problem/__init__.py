@@ -1,0 +1,6 @@
+"""The problem that a plan answers: a graph, a workload, a cluster and ranks.
+
+    problem.py    the problem, and what strategies ask about its graph
+    inputs.py     cluster and workload from presets, YAML files, options and --set
+
+Imports `vocabulary`, `cluster`, `gnn`, `graph` and `ownership`."""

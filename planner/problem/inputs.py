@@ -1,0 +1,242 @@
+"""Reads cluster and workload as a user gives them: presets, YAML files, options and --set.
+
+A mistake is reported with its file and line, or with its option."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from gnnplan.planner.cluster.spec import PRESETS, Cluster
+from gnnplan.planner.gnn.workload import Conflict, Workload
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Document, Where, cache_dir, dotted, read_yaml, suggest
+
+MOST_MISTAKES = 20  # in one message
+RENAMED = {  # names of fields in cluster files of 0.1.0, which are read until 0.3.0
+    "crowding": "timeslice_slowdown",
+    "refill": "cold_cache_penalty",
+    "work": "core_s_per_byte",
+    "wake": "core_s_per_message",
+}
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_cluster(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Cluster:
+    """A cluster from a YAML file or a preset.
+
+    overrides: values by field, such as {'inter_node.bandwidth': '25GB/s'}. The cluster 'local' is
+    the one that `gnnplan measure` left in the cache directory, or else a preset of cautious
+    defaults. Raises SpecError with file, line and field."""
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        presets = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
+        if name_or_path not in presets:
+            raise SpecError(
+                f"{name_or_path}: neither a .yaml file nor a preset{suggest(name_or_path, presets)}"
+            )
+        path = PRESETS / f"{name_or_path}.yaml"
+        if name_or_path == "local" and (measured := cache_dir() / "local.yaml").exists():
+            path = measured
+    document = read_yaml(path)
+    return _overridden(checked(Cluster, document.data, document), overrides or {})
+
+
+def read_workload(
+    path: str | None = None,
+    flags: Mapping[str, object] | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Workload:
+    """A workload: the defaults, changed by the file, then by `flags`, then by `overrides`.
+
+    flags: values of options by field; None for an option that the user did not give. Raises
+    SpecError with file, line and field, or with the option."""
+    document = read_yaml(path) if path else Document("the defaults", {}, {})
+    workload = checked(Workload, document.data, document)
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    for name in given:
+        if name not in Workload.model_fields:
+            raise SpecError(
+                f"--{name}: not a field of a workload{suggest(name, Workload.model_fields)}"
+            )
+    if given:
+        workload = checked(Workload, workload.model_dump() | given, "--", given)
+    return _overridden(workload, overrides or {})
+
+
+def apply_overrides(
+    cluster: Cluster, workload: Workload, settings: Sequence[str]
+) -> tuple[Cluster, Workload]:
+    """Cluster and workload changed by settings such as 'servers=16' and 'hidden=256'.
+
+    A field's name says which of the two it belongs to. Raises SpecError with the setting."""
+    overrides: dict[str, dict[str, str]] = {"cluster": {}, "workload": {}}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        key, first = key.strip(), key.strip().partition(".")[0]
+        if not equals or not value.strip():
+            raise SpecError(
+                f"--set {setting}: must read field=value, as servers=16 or"
+                " inter_node.bandwidth=25GB/s"
+            )
+        if first not in Cluster.model_fields and first not in Workload.model_fields:
+            raise SpecError(
+                f"--set {setting}: no such"
+                f" field{suggest(key, [*_leaves(Cluster), *_leaves(Workload)])}"
+            )
+        overrides["cluster" if first in Cluster.model_fields else "workload"][key] = value.strip()
+    return (
+        _overridden(cluster, overrides["cluster"]),
+        _overridden(workload, overrides["workload"]),
+    )
+
+
+def _overridden(model: Model, overrides: Mapping[str, str]) -> Model:
+    """The model with dotted fields replaced, checked as a whole.
+
+    A cluster notes in its provenance which numbers were set by hand."""
+    if not overrides:
+        return model
+    data = model.model_dump()
+    for key, value in overrides.items():
+        path = key.split(".")
+        # keys of collectives contain a dot: collectives.all_reduce.intra_node.bandwidth
+        if path[0] == "collectives" and len(path) > 2:
+            path = [path[0], ".".join(path[1:-1]), path[-1]]
+        target = data
+        for name in path[:-1]:
+            if target.get(name) is None:
+                target[name] = {}
+            target = target[name]
+            if not isinstance(target, dict):
+                raise SpecError(
+                    f"--set {key}: {name} is a single value without"
+                    f" fields{suggest(key, _leaves(type(model)))}"
+                )
+        target[path[-1]] = value
+        if "provenance" in data and path[0] not in ("provenance", "name"):
+            data["provenance"][key] = "--set"
+    changed = checked(type(model), data, "--set ", overrides)
+    if isinstance(model, Cluster) and isinstance(changed, Cluster):
+        by_hand = {key.rpartition(".")[0].removeprefix("collectives.") for key in overrides}
+        return type(model).model_validate(changed.carried(model, by_hand))
+    return changed
+
+
+def checked(
+    kind: type[Model],
+    data: Mapping[Any, Any],
+    source: Document | str,
+    given: Collection[str] | None = None,
+) -> Model:
+    """A model of the data. Raises SpecError with a line per mistake.
+
+    `source` is a document, or the text that stands before a field's name, such as '--'. `given` are
+    the fields that the user has just set, where that is not all of the data."""
+    if (
+        kind is Workload
+        and isinstance(data, Mapping)
+        and isinstance(fanout := data.get("fanout"), str)
+        and fanout != "full"
+    ):
+        data = {**data, "fanout": tuple(number.strip() for number in fanout.split(","))}
+    if kind is Cluster and isinstance(data, Mapping):
+        data = with_new_names(data, source.path if isinstance(source, Document) else source)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        mistakes = []
+        for item in errors[:MOST_MISTAKES]:
+            where, message = _mistake(kind, item["loc"], item["type"], item["msg"])
+            rule = item.get("ctx", {}).get("error")
+            if not where and isinstance(rule, Conflict):
+                where = _first_given(rule.fields, data if given is None else given)
+            if isinstance(source, Document):
+                mistakes.append(str(source.error(where, message)))
+            else:
+                fields = dotted(where) if where else ", ".join(given or ())
+                mistakes.append(f"{source}{fields}".rstrip(". ") + f": {message}")
+        if len(errors) > MOST_MISTAKES:
+            mistakes.append(f"and {len(errors) - MOST_MISTAKES:,} more mistakes")
+        raise SpecError("\n".join(dict.fromkeys(mistakes))) from error
+    except TypeError as error:  # from a validator that was given a list, a mapping or nothing
+        name = source.path if isinstance(source, Document) else source.strip()
+        raise SpecError(
+            f"{name}: a field is empty, a list or a mapping where a number is expected ({error})"
+        ) from error
+
+
+def _first_given(fields: Sequence[str], given: Collection[str]) -> Where:
+    """The place of the first of the fields that the user gave."""
+    return next(((name,) for name in fields if name in given), ())
+
+
+def with_new_names(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
+    """A cluster's fields under their present names. Prints a note about old ones."""
+    old: set[str] = set()
+
+    def renamed(fields: Mapping[Any, Any]) -> dict[Any, Any]:
+        old.update(RENAMED.keys() & fields.keys())
+        return {
+            RENAMED.get(name, name): renamed(value)
+            if isinstance(value, Mapping) and name != "provenance"
+            else value
+            for name, value in fields.items()
+        }
+
+    out = renamed(data)
+    if old:
+        new = ", ".join(f"{name} is now {RENAMED[name]}" for name in sorted(old))
+        print(f"note: {source}: old names of fields: {new}; please rename them", file=sys.stderr)
+    return out
+
+
+def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tuple[Where, str]:
+    """The place of a mistake and its message, in words of the file rather than pydantic's."""
+    parent = _model_at(kind, loc[:-1])
+    if rule == "extra_forbidden":
+        return loc, f"unknown field{suggest(str(loc[-1]), parent.model_fields if parent else [])}"
+    if rule == "missing":
+        return loc, "missing; this field is required"
+    if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
+        return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
+    return loc, message.removeprefix("Value error, ").replace("Input should be", "must be")
+
+
+def _model_at(kind: type[BaseModel], where: Where) -> type[BaseModel] | None:
+    """The model at a place inside another one, also in a dictionary of models."""
+    current: type[BaseModel] | None = kind
+    for name in where:
+        if current and name in current.model_fields:
+            current = _inner(current.model_fields[str(name)].annotation)
+    return current
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    """The model in an annotation such as `Link`, `Link | None` or `dict[str, Link]`."""
+    return next(
+        (
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ),
+        None,
+    )
+
+
+def _leaves(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    """Dotted names of all fields that --set can change."""
+    names = []
+    for name, field in kind.model_fields.items():
+        inner = _inner(field.annotation)
+        names += (
+            _leaves(inner, f"{prefix}{name}.")
+            if inner and get_origin(field.annotation) is not dict
+            else [prefix + name]
+        )
+    return names

@@ -1,0 +1,253 @@
+"""The problem that a plan answers: a graph, a GNN, a cluster and a number of ranks.
+
+`Problem` also makes what strategies ask about the graph (layouts, mini-batches, chunks), and keeps
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.partition import Stopwatch, partition
+from gnnplan.planner.graph.splitting import owners
+from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, estimated_chunks
+from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
+from gnnplan.planner.ownership.layout import Expansion, Layout
+from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.vocabulary.errors import SpecError
+
+LISTS = ("islands", "switches", "nics")  # fields of a cluster that list GPUs of a server
+
+
+def shape(cluster: Cluster, servers: int, gpus: int) -> dict[str, object]:
+    """The fields of a cluster with `servers` servers, and the first `gpus` GPUs of each."""
+    lists = {
+        name: tuple(
+            kept
+            for group in getattr(cluster, name)
+            if (kept := tuple(gpu for gpu in group if gpu < gpus))
+        )
+        for name in LISTS
+    }
+    return {"servers": servers, "gpus_per_server": gpus, **lists}
+
+
+def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
+    """The cluster with `ranks` ranks, equally many on each of its servers.
+
+    There cannot be more ranks than GPUs. There can be more ranks on a CPU, which share its cores.
+    Raises SpecError for a number that the cluster cannot have."""
+    if ranks is None or ranks == cluster.ranks:
+        return cluster
+    if not 1 <= ranks <= MOST_RANKS:
+        raise SpecError(f"--ranks must lie in [1, {MOST_RANKS}], got {ranks}")
+    if ranks % cluster.servers and ranks > cluster.gpus_per_server:
+        raise SpecError(
+            f"--ranks {ranks} cannot be spread equally over {cluster.servers} servers; use a"
+            f" multiple of {cluster.servers} or at most {cluster.gpus_per_server} (one server)"
+        )
+    servers = cluster.servers if ranks % cluster.servers == 0 else 1
+    per_server = ranks // servers
+    if per_server > cluster.gpus_per_server and cluster.device.kind != "cpu":
+        raise SpecError(
+            f"--ranks {ranks} asks for {per_server} GPUs per server, but cluster {cluster.name} has"
+            f" {cluster.gpus_per_server} (servers: {cluster.servers}); use --ranks {cluster.ranks}"
+            f" or less, or --set gpus_per_server={per_server}"
+        )
+    for name in LISTS:
+        if getattr(cluster, name) and per_server > cluster.gpus_per_server:
+            raise SpecError(
+                f"--ranks {ranks} asks for {per_server} ranks per server, but {name} of cluster"
+                f" {cluster.name} holds {cluster.gpus_per_server}; use --ranks {cluster.ranks} or"
+                f" less, or add them to {name}"
+            )
+    return cluster.model_copy(update=shape(cluster, servers, per_server))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem, with what has been computed about it so far.
+
+    `graph` is None if only statistics are known. Then plans are estimates and cannot be run."""
+
+    stats: GraphStats
+    graph: Graph | None
+    workload: Workload
+    cluster: Cluster
+    method: str = "metis"  # partitioner (graph/partition.py)
+    # seats[r] is the GPU of rank r, counted over all servers (decision/grouping.py chooses); empty:
+    # all GPUs in order
+    seats: tuple[int, ...] = ()
+    _layouts: dict[object, Layout | EstimatedLayout] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _batches: dict[object, list[Layout]] = field(default_factory=dict, compare=False, repr=False)
+    _mini: dict[object, Batches] = field(default_factory=dict, compare=False, repr=False)
+    _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, compare=False, repr=False)
+    _lengths: dict[range, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+    # by id() of a layout, chunks or batches
+    _seconds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+    # the fewest batches that fit the memory (GraNNDis)
+    _fewest: dict[object, int] = field(default_factory=dict, compare=False, repr=False)
+    # by seats
+    _costs: dict[tuple[int, ...], Cost] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.seats) or self.cluster.ranks
+
+    @cached_property
+    def model(self) -> Model:
+        return describe(
+            self.workload,
+            self.stats.features,
+            self.stats.classes,
+            self.stats.nonzeros / self.stats.vertices,
+        )
+
+    def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:
+        """Bytes of the vertices' features in transit: int64 ids [R] -> int64 [R] [B].
+
+        columns: of the features; default: all."""
+        graph, columns = self.graph, columns or range(self.model.features)
+        if not self.model.nonzeros or graph is None:
+            row_bytes = float(self.model.features_moved(1.0)) * len(columns) / self.model.features
+            return np.full(rows.size, round(row_bytes))
+        if columns not in self._lengths:
+            whole = len(columns) == self.model.features
+            sliced = graph if whole else replace(graph, x=graph.x[:, columns.start : columns.stop])
+            self._lengths[columns] = sliced.lengths
+        return np.asarray(2 * self._lengths[columns][rows].astype(np.int64) * self.model.itemsize)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The cost model of the cluster with ranks on these seats."""
+        known = self._costs.get(self.seats)
+        if known is None or known.cluster is not self.cluster or known.spread != self.stats.spread:
+            known = self._costs[self.seats] = Cost.of(self.cluster, self.seats, self.stats.spread)
+        return known
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The server of each rank."""
+        return self.cost.servers
+
+    @property
+    def by_gpu(self) -> tuple[int, ...]:
+        """Ranks in the order of their GPUs: rank k of torchrun and srun is rank by_gpu[k]."""
+        return tuple(int(rank) for rank in np.argsort(self.cost.seats))
+
+    def seated(self, seats: tuple[int, ...]) -> Problem:
+        """The same problem with its ranks on these GPUs."""
+        return replace(self, seats=() if seats == tuple(range(self.cluster.ranks)) else seats)
+
+    def layout(
+        self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()
+    ) -> Layout | EstimatedLayout:
+        """The rows of every rank at every layer.
+
+        Depth 0 cuts the graph in a part per rank. A larger depth cuts it in a part per group of
+        ranks, which preloads the rows around its own. groups: the group of each rank; default: its
+        server."""
+        groups = groups or self.servers
+        deepest = self.workload.layers - self.model.first_varying
+        several = len(set(groups)) > 1
+        depth, expansion = (min(depth, deepest), expansion) if several else (0, None)
+        key = (depth, expansion, groups if depth or expansion else self.ranks)
+        if key not in self._layouts:
+            args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
+            if self.graph is None:
+                self._layouts[key] = EstimatedLayout(
+                    self.stats.vertices, self.stats.edges, *args, mixing_of(self.stats, self.method)
+                )
+            else:
+                with Stopwatch() as watch:
+                    self._layouts[key] = Layout(
+                        self.graph, self._owner(groups if depth or expansion else ()), *args
+                    )
+                self._seconds[id(self._layouts[key])] = watch.seconds
+        return self._layouts[key]
+
+    def batches(
+        self, layout: Layout | EstimatedLayout, count: int
+    ) -> Sequence[Layout | EstimatedLayout]:
+        """Layouts of `count` batches of every group's training vertices, drawn once by the seed."""
+        if isinstance(layout, EstimatedLayout):
+            return [
+                replace(
+                    layout, targets=self.stats.train_vertices / len(set(layout.servers)) / count
+                )
+            ] * count
+        assert self.graph is not None
+        key = (layout, count)
+        if key not in self._batches:
+            batch_of = layout.drawn(self.graph.train, count, self.workload.seed)
+            self._batches[key] = [layout.batch(batch_of == b) for b in range(count)]
+        return self._batches[key]
+
+    def minibatches(self, groups: tuple[int, ...], splitter: str = "", epochs: int = 0) -> Batches:
+        """The workload's mini-batches, and how groups of ranks share them.
+
+        splitter: who owns a vertex in a group of several ranks. epochs: of its pre-sampling."""
+        key = (groups, splitter, epochs, self.workload)
+        if key not in self._mini and self.graph is None:
+            self._mini[key] = EstimatedBatches(
+                self.stats, self.workload, groups, self.model.first_varying, splitter
+            )
+        if key not in self._mini:
+            assert self.graph is not None
+            with Stopwatch() as watch:
+                size = groups.count(groups[0])
+                member = (
+                    owners(self.graph, size, splitter, self.workload, epochs) if size > 1 else None
+                )
+                self._mini[key] = Batches(
+                    self.graph, self.workload, groups, member, self.model.first_varying
+                )
+            self._seconds[id(self._mini[key])] = watch.seconds
+        return self._mini[key]
+
+    def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:
+        """How long it took to make a layout, chunks or batches, partitioning included [s]."""
+        return self._seconds.get(id(made), 0.0)
+
+    def _owner(self, groups: tuple[int, ...]) -> np.ndarray:
+        """The rank that owns each vertex [N]; with groups, the first rank of the group."""
+        assert self.graph is not None
+        if not groups:
+            return partition(self.graph, self.ranks, self.method)
+        _, first_rank = np.unique(groups, return_index=True)  # the layout cuts a group's part
+        return np.asarray(first_rank[partition(self.graph, len(first_rank), self.method)])
+
+    def chunk_of(self, chunks: int) -> np.ndarray:
+        """Chunk of every vertex, int32 [N]."""
+        assert self.graph is not None
+        return partition(self.graph, chunks, self.method)
+
+    def cut(self, chunks: int, members: int = 1) -> Chunks:
+        """The graph in `chunks` chunks, each cut over the members of a stage."""
+        assert self.graph is not None
+        if (chunks, members) not in self._chunks:
+            with Stopwatch() as watch:
+                self._chunks[chunks, members] = Chunks(
+                    self.graph, self.chunk_of(chunks), chunks, members
+                )
+            self._seconds[id(self._chunks[chunks, members])] = watch.seconds
+        return self._chunks[chunks, members]
+
+    def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
+        """Counts of `cut`; estimates if only statistics are known."""
+        return (
+            estimated_chunks(self.stats, chunks, members, self.method)
+            if self.graph is None
+            else self.cut(chunks, members).facts
+        )

@@ -1,0 +1,259 @@
+"""What every strategy answers: its variants, its memory, its seconds and its schedule.
+
+A strategy is a frozen dataclass of knobs. It holds no state. Every question is asked together with
+a `Problem` (planner/problem/problem.py), which knows the graph, the model and the cluster.
+
+    text -> parse -> settle -> check        which knobs, and whether they suit the problem
+                        |
+                        +-> memory          bytes per rank
+                        +-> predict         seconds and bytes of an epoch, in closed form
+                        +-> schedule        every rank's tasks, for the simulator and the executor
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.schedule import Schedule
+from gnnplan.planner.vocabulary.units import kind, quantity
+
+Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
+Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One epoch in steady state, without contention between operations that overlap.
+
+    Bytes are sums over all ranks; each byte is counted once, where it is sent. Seconds are arrays
+    [problems, 1] where the cluster's numbers are.
+    """
+
+    epoch_s: Number
+    compute_s: Number  # of the busiest rank
+    comm_s: Number  # exposed: not hidden behind computation
+    bubble_s: Number  # waiting for other stages
+    bytes: dict[str, int]  # by operation
+    bytes_by_link: dict[str, int]  # by intra_node, inter_node, island
+    setup_bytes: int
+    # operation kind -> seconds of its slowest rank
+    by_op: dict[str, Number] = field(default_factory=dict)
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The largest share of the epoch, in words."""
+        shares = {
+            "computation": self.compute_s,
+            "communication": self.comm_s,
+            "pipeline bubble": self.bubble_s,
+        }
+        largest = max(shares, key=lambda k: float(shares[k]))
+        return f"{largest} ({float(shares[largest]) / max(float(self.epoch_s), 1e-12):.0%})"
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """A parallel training strategy: a frozen dataclass whose fields are its knobs."""
+
+    family: ClassVar[str]
+    mode: ClassVar[str] = "full"  # what it trains on: the 'full' graph, or 'mini'-batches
+    # |closed form / simulation - 1| stays below this; the two differ only where transfers overlap
+    claim: ClassVar[float]
+
+    @property
+    def name(self) -> str:
+        """The published name. Some variants of a family have names of their own."""
+        return self.family
+
+    @property
+    @abstractmethod
+    def exact(self) -> bool:
+        """Whether the gradient is the one that a single process computes. Tests hold it to this."""
+
+    @abstractmethod
+    def approximates_as(self, other: Strategy) -> bool:
+        """Whether `other` changes the gradient in the same way.
+
+        If so, what is known of the other's convergence holds for this strategy too.
+        """
+
+    @classmethod
+    @abstractmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        """The variants that a search should evaluate for this problem."""
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        """Why `candidates` is empty for this problem."""
+        return "no variant suits this problem"
+
+    def settle(self, problem: Problem) -> Strategy:
+        """The same strategy with every open knob filled in."""
+        return self
+
+    def with_less_memory(self) -> Strategy | None:
+        """A variant that needs less memory and computes more; None if there is none."""
+        return None
+
+    @abstractmethod
+    def check(self, problem: Problem) -> None:
+        """Raises SpecError if the knobs do not suit the problem."""
+
+    def check_mode(self, problem: Problem) -> None:
+        """Raises SpecError if the workload asks for another mode of training."""
+        if self.mode != problem.workload.mode:
+            trains_on = {"mini": "mini-batches", "full": "the full graph"}[self.mode]
+            raise SpecError(
+                f"{self.name} trains on {trains_on}, and the workload asks for mode"
+                f" {problem.workload.mode}; use --mode"
+                f" {self.mode}{' with --batch and --fanout' if self.mode == 'mini' else ''}"
+            )
+
+    def steps(self, problem: Problem) -> int:
+        """Optimizer steps per epoch."""
+        return 1
+
+    def drawn_steps(self, problem: Problem) -> int | None:
+        """How many steps of the schedule have exactly the edges that training will draw.
+
+        None where no step draws edges.
+        """
+        return None
+
+    @abstractmethod
+    def preparation(self, problem: Problem) -> dict[str, float]:
+        """Seconds spent once before the first step, by what they are spent on."""
+
+    @abstractmethod
+    def memory(self, problem: Problem) -> Memory:
+        """Bytes per rank by use, at the fullest moment."""
+
+    @abstractmethod
+    def predict(self, problem: Problem) -> Prediction:
+        """One epoch in closed form.
+
+        Broadcasts over clusters: where the cluster's numbers are arrays [problems, 1], so are the
+        seconds.
+        """
+
+    @abstractmethod
+    def schedule(self, problem: Problem, steps: int) -> Schedule:
+        """Every rank's tasks. The simulator plays them; the executor is held to them."""
+
+    def traffic(self, problem: Problem) -> list[Phase]:
+        """What the ranks send each other in a step, from which their seats follow.
+
+        Empty: ranks sit in their order.
+        """
+        return []
+
+    def tied(self, problem: Problem) -> tuple[int, ...]:
+        """The group of each rank [ranks], if groups must share a server or an island.
+
+        Empty: every rank may sit anywhere.
+        """
+        return ()
+
+    def role(self, problem: Problem, rank: int) -> dict[str, int]:
+        """What a rank owns, for the plan."""
+        return {"part": rank}
+
+    def placement(self, problem: Problem) -> list[dict[str, int]]:
+        """Where each rank sits and what it owns."""
+        gpus = problem.cluster.gpus_per_server
+        return [
+            {"rank": rank, "server": gpu // gpus, "gpu": gpu % gpus, **self.role(problem, rank)}
+            for rank, gpu in enumerate(problem.cost.seats)
+        ]
+
+    def knobs(self) -> dict[str, Any]:
+        """All knobs by name; sizes in bytes."""
+        return dataclasses.asdict(self)
+
+    @property
+    def implied(self) -> dict[str, Any]:
+        """Knobs that the name already says."""
+        return {}
+
+    def __str__(self) -> str:
+        """As --strategy takes it, without knobs at their defaults; `parse` gives back the same.
+
+        Sizes of 1 MB or more are printed with a unit (`show_size`).
+        """
+        defaults = {f.name: f.default for f in dataclasses.fields(self)} | self.implied
+        types = {f.name: f.type for f in dataclasses.fields(self)}
+        written = ",".join(
+            f"{knob}={(show_size(value) if types[knob] == 'Bytes' else value)!r}"
+            for knob, value in self.knobs().items()
+            if value != defaults[knob]
+        )
+        return f"{self.name}({written})" if written else self.name
+
+
+def show_size(nbytes: int) -> str | int:
+    """A size with a unit and all its digits, if it is 1 MB or more and `read_size` gives it back.
+
+    >>> show_size(56_862_000_000), show_size(1_000_000_001), show_size(20_000)
+    ('56.862GB', '1.000000001GB', 20000)
+    """
+    for unit, digits in (("TB", 12), ("GB", 9), ("MB", 6)):
+        if nbytes >= 10**digits:
+            whole, rest = divmod(nbytes, 10**digits)
+            text = f"{whole}.{rest:0{digits}d}".rstrip("0").rstrip(".") + unit
+            return text if read_size(text) == nbytes else nbytes
+    return nbytes
+
+
+def read_size(text: object) -> int | None:
+    """Whole bytes of a size such as '2.5GB' or 20000; None if it is no size.
+
+    >>> read_size("56.862GB"), read_size("1GiB"), read_size(20_000), read_size("1GB/s")
+    (56862000000, 1073741824, 20000, None)
+    """
+    if type(text) is int:
+        return text
+    try:
+        return round(quantity(text)) if kind(text) == "B" else None
+    except (ValueError, OverflowError):  # '1.2.3GB', '1e999GB'
+        return None
+
+
+def parse_call(text: str) -> tuple[str, dict[str, Any]]:
+    """'gnnpipe(stages=4,chunks=16)' -> ('gnnpipe', {'stages': 4, 'chunks': 16}).
+
+    Values are Python literals. Raises SpecError.
+
+    >>> parse_call("gnnpipe(stages=4, shuffle=False)")
+    ('gnnpipe', {'stages': 4, 'shuffle': False})
+    >>> parse_call("granndis")
+    ('granndis', {})
+    """
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            knobs = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+            if len(knobs) == len(node.keywords):  # neither ** nor the same knob twice
+                return node.func.id, knobs
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        pass  # RecursionError, MemoryError: parentheses too deep
+    raise SpecError(
+        f"--strategy {text!r:.200} is not a family with knobs; write it as"
+        " 'gnnpipe(stages=4,chunks=16)'"
+    )

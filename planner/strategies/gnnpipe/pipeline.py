@@ -1,0 +1,384 @@
+"""A pipeline's knobs and structure: which rank has which layers, and what it does with a chunk.
+
+    rank = stage * g + member      g ranks form a stage; member i owns sub-chunk i of every chunk
+    piece                          layers that a stage does on a chunk without an exchange between
+                                   them: all its layers if g = 1, else one layer (0: the encoder)
+
+gnnpipe.py explains the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from gnnplan.planner.cluster.spec import Placement
+from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.ownership.chunks import ChunkFacts
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Strategy
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute
+
+TRICKS = (
+    "shuffle",
+    "historical_gradients",
+    "period",
+)  # knobs of the paper that change the gradient
+MOST_CHUNKS = 100_000
+# of a candidate, chunks times pairs of a stage's members: more would take too long to predict
+MOST_PAIRS = 2**20
+
+
+def chunk_order(seed: int, step: int, chunks: int, shuffle: bool) -> list[int]:
+    """The order in which all stages process the chunks in a step."""
+    return (
+        np.random.default_rng([seed, step]).permutation(chunks).tolist()
+        if shuffle
+        else list(range(chunks))
+    )
+
+
+@dataclass(frozen=True)
+class Pipeline(Strategy):
+    """The knobs of GNNPipe, and who does what.
+
+    stages: ranks / stages ranks form one; None: as many stages as layers allow.
+    chunks: None: 4 x stages.
+    shuffle: a new order of chunks in every epoch.
+    historical_gradients: add the previous epoch's gradients at historical rows.
+    period: epochs between updates of the history (the paper's alpha); 1: every epoch.
+    layers_per_stage: None: by cost.
+    checkpoint: keep a layer's inputs and gathered rows only, and compute the rest again in the
+        backward pass; aggregation is not repeated.
+    """
+
+    stages: int | None = None
+    chunks: int | None = None
+    shuffle: bool = True
+    historical_gradients: bool = False
+    period: int = 23
+    layers_per_stage: tuple[int, ...] | None = None
+    checkpoint: bool = False
+
+    family: ClassVar[str] = "gnnpipe"
+    # pipelines: 0.05; hybrids inside servers: 0.30, because members with few rows drift apart
+    # between exchanges; hybrids over servers share NICs besides
+    claim: ClassVar[float] = 0.35
+
+    @property
+    def exact(self) -> bool:
+        return self.chunks == 1
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, Pipeline) and all(
+            getattr(self, trick) == getattr(other, trick) for trick in TRICKS
+        )
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        for stages in range(min(problem.ranks, problem.workload.layers), 1, -1):
+            members, rest = divmod(problem.ranks, stages)
+            if not rest:
+                for chunks in dict.fromkeys((4 * stages, 4 * problem.ranks, 1)):
+                    if chunks * members**2 <= MOST_PAIRS:
+                        yield cls(stages, chunks)
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        if problem.ranks == 1:
+            return "one rank: a pipeline needs at least two stages"
+        return (
+            "a pipeline needs two stages or more, each with a layer and equally many ranks "
+            f"(layers: {problem.workload.layers}, ranks: {problem.ranks})"
+        )
+
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        if mistake := self._mistake(problem):
+            raise SpecError(mistake)
+
+    def _mistake(self, problem: Problem) -> str | None:
+        """Rule, numbers and remedy if the knobs do not suit the problem; else None."""
+        assert self.stages is not None and self.chunks is not None
+        layers, vertices, per_stage = (
+            problem.workload.layers,
+            problem.stats.vertices,
+            self.layers_per_stage,
+        )
+        if self.stages < 1 or self.chunks < 1:
+            return (
+                f"gnnpipe: stages and chunks are at least 1 (stages: {self.stages}, chunks:"
+                f" {self.chunks}); leave them out"
+            )
+        if self.stages > layers:
+            return (
+                f"gnnpipe needs a layer per stage (layers: {layers}, stages: {self.stages}); use"
+                f" stages <= {layers}"
+            )
+        if problem.ranks % self.stages:
+            fit = ", ".join(
+                str(s) for s in range(1, min(problem.ranks, layers) + 1) if problem.ranks % s == 0
+            )
+            return (
+                f"gnnpipe gives every stage equally many ranks (stages: {self.stages}, ranks:"
+                f" {problem.ranks}); use stages in {{{fit}}} or --ranks"
+                f" {self.stages * max(1, problem.ranks // self.stages)}"
+            )
+        if self.chunks > MOST_CHUNKS:
+            return (
+                f"gnnpipe: at most {MOST_CHUNKS:,} chunks are planned (chunks: {self.chunks:,});"
+                " use fewer, as 4 per rank"
+            )
+        if self.chunks > vertices:
+            return (
+                f"gnnpipe needs a vertex per chunk (vertices: {vertices}, chunks: {self.chunks});"
+                " use fewer chunks"
+            )
+        if problem.ranks > vertices * self.stages:
+            return (
+                f"gnnpipe needs a vertex per rank of a stage (vertices: {vertices}, ranks of a"
+                f" stage: {problem.ranks // self.stages}); use --ranks"
+                f" {vertices * self.stages} or less"
+            )
+        if per_stage is not None and (
+            len(per_stage) != self.stages or min(per_stage) < 1 or sum(per_stage) != layers
+        ):
+            return (
+                f"gnnpipe: layers_per_stage gives each of {self.stages} stages a layer or more,"
+                f" {layers} in all, not {per_stage}; leave it out to have them balanced by cost"
+            )
+        if problem.model.norm == "batch":
+            return (
+                "gnnpipe: a chunk does not know the others' rows, so batch norm has no moments of"
+                " all vertices; use norm=layer"
+            )
+        if self.historical_gradients and not problem.model.prepares_linearly:
+            return (
+                "gnnpipe: historical_gradients would pass through a norm or ReLU at rows that are"
+                " gone; use historical_gradients=False, or a model without norm"
+            )
+        if self.period < 1:
+            return (
+                "gnnpipe: period (alpha) is at least 1 (1: the history is the last epoch's), not"
+                f" {self.period}; use 1 or the paper's 23"
+            )
+        return None
+
+    # -- who does what -------------------------------------------------------------------------
+
+    def members(self, problem: Problem) -> int:
+        """g, the number of ranks of a stage."""
+        assert self.stages is not None
+        return problem.ranks // self.stages
+
+    def group(self, problem: Problem, stage: int) -> range:
+        """The ranks of a stage."""
+        g = self.members(problem)
+        return range(stage * g, stage * g + g)
+
+    def facts(self, problem: Problem) -> ChunkFacts:
+        assert self.chunks is not None
+        return problem.chunks(self.chunks, self.members(problem))
+
+    def shape(self, problem: Problem) -> tuple[Model, list[range]]:
+        """The model, and each stage's layers (1-based).
+
+        A layer that can aggregates before it multiplies: a row that several chunks read is then
+        multiplied once.
+        """
+        assert self.layers_per_stage is not None
+        ends = np.cumsum([1, *self.layers_per_stage]).tolist()
+        return problem.model.aggregating_first, [range(a, b) for a, b in pairwise(ends)]
+
+    def pieces(self, problem: Problem, stage: int) -> list[tuple[int, ...]]:
+        """Layers that a stage does on a chunk without an exchange between them; 0: the encoder."""
+        model, stages = self.shape(problem)
+        layers = ((0,) if model.encoder and stage == 0 else ()) + tuple(stages[stage])
+        return [layers] if self.members(problem) == 1 else [(layer,) for layer in layers]
+
+    def exchanged(self, problem: Problem, piece: tuple[int, ...]) -> int:
+        """Numbers per row that members exchange before the piece (backward: after it); 0: none."""
+        model = problem.model.aggregating_first
+        if self.members(problem) == 1 or piece[0] <= model.first_varying:
+            return 0
+        return model.input_width(piece[0])
+
+    # -- work and bytes ------------------------------------------------------------------------
+
+    def work(
+        self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
+        rows = _floats(facts.rows)
+        model = problem.model.aggregating_first
+        forward, backward = self._packing(problem, piece, facts)
+        if 0 in piece:
+            forward, backward = model.encode(rows)
+        for layer in piece:
+            if layer:
+                layer_forward, layer_backward = self._layer_work(problem, layer, facts)
+                forward, backward = forward + layer_forward, backward + layer_backward
+        if len(model.layers) in piece:
+            loss_forward, loss_backward = model.finish(rows)
+            forward, backward = forward + loss_forward, backward + loss_backward
+        return forward, backward
+
+    def _packing(
+        self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
+    ) -> tuple[Compute, Compute]:
+        """Work around a piece's exchange, if it has one.
+
+        Forward: rows are packed, put next to the rows of others, and prepared. Backward: their
+        gradients go the same way back.
+        """
+        model, width = problem.model.aggregating_first, self.exchanged(problem, piece)
+        b = model.itemsize
+        if not width:
+            return Compute(itemsize=b), Compute(itemsize=b)
+        rows = _floats(facts.rows)
+        given, taken = _floats(facts.sends.sum(2)), _floats(facts.sends.sum(1))
+        dropped = taken if model.dropout and model.layers[piece[0] - 1].drops else 0.0
+        return (
+            Compute(
+                elementwise_bytes=(2.0 * given + 2 * rows + 4 * taken) * width * b,
+                launches=4,
+                itemsize=b,
+                hash_ops=dropped * width,
+            ),
+            Compute(
+                elementwise_bytes=(3.0 * given + 2 * rows + 4 * taken + HASH_ACCESSES * dropped)
+                * width
+                * b,
+                launches=4,
+                itemsize=b,
+            ),
+        )
+
+    def _layer_work(
+        self, problem: Problem, layer: int, facts: ChunkFacts
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of one layer."""
+        rows, edges, sources = _floats(facts.rows), _floats(facts.edges), _floats(facts.sources)
+        kept = np.tile(np.array(self.kept(problem), dtype=float), len(facts.rows))
+        model = problem.model.aggregating_first
+        b, spec, width = model.itemsize, model.layers[layer - 1], model.input_width(layer)
+        varies = layer > model.first_varying
+        projected = sources if spec.projects_first else rows
+        forward = model.forward(layer, rows, projected, edges, read=sources)
+        backward = model.backward(layer, rows, projected, edges, read=sources)
+        if self.checkpoint and varies and layer < len(model.layers):
+            again = forward
+            keeps_gathered = not (spec.heads or spec.sums > 1)
+            backward = backward + (replace(again, gathers=()) if keeps_gathered else again)
+        if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):
+            # the rows that are read are picked out of all rows that the member keeps
+            forward = forward + Compute(
+                random_rows=((sources, width, kept),),
+                elementwise_bytes=sources * width * b,
+                launches=1,
+                itemsize=b,
+            )
+        if varies:
+            # their gradients are added there, to scattered rows
+            scattered = sources - rows
+            backward = backward + Compute(
+                random_rows=((2.0 * scattered, width, kept),),
+                elementwise_bytes=(3.0 * rows + scattered) * width * b,
+                launches=3,
+                itemsize=b,
+            )
+        return forward, backward
+
+    def boundary(self, problem: Problem, stage: int) -> int:
+        """Numbers per row that `stage` hands to the next stage."""
+        model, stages = self.shape(problem)
+        return model.input_width(stages[stage + 1].start) + (
+            model.layers[0].h_in if model.hands_on_initial else 0
+        )
+
+    def refresh_work(self, problem: Problem, stage: int, rows: float) -> Compute:
+        """Work at the start of a step: historical rows are laid out for every layer of the stage.
+
+        `rows`: those that a member keeps, its own and those of others that it reads.
+        """
+        model, stages = self.shape(problem)
+        varying = [
+            model.layers[layer - 1] for layer in stages[stage] if layer > model.first_varying
+        ]
+        dropped = [spec.h_in for spec in varying if model.dropout and spec.drops]
+        # sparse rows are dropped by each chunk instead
+        if model.dropout and 1 in stages[stage] and not model.encoder and not model.nonzeros:
+            dropped.append(model.features)
+        return Compute(
+            elementwise_bytes=float(4 * rows * sum(spec.h_in for spec in varying) * model.itemsize),
+            launches=4,
+            itemsize=model.itemsize,
+            hash_ops=float(rows * sum(dropped)),
+        )
+
+    def weights(self, problem: Problem, stage: int) -> int:
+        """Numbers in the parameters of a stage."""
+        model, stages = self.shape(problem)
+        return model.weights_of(stages[stage])
+
+    def nbytes(self, problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of an epoch, by operation and by class of link."""
+        assert self.stages is not None
+        facts, b, cost = self.facts(problem), problem.model.itemsize, problem.cost
+        by_op: dict[str, int] = {}
+        by_link: dict[str, int] = {}
+
+        def add(op: str, links: Mapping[Placement, int]) -> None:
+            for link, nbytes in links.items():
+                if nbytes:
+                    by_op[op] = by_op.get(op, 0) + nbytes
+                    by_link[link] = by_link.get(link, 0) + nbytes
+
+        read = facts.sends.sum(0)  # rows between members [g, g]
+        for stage in range(self.stages):
+            group = self.group(problem, stage)
+            if stage + 1 < self.stages:
+                row = 2 * self.boundary(problem, stage) * b
+                for rank, rows in zip(group, facts.rows.sum(0).tolist(), strict=True):
+                    add("pipeline", {cost.placement(rank, rank + len(group)): rows * row})
+            if len(group) > 1:
+                pieces = self.pieces(problem, stage)
+                width = sum(self.exchanged(problem, piece) for piece in pieces)
+                ring = 2 * (len(group) - 1) * self.weights(problem, stage) * b
+                add("halo", cost.bytes_by_link(read * (2 * b * width), group))
+                add("all_reduce", cost.reduced_by_link(ring, group))
+        return by_op, by_link
+
+    def inputs_sent(self, problem: Problem) -> np.ndarray:
+        """Bytes of constant inputs that the first stage's members send each other [g, g]."""
+        read = self.facts(problem).sends.sum(0)
+        if problem.model.first_varying == 0 or not read.any():
+            return np.zeros_like(read)
+        if problem.graph is None:
+            return np.asarray(np.round(problem.model.features_moved(read)).astype(np.int64))
+        assert self.chunks is not None
+        cut, members = problem.cut(self.chunks, len(read)), range(len(read))
+        received = [  # by each member, from each member
+            np.bincount(cut.sub[halo] % len(read), problem.features_bytes(halo), len(read))
+            for halo in map(cut.halo, members)
+        ]
+        return np.stack(received, 1)
+
+    def kept(self, problem: Problem) -> list[int]:
+        """Rows that each member keeps: its own and those of others that it reads."""
+        facts = self.facts(problem)
+        rows: list[int] = (facts.rows.sum(0) + facts.sends.sum((0, 1))).tolist()
+        return rows
+
+    def role(self, problem: Problem, rank: int) -> dict[str, int]:
+        return {"stage": rank // self.members(problem)}
+
+
+def _floats(counts: np.ndarray) -> np.ndarray:
+    """[chunks, g] -> floats [chunks * g]."""
+    return counts.astype(float).ravel()

@@ -1,0 +1,327 @@
+"""Bytes of an epoch, and its seconds without contention, from the operations of its steps.
+
+    synchronous    |forward 1|. .|forward 2|loss|backward 2|. . .|backward 1|. . . . . .|update|
+    transfers                |f 2|                         |b 2|            |all_reduce|
+    segments       |----1----|   |------------2------------|   |-----3------|          |--4---|
+
+    epoch = sum over segments of the slowest rank's computation + sum over transfers
+
+In a synchronous step every transfer is a barrier: all ranks wait there for the slowest one. With
+stale exchanges (PipeGCN) only all-reduces are barriers, and exchanges overlap with computation.
+Operations done ahead (sampling with `prefetch`) overlap with everything else.
+
+An operation is priced once, however often it occurs: layers and batches that are alike share their
+work (step.py). planner/cluster/cost.py turns work and bytes into seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gnnplan.planner.cluster.cost import Cost, Transfer
+from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.arithmetic import largest, times, total
+from gnnplan.planner.strategies.base import Prediction
+from gnnplan.planner.strategies.layerwise.step import (
+    Batches,
+    ExchangeOptions,
+    Op,
+    setup_bytes,
+    step,
+)
+from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.schedule import Label
+
+Identity = object  # of an operation (Op.identity)
+
+
+def predict_layers(
+    problem: Problem,
+    layout: Layout | EstimatedLayout,
+    options: ExchangeOptions,
+    batches: Batches = (),
+) -> Prediction:
+    """One epoch: a step over the layout, or one step over each of its batches."""
+    # estimated batches are one object, many times
+    different = {id(batch): batch for batch in batches or (layout,)}
+    ops = {
+        key: list(step(problem, batch, options, bool(batches))) for key, batch in different.items()
+    }
+    return account(
+        problem,
+        [op for batch in batches or (layout,) for op in ops[id(batch)]],
+        bool(options.staleness),
+        setup_bytes(problem, layout),
+    )
+
+
+def account(
+    problem: Problem,
+    ops: Sequence[Op],
+    stale: bool = False,
+    setup_bytes: int = 0,
+    prefetch: int = 0,
+) -> Prediction:
+    """The prediction of an epoch of these operations.
+
+    `stale`: layer l's exchange has until layer l of the next step, so exchanges overlap with
+    computation. `prefetch`: operations that are `ahead` overlap with everything else.
+    """
+    cost = problem.cost
+    identified = [(op.identity, op) for op in ops]
+    priced = {identity: _price(problem, op) for identity, op in dict(identified).items()}
+    seconds = {identity: price.seconds for identity, price in priced.items()}
+    counts = _Counts(identified, prefetch)
+    computed = _sum(counts.computed, seconds)  # [.., ranks]
+    compute_s = cost.all_done_s(computed)
+    epoch, exposed = (_stale_epoch if stale else _synchronous_epoch)(cost, counts, priced, seconds)
+    if prefetch:
+        longer = np.maximum(epoch, _ahead_s(cost, counts, priced, seconds))
+        epoch, exposed = longer, exposed + longer - epoch
+    waiting = np.maximum(epoch - compute_s - exposed, 0.0)
+    by_op, sent, links = _by_operation(cost, counts, priced)
+    return Prediction(epoch, compute_s, exposed, waiting, sent, links, setup_bytes, by_op)
+
+
+class _Counts:
+    """How often each operation occurs in an epoch, by what it holds up."""
+
+    def __init__(self, identified: Iterable[tuple[Identity, Op]], prefetch: int) -> None:
+        self.computed = Counter[Identity]()
+        self.hosted = Counter[Identity]()  # loads, and sampling that is not done ahead
+        self.exchanged = Counter[Identity]()
+        self.reduced = Counter[Identity]()
+        self.exchanged_ahead = Counter[Identity]()
+        self.labelled = Counter[tuple[Label, Identity]]()
+        self.segments = BarrierSegments()  # work between transfers
+        self.reduce_segments = BarrierSegments()  # computation between all-reduces
+        self.ahead_segments = BarrierSegments()  # work done ahead, between its exchanges
+        for identity, op in identified:
+            ahead = op.ahead and prefetch > 0
+            self.labelled[op.label(0), identity] += 1
+            if op.work is not None:
+                self.computed[identity] += 1
+                self.segments.add(identity)
+                self.reduce_segments.add(identity)
+            elif op.sent is None and op.loaded is None and op.host is None:
+                self.reduced[identity] += 1
+                self.segments.end()
+                self.reduce_segments.end()
+            elif op.sent is not None:
+                (self.exchanged_ahead if ahead else self.exchanged)[identity] += 1
+                (self.ahead_segments if ahead else self.segments).end()
+            elif ahead:
+                self.ahead_segments.add(identity)
+            else:
+                self.hosted[identity] += 1
+                self.segments.add(identity)
+
+
+class BarrierSegments:
+    """What ranks do between barriers, where all ranks wait for the slowest.
+
+    Equal segments are counted.
+    """
+
+    def __init__(self) -> None:
+        self._current: Counter[Identity] = Counter()
+        self._ended: Counter[tuple[tuple[Identity, int], ...]] = Counter()
+
+    def add(self, identity: Identity) -> None:
+        self._current[identity] += 1
+
+    def end(self) -> None:
+        """A barrier."""
+        if self._current:
+            self._ended[tuple(self._current.items())] += 1
+            self._current = Counter()
+
+    def all_done_s(self, cost: Cost, seconds: Mapping[Identity, Number]) -> Number:
+        """How long all segments take, each until its slowest rank is done [s]."""
+        self.end()
+        return total(
+            times(cost.all_done_s(_sum(dict(segment), seconds)), count)
+            for segment, count in self._ended.items()
+        )
+
+
+class _Price(NamedTuple):
+    """What an operation takes. Work: seconds of each rank. A transfer: seconds of all of it."""
+
+    seconds: Number
+    transfer: Transfer = Transfer(0.0, {})
+    by_link: Mapping[Any, int] = {}
+    nbytes: int | None = None  # None: no transfer
+
+
+def _price(problem: Problem, op: Op) -> _Price:
+    cost = problem.cost
+    if op.work is not None:
+        return _Price(cost.compute_s(op.work))
+    if op.host is not None:
+        return _Price(cost.host_s(*op.host))
+    if op.loaded is not None:
+        return _Price(cost.load_s(op.loaded))
+    if op.sent is not None:
+        transfer = cost.exchange(op.sent)
+        return _Price(transfer.alone, transfer, cost.bytes_by_link(op.sent), int(op.sent.sum()))
+    transfer, by_link, nbytes = _all_reduce(problem, op), Counter[Any](), 0
+    for group, size in op.reductions(problem.ranks):
+        wire = 2 * (len(group) - 1) * size
+        by_link.update(cost.reduced_by_link(wire, group))
+        nbytes += wire
+    return _Price(transfer.alone, transfer, by_link, nbytes)
+
+
+def _all_reduce(problem: Problem, op: Op) -> Transfer:
+    """All groups' all-reduces at the same time; ports that they share are busy for all of them."""
+    transfers = [
+        problem.cost.all_reduce(size, group) for group, size in op.reductions(problem.ranks)
+    ]
+    busy: dict[Port, Number] = {}
+    for transfer in transfers:
+        transfer.load(busy)
+    return Transfer(largest(transfer.latency for transfer in transfers), busy)
+
+
+def _synchronous_epoch(
+    cost: Cost,
+    counts: _Counts,
+    priced: Mapping[Identity, _Price],
+    seconds: Mapping[Identity, Number],
+) -> tuple[Number, Number]:
+    """Seconds of the epoch, and those of its exposed transfers, loads and sampling."""
+    transfers = _sum(counts.exchanged, seconds) + _sum(counts.reduced, seconds)
+    computed = _sum(counts.computed, seconds)
+    with_host = computed + _sum(counts.hosted, seconds)
+    host_s = cost.all_done_s(with_host) - cost.all_done_s(computed)
+    return counts.segments.all_done_s(cost, seconds) + transfers, transfers + host_s
+
+
+def _stale_epoch(
+    cost: Cost,
+    counts: _Counts,
+    priced: Mapping[Identity, _Price],
+    seconds: Mapping[Identity, Number],
+) -> tuple[Number, Number]:
+    """Seconds of the epoch, and those that are not computation.
+
+    All layers' exchanges share one communication lane, which runs beside computation. The
+    all-reduce follows computation. No epoch is shorter than its busiest port is busy.
+    """
+    computing_s = counts.reduce_segments.all_done_s(cost, seconds)
+    computed_s, both_s = _overlap(
+        cost,
+        computing_s,
+        _sum(counts.exchanged, seconds),
+        [(priced[identity].transfer, count) for identity, count in counts.exchanged.items()],
+    )
+    ports = cost.core_busy_s(_sum(counts.computed, seconds))
+    for identity, count in (counts.exchanged + counts.reduced).items():
+        priced[identity].transfer.load(ports, count)
+    epoch = np.maximum(computed_s + _sum(counts.reduced, seconds), both_s)
+    epoch = largest(ports.values(), epoch)
+    return epoch, epoch - computing_s
+
+
+def _overlap(
+    cost: Cost,
+    computing_s: Number,
+    exchanging_s: Number,
+    exchanges: Iterable[tuple[Transfer, int]],
+) -> tuple[Number, Number]:
+    """When computation ends and when both have ended, of computation beside exchanges [s].
+
+    Both begin at the same time. The seconds given are those of either alone; exchanges come one
+    after the other, each so many times. On CPUs both share the cores and are slower together
+    (`Cost.overlap_rates`). What is left of either when the other ends goes on alone.
+    """
+    lane_s, done = np.zeros(np.shape(computing_s)), np.zeros(np.shape(computing_s))
+    for transfer, count in exchanges:
+        exchange_rate, compute_rate = cost.overlap_rates(transfer)
+        flowing = (transfer.alone - transfer.latency) / exchange_rate
+        lane_s = lane_s + count * (transfer.latency + flowing)
+        done = done + count * (transfer.latency + flowing * compute_rate)
+    computed_s = np.where(
+        done > computing_s,  # computation ends first
+        computing_s * lane_s / np.maximum(done, 1e-30),
+        computing_s + lane_s - done,
+    )
+    left = np.maximum(1.0 - computed_s / np.maximum(lane_s, 1e-30), 0.0)
+    return computed_s, computed_s + left * exchanging_s
+
+
+def _ahead_s(
+    cost: Cost,
+    counts: _Counts,
+    priced: Mapping[Identity, _Price],
+    seconds: Mapping[Identity, Number],
+) -> Number:
+    """The shortest epoch that sampling ahead allows: its own lane, and the cores that it shares
+    with computation [s]."""
+    lane_s = counts.ahead_segments.all_done_s(cost, seconds)
+    lane_s = lane_s + _sum(counts.exchanged_ahead, seconds)
+    if not cost.cores:
+        return lane_s
+    ports = _port_s(cost, priced, [(key, count) for (_, key), count in counts.labelled.items()])
+    return largest((busy for (kind, _), busy in ports.items() if kind == "cores"), lane_s)
+
+
+def _by_operation(
+    cost: Cost, counts: _Counts, priced: Mapping[Identity, _Price]
+) -> tuple[dict[str, Number], dict[str, int], dict[str, int]]:
+    """Seconds of each kind of operation on its slowest rank; bytes by operation and by link."""
+    by_op: dict[str, Number] = {}
+    sent: dict[str, int] = {}
+    links: dict[str, int] = {}
+    slowest_s = {
+        identity: price.seconds if price.nbytes is not None else cost.all_done_s(price.seconds)
+        for identity, price in priced.items()
+    }
+    for (label, identity), count in counts.labelled.items():
+        price = priced[identity]
+        by_op[label.kind] = by_op.get(label.kind, 0.0) + times(slowest_s[identity], count)
+        if price.nbytes is not None:
+            sent[label.op] = sent.get(label.op, 0) + count * price.nbytes
+            for link, nbytes in price.by_link.items():
+                links[link] = links.get(link, 0) + count * nbytes
+    return by_op, sent, links
+
+
+def busiest_port_s(problem: Problem, ops: Iterable[Op]) -> Number:
+    """How long the busiest port is busy with these operations [s]; shared CPU cores are a port."""
+    cost = problem.cost
+    using = [
+        (op.identity, op) for op in ops if cost.cores or op.sent is not None or op.size or op.groups
+    ]
+    priced = {identity: _price(problem, op) for identity, op in dict(using).items()}
+    counted = Counter(identity for identity, _ in using)
+    return largest(_port_s(cost, priced, list(counted.items())).values())
+
+
+def _port_s(
+    cost: Cost, priced: Mapping[Identity, _Price], counted: Sequence[tuple[Identity, int]]
+) -> dict[Port, Number]:
+    """How long each port is busy with operations, each so many times [s]."""
+    ports = cost.core_busy_s(
+        total(
+            times(priced[identity].seconds, count)
+            for identity, count in counted
+            if priced[identity].nbytes is None
+        )
+    )
+    for identity, count in counted:
+        priced[identity].transfer.load(ports, count)
+    return ports
+
+
+def _sum(counted: Mapping[Identity, int], seconds: Mapping[Identity, Number]) -> Number:
+    """The operations' seconds, each as often as it is counted."""
+    return total(times(seconds[identity], count) for identity, count in counted.items())

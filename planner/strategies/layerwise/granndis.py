@@ -1,0 +1,429 @@
+"""GraNNDis: a server recomputes rows of other servers instead of receiving them in every step.
+
+Before the first step each server preloads the features `depth` hops around its part of the graph.
+It then computes hidden rows of the first `depth` layers for these surroundings too, so those rows
+never cross servers. Inside a server the enlarged graph is cut over its GPUs, which exchange halos
+as graph parallelism does.
+
+    2 servers x 1 GPU, 3 layers, depth 2 (full preload)
+    setup    |preload: features 3 hops around|
+    compute  |forward 1 on own + 2 hops|forward 2 on own + 1 hop|forward 3 on own|loss| ..
+    comm      nothing between servers
+    reduce                                                                             |all_reduce|
+
+    depth 1
+    setup    |preload: features 2 hops around|
+    compute  |forward 1 on own + 1 hop|forward 2 on own| . . . |forward 3 on own|loss| ..
+    comm                                               |halo 3|
+    reduce                                                                             |all_reduce|
+
+    expansion-aware sampling, max_hop 1 and fanout 15: the same timeline on fewer rows
+    setup    |preload: features of the rows drawn, 1 hop around|
+    compute  |forward 1 on its rows|forward 2 on its rows|forward 3 on own|loss| ..
+
+    cooperative batching, batches 2 (R): two steps per epoch, each for half of the training vertices
+    setup    |preload| to the server's memory, not to its GPUs
+    copy     |load|                               |load|          features of the batch only
+    compute        |1|2|3|loss|3|2|1|     |update|      |1|2|3|loss|3|2|1|     |update|
+    reduce                           |all_r|                              |all_r|
+
+Depth 0 is graph parallelism, depth L the paper's full preload. The best depth depends on links and
+graph: more depth means fewer bytes between servers, and more computation. With sampling a server
+has, outside its own part, only rows that were drawn once before training, and all edges among the
+rows it has; loss and gradients are of its own rows only. A batch has whole neighbourhoods; it is
+fetched for a server as a whole and then split over its GPUs. With R = 1 nothing is loaded.
+
+`group` says what preloads as one: the server, as in the paper, or the island of GPUs with a fast
+link between them (NVLink bridges). With islands, no recomputed row crosses PCIe either, and one
+server is enough to preload something:
+
+    1 server, islands {0, 2} and {1, 3}, group 'island', 2 layers
+    GPU 0, 2   |preload|forward 1 on half of own + 1 hop| halo 2 on NVLink |forward 2| ..
+    GPU 1, 3   |preload|forward 1 on half of own + 1 hop| halo 2 on NVLink |forward 2| ..
+    PCIe        features                                              all_reduce, once per island
+
+Exact without sampling and with one batch, for every depth: each server's copy of a row gets the
+gradient of that server's readers, and the all-reduce adds up the copies' weight gradients. Sampling
+cuts edges between servers; batches are mini-batches (the gradient of the batch's mean loss).
+
+Bytes per epoch: as graph parallelism, where layers l <= depth + 1 exchange halos inside groups only
+(for depth 0 everywhere), plus 2 (M-1) W b per batch; the preloaded features cross once, before the
+first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. Its Eq. 3-9 are in formulas.py and
+decide nothing: plans use the counted rows of every layer.
+
+See also step.py, account.py, schedule.py, memory.py in this folder; planner/ownership/layout.py for
+recomputed rows; executor/strategies/granndis.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Expansion, Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
+from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.layerwise.account import predict_layers
+from gnnplan.planner.strategies.layerwise.schedule import schedule_layers
+from gnnplan.planner.strategies.layerwise.step import (
+    Batches,
+    ExchangeOptions,
+    preparation,
+    traffic,
+)
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Schedule
+
+MOST = 10_000  # the largest max_hop, and the most batches
+MAX_HOP, FANOUT = 1, 15  # defaults of the paper, Sec. 4.3
+DEGREES = ("global", "local")
+GROUPS = ("server", "island")
+SHARED = ("parameters", "optimizer", "runtime")  # uses of memory that batches do not shrink
+BATCH_ORDER = 3  # a stream of random numbers of its own; layout.py has the others
+
+
+@dataclass(frozen=True)
+class GraNNDis(Strategy):
+    """GraNNDis.
+
+    depth: hidden layers that a group recomputes for its surroundings; None: all (full preload).
+    narrow: exchange rows before or after the multiplication, whichever are narrower.
+    max_hop (m), fanout (k): of expansion-aware sampling; None: none. If one is given, the other
+        gets its default.
+    degrees: what a layer divides by: a vertex's degree in the whole graph ('global') or among its
+        group's rows ('local').
+    batches: R of cooperative batching; None: the fewest that fit the memory.
+    checkpoint: as in graph parallelism.
+    group: what preloads and batches as one, the 'server' or the 'island'.
+    """
+
+    depth: int | None = None
+    narrow: bool = False
+    max_hop: int | None = None
+    fanout: int | None = None
+    degrees: str = "global"
+    batches: int | None = 1
+    checkpoint: bool = False
+    group: str = "server"
+
+    family: ClassVar[str] = "granndis"
+    claim: ClassVar[float] = 1e-6
+
+    @property
+    def sampled(self) -> bool:
+        return self.max_hop is not None or self.fanout is not None
+
+    @property
+    def exact(self) -> bool:
+        return not self.sampled and self.batches == 1
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return (
+            isinstance(other, GraNNDis)
+            and self.sampled == other.sampled
+            and (self.batches == 1) == (other.batches == 1)
+        )
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        narrowing = problem.model.narrows
+        deepest = problem.workload.layers - problem.model.first_varying
+        for group in _groups_to_try(problem):
+            for depth in range(1, min(deepest, 5)):
+                yield cls(depth, group=group)
+                if narrowing:
+                    yield cls(depth, narrow=True, group=group)
+            yield cls(group=group)  # exact; with checkpoints if it does not fit
+            in_batches = cls(batches=None, group=group)
+            if in_batches.settle(problem).batches != 1:
+                yield in_batches
+            sampled = cls(max_hop=MAX_HOP, fanout=FANOUT, batches=None, group=group)
+            yield sampled
+            # A batch computes only what its training vertices need. Where few vertices train, two
+            # batches are faster than the whole graph, though that fits.
+            for open_batches in (in_batches, sampled):
+                two = replace(open_batches, batches=2)
+                if open_batches.settle(problem).batches == 1 and two._suits(problem):
+                    yield two
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        sizes = _sizes(problem)
+        if problem.cluster.islands and len(sizes) > 1:
+            return (
+                f"one server, and its islands hold {', '.join(map(str, sizes))} GPUs: islands"
+                " preload where they are equally large; with group='server' it would be plain"
+                " graph parallel"
+            )
+        has, groups = (
+            ("one server, one island", "groups")
+            if problem.cluster.islands
+            else ("one server", "servers")
+        )
+        return (
+            f"{has}: no row crosses {groups}, so there is nothing to preload and it would be"
+            " plain graph parallel"
+        )
+
+    def settle(self, problem: Problem) -> GraNNDis:
+        out = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
+        if self.sampled:
+            out = replace(
+                out,
+                max_hop=MAX_HOP if self.max_hop is None else self.max_hop,
+                fanout=FANOUT if self.fanout is None else self.fanout,
+            )
+        if self.batches is not None:
+            return out
+        # a search settles the same strategy many times, for each seating
+        key = (out, self.tied(problem), problem.workload, problem.cluster.device.memory)
+        if key not in problem._fewest:
+            problem._fewest[key] = out._fewest_that_fit(problem)
+        return replace(out, batches=problem._fewest[key])
+
+    def _fewest_that_fit(self, problem: Problem) -> int:
+        """The smallest number of batches R whose memory fits; if none does, that which needs least.
+
+        R is doubled while that helps, and then bisected.
+        """
+        room = problem.cluster.device.memory
+
+        def need(batches: int) -> float:
+            return float(
+                sum(replace(self, batches=batches).memory(problem).values(), np.zeros(1)).max()
+            )
+
+        try:
+            self.check(problem)
+        except SpecError:  # the caller checks too, and reports it
+            return 1
+        whole = replace(self, batches=1).memory(problem)
+        tried = {1: float(sum(whole.values(), np.zeros(1)).max())}
+        if (
+            tried[1] <= room
+            or problem.workload.norm == "batch"
+            or sum(whole[use].max() for use in SHARED) > room
+        ):
+            return 1
+        few, many, most = 1, 1, self._targets(problem)
+        while tried[many] > room and tried[many] <= tried[few] and many < most:
+            few, many = many, min(2 * many, most)
+            tried[many] = need(many)
+        if tried[many] > room:
+            return min(tried, key=lambda batches: (tried[batches], batches))
+        while many - few > 1:
+            between = (few + many) // 2
+            tried[between] = need(between)
+            few, many = (few, between) if tried[between] <= room else (between, many)
+        return many
+
+    def _targets(self, problem: Problem) -> int:
+        """The fewest training vertices that a group has."""
+        layout, groups = self.layout(problem), self.tied(problem)
+        if isinstance(layout, EstimatedLayout):
+            return int(problem.stats.train_vertices // len(set(groups)))
+        assert problem.graph is not None
+        group_of = np.asarray(groups)[layout.owner]
+        return min(int(problem.graph.train[group_of == group].sum()) for group in set(groups))
+
+    def with_less_memory(self) -> Strategy | None:
+        return None if self.checkpoint else replace(self, checkpoint=True)
+
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        layers, deepest = (
+            problem.workload.layers,
+            problem.workload.layers - problem.model.first_varying,
+        )
+        self._check_group(problem)
+        if self.depth is not None and not 0 <= self.depth <= layers:
+            raise SpecError(
+                f"granndis: depth lies between 0 (plain halo) and the layers ({layers}, full"
+                f" preload), not {self.depth}"
+            )
+        for knob, value, least in (
+            ("max_hop", self.max_hop, MAX_HOP),
+            ("fanout", self.fanout, FANOUT),
+            ("batches", self.batches, 1),
+        ):
+            if value is not None and value < 1:
+                raise SpecError(
+                    f"granndis: {knob} is at least 1, not {value}; use {knob}={least}, or leave"
+                    " it out"
+                )
+            if value is not None and value > MOST and knob != "fanout":
+                raise SpecError(
+                    f"granndis: {knob} is at most {MOST:,}, not {value:,}; use {knob}={least}, or"
+                    " leave it out"
+                )
+        if self.degrees not in DEGREES:
+            raise SpecError(
+                "granndis: degrees is 'global' (of the whole graph) or 'local' (among a"
+                f" {self.group}'s rows), not {self.degrees!r}"
+            )
+        if self.degrees == "local" and not self.sampled:
+            raise SpecError(
+                f"granndis: without sampling a {self.group}'s rows have all their neighbours, so"
+                " degrees are global; use degrees='local' with max_hop and fanout"
+            )
+        if (self.sampled or self.batches != 1) and self.depth is not None and self.depth < deepest:
+            group = {"server": "a server", "island": "an island"}[self.group]
+            reason = (
+                f"sampling leaves {group} rows of its own graph"
+                if self.sampled
+                else f"batches are fetched for {group} as a whole"
+            )
+            raise SpecError(
+                f"granndis: {reason}, so no hidden row may cross {self.group}s (depth:"
+                f" {self.depth}, layers: {layers}); leave depth out"
+            )
+        if problem.ranks > problem.stats.vertices:
+            raise SpecError(
+                f"granndis needs a vertex per rank (vertices: {problem.stats.vertices}, ranks:"
+                f" {problem.ranks}); use fewer ranks"
+            )
+        if self.batches is not None and self.batches > 1:
+            if problem.workload.norm == "batch":
+                raise SpecError(
+                    f"granndis: batch norm needs all vertices at once (batches: {self.batches});"
+                    " use norm=layer or batches=1"
+                )
+            if self.batches > (targets := self._targets(problem)):
+                raise SpecError(
+                    f"granndis needs a training vertex per batch on every {self.group} (fewest on"
+                    f" one: {targets}, batches: {self.batches}); use"
+                    f" batches={max(targets, 1)}{' or less' if targets > 1 else ''}"
+                )
+
+    def _suits(self, problem: Problem) -> bool:
+        try:
+            self.settle(problem).check(problem)
+        except SpecError:
+            return False
+        return True
+
+    def _check_group(self, problem: Problem) -> None:
+        if self.group not in GROUPS:
+            raise SpecError(
+                "granndis: group is 'server' or 'island' (what preloads as one), not"
+                f" {self.group!r}"
+            )
+        if self.group == "island":
+            cluster = problem.cluster
+            if not cluster.islands:
+                raise SpecError(
+                    "granndis: group='island' needs islands, GPUs with a fast link between them,"
+                    f" and cluster {cluster.name} names none (GPUs per server:"
+                    f" {cluster.gpus_per_server}); use group='server', or give it islands and"
+                    " island"
+                )
+            if len(sizes := _sizes(problem)) > 1:
+                raise SpecError(
+                    "granndis: islands preload equal shares of the graph, so they must be equally"
+                    f" large (GPUs used of an island of cluster {cluster.name}:"
+                    f" {', '.join(map(str, sizes))}); use group='server'"
+                )
+
+    @property
+    def exchange_options(self) -> ExchangeOptions:
+        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint)
+
+    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
+        """Which rows each rank computes, receives and preloads."""
+        expansion, layers = None, problem.workload.layers
+        if self.sampled:
+            assert self.max_hop is not None and self.fanout is not None
+            expansion = Expansion(self.max_hop, self.fanout, problem.workload.seed)
+        elif self.steps(problem) > 1 and layers == problem.model.first_varying:
+            # there is no hidden row to recompute: only features are preloaded
+            expansion = Expansion(layers, problem.stats.vertices, problem.workload.seed)
+        return problem.layout(
+            layers if self.depth is None else self.depth, expansion, self.tied(problem)
+        )
+
+    def layouts(self, problem: Problem) -> Batches:
+        """The layouts of an epoch's batches; empty with R = 1."""
+        return (
+            ()
+            if self.batches in (None, 1)
+            else problem.batches(self.layout(problem), self.steps(problem))
+        )
+
+    def steps(self, problem: Problem) -> int:
+        return self.batches or 1
+
+    def preparation(self, problem: Problem) -> dict[str, float]:
+        return preparation(problem, self.layout(problem))
+
+    def memory(self, problem: Problem) -> Memory:
+        """Bytes per rank by use.
+
+        The largest batch fills the device. Edges of all batches stay there; their features do not.
+        """
+        return layerwise_memory.memory(
+            problem, self.layout(problem), self.exchange_options, self.layouts(problem)
+        )
+
+    def predict(self, problem: Problem) -> Prediction:
+        return predict_layers(
+            problem, self.layout(problem), self.exchange_options, self.layouts(problem)
+        )
+
+    def schedule(self, problem: Problem, steps: int) -> Schedule:
+        return schedule_layers(
+            problem,
+            self.layout(problem),
+            self.exchange_options,
+            steps,
+            self.layouts(problem),
+            lambda step: self.turn(problem, step),
+        )
+
+    def traffic(self, problem: Problem) -> list[Phase]:
+        layouts = self.layouts(problem) or (self.layout(problem),)
+        count = Counter(map(id, layouts))  # estimated batches are one object, many times
+        return [
+            Phase(sent, times * count[key])
+            for key, layout in {id(layout): layout for layout in layouts}.items()
+            for sent, times in traffic(problem, layout, self.exchange_options)
+        ]
+
+    def tied(self, problem: Problem) -> tuple[int, ...]:
+        """The group of each rank.
+
+        Groups are numbered in the order of ranks, so that it does not matter which server or island
+        a group has.
+        """
+        places = problem.cost.places
+        of_rank = (places.island if self.group == "island" else places.server).tolist()
+        number = {place: i for i, place in enumerate(dict.fromkeys(of_rank))}
+        return tuple(number[place] for place in of_rank)
+
+    def turn(self, problem: Problem, step: int) -> int:
+        """The batch of a step: every epoch has all batches, in an order of its own."""
+        epoch, place = divmod(step, self.steps(problem))
+        random = np.random.default_rng((BATCH_ORDER, problem.workload.seed, epoch))
+        return int(random.permutation(self.steps(problem))[place])
+
+
+def _groups_to_try(problem: Problem) -> list[str]:
+    """The kinds of group of which the problem has several, without those that are the same."""
+    servers, islands = (len(set(numbers.tolist())) for numbers in problem.cost.places[:2])
+    out = ["server"] if servers > 1 else []
+    return (
+        [*out, "island"]
+        if problem.cluster.islands and islands > servers and len(_sizes(problem)) == 1
+        else out
+    )
+
+
+def _sizes(problem: Problem) -> list[int]:
+    """The different numbers of GPUs that the problem uses of an island."""
+    return sorted(set(np.bincount(problem.cost.places.island).tolist()) - {0})

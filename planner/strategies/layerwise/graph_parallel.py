@@ -1,0 +1,171 @@
+"""Graph parallelism: every rank has a part of the graph, and receives halo rows before each layer.
+
+A rank computes the rows of its own part. Before layer l it receives the rows of h_{l-1} that its
+neighbours in other parts have (the halo); after layer l's backward pass it sends their gradients
+back. With staleness 1 it is PipeGCN, which overlaps these exchanges with computation.
+
+    staleness 0, one step
+    compute  |forward 1|. . . |forward 2|loss|backward 2|. . . . |backward 1|. . . . . . |update|
+    comm               |halo 2|                         |halo 2 b|
+    reduce                                                                  |all_reduce|
+
+    staleness 1 (PipeGCN): step t + 1 uses the halo rows and halo gradients of step t
+    compute  |forward 1|forward 2|loss|backward 2|backward 1|. . . . . |update|forward 1|forward 2|
+    comm               |halo 2 f . . . . . . .|halo 2 b . . . . .                       ^ waits for
+    reduce                                                  |all_reduce|          halo 2 f of step t
+
+    norm=batch: all ranks add up moments of a layer's inputs (2 H numbers), then their gradients
+    compute  |forward 1|. . . . . . . . |forward 2|loss|backward 2|. . . . . . . . . . |backward 1|
+    comm                         |halo 2|                          |halo 2 b|
+    reduce             |moments 2|                                          |moments 2 b|
+
+A model with an encoder (GCNII) begins with `encode`, and its layer 1 has a halo in every step too.
+Weights are never stale. `smoothing` (PipeGCN-F, -G, -GF) replaces a received value v_t by
+s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, for each halo row and layer: for rows ('f'), for
+gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more buffer.
+
+`narrow` multiplies before the exchange where a layer makes its rows narrower, so that
+min(H_{l-1}, H_l) numbers per row cross. This is exact without staleness. With staleness it is a
+variant of ours: halo rows lag together with the weights that they were multiplied by.
+
+Exact: the gradient of one process with staleness 0; an approximation with staleness 1.
+
+Bytes per epoch, for halos B_i of parts i = 1 .. M, numbers of b bytes and W weights:
+
+    2 b sum_{l=2..L} H_{l-1} sum_i |B_i|  +  2 (M-1) W b
+
+The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
+and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
+
+See also step.py (operations), account.py (bytes and seconds), schedule.py (tasks) and memory.py in
+this folder; planner/ownership/layout.py for parts and halos; executor/strategies/graph_parallel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
+from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.layerwise.account import predict_layers
+from gnnplan.planner.strategies.layerwise.schedule import schedule_layers
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation, traffic
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Schedule
+
+SMOOTHINGS = ("", "f", "g", "gf")
+GAMMA = 0.95  # PipeGCN, Sec. 3.4
+
+
+@dataclass(frozen=True)
+class GraphParallel(Strategy):
+    """Graph parallelism (staleness 0) and PipeGCN (staleness 1).
+
+    staleness: steps by which halo rows and gradients lag, 0 or 1.
+    narrow: exchange rows before or after the multiplication, whichever are narrower.
+    smoothing: of stale rows ('f'), gradients ('g') or both ('gf'); gamma, in [0, 1), is its weight.
+    checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
+    """
+
+    staleness: int = 0
+    narrow: bool = False
+    smoothing: str = ""
+    gamma: float = GAMMA
+    checkpoint: bool = False
+
+    family: ClassVar[str] = "graph_parallel"
+    # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
+    # form follows
+    claim: ClassVar[float] = 0.25
+
+    @property
+    def name(self) -> str:
+        return (
+            f"pipegcn{'_' if self.smoothing else ''}{self.smoothing}"
+            if self.staleness
+            else "graph_parallel"
+        )
+
+    @property
+    def implied(self) -> dict[str, Any]:
+        return {"staleness": self.staleness, "smoothing": self.smoothing if self.staleness else ""}
+
+    @property
+    def exact(self) -> bool:
+        return self.staleness == 0
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return (
+            isinstance(other, GraphParallel)
+            and self.name == other.name
+            and (not self.smoothing or self.gamma == other.gamma)
+        )
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        yield cls()
+        if problem.ranks > 1:
+            if problem.model.narrows:
+                yield cls(narrow=True)
+                yield cls(staleness=1, narrow=True)
+            yield cls(staleness=1)
+            yield cls(staleness=1, smoothing="gf")  # as fast; may converge better
+
+    def with_less_memory(self) -> Strategy | None:
+        return None if self.checkpoint else replace(self, checkpoint=True)
+
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        if self.staleness not in (0, 1):
+            raise SpecError(
+                f"graph_parallel: staleness is 0 (exact) or 1 (PipeGCN), not {self.staleness}; use"
+                " 0 or 1"
+            )
+        if self.smoothing not in SMOOTHINGS:
+            raise SpecError(
+                "pipegcn: smoothing is '' (none), 'f' (rows), 'g' (gradients) or 'gf' (both), not"
+                f" {self.smoothing!r}"
+            )
+        if self.smoothing and not self.staleness:
+            raise SpecError(
+                "graph_parallel: only stale rows are smoothed; use staleness=1 with smoothing, as"
+                " pipegcn_gf does"
+            )
+        if self.gamma != GAMMA and not self.smoothing:
+            raise SpecError(
+                f"{self.name}: gamma is of smoothing, and nothing is smoothed here (gamma:"
+                f" {self.gamma:g}); use pipegcn_gf(gamma={self.gamma:g})"
+            )
+        if not 0 <= self.gamma < 1:
+            raise SpecError(
+                "pipegcn: gamma lies in [0, 1) (0: no smoothing, 1 would never use what is"
+                f" received), not {self.gamma:g}; use 0.95, or 0.5 where the model overfits"
+            )
+        if problem.ranks > problem.stats.vertices:
+            raise SpecError(
+                f"graph_parallel needs a vertex per rank (vertices: {problem.stats.vertices},"
+                f" ranks: {problem.ranks}); use fewer ranks"
+            )
+
+    @property
+    def exchange_options(self) -> ExchangeOptions:
+        return ExchangeOptions(self.narrow, self.staleness, self.smoothing, self.checkpoint)
+
+    def preparation(self, problem: Problem) -> dict[str, float]:
+        return preparation(problem, problem.layout())
+
+    def memory(self, problem: Problem) -> Memory:
+        return layerwise_memory.memory(problem, problem.layout(), self.exchange_options)
+
+    def predict(self, problem: Problem) -> Prediction:
+        return predict_layers(problem, problem.layout(), self.exchange_options)
+
+    def schedule(self, problem: Problem, steps: int) -> Schedule:
+        return schedule_layers(problem, problem.layout(), self.exchange_options, steps)
+
+    def traffic(self, problem: Problem) -> list[Phase]:
+        return traffic(problem, problem.layout(), self.exchange_options)

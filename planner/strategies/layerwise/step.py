@@ -1,0 +1,268 @@
+"""The operations of one training step that goes layer by layer, all ranks together.
+
+    step() -> [Op, Op, ...] -> account.py    bytes, and seconds without contention
+                            -> schedule.py   every rank's tasks
+                            -> traffic()     who sends how much to whom, for seating the ranks
+
+    one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
+
+All readers go through the same list, so bytes, seconds and tasks agree. What layers compute is
+counted by planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.schedule import Compute, HostWork, Label
+
+Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; empty: one step over the whole layout
+Group = tuple[int, ...]  # ranks
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation that all ranks do together. Exactly one of the following is set:
+
+    work            computation; its fields are arrays [ranks]
+    loaded          bytes [ranks] from the server's memory to the device
+    host            a sampler's work, and edges [ranks]
+    sent            an exchange: bytes [ranks, ranks], from row to column
+    size            an all-reduce of that many bytes over all ranks
+    groups, sizes   an all-reduce in each group, of that group's size
+
+    An operation that is `ahead` may be done before its step begins (sampling). An `idle` operation
+    has no work: it records how long a rank waits.
+    """
+
+    op: str
+    way: str = ""
+    layer: int | None = None
+    work: Compute | None = None
+    loaded: np.ndarray | None = None
+    host: tuple[HostWork, np.ndarray] | None = None
+    sent: np.ndarray | None = None
+    size: int = 0
+    groups: tuple[Group, ...] = ()
+    sizes: tuple[int, ...] = ()
+    ahead: bool = False
+    idle: bool = False
+
+    def label(self, step: int) -> Label:
+        return Label(self.op, step, self.way, self.layer)
+
+    @property
+    def identity(self) -> object:
+        """Equal for operations that share their work: such operations take equally long."""
+        shared = (self.work, self.loaded, self.host, self.sent)
+        return self.op, self.size, self.groups, self.sizes, *map(id, shared)
+
+    def reductions(self, ranks: int) -> list[tuple[Group, int]]:
+        """The groups of an all-reduce, each with its bytes."""
+        if self.groups:
+            return list(zip(self.groups, self.sizes, strict=True))
+        return [(tuple(range(ranks)), self.size)]
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How layers exchange rows, and what they keep for the backward pass."""
+
+    narrow: bool = False  # multiply before the exchange where that shrinks the rows
+    staleness: int = 0  # steps by which halo rows and gradients lag
+    smoothing: str = ""  # of stale rows ('f'), gradients ('g') or both ('gf')
+    checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
+
+
+def step(
+    problem: Problem,
+    layout: Layout | EstimatedLayout,
+    options: ExchangeOptions,
+    batch: bool = False,
+) -> Iterator[Op]:
+    """The operations of one step, in order.
+
+    With `batch` the step begins by loading the batch's constant rows. Exchanges stand where a
+    synchronous rank waits for them. Layers that are alike share their work and bytes (the same
+    objects), so that a deep model costs no more to predict than its different layers.
+    """
+    model, layers = problem.model, problem.workload.layers
+    # layer -> the first layer with the same work and bytes
+    first_seen: dict[object, int] = {}
+    like = {
+        layer: first_seen.setdefault(alike_as(model, layout, layer, options.narrow), layer)
+        for layer in range(1, layers + 1)
+    }
+    facts = {layer: layout.facts(layer) for layer in first_seen.values()}
+    meets = {layer: layout.meets(layer) for layer in first_seen.values()}
+
+    @cache
+    def sent(layer: int, way: str) -> np.ndarray | None:
+        """Bytes [ranks, ranks] of the layer's exchange; None if it has none."""
+        rows = facts[layer].sends
+        if layer <= model.first_varying or not meets[layer]:
+            return None
+        if way == "b" and isinstance(layout, EstimatedLayout):  # estimates are symmetric
+            return sent(layer, "f")
+        row_bytes = model.exchanged_width(layer, options.narrow) * model.itemsize
+        return np.asarray((rows if way == "f" else rows.T) * row_bytes)
+
+    @cache
+    def work(layer: int, way: str) -> Compute:
+        """The layer's computation. A stale exchange overlaps with it and takes some bandwidth."""
+        moved = sent(layer, way) if options.staleness else None
+        return computation(layer, way) + Compute(
+            overlapped_bytes=0.0 if moved is None else np.maximum(moved.sum(1), moved.sum(0))
+        )
+
+    def computation(layer: int, way: str) -> Compute:
+        """The layer, and the next layer's projection if that is done before its exchange."""
+        f, forward_or_backward = facts[layer], 0 if way == "f" else 1
+        work = (model.forward, model.backward)[forward_or_backward](
+            layer, f.rows, f.sources, f.edges, options.narrow
+        )
+        if options.narrow:
+            work = work + model.project(layer + 1, f.rows)[forward_or_backward]
+        # a checkpoint's backward pass begins with the forward pass
+        return work + computation(layer, "f") if options.checkpoint and way == "b" else work
+
+    def moments(layer: int, way: str) -> Iterator[Op]:
+        """Batch norm's all-reduce: moments before the layer, or their gradient after it.
+
+        Layer L + 1 is the decoder.
+        """
+        if problem.ranks > 1 and (numbers := model.moments(layer)):
+            yield Op("moments", way, layer, size=numbers * model.itemsize)
+
+    if batch:
+        yield Op("load", loaded=loaded_bytes(problem, layout))
+    encode = model.encode(local_rows(layout, 0)) if model.encoder else None
+    if encode:
+        yield Op("encode", "f", work=encode[0])
+    for layer in range(1, layers + 1):
+        yield from moments(layer, "f")
+        if (moved := sent(like[layer], "f")) is not None:
+            yield Op("halo", "f", layer, sent=moved)
+        yield Op("forward", layer=layer, work=work(like[layer], "f"))
+    forward, backward = model.finish(facts[like[layers]].rows)
+    yield from moments(layers + 1, "f")
+    yield Op("loss", work=forward + backward)
+    yield from moments(layers + 1, "b")
+    for layer in range(layers, 0, -1):
+        yield Op("backward", layer=layer, work=work(like[layer], "b"))
+        if (moved := sent(like[layer], "b")) is not None:
+            yield Op("halo", "b", layer, sent=moved)
+        yield from moments(layer, "b")
+    if encode:
+        yield Op("encode", "b", work=encode[1])
+    if problem.ranks > 1:
+        yield Op("all_reduce", size=model.weights * model.itemsize)
+    yield Op("update", work=model.update(model.weights))
+
+
+def alike_as(model: Model, layout: Layout | EstimatedLayout, layer: int, narrow: bool) -> object:
+    """A key that is equal for layers with equal work and bytes."""
+    following = model.layers[layer] if narrow and layer < len(model.layers) else None
+    return (
+        model.layers[layer - 1],
+        following,
+        layout.kind(layer),
+        layer <= max(model.first_varying, 1),
+    )
+
+
+def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
+    """Exchanges before the first step: features of recomputed rows, then constant inputs' halo."""
+    preloaded = layout.preloaded()
+    if preloaded.any():
+        yield Op("preload", sent=_features_sent(problem, layout, preloaded, "preload"))
+    halo = layout.facts(1).sends
+    if problem.model.first_varying == 1 and halo.any():
+        yield Op("input_halo", sent=_features_sent(problem, layout, halo, "input_halo"))
+
+
+def setup_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> int:
+    """Bytes that all ranks send before the first step."""
+    return sum(int(op.sent.sum()) for op in setup(problem, layout) if op.sent is not None)
+
+
+def _features_sent(
+    problem: Problem, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str
+) -> np.ndarray:
+    """Bytes [ranks, ranks] of the features of so many `rows` [ranks, ranks]."""
+    if not problem.model.nonzeros:
+        return np.asarray(problem.model.features_moved(rows))
+    if problem.graph is None or not isinstance(layout, Layout):
+        return np.asarray(np.round(problem.model.features_moved(rows)).astype(np.int64))
+    # sparse rows differ in length
+    sent = np.zeros_like(rows)
+    for receiver in range(problem.ranks):
+        if op == "preload":
+            ids = layout.rows(receiver, 0)[layout.own(receiver).size :]
+            sender = layout.owner[ids]
+        else:
+            piece = layout.piece(receiver, 1)
+            ids, sender = piece.halo, np.repeat(np.arange(problem.ranks), piece.received)
+        sent[:, receiver] = np.bincount(
+            sender, weights=problem.features_bytes(ids), minlength=problem.ranks
+        )
+    return sent
+
+
+def preparation(problem: Problem, layout: Layout | EstimatedLayout) -> dict[str, float]:
+    """Seconds before the first step: partitioning, and the exchanges of `setup`."""
+    exchanged_s = sum(
+        float(problem.cost.exchange(op.sent).alone)
+        for op in setup(problem, layout)
+        if op.sent is not None
+    )
+    return {"partitioning": problem.seconds_of(layout), "features": exchanged_s}
+
+
+def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
+    """Bytes [ranks] of the constant rows that a batch needs on the device.
+
+    These are the rows that layer 1 (or the encoder) reads, or layer 1's aggregate where that is
+    cached.
+    """
+    model = problem.model
+    if model.nonzeros and isinstance(layout, Layout):
+        local = [layout.rows(rank, 0) for rank in range(problem.ranks)]
+        read = (
+            [np.append(rows, layout.piece(rank, 1).halo) for rank, rows in enumerate(local)]
+            if model.first_varying
+            else local
+        )
+        return np.array([int(problem.features_bytes(rows).sum()) for rows in read])
+    if model.aggregate_cached(1):
+        # GraphSAGE reads a vertex's own row too
+        rows = layout.facts(1).rows * (2 if problem.workload.model == "sage" else 1)
+    else:
+        rows = layout.facts(1).sources if model.first_varying else local_rows(layout, 0)
+    return np.asarray(np.round(model.features_moved(np.round(rows))).astype(np.int64))
+
+
+def local_rows(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
+    """Rows of h_h that each rank computes itself [ranks]."""
+    if isinstance(layout, Layout):
+        return layout.row_counts(h)
+    return np.asarray(layout.facts(1).sources - layout.facts(1).taken)
+
+
+def traffic(
+    problem: Problem, layout: Layout | EstimatedLayout, options: ExchangeOptions
+) -> list[Phase]:
+    """Every exchange of a step; equal exchanges of layers that are alike are counted."""
+    exchanges = [op.sent for op in step(problem, layout, options) if op.sent is not None]
+    times = Counter(map(id, exchanges))
+    return [Phase(sent, times[key]) for key, sent in {id(sent): sent for sent in exchanges}.items()]

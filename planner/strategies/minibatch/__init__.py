@@ -1,0 +1,10 @@
+"""Strategies on mini-batches, and where features and adjacency lists are.
+
+data_parallel.py     data parallelism: every rank samples and computes for its own seeds
+gsplit.py            GSplit: a group of ranks splits one batch
+step.py              the operations of one batch, and what is predicted of them
+feature_store.py     which rows each rank caches, and who provides the others
+adjacency_store.py   whose sampler has which adjacency lists
+memory.py            bytes that a rank holds
+profile.py           what a graph's mini-batches are like (`gnnplan profile`)
+"""

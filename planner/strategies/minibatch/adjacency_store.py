@@ -1,0 +1,258 @@
+"""The adjacency store (`structure`): which samplers have which vertices' adjacency lists.
+
+    everywhere   every rank's sampler has all lists
+    spread       data parallelism, P3: vertex v's list is on server v mod S, or, with one server,
+                 on rank v mod M (a hash of its id, which says nothing about its edges)
+                 GSplit: the list is with the vertex's owner, who alone samples it
+    cached       a server also has those of the other lists that are read most for their bytes
+                 (P3, Table 5)
+
+Features are placed independently (feature_store.py). Whoever has a list draws the same neighbours
+from it (planner/graph/sampling.py). So a sampler asks the ranks that have a list for their draws:
+
+    host |ask_edges L|draw L|edges L| .. |ask_edges 1|draw 1|edges 1|lay|
+
+    ask_edges    ids to the ranks that have the lists: 8 bytes each, and 8 per rank for how many
+    edges        neighbours back: 4 bytes each
+
+Degrees [N] stay with every rank: layers' weights need them, and with them an answer needs no
+counts. Servers read cached lists from where they read their own: nothing is sent for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.sampling import Ids, taken
+from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.minibatch.feature_store import PLACES, heat, that_fit
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import suggest
+
+NEIGHBOUR = 4  # [B] of a neighbour, in a list or drawn from one
+ENTRY = 8  # [B] of a list's offset
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Where the lists of a graph are whose edges are known.
+
+    places: the place of each rank: a number for its server, or for the rank itself.
+    home: the place [N] of each vertex's list.
+    kept: whether a list is at a place, its home or cached [places, N].
+    asks: whether samplers may need lists that they do not have.
+    """
+
+    places: tuple[int, ...]
+    home: NDArray[np.int32]
+    kept: NDArray[np.bool_]
+    asks: bool
+
+    def keeps(self, rank: int) -> NDArray[np.bool_]:
+        """Whether a rank's sampler has each list [N]."""
+        return np.asarray(self.kept[self.places[rank]])
+
+    def provider(self, rank: int, ids: Ids) -> NDArray[np.int32]:
+        """The rank [R] that draws for these vertices, when `rank` samples them.
+
+        It is the rank itself, or one of the ranks of the list's home, which share this work by id.
+        """
+        out = np.full(ids.size, rank, np.int32)
+        away = np.flatnonzero(~self.keeps(rank)[ids])
+        # of spread lists, id mod places is the home; the quotient picks one of its ranks
+        home, turn = self.home[ids[away]], ids[away] // len(self.kept)
+        for place in range(len(self.kept)):
+            there, ranks = home == place, np.flatnonzero(np.equal(self.places, place))
+            out[away[there]] = ranks[turn[there] % ranks.size]
+        return out
+
+    def draws(
+        self, graph: Graph, rows: Sequence[Ids], fanout: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids that rank i asks of rank j, and edges that j draws for i, both [ranks, ranks].
+
+        `rows`: the vertices [R] that each rank samples for a layer. Edges drawn for oneself are
+        included.
+        """
+        m = len(self.places)
+        asked, drawn = np.zeros((2, m, m), np.int64)
+        for rank, ids in enumerate(rows):
+            provider = self.provider(rank, ids)
+            asked[rank] = np.bincount(provider, minlength=m)
+            drawn[rank] = np.bincount(
+                provider,
+                weights=taken(graph.indptr[ids + 1] - graph.indptr[ids], fanout),
+                minlength=m,
+            )
+        np.fill_diagonal(asked, 0)
+        return asked, drawn
+
+    def of(
+        self, batch: MiniBatch, layer: int, fanout: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`draws` for a layer of a batch."""
+        return self.draws(
+            batch.graph, [batch.rows(rank, layer) for rank in range(batch.ranks)], fanout
+        )
+
+    def copied(self, graph: Graph) -> NDArray[np.int64]:
+        """Bytes of each rank's part of the structure [ranks]: its lists, offsets and degrees."""
+        n, lists = (
+            graph.stats.vertices,
+            np.array([int(graph.degree[kept].sum()) for kept in self.kept]),
+        )
+        return np.asarray(
+            NEIGHBOUR * lists + ENTRY * (n + 1) + ENTRY * (1 + graph.stats.directed) * n
+        )[list(self.places)]
+
+
+@dataclass(frozen=True, eq=False)
+class EstimatedStructure:
+    """Where the lists are of a graph known by statistics: spread evenly.
+
+    cached: the share of other places' lists that a place has.
+    """
+
+    places: tuple[int, ...]
+    cached: float
+    asks: bool
+
+    def of(
+        self, batch: MiniBatch, layer: int, fanout: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `Structure.of`."""
+        same = np.equal.outer(self.places, self.places)
+        facts, away = batch.facts(layer), (1 - self.cached) * (1 - 1 / len(set(self.places)))
+        to = np.where(same, 0.0, away / np.maximum((~same).sum(1, keepdims=True), 1))
+        asked, drawn = (
+            np.rint(to * count[:, None]).astype(np.int64) for count in (facts.rows, facts.edges)
+        )
+        return asked, drawn + np.diag(facts.edges - drawn.sum(1))
+
+    def copied(self, stats: GraphStats) -> NDArray[np.int64]:
+        """As `Structure.copied`."""
+        n, places = stats.vertices, len(set(self.places))
+        share = (1 + self.cached * (places - 1)) / places
+        lists = round(NEIGHBOUR * stats.edges * share)
+        offsets_and_degrees = ENTRY * (n + 1) + ENTRY * (1 + stats.directed) * n
+        return np.full(len(self.places), lists + offsets_and_degrees)
+
+
+def list_bytes(graph: Graph, ids: Ids) -> NDArray[np.int64]:
+    """Bytes of each of these vertices' lists in a cache [R]."""
+    return np.asarray(NEIGHBOUR * (graph.indptr[ids + 1] - graph.indptr[ids]) + ENTRY)
+
+
+def worth_keeping(graph: Graph, workload: Workload, hot: str, groups: int) -> Ids:
+    """All vertices [N], first those whose lists are read most often for their bytes.
+
+    A hub's list is read often, but takes as much as thousands of others.
+    """
+    return np.argsort(
+        -heat(graph, workload, hot, groups) / list_bytes(graph, np.arange(graph.stats.vertices)),
+        kind="stable",
+    )
+
+
+def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
+    """The graph with the lists of these vertices [N] only; all other lists are empty."""
+    degree = np.where(keep, graph.degree, 0)
+    return replace(
+        graph,
+        indptr=np.concatenate([[0], np.cumsum(degree)]),
+        indices=graph.indices[np.repeat(keep, graph.degree)],
+    )
+
+
+def hashed(
+    problem: Problem,
+    batches: Batches,
+    structure: str,
+    by_rank: bool,
+    cache: int = 0,
+    hot: str = "frequency",
+) -> Structure | EstimatedStructure | None:
+    """The structure spread over servers, or over ranks, by hash; each is made once.
+
+    Each place caches so many bytes of other places' lists. None: every sampler has all lists.
+    """
+    places = (
+        tuple(range(problem.ranks))
+        if by_rank
+        else tuple(np.unique(problem.servers, return_inverse=True)[1].tolist())
+    )
+    count = max(places) + 1
+    if structure == "everywhere" or count == 1:
+        return None
+    key, known = (places, cache, hot), _known.setdefault(batches, {})
+    if key not in known and isinstance(batches, EstimatedBatches):
+        others = (
+            (NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices) * (count - 1) / count
+        )
+        known[key] = EstimatedStructure(places, min(cache / others, 1.0), asks=True)
+    if key not in known:
+        graph = batches.graph
+        home = (np.arange(graph.stats.vertices) % count).astype(np.int32)
+        kept = home == np.arange(count)[:, None]
+        order = worth_keeping(graph, batches.workload, hot, problem.ranks) if cache else home[:0]
+        for place in range(count):
+            others = order[home[order] != place]
+            kept[place, that_fit(others, list_bytes(graph, others), cache)] = True
+        known[key] = Structure(places, home, kept, asks=True)
+    return known[key]
+
+
+_known: WeakKeyDictionary[Batches, dict[object, Structure | EstimatedStructure]] = (
+    WeakKeyDictionary()
+)
+
+
+def owned(batches: Batches, structure: str) -> Structure | EstimatedStructure | None:
+    """The structure spread over vertices' owners in each group (GSplit).
+
+    None: every sampler has all lists.
+    """
+    groups = batches.groups
+    if isinstance(batches, EstimatedBatches):
+        places = tuple(groups[:rank].count(group) for rank, group in enumerate(groups))
+        return (
+            EstimatedStructure(places, 0.0, asks=False)
+            if structure == "spread" and max(places)
+            else None
+        )
+    member = batches.member
+    if structure == "everywhere" or member is None:
+        return None
+    places = tuple(groups[:rank].count(group) for rank, group in enumerate(groups))
+    return Structure(
+        places, member.astype(np.int32), member == np.arange(max(places) + 1)[:, None], asks=False
+    )
+
+
+def check_structure(name: str, problem: Problem, structure: str, cache: int = 0) -> None:
+    """Raises SpecError if a strategy's knobs make no structure."""
+    if structure not in PLACES:
+        raise SpecError(
+            f"{name}: structure says who has adjacency lists, and {structure!r} is"
+            f" unknown{suggest(structure, PLACES)}"
+        )
+    if cache < 0:
+        raise SpecError(
+            f"{name}: structure_cache is a number of bytes per server, 0 or more, not {cache:,};"
+            " use 0 for no cache"
+        )
+    if cache and structure == "everywhere":
+        raise SpecError(
+            f"{name}: where every sampler has the whole structure there is nothing to cache of it"
+            f" (structure_cache: {cache:,}, structure: everywhere); use structure='spread', or"
+            " structure_cache=0"
+        )

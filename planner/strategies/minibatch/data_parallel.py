@@ -1,0 +1,177 @@
+"""Data-parallel mini-batches, as DGL and DistDGL train.
+
+A batch is global; each rank takes its share of the seeds, samples their neighbourhoods, loads the
+features and computes all layers. Gradients are added up once per batch.
+
+    rank 0, and so every rank
+    host     |draw|lay|
+    copy               |load|
+    compute                 |forward 1 .. L|loss|backward L .. 1|            |update|
+    reduce                                                       |all_reduce|
+
+What two ranks both need is sampled, loaded and computed twice (GSplit, Table 1).
+
+Features come from a store (feature_store.py). Each server's memory has all rows (features=
+'everywhere') or the rows of its part ('spread', as DistDGL). Every GPU caches the hottest rows: all
+GPUs the same, or with `shared_cache` the GPUs of a server different ones, which they read from each
+other (Quiver).
+
+    host     |draw|lay|
+    copy               |load|                        rows of the server's memory
+    compute                  |pick|                  rows of the own cache
+    comm                           |ask|fetch|       rows that other ranks provide
+
+Adjacency lists may be spread too (adjacency_store.py), independently of features. A sampler asks
+for what is drawn from lists that it does not have:
+
+    host     |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|lay|
+
+Exact: neighbours are drawn by vertex, not by rank (planner/graph/sampling.py), so all ranks
+together compute the gradient of one process on the whole batch.
+
+Bytes per batch, for M ranks, W weights and numbers of b bytes:
+
+    2 (M-1) W b        all-reduce
+    F b + 8            for each row that another rank provides: its features, its id
+    8, and 4           for each list that a layer's frontier needs from elsewhere: its id; and for
+                       each neighbour drawn from it
+
+Loaded per batch: F b for each row of a rank's own frontier that no cache has. Sources: DistDGL
+(IA3 2020) for spread features; Quiver (arXiv 2305.10863) for shared caches.
+
+See also step.py, feature_store.py, adjacency_store.py, memory.py in this folder; layerwise/step.py
+for the layers; executor/strategies/minibatch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Bytes, Memory, Prediction, Strategy
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
+from gnnplan.planner.strategies.minibatch import step as batchwise
+from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
+from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class DataParallel(Strategy):
+    """Data parallelism on mini-batches.
+
+    prefetch: batches that a separate sampler may be ahead; 0: each rank samples in line.
+    checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
+    cache: bytes of rows that each GPU caches.
+    shared_cache: a server's GPUs cache different rows, and read each other's.
+    hot: which rows are hottest, by 'frequency' (pre-sampled) or 'degree'.
+    features: in every server's memory ('everywhere'), or each row in one server's ('spread').
+    structure: lists with every sampler ('everywhere'), or each list at one server ('spread').
+    structure_cache: bytes of other servers' lists that a server has.
+    """
+
+    prefetch: int = 0
+    checkpoint: bool = False
+    cache: Bytes = 0
+    shared_cache: bool = False
+    hot: str = "frequency"
+    features: str = "everywhere"
+    structure: str = "everywhere"
+    structure_cache: Bytes = 0
+
+    family: ClassVar[str] = "data_parallel"
+    mode: ClassVar[str] = "mini"
+    # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
+    claim: ClassVar[float] = 0.1
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return False
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        yield cls()
+        if cache := batchwise.worth_caching(problem, cls()):
+            yield cls(cache=cache)
+            if len(set(problem.servers)) < problem.ranks:
+                yield cls(cache=cache, shared_cache=True)
+
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        batchwise.check(problem)
+        if self.prefetch < 0:
+            raise SpecError(
+                f"data_parallel: prefetch is a number of batches, 0 or more, not {self.prefetch};"
+                " use 0 or 2"
+            )
+        check_store(self.name, problem, self.cache, self.hot, self.features, self.shared_cache)
+        check_structure(self.name, problem, self.structure, self.structure_cache)
+
+    def steps(self, problem: Problem) -> int:
+        return batchwise.steps(problem)
+
+    def batches(self, problem: Problem) -> Batches:
+        return problem.minibatches(tuple(range(problem.ranks)))
+
+    def store(self, problem: Problem) -> batchwise.Features | None:
+        return feature_store(
+            problem, self.batches(problem), self.cache, self.hot, self.features, self.shared_cache
+        )
+
+    def lists(self, problem: Problem) -> batchwise.Lists | None:
+        by_rank = len(set(problem.servers)) == 1
+        return hashed(
+            problem, self.batches(problem), self.structure, by_rank, self.structure_cache, self.hot
+        )
+
+    def drawn_steps(self, problem: Problem) -> int:
+        return self.batches(problem).known
+
+    @property
+    def exchange_options(self) -> ExchangeOptions:
+        return ExchangeOptions(checkpoint=self.checkpoint)
+
+    def with_less_memory(self) -> Strategy | None:
+        return None if self.checkpoint else replace(self, checkpoint=True)
+
+    def preparation(self, problem: Problem) -> dict[str, float]:
+        return batchwise.filling(problem, self.store(problem))
+
+    def memory(self, problem: Problem) -> Memory:
+        return batchwise_memory.memory(
+            problem,
+            self.batches(problem),
+            self.exchange_options,
+            self.prefetch,
+            self.store(problem),
+            self.lists(problem),
+        )
+
+    def predict(self, problem: Problem) -> Prediction:
+        return batchwise.predict(
+            problem,
+            self.batches(problem),
+            self.exchange_options,
+            self.prefetch,
+            self.store(problem),
+            self.lists(problem),
+        )
+
+    def schedule(self, problem: Problem, steps: int) -> Schedule:
+        return batchwise.schedule(
+            problem,
+            self.batches(problem),
+            self.exchange_options,
+            steps,
+            self.prefetch,
+            self.store(problem),
+            self.lists(problem),
+        )

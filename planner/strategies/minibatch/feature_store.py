@@ -1,0 +1,468 @@
+"""The feature store: where a vertex's features are, as each rank sees it.
+
+    hit       in the cache of its own GPU                the hottest rows that the budget holds
+    peer      in the cache of another GPU of its server  if GPUs cache different rows (Quiver)
+    host      in its server's memory                     all rows, or those at home there (DistDGL)
+    remote    in another server's memory                 one of that server's ranks sends it
+
+Rows are hottest by how often they are read when batches are drawn (pre-sampling), or by how many
+vertices read from them (out-degree, as PaGraph). Where a group splits a batch (GSplit), only the
+owner reads a vertex, so only the owner caches it. If that one group is all ranks, spread features
+are at home on the owner's server. Every rank knows the whole store, so nobody searches for a row.
+
+A graph known by statistics only has an `EstimatedStore`, which answers the same questions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.partition import Stopwatch, cached, partition
+from gnnplan.planner.graph.sampling import Ids, frontier, seeds_of
+from gnnplan.planner.graph.splitting import BEFORE, EPOCHS
+from gnnplan.planner.ownership.estimated_batches import (
+    EstimatedBatch,
+    EstimatedBatches,
+    Expected,
+    Population,
+)
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, shares
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import show_size
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.units import show_bytes
+
+HOT = ("frequency", "degree")
+PLACES = ("everywhere", "spread")
+CLASSES = ("hit", "peer", "host", "remote")
+HIT, PEER, HOST, REMOTE = range(4)  # places in CLASSES
+MOST = 2**31 - 1  # the most readings of a row that are counted
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Where a batch's rows come from.
+
+    host: bytes from each rank's server's memory [ranks].
+    hits: bytes from its own cache [ranks].
+    asked: ids that rank i asks of rank j [ranks, ranks].
+    fetched: bytes that rank i sends rank j for them [ranks, ranks].
+    rows: rows by class (CLASSES) [ranks, 4].
+    """
+
+    host: NDArray[np.int64]
+    hits: NDArray[np.int64]
+    asked: NDArray[np.int64]
+    fetched: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """The store of a graph whose edges are known.
+
+    servers: the server of each rank.
+    cached: the vertices in each rank's cache, hottest first; equal caches are one array.
+    home: the server [N] whose memory has a row; None: every server has all rows.
+    shared: whether GPUs of a server read each other's caches.
+    """
+
+    servers: tuple[int, ...]
+    cached: tuple[Ids, ...]
+    home: NDArray[np.int32] | None
+    shared: bool
+    vertices: int
+    seconds: float = 0.0  # to make the store
+    _slots: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
+    _holders: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
+    _loads: WeakKeyDictionary[MiniBatch, Loads] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
+
+    def of(self, rank: int, ids: Ids) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+        """The class of these vertices' rows for a rank [R], and the rank that provides each [R].
+
+        A rank provides hits and rows of its server to itself.
+        """
+        provider = self.sender(rank, ids)
+        kind = np.where(provider == rank, HOST, REMOTE).astype(np.int8)
+        if self.shared:
+            held = self._holder(self.servers[rank])[ids]
+            kind[held >= 0], provider[held >= 0] = PEER, held[held >= 0]
+        hit = self.slot(rank)[ids] >= 0
+        kind[hit], provider[hit] = HIT, rank
+        return kind, provider
+
+    def sender(self, rank: int, ids: Ids) -> NDArray[np.int32]:
+        """The rank [R] that has these rows in its server's memory.
+
+        It is the rank itself, or one of the ranks of the row's home, which share this work by id.
+        """
+        out = np.full(ids.size, rank, np.int32)
+        if self.home is not None:
+            home = self.home[ids]
+            for server in set(self.servers) - {self.servers[rank]}:
+                away = np.flatnonzero(home == server)
+                ranks = np.flatnonzero(np.equal(self.servers, server))
+                out[away] = ranks[ids[away] % ranks.size]
+        return out
+
+    def slot(self, rank: int) -> NDArray[np.int32]:
+        """The place of each vertex [N] in the rank's cache; -1: it is not cached."""
+        ids = self.cached[rank]
+        if id(ids) not in self._slots:
+            self._slots[id(ids)] = place = np.full(self.vertices, -1, np.int32)
+            place[ids] = np.arange(ids.size, dtype=np.int32)
+        return self._slots[id(ids)]
+
+    def _holder(self, server: int) -> NDArray[np.int32]:
+        """The rank of a server that caches each vertex [N]; -1: none does."""
+        if server not in self._holders:
+            self._holders[server] = holder = np.full(self.vertices, -1, np.int32)
+            for rank, where in enumerate(self.servers):
+                if where == server:
+                    holder[self.cached[rank]] = rank
+        return self._holders[server]
+
+    @property
+    def caches(self) -> bool:
+        return any(ids.size for ids in self.cached)
+
+    @property
+    def asks(self) -> NDArray[np.bool_]:
+        """Whether rank i may ask rank j for rows in any batch [ranks, ranks]."""
+        same = np.equal.outer(self.servers, self.servers)
+        others = np.zeros_like(same) if self.home is None else ~same
+        return np.asarray(others | (same & ~np.eye(len(self.servers), dtype=bool) & self.shared))
+
+    def loads_of(self, problem: Problem, batch: MiniBatch) -> Loads:
+        if batch not in self._loads:
+            self._loads[batch] = self.loads(
+                problem, [batch.rows(rank, 0) for rank in range(batch.ranks)]
+            )
+        return self._loads[batch]
+
+    def loads(self, problem: Problem, rows: list[Ids]) -> Loads:
+        """Where the rows come from that each rank reads ([R] of each rank)."""
+        m = len(self.servers)
+        host, hits, classes = (
+            np.zeros(m, np.int64),
+            np.zeros(m, np.int64),
+            np.zeros((m, len(CLASSES)), np.int64),
+        )
+        asked, fetched = np.zeros((m, m), np.int64), np.zeros((m, m), np.int64)
+        for rank, ids in enumerate(rows):
+            kind, provider = self.of(rank, ids)
+            nbytes = problem.features_bytes(ids)
+            classes[rank] = np.bincount(kind, minlength=len(CLASSES))
+            host[rank], hits[rank] = nbytes[kind == HOST].sum(), nbytes[kind == HIT].sum()
+            away = provider != rank
+            asked[rank] = np.bincount(provider[away], minlength=m)
+            fetched[:, rank] = np.bincount(provider[away], weights=nbytes[away], minlength=m)
+        return Loads(host, hits, asked, fetched, classes)
+
+    def filled(self, problem: Problem) -> NDArray[np.int64]:
+        """Bytes that rank i sends rank j before the first step [ranks, ranks].
+
+        These are rows that j caches and its server does not have.
+        """
+        m = len(self.servers)
+        sent = np.zeros((m, m), np.int64)
+        for rank, ids in enumerate(self.cached):
+            sender = self.sender(rank, ids)
+            sent[:, rank] = np.bincount(sender, weights=problem.features_bytes(ids), minlength=m)
+            sent[rank, rank] = 0
+        return sent
+
+    def held(self, problem: Problem) -> NDArray[np.int64]:
+        """Bytes of each rank's cache [ranks]."""
+        return np.array([int(row_bytes(problem, ids).sum()) for ids in self.cached])
+
+
+@dataclass(frozen=True, eq=False)
+class EstimatedStore:
+    """The store of a graph known by statistics.
+
+    Each GPU caches `cached_rows` rows of the classes of vertices that are read most
+    (planner/ownership/estimated_batches.py). Other rows are spread evenly.
+
+    servers, groups: of each rank; a group splits a batch.
+    spread: features are over servers, by a hash.
+    """
+
+    servers: tuple[int, ...]
+    groups: tuple[int, ...]
+    cached_rows: int
+    spread: bool
+    shared: bool
+    stats: GraphStats
+    seconds: float = 0.0
+    _loads: WeakKeyDictionary[MiniBatch, Loads] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
+
+    @property
+    def caches(self) -> bool:
+        return self.cached_rows > 0
+
+    @property
+    def asks(self) -> NDArray[np.bool_]:
+        same = np.equal.outer(self.servers, self.servers)
+        return np.asarray(
+            (self.spread & ~same) | (same & ~np.eye(len(self.servers), dtype=bool) & self.shared)
+        )
+
+    def together(self, rank: int) -> int:
+        """How many GPUs, this one included, cache different rows.
+
+        They are those of its server, or of its group, whose members read only their own rows.
+        """
+        return (
+            self.servers.count(self.servers[rank])
+            if self.shared
+            else self.groups.count(self.groups[rank])
+        )
+
+    def held_share(self, need: Expected, rows: int) -> float:
+        """The share of a batch's reads that falls on so many rows, the most read of all."""
+        of = Population.of(self.stats)
+        order = np.argsort(-need.read / np.maximum(of.vertices, 1e-300), kind="stable")
+        below = np.concatenate([[0.0], np.cumsum(of.vertices[order])])
+        reads = np.concatenate([[0.0], np.cumsum(need.read[order])])
+        return float(np.interp(rows, below, reads) / max(reads[-1], 1e-300))
+
+    def loads_of(self, problem: Problem, batch: MiniBatch) -> Loads:
+        if batch not in self._loads:
+            assert isinstance(batch, EstimatedBatch)
+            self._loads[batch] = self.loads(problem, batch)
+        return self._loads[batch]
+
+    def loads(self, problem: Problem, batch: EstimatedBatch) -> Loads:
+        m, row = len(self.servers), int(problem.features_bytes(np.zeros(1, np.int64))[0])
+        rows, same = batch.row_counts(0), np.equal.outer(self.servers, self.servers)
+        classes, asked = np.zeros((m, len(CLASSES)), np.int64), np.zeros((m, m), np.int64)
+        # (group, GPUs that cache different rows) -> share of the group's reads
+        shares: dict[tuple[int, int], float] = {}
+        for rank in range(m):
+            group, sharing = self.groups[rank], self.together(rank)
+            if (group, sharing) not in shares:
+                shares[group, sharing] = self.held_share(
+                    batch.needs[group], self.cached_rows * sharing
+                )
+            cached = round(int(rows[rank]) * shares[group, sharing])
+            classes[rank, HIT] = cached // sharing if self.shared else cached
+            if self.shared:
+                asked[rank] += _evenly(cached - int(classes[rank, HIT]), same[rank], rank)
+                classes[rank, PEER] = asked[rank].sum()
+            if self.spread:
+                away = round(
+                    (int(rows[rank]) - classes[rank, [HIT, PEER]].sum()) * (~same[rank]).mean()
+                )
+                asked[rank] += _evenly(away, ~same[rank], rank)
+                classes[rank, REMOTE] = away
+            classes[rank, HOST] = int(rows[rank]) - classes[rank].sum()
+        return Loads(row * classes[:, HOST], row * classes[:, HIT], asked, row * asked.T, classes)
+
+    def filled(self, problem: Problem) -> NDArray[np.int64]:
+        """As `Store.filled`: most cached rows have their home on another server."""
+        m, row = len(self.servers), int(problem.features_bytes(np.zeros(1, np.int64))[0])
+        sent = np.zeros((m, m), np.int64)
+        for rank in range(m) if self.spread else ():
+            others = np.not_equal(self.servers, self.servers[rank])
+            sent[:, rank] = row * _evenly(round(self.cached_rows * others.mean()), others, rank)
+        return sent
+
+    def held(self, problem: Problem) -> NDArray[np.int64]:
+        return np.full(
+            len(self.servers), self.cached_rows * problem.model.features * problem.model.itemsize
+        )
+
+
+def _evenly(count: int, among: NDArray[np.bool_], rank: int) -> NDArray[np.int64]:
+    """A count divided evenly over these ranks without `rank` [ranks]."""
+    peers = np.flatnonzero(among & (np.arange(among.size) != rank))
+    out = np.zeros(among.size, np.int64)
+    if peers.size:
+        out[peers] = count // peers.size + (np.arange(peers.size) < count % peers.size)
+    return out
+
+
+def feature_store(
+    problem: Problem,
+    batches: Batches,
+    cache: int,
+    hot: str,
+    features: str,
+    shared: bool = False,
+    epochs: int = EPOCHS,
+) -> Store | EstimatedStore | None:
+    """The store of a problem's mini-batches; each is made once.
+
+    Each GPU caches `cache` bytes; heat is counted in so many `epochs` of pre-sampling. None: every
+    rank reads every row from its server's memory.
+    """
+    spread = features == "spread" and len(set(problem.servers)) > 1
+    if not cache and not spread:
+        return None
+    key = problem.servers, problem.method, cache, hot, spread, shared, epochs
+    known = _known.setdefault(batches, {})
+    if key not in known and isinstance(batches, EstimatedBatches):
+        # with one group, a row's home is its owner's server
+        one_group = len(set(batches.groups)) == 1 < problem.ranks
+        rows = min(
+            cache // (problem.model.features * problem.model.itemsize), problem.stats.vertices
+        )
+        known[key] = EstimatedStore(
+            problem.servers, batches.groups, rows, spread and not one_group, shared, problem.stats
+        )
+    if key not in known:
+        graph, member, groups = batches.graph, batches.member, batches.groups
+        with Stopwatch() as watch:
+            home = None
+            if spread:
+                servers = np.unique(problem.servers).astype(np.int32)
+                one_group = member is not None and len(set(groups)) == 1
+                home = (
+                    np.asarray(problem.servers, np.int32)[member]
+                    if one_group
+                    else servers[partition(graph, servers.size, problem.method)]
+                )
+            held = (
+                _cached(problem, batches, cache, hot, shared, epochs)
+                if cache
+                else [np.zeros(0, np.int64)] * problem.ranks
+            )
+        known[key] = Store(
+            problem.servers, tuple(held), home, shared, graph.stats.vertices, watch.seconds
+        )
+    return known[key]
+
+
+_known: WeakKeyDictionary[Batches, dict[object, Store | EstimatedStore]] = WeakKeyDictionary()
+
+
+def _cached(
+    problem: Problem, batches: Batches, cache: int, hot: str, shared: bool, epochs: int
+) -> list[Ids]:
+    """The vertices that each rank caches, hottest first: as many as fit.
+
+    They are taken from all rows; from every n-th row, if n GPUs of a server share caches; or from
+    the rows that the rank owns, if a group splits a batch.
+    """
+    graph, groups, member = batches.graph, batches.groups, batches.member
+    order = hottest(graph, batches.workload, hot, len(set(groups)), epochs)
+    caches: dict[tuple[int, int], Ids] = {}  # equal caches are one array
+    held = []
+    for rank, group in enumerate(groups):
+        server = problem.servers[rank]
+        if member is not None:
+            place, count = groups[:rank].count(group), 0
+        elif shared:
+            place, count = problem.servers[:rank].count(server), problem.servers.count(server)
+        else:
+            place, count = 0, 1
+        if (place, count) not in caches:
+            own = order[place::count] if member is None else order[member[order] == place]
+            fitting = that_fit(own, row_bytes(problem, own), cache)
+            caches[place, count] = fitting.astype(np.int64)
+        held.append(caches[place, count])
+    return held
+
+
+def that_fit(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
+    """The longest run of first vertices whose sizes together are within a budget."""
+    return ids[: int(np.searchsorted(np.cumsum(sizes), budget, side="right"))]
+
+
+def row_bytes(problem: Problem, ids: Ids) -> NDArray[np.int64]:
+    """Bytes of each of these rows in a cache [R].
+
+    In a sparse row every number has a column, and the row has an end (int32 both).
+    """
+    if not problem.model.nonzeros:
+        return np.full(ids.size, problem.model.features * problem.model.itemsize)
+    assert problem.graph is not None
+    return np.asarray(problem.graph.lengths[ids] * (problem.model.itemsize + 4) + 4)
+
+
+def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS) -> Ids:
+    """All vertices [N], the hottest first; equally hot ones in their order."""
+    return np.argsort(-heat(graph, workload, hot, groups, epochs), kind="stable")
+
+
+def heat(
+    graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS
+) -> NDArray[np.int64]:
+    """How hot each vertex is [N]: how often it is read, or how many vertices read from it."""
+    found = (
+        frequency(graph, workload, groups, epochs)
+        if hot == "frequency"
+        else np.bincount(graph.indices, minlength=graph.stats.vertices)
+    )
+    return found.astype(np.int64)
+
+
+def frequency(
+    graph: Graph, workload: Workload, groups: int, epochs: int = EPOCHS
+) -> NDArray[np.int32]:
+    """How often groups read each vertex's row [N] in so many epochs of pre-sampling.
+
+    Training reaches none of these epochs. A row counts once per batch and group, in however many
+    layers the vertex is (`splitting.presample` counts layers). The result is cached on disk.
+    """
+    w, train = workload, blake2b(np.ascontiguousarray(graph.train).data, digest_size=8).hexdigest()
+
+    def compute() -> NDArray[np.int32]:
+        heat = np.zeros(graph.stats.vertices, np.int32)
+        for epoch in range(BEFORE, BEFORE + epochs):
+            for number, seeds in enumerate(seeds_of(graph, w.batch, w.seed, epoch)):
+                for part in shares(seeds, groups):
+                    heat[frontier(graph, part, w.fanouts, w.seed, epoch, number).nodes[0]] += 1
+        return heat
+
+    return cached(
+        f"heat {graph.stats.hash} {train} {groups} {w.seed} {w.batch} {w.fanouts} {epochs}",
+        graph.stats.vertices,
+        MOST,
+        compute,
+    )
+
+
+def check_store(
+    name: str, problem: Problem, cache: int, hot: str, features: str, shared: bool = False
+) -> None:
+    """Raises SpecError if a strategy's knobs make no store."""
+    room = int(problem.cluster.device.memory)
+    if cache < 0:
+        raise SpecError(
+            f"{name}: cache is a number of bytes per GPU, 0 or more, not {cache:,}; use 0 for no"
+            " cache"
+        )
+    if cache > room:
+        raise SpecError(
+            f"{name}: the cache is larger than the memory that it is in (cache:"
+            f" {show_bytes(cache)}, device.memory: {show_bytes(room)}); use"
+            f" cache={show_size(room // 2)!r} or less"
+        )
+    if hot not in HOT:
+        raise SpecError(
+            f"{name}: hot says which rows to cache, and {hot!r} is unknown{suggest(hot, HOT)}"
+        )
+    if features not in PLACES:
+        raise SpecError(
+            f"{name}: features says whose memory has them, and {features!r} is"
+            f" unknown{suggest(features, PLACES)}"
+        )
+    if shared and not cache:
+        raise SpecError(
+            f"{name}: GPUs that share their caches have some (shared_cache: True, cache: 0); use"
+            " cache='1GB', or shared_cache=False"
+        )

@@ -1,0 +1,231 @@
+"""GSplit: the ranks of a group split one mini-batch on the fly.
+
+Every vertex has one owner in the group. The owner alone samples the vertex's neighbours, loads its
+features and computes its rows, and sends rows to the ranks that read them. So nothing is sampled,
+loaded or computed twice.
+
+    host     |draw 3|ids 3|draw 2|ids 2|draw 1|ids 1|lay|
+    copy                                                 |load|
+    comm                                                       |halo 1|         |halo 2|
+    compute                                                           |forward 1|      |forward 2|
+
+    ids      owners are told which of their vertices the frontier has reached
+    load     each owner loads its own rows, once per batch
+    halo 1   features; from then on, and back, as in graph parallelism
+
+    group      server: split inside, data parallel across (the paper's hybrid)   all: one batch
+    splitter   gsplit: METIS on pre-sampled weights   node: vertex weights only   edge: nothing
+               sampled   random
+    features   everywhere: in every server's memory   spread: each row in one server's memory; if
+               one group is all ranks, in its owner's server's
+    cache      each GPU caches the hottest of the rows that it owns: they are picked, not loaded
+    structure  everywhere: lists with every sampler   spread: each list with its vertex's owner,
+               which alone samples it; nothing more is sent
+
+The positions found while sampling (the shuffle index) serve the exchanges of the forward pass and
+those of the backward pass.
+
+Exact: the gradient of one process on the same batch.
+
+Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weights of b bytes:
+
+    sum_{l=0..L-1} r_l H_l b    forward; the same for l >= 1 backward
+    8                           per id, and per peer and layer for how many
+    2 (M-1) W b                 all-reduce
+
+Source: GSplit (arXiv 2303.13775), Sec. 3-5.
+
+See also step.py, feature_store.py, adjacency_store.py, memory.py in this folder; layerwise/step.py
+for the layers; planner/graph/splitting.py for owners; executor/strategies/minibatch.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.graph.splitting import EPOCHS, SPLITTERS
+from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Bytes, Memory, Prediction, Strategy
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, traffic
+from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
+from gnnplan.planner.strategies.minibatch import step as batchwise
+from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, owned
+from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Schedule
+
+GROUPS = ("server", "all")
+
+
+@dataclass(frozen=True)
+class GSplit(Strategy):
+    """GSplit.
+
+    splitter: how vertices get their owners.
+    presample: epochs of pre-sampling, for splitters and caches that need it.
+    group: ranks that split a batch: those of a 'server', or 'all'.
+    narrow, checkpoint: as in graph parallelism.
+    prefetch, cache, hot, features: as in data parallelism, of rows that a rank owns.
+    structure: lists with every sampler ('everywhere'), or with the vertex's owner ('spread').
+    """
+
+    splitter: str = "gsplit"
+    presample: int = EPOCHS
+    group: str = "server"
+    narrow: bool = False
+    prefetch: int = 0
+    checkpoint: bool = False
+    cache: Bytes = 0
+    hot: str = "frequency"
+    features: str = "everywhere"
+    structure: str = "everywhere"
+
+    family: ClassVar[str] = "gsplit"
+    mode: ClassVar[str] = "mini"
+    # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
+    claim: ClassVar[float] = 0.1
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return False
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        if problem.ranks > 1:
+            servers = len(set(problem.servers))
+            if servers == 1:
+                groups: tuple[str, ...] = ("server",)
+            else:  # a server with one rank has nobody to split with
+                groups = GROUPS if servers < problem.ranks else ("all",)
+            for group in groups:
+                for narrow in (False, True) if problem.model.narrows else (False,):
+                    plain = cls(group=group, narrow=narrow)
+                    yield plain
+                    if cache := batchwise.worth_caching(problem, plain):
+                        yield replace(plain, cache=cache)
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        return "one rank: there is nobody to split a batch with"
+
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        batchwise.check(problem)
+        if self.splitter not in SPLITTERS:
+            raise SpecError(
+                f"gsplit: splitter is one of {', '.join(SPLITTERS)}, not {self.splitter!r}; use"
+                " gsplit"
+            )
+        if self.group not in GROUPS:
+            raise SpecError(
+                "gsplit: group is 'server' (split inside, data parallel across) or 'all', not"
+                f" {self.group!r}"
+            )
+        if len(set(Counter(self.groups(problem)).values())) > 1:
+            raise SpecError(
+                "gsplit: every server splits its batch over equally many ranks; use group='all', or"
+                " as many of each server"
+            )
+        if self.presample < 1:
+            raise SpecError(
+                f"gsplit: presample is a number of epochs, 1 or more, not {self.presample}; use the"
+                f" paper's {EPOCHS}"
+            )
+        if self.prefetch < 0:
+            raise SpecError(
+                f"gsplit: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0"
+                " or 2"
+            )
+        check_store(self.name, problem, self.cache, self.hot, self.features)
+        check_structure(self.name, problem, self.structure)
+
+    def steps(self, problem: Problem) -> int:
+        return batchwise.steps(problem)
+
+    def groups(self, problem: Problem) -> tuple[int, ...]:
+        """The group of each rank [ranks]; groups are numbered in the order of ranks."""
+        where = problem.servers if self.group == "server" else (0,) * problem.ranks
+        number = {place: i for i, place in enumerate(dict.fromkeys(where))}
+        return tuple(number[place] for place in where)
+
+    def tied(self, problem: Problem) -> tuple[int, ...]:
+        return self.groups(problem) if self.group == "server" else ()
+
+    def batches(self, problem: Problem) -> Batches:
+        return problem.minibatches(self.groups(problem), self.splitter, self.presample)
+
+    def store(self, problem: Problem) -> batchwise.Features | None:
+        return feature_store(
+            problem,
+            self.batches(problem),
+            self.cache,
+            self.hot,
+            self.features,
+            epochs=self.presample,
+        )
+
+    def lists(self, problem: Problem) -> batchwise.Lists | None:
+        return owned(self.batches(problem), self.structure)
+
+    def drawn_steps(self, problem: Problem) -> int:
+        return self.batches(problem).known
+
+    @property
+    def exchange_options(self) -> ExchangeOptions:
+        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint)
+
+    def with_less_memory(self) -> Strategy | None:
+        return None if self.checkpoint else replace(self, checkpoint=True)
+
+    def preparation(self, problem: Problem) -> dict[str, float]:
+        return {
+            "pre-sampling and splitting": problem.seconds_of(self.batches(problem)),
+            **batchwise.filling(problem, self.store(problem)),
+        }
+
+    def memory(self, problem: Problem) -> Memory:
+        return batchwise_memory.memory(
+            problem,
+            self.batches(problem),
+            self.exchange_options,
+            self.prefetch,
+            self.store(problem),
+            self.lists(problem),
+        )
+
+    def predict(self, problem: Problem) -> Prediction:
+        return batchwise.predict(
+            problem,
+            self.batches(problem),
+            self.exchange_options,
+            self.prefetch,
+            self.store(problem),
+            self.lists(problem),
+        )
+
+    def schedule(self, problem: Problem, steps: int) -> Schedule:
+        return batchwise.schedule(
+            problem,
+            self.batches(problem),
+            self.exchange_options,
+            steps,
+            self.prefetch,
+            self.store(problem),
+            self.lists(problem),
+        )
+
+    def traffic(self, problem: Problem) -> list[Phase]:
+        """Exchanges of the first few batches."""
+        return [
+            phase
+            for batch in self.batches(problem).first()[:4]
+            for phase in traffic(problem, batch, self.exchange_options)
+        ]

@@ -1,0 +1,183 @@
+"""Bytes that a rank holds with mini-batches: the fullest of the batches that are known.
+
+It has a batch's features, blocks and activations (layerwise/memory.py), the blocks of batches that
+wait for their turn, what the feature store caches, and what evaluation needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gnnplan.planner.gnn.footprint import RUNTIME, block, kernels
+from gnnplan.planner.gnn.model import Layer
+from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.minibatch.adjacency_store import (
+    ENTRY,
+    NEIGHBOUR,
+    EstimatedStructure,
+)
+from gnnplan.planner.strategies.minibatch.step import Features, Lists, lists_there, loaded_bytes
+
+
+def memory(
+    problem: Problem,
+    batches: Batches,
+    options: ExchangeOptions,
+    prefetch: int,
+    store: Features | None = None,
+    lists: Lists | None = None,
+) -> Memory:
+    """Bytes per rank by use: the batch in training, blocks of batches that wait, and caches.
+
+    The graph in a server's memory is not included.
+    """
+    model, b = problem.model, problem.model.itemsize
+    zero = np.zeros(problem.ranks)
+    # estimated batches are one object, many times
+    known = list({id(batch): batch for batch in batches.first()}.values())
+    steps = [layerwise_memory.moments(problem, batch, options) for batch in known]
+    activations, buffers = layerwise_memory.fullest([m for m, _ in steps], problem.ranks)
+    if problem.cluster.device.kind == "cpu" and b == 4:
+        buffers = buffers + kernels(
+            [product for _, products in steps for product in products], problem.ranks, vary=True
+        )
+    if store:
+        buffers = buffers + np.maximum(
+            np.max([_arriving(problem, batch, store) for batch in known], axis=0)
+            - activations
+            - buffers,
+            0.0,
+        )
+    features = np.max([_features(problem, batch) for batch in known], axis=0)
+    graph = np.max([_blocks(problem, batch) for batch in known], axis=0) * (1 + prefetch)
+    if not prefetch:  # a sampler of its own has its own memory
+        graph = graph + of_sampler(problem)
+        held = activations + buffers + features + graph
+        buffers = buffers + np.maximum(
+            np.max([_sampling(problem, batch) for batch in known], axis=0) - held, 0.0
+        )
+    graph = graph + of_lists(problem, lists, prefetch, store)
+    return {
+        "parameters": zero + model.weights * b,
+        "optimizer": zero + (3 if problem.workload.optimizer == "adam" else 1) * model.weights * b,
+        "features": features,
+        "cache": zero + (store.held(problem) if store else 0),
+        "activations": activations,
+        "halo": zero,
+        "graph": graph,
+        "buffers": buffers,
+        "runtime": zero + RUNTIME[problem.cluster.device.kind],
+    }
+
+
+def of_sampler(problem: Problem) -> int:
+    """Bytes of a sampler's degrees, and of each vertex's place among the sources."""
+    return (8 * (1 + problem.stats.directed) + 4) * problem.stats.vertices
+
+
+def of_lists(
+    problem: Problem, lists: Lists | None, prefetch: int, store: Features | None = None
+) -> np.ndarray:
+    """Bytes of the adjacency lists that a rank has in its own memory, degrees included [ranks].
+
+    On a CPU this is its copy of a spread structure. With a GPU lists are in the server's memory,
+    unless the GPU samples and has room for all of its lists.
+    """
+    if problem.cluster.device.kind != "cpu":
+        return np.zeros(problem.ranks) + _drawn_from(problem, lists) * (
+            lists_there(problem, store, lists) == 1.0 and not prefetch
+        )
+    if lists is None:
+        return np.zeros(problem.ranks)
+    # without prefetch `of_sampler` has the degrees
+    degrees = 8 * (1 + problem.stats.directed) * problem.stats.vertices
+    return _copied(problem, lists) - (0 if prefetch else degrees)
+
+
+def _drawn_from(problem: Problem, lists: Lists | None) -> np.ndarray | float:
+    """Bytes of the lists that a sampler draws from, and of their offsets [ranks]."""
+    if lists is None:
+        return float(NEIGHBOUR * problem.stats.edges + ENTRY * (problem.stats.vertices + 1))
+    degrees = ENTRY * (1 + problem.stats.directed) * problem.stats.vertices
+    return _copied(problem, lists) - degrees
+
+
+def _copied(problem: Problem, lists: Lists) -> np.ndarray:
+    if isinstance(lists, EstimatedStructure):
+        return lists.copied(problem.stats)
+    assert problem.graph is not None
+    return lists.copied(problem.graph)
+
+
+def _arriving(problem: Problem, batch: MiniBatch, store: Features) -> np.ndarray:
+    """Bytes while rows arrive [ranks]: rows by class, next to where they are put, and rows sent."""
+    loads = store.loads_of(problem, batch)
+    return np.asarray(
+        loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1), dtype=float
+    )
+
+
+def _features(problem: Problem, batch: MiniBatch) -> np.ndarray:
+    """Bytes of the rows that layer 1 or the encoder reads [ranks]."""
+    rows = (
+        batch.facts(1).sources
+        if problem.model.first_varying
+        else np.array([batch.rows(rank, 0).size for rank in range(batch.ranks)])
+    )
+    numbers = (
+        loaded_bytes(problem, batch) / (2 * problem.model.itemsize)
+        if problem.model.nonzeros
+        else None
+    )
+    return np.asarray(problem.model.features_held(rows, numbers), dtype=float)
+
+
+def _blocks(problem: Problem, batch: MiniBatch) -> np.ndarray:
+    """Bytes of a batch's blocks, labels and masks included [ranks]."""
+    total = np.zeros(problem.ranks)
+    for layer, spec in enumerate(problem.model.layers, 1):
+        f = batch.facts(layer)
+        total = (
+            total
+            + block(problem.workload.model, problem.model, spec, f.rows, f.sources, f.edges)
+            + 8 * f.sends.sum(1)
+        )
+    return np.asarray(total + 16 * f.rows)
+
+
+def _sampling(problem: Problem, batch: MiniBatch) -> np.ndarray:
+    """The most bytes that a sampler holds [ranks]: all drawn edges while it lays out a layer."""
+    facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
+    return np.asarray(
+        4 * np.sum([f.edges for f in facts], axis=0)
+        + 2 * problem.stats.vertices
+        + laying(problem, list(zip(facts, problem.model.layers, strict=True)))
+    )
+
+
+def laying(problem: Problem, layers: Sequence[tuple[LayerFacts, Layer]]) -> np.ndarray:
+    """The most bytes held while layers are laid out one after the other [ranks].
+
+    Of the layer in work, per edge: positions (4 bytes), numbers sorted by source (12), a copy for
+    the block (12), and weights. Per source: ids, degrees and offsets (72). Blocks of the layers
+    before it stay.
+    """
+    sage, weighted = (
+        problem.workload.model == "sage",
+        problem.workload.model not in ("gat", "resgcn"),
+    )
+    # a weight and its copy, in both orders, and the order itself; GCN's are in 64 bits first
+    each = 28 + (20 if sage else 32) * weighted
+    most = done = np.zeros(problem.ranks)
+    for f, spec in layers:
+        edges = f.edges + f.rows if spec.self_edges else f.edges
+        most = np.maximum(most, done + (each + 4 * spec.self_edges) * edges + 72 * f.sources)
+        done = done + block(problem.workload.model, problem.model, spec, f.rows, f.sources, f.edges)
+    return np.asarray(most)

@@ -1,0 +1,341 @@
+"""The operations of one mini-batch, for data parallelism and GSplit: sample, load, then the layers.
+
+    a group per rank (data parallelism)
+    host     |draw|lay|
+    copy               |load|
+    compute                 |forward 1 .. L|loss|backward L .. 1|            |update|
+    reduce                                                       |all_reduce|
+
+    groups that split a batch (GSplit)
+    host     |draw L|ids L|draw L-1|ids L-1| .. |lay|
+    copy                                             |load|
+    comm                                                  |halo 1 (features)|  then graph parallel
+
+    draw     a layer's edges are sampled
+    ids      owners are told which of their vertices the frontier has reached (8 bytes each, and 8
+             per peer for how many)
+    lay      edges are laid out as blocks
+    wait     with `prefetch` p, sampling may be p batches ahead; a rank records its wait for it
+
+With a feature store (feature_store.py) `load` brings the rows that are in the server's memory and
+in no cache. More operations follow:
+
+    compute        |pick|                rows of the GPU's own cache
+    copy      |load|
+    comm                |ask|fetch|      rows that other ranks provide, asked for by id (8 bytes
+                                         each, and 8 per rank for how many)
+
+With spread adjacency lists (adjacency_store.py) samplers ask each other for neighbours, layer by
+layer. The layers' own operations come from layerwise/step.py; layerwise/account.py and
+layerwise/schedule.py turn all of them into bytes, seconds and tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, per_epoch
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Prediction, Strategy
+from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.account import account
+from gnnplan.planner.strategies.layerwise.schedule import build_schedule
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, Op
+from gnnplan.planner.strategies.minibatch.adjacency_store import (
+    NEIGHBOUR,
+    EstimatedStructure,
+    Structure,
+)
+from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store, row_bytes
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Compute, Schedule
+
+ID = 8  # [B]
+# [B] that a GPU reads over the host link for one neighbour: two of the four sectors of a line
+SECTOR = 64
+CACHING = 0.75  # share of a GPU's memory for lists and features, if its sampler runs there
+ROUNDED = 10**8  # [B] a proposed cache of this size or more is a whole number of MB
+Features = Store | EstimatedStore
+Lists = Structure | EstimatedStructure
+
+
+def step(
+    problem: Problem,
+    batch: MiniBatch,
+    options: ExchangeOptions,
+    prefetch: int,
+    store: Features | None = None,
+    lists: Lists | None = None,
+) -> Iterator[Op]:
+    """The operations of one step, in order."""
+    splits, layers = batch.meets(1), range(1, problem.workload.layers + 1)
+    edges = {layer: batch.facts(layer).edges for layer in layers}
+    in_all = np.sum(list(edges.values()), axis=0)
+    if not splits:
+        yield from drawing(problem, batch, in_all, lists, store)
+    for layer in reversed(layers) if splits else ():
+        yield Op("draw", layer=layer, host=("draw", edges[layer]), ahead=True)
+        yield from reading(problem, edges[layer], store, lists, layer)
+        yield Op(
+            "ids", layer=layer, sent=ID * (batch.facts(layer).sends.T + peers(batch)), ahead=True
+        )
+    yield Op("lay", host=("lay", in_all), ahead=True)
+    if prefetch:
+        # takes no time if the sampler is fast enough
+        yield Op("wait", work=Compute(), idle=True)
+    if store is None:
+        yield Op("load", loaded=loaded_bytes(problem, batch))
+    else:
+        yield from arrive(problem, batch, store)
+    if splits and problem.model.first_varying == 1:
+        yield Op("halo", "f", 1, sent=halo_bytes(problem, batch))
+    yield from layerwise.step(problem, batch, options)
+
+
+def reading(
+    problem: Problem,
+    edges: np.ndarray,
+    store: Features | None,
+    lists: Lists | None,
+    layer: int | None = None,
+) -> Iterator[Op]:
+    """Reads of a sampler on a GPU: neighbours in lists for which the GPU's memory has no room."""
+    on_gpu = lists_there(problem, store, lists)
+    if problem.cluster.sampler == "device" and on_gpu < 1.0:
+        read = np.rint(SECTOR * (1 - on_gpu) * edges).astype(np.int64)
+        yield Op("read", layer=layer, loaded=read, ahead=True)
+
+
+def lists_there(problem: Problem, store: Features | None, lists: Lists | None) -> float:
+    """Share of the adjacency lists in the memory of a GPU that samples.
+
+    They have `CACHING` of it, less what cached features take. A GPU has all of its lists there or
+    none; if GPUs have the lists between them, it may have some of them.
+    """
+    if problem.cluster.sampler == "host":
+        return 0.0
+    size = (
+        ID
+        * (problem.stats.edges + problem.stats.vertices)
+        / (len(set(lists.places)) if lists else 1)
+    )
+    room = CACHING * problem.cluster.device.memory - (store.held(problem).max() if store else 0)
+    return min(max(room, 0.0) / max(size, 1.0), 1.0) if lists else float(room >= size)
+
+
+def drawing(
+    problem: Problem,
+    batch: MiniBatch,
+    edges: np.ndarray,
+    lists: Lists | None,
+    store: Features | None = None,
+) -> Iterator[Op]:
+    """Sampling of ranks that split no batch: so many `edges` [ranks] of all layers.
+
+    With spread lists, ranks draw layer by layer, for whoever asks.
+    """
+    if lists is None:
+        yield Op("draw", host=("draw", edges), ahead=True)
+        yield from reading(problem, edges, store, None)
+        return
+    others = ~np.eye(batch.ranks, dtype=bool)
+    for layer, fanout in zip(
+        range(problem.workload.layers, 0, -1), problem.workload.fanouts, strict=True
+    ):
+        asked, drawn = lists.of(batch, layer, fanout)
+        yield Op("ask_edges", layer=layer, sent=ID * (asked + others), ahead=True)
+        yield Op("draw", layer=layer, host=("draw", drawn.sum(0)), ahead=True)
+        yield Op("edges", layer=layer, sent=NEIGHBOUR * drawn.T * others, ahead=True)
+
+
+def arrive(problem: Problem, batch: MiniBatch, store: Features) -> Iterator[Op]:
+    """The operations that bring each rank its own rows of h_0.
+
+    All ranks take part in an exchange if any of them may, so that they agree without a message.
+    """
+    loads = store.loads_of(problem, batch)
+    yield Op("load", loaded=loads.host)
+    if store.caches:
+        moved = 2 * loads.hits.astype(np.float64)  # read and written
+        yield Op("pick", work=Compute(elementwise_bytes=moved, launches=1))
+    if store.asks.any():
+        yield Op("ask", sent=ID * (loads.asked + store.asks))
+        yield Op("fetch", sent=loads.fetched)
+
+
+def fill(problem: Problem, store: Features | None) -> Iterator[Op]:
+    """The exchange before the first step: cached rows whose home is another server."""
+    if store and (sent := store.filled(problem)).any():
+        yield Op("fill", sent=sent)
+
+
+def filling(problem: Problem, store: Features | None) -> dict[str, float]:
+    """Seconds before the first step: to choose which rows are where, and to fill the caches."""
+    if store is None:
+        return {}
+    exchanged_s = sum(
+        float(problem.cost.exchange(op.sent).alone)
+        for op in fill(problem, store)
+        if op.sent is not None
+    )
+    loaded_s = float(np.max(problem.cost.load_s(store.held(problem).astype(float))))
+    return {"feature store": store.seconds + exchanged_s + loaded_s}
+
+
+def worth_caching(problem: Problem, plain: Strategy) -> int:
+    """Bytes of the cache to propose to a strategy that has none, per GPU.
+
+    It is nine tenths of the memory that the strategy leaves (a large one in whole MB), but no more
+    than all rows need. It is 0 on CPUs, where the cache would be in the memory that it spares.
+    """
+    if problem.cluster.device.kind == "cpu":
+        return 0
+    left = problem.cluster.device.memory - float(
+        sum(plain.memory(problem).values(), np.zeros(1)).max()
+    )
+    vertices = problem.stats.vertices
+    if problem.graph is None:
+        all_rows = int(row_bytes(problem, np.arange(1))[0]) * vertices
+    else:
+        all_rows = int(row_bytes(problem, np.arange(vertices)).sum())
+    budget = int(0.9 * left)
+    if budget >= ROUNDED:
+        budget -= budget % 10**6
+    return max(0, min(budget, all_rows))
+
+
+def peers(batch: MiniBatch) -> np.ndarray:
+    """Whether two ranks are different members of one group [ranks, ranks]."""
+    return np.equal.outer(batch.servers, batch.servers) & ~np.eye(batch.ranks, dtype=bool)
+
+
+def row_bytes_read(
+    problem: Problem, batch: MiniBatch, ranks: Sequence[int], columns: range | None = None
+) -> int:
+    """Bytes of the features (all, or some columns) of these ranks' rows of h_0."""
+    if isinstance(batch, EstimatedBatch):
+        return int(
+            batch.row_counts(0)[list(ranks)].sum()
+            * problem.features_bytes(np.zeros(1, np.int64), columns)[0]
+        )
+    return sum(int(problem.features_bytes(batch.rows(rank, 0), columns).sum()) for rank in ranks)
+
+
+def loaded_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
+    """Bytes of the features of each rank's own rows of h_0 [ranks]."""
+    return np.array([row_bytes_read(problem, batch, [rank]) for rank in range(batch.ranks)])
+
+
+def halo_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
+    """Bytes of the features that cross before layer 1 [ranks, ranks]."""
+    sent = np.zeros((batch.ranks,) * 2, dtype=np.int64)
+    if isinstance(batch, EstimatedBatch):
+        return np.asarray(batch.facts(1).sends * problem.features_bytes(np.zeros(1, np.int64))[0])
+    for rank in range(batch.ranks):
+        piece = batch.piece(rank, 1)
+        # halo rows are sorted by sender; reduceat gives a wrong sum where there are none
+        starts = np.concatenate([[0], np.cumsum(piece.received)[:-1]])
+        row_sizes = np.append(problem.features_bytes(piece.halo), 0)
+        sent[:, rank] = np.add.reduceat(row_sizes, starts) * (piece.received > 0)
+    return sent
+
+
+def predict(
+    problem: Problem,
+    batches: Batches,
+    options: ExchangeOptions,
+    prefetch: int,
+    store: Features | None = None,
+    lists: Lists | None = None,
+) -> Prediction:
+    """One epoch: the mean of its first batches, times the batches that it has."""
+    known = batches.first()
+    # estimated batches are one object, many times
+    different = {id(batch): batch for batch in known}
+    ops = {
+        key: list(step(problem, batch, options, prefetch, store, lists))
+        for key, batch in different.items()
+    }
+    p = account(
+        problem,
+        [op for batch in known for op in ops[id(batch)]],
+        setup_bytes=sum(int(op.sent.sum()) for op in fill(problem, store) if op.sent is not None),
+        prefetch=prefetch,
+    )
+    return p if len(known) == batches.steps else scaled(p, batches.steps / len(known))
+
+
+def scaled(p: Prediction, times: float) -> Prediction:
+    """The prediction of an epoch with so many times as many batches."""
+
+    def whole(counts: dict[str, int]) -> dict[str, int]:
+        return {name: round(count * times) for name, count in counts.items()}
+
+    return Prediction(
+        p.epoch_s * times,
+        p.compute_s * times,
+        p.comm_s * times,
+        p.bubble_s * times,
+        whole(p.bytes),
+        whole(p.bytes_by_link),
+        p.setup_bytes,
+        {op: seconds * times for op, seconds in p.by_op.items()},
+    )
+
+
+def schedule(
+    problem: Problem,
+    batches: Batches,
+    options: ExchangeOptions,
+    steps: int,
+    prefetch: int,
+    store: Features | None = None,
+    lists: Lists | None = None,
+) -> Schedule:
+    """Every rank's tasks of so many steps."""
+    by_batch: dict[int, list[Op]] = {}  # several steps may have the same batch
+
+    def ops_of(t: int) -> list[Op]:
+        batch = batches.at(t)
+        if id(batch) not in by_batch:
+            by_batch[id(batch)] = list(step(problem, batch, options, prefetch, store, lists))
+        return by_batch[id(batch)]
+
+    return build_schedule(problem, ops_of, steps, fill(problem, store), prefetch=prefetch)
+
+
+def check(problem: Problem) -> None:
+    """Raises SpecError if the problem has no mini-batches for its ranks."""
+    check_batches(problem.workload, problem.stats, problem.ranks, "use --mode full")
+
+
+def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> None:
+    """Raises SpecError if the graph has no such batches for so many ranks.
+
+    `without`: the remedy if the graph has no training vertices.
+    """
+    train = stats.train_vertices
+    if not train:
+        raise SpecError(
+            f"mini-batches are drawn from training vertices, and {stats.name} has none; {without}"
+        )
+    if w.batch > train:
+        raise SpecError(
+            f"a batch is at most the training vertices (batch: {w.batch:,}, training vertices:"
+            f" {train:,}); use --batch {train}"
+        )
+    if w.batch < ranks:
+        raise SpecError(
+            f"a batch has a seed for every rank (batch: {w.batch}, ranks: {ranks}); use --batch"
+            f" {ranks} or more, or fewer ranks"
+        )
+
+
+def steps(problem: Problem) -> int:
+    """Batches of an epoch."""
+    return per_epoch(problem.workload, problem.stats.train_vertices)

@@ -1,0 +1,235 @@
+"""P3's knobs: which rank has which feature columns, and who adds up partial rows with whom.
+
+    4 servers x 2 ranks, copies 2     columns 0 .. F/2      columns F/2 .. F
+                                      server 0: ranks 0, 1  server 1: ranks 2, 3
+                                      server 2: ranks 4, 5  server 3: ranks 6, 7
+                                      rails (0, 2), (1, 3), (4, 6), (5, 7)
+                                      twins (0, 1, 4, 5), (2, 3, 6, 7)
+
+A rail is a group of peers that have all columns among them: partial sums cross inside it. Twins are
+ranks of different rails with the same columns. p3.py explains the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar, Self
+
+from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Bytes, Strategy
+from gnnplan.planner.strategies.minibatch import step as batchwise
+from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
+from gnnplan.planner.vocabulary.errors import SpecError
+
+OVER = ("server", "rank")
+# models whose first layer is a sum over feature columns (but for attention's softmax)
+MODELS = ("gcn", "sage", "gat", "sgc")
+# by which a closed form may exceed its simulation: groups with all-reduces of their own (logits,
+# twins' slices) do not wait for other groups
+UNEVEN = 0.03
+DELAY = 3  # updates by which a pipelined batch's weights lag
+FOLLOWING = {"front": "body", "body": "tail", "tail": "end"}  # the phase after each (p3.py)
+HEADER = 3  # numbers before a pushed block: how many sources, destinations and edges
+INT = 4  # [B] of a pushed number
+
+
+def columns(features: int, slices: int, i: int) -> range:
+    """The columns of the i-th of so many slices.
+
+    >>> [columns(10, 3, i) for i in range(3)]
+    [range(0, 3), range(3, 6), range(6, 10)]
+    """
+    return range(features * i // slices, features * (i + 1) // slices)
+
+
+@dataclass(frozen=True)
+class Slices(Strategy):
+    """The knobs of P3, and who has what.
+
+    over: what has columns of its own, each 'server' or each 'rank'; None: servers if there are
+        several.
+    pipelined: three batches in flight, on weights three updates old.
+    prefetch: as in data parallelism.
+    structure, structure_cache: as in data parallelism; a list is at a server, or at a rank.
+    copies: how many times all columns are there.
+    """
+
+    over: str | None = None
+    pipelined: bool = False
+    prefetch: int = 0
+    structure: str = "everywhere"
+    structure_cache: Bytes = 0
+    copies: int = 1
+
+    family: ClassVar[str] = "p3"
+    mode: ClassVar[str] = "mini"
+    # pipelined: the closed form has ranks wait in every phase, and other epochs draw other batches
+    claim: ClassVar[float] = 0.35
+
+    @property
+    def exact(self) -> bool:
+        return not self.pipelined
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, Slices) and self.pipelined == other.pipelined
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        if problem.ranks > 1 and problem.workload.model in MODELS:
+            yield cls(pipelined=True)
+            yield cls()
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        if problem.ranks == 1:
+            return "one rank: there is nobody to cut the columns with"
+        return _no_partial_form(problem.workload.model)
+
+    def settle(self, problem: Problem) -> Self:
+        return (
+            self
+            if self.over
+            else replace(self, over="server" if len(set(problem.servers)) > 1 else "rank")
+        )
+
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        batchwise.check(problem)
+        if self.over not in OVER:
+            raise SpecError(
+                "p3: over is 'server' (its ranks share its columns) or 'rank' (each has its own),"
+                f" not {self.over!r}"
+            )
+        if self.prefetch < 0:
+            raise SpecError(
+                f"p3: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2"
+            )
+        if problem.workload.model not in MODELS:
+            raise SpecError(f"p3: {_no_partial_form(problem.workload.model)}")
+        check_structure(self.name, problem, self.structure, self.structure_cache)
+        lines = _lines(problem.servers, self.over)
+        seats = len(lines[0])
+        if any(len(line) != seats for line in lines):
+            raise SpecError(
+                "p3: a rank has a peer on every server, so servers have equally many ranks; use"
+                " over='rank', or as many GPUs of each server"
+            )
+        if seats == 1:
+            raise SpecError(
+                f"p3 cuts columns over several (servers: {len(set(problem.servers))}, ranks:"
+                f" {problem.ranks}, over: {self.over}); use"
+                f" {'data_parallel' if problem.ranks == 1 else 'over=' + repr('rank')}"
+            )
+        if self.copies < 1 or seats % self.copies:
+            fit = [c for c in range(1, seats + 1) if seats % c == 0]
+            raise SpecError(
+                f"p3: each copy of the columns is over equally many {self.over}s (copies:"
+                f" {self.copies}, {self.over}s: {seats}); use one of {', '.join(map(str, fit))}"
+            )
+        if problem.stats.features < (slices := seats // self.copies):
+            raise SpecError(
+                "p3 needs a feature column for each slice (features:"
+                f" {problem.stats.features}, slices: {slices}); use fewer {self.over}s, or more"
+                " copies"
+            )
+
+    # -- who has what --------------------------------------------------------------------------
+
+    def rails(self, problem: Problem) -> list[tuple[int, ...]]:
+        """Groups of peers: each has one rank per slice, in the order of slices.
+
+        Peers are neighbours. Ranks fill servers in order, so with over='rank' and one copy per
+        server partial sums stay inside the server.
+        """
+        return list(_rails(problem.servers, self.over, self.copies))
+
+    def rail(self, problem: Problem, rank: int) -> tuple[int, ...]:
+        """The peers of a rank, itself included."""
+        return _rail_of(problem.servers, self.over, self.copies)[rank]
+
+    def twins(self, problem: Problem, rank: int) -> tuple[int, ...]:
+        """The ranks with the same columns, itself included."""
+        place = self.rail(problem, rank).index(rank)
+        return tuple(sorted(rail[place] for rail in self.rails(problem)))
+
+    def columns(self, problem: Problem, rank: int) -> range:
+        """The feature columns of a rank."""
+        rail = self.rail(problem, rank)
+        return columns(problem.stats.features, len(rail), rail.index(rank))
+
+    def sliced(self, problem: Problem, rank: int) -> Model:
+        """The model as a rank has it: its first layer reads its columns only."""
+        share = len(self.columns(problem, rank))
+        return describe(
+            problem.workload,
+            share,
+            problem.stats.classes,
+            problem.model.nonzeros * share / problem.stats.features,
+        )
+
+    def batches(self, problem: Problem) -> Batches:
+        return problem.minibatches(tuple(range(problem.ranks)))
+
+    def lists(self, problem: Problem) -> batchwise.Lists | None:
+        """Where adjacency lists are; None: with every sampler."""
+        return hashed(
+            problem,
+            self.batches(problem),
+            self.structure,
+            self.over == "rank",
+            self.structure_cache,
+        )
+
+    def steps(self, problem: Problem) -> int:
+        return batchwise.steps(problem)
+
+    def drawn_steps(self, problem: Problem) -> int:
+        return self.batches(problem).known
+
+    def sliced_weights(self, problem: Problem) -> int:
+        """Numbers in the first layer's weights that are cut with the columns."""
+        first = problem.model.layers[0]
+        return first.matrices * first.h_in * first.h_out
+
+    def tied(self, problem: Problem) -> tuple[int, ...]:
+        return problem.servers if self.over == "server" else ()
+
+
+def _no_partial_form(model: str) -> str:
+    return (
+        f"layer 1 must be a sum over feature columns, and that of {model} reads an encoder's"
+        " output: it has no scatter, transform and apply of its own; use one of"
+        f" {', '.join(MODELS)}, or data_parallel or gsplit, which run any layer"
+    )
+
+
+def _lines(servers: tuple[int, ...], over: str) -> list[tuple[int, ...]]:
+    """Ranks that could be peers: those at the same place of every server, or all."""
+    if over == "rank":
+        return [tuple(range(len(servers)))]
+    seen: dict[int, list[int]] = {}
+    for rank, server in enumerate(servers):
+        seen.setdefault(server, []).append(rank)
+    most = max(map(len, seen.values()))
+    return [
+        tuple(sorted(ranks[place] for ranks in seen.values() if place < len(ranks)))
+        for place in range(most)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _rails(servers: tuple[int, ...], over: str, copies: int) -> tuple[tuple[int, ...], ...]:
+    lines = _lines(servers, over)
+    slices = len(lines[0]) // copies
+    return tuple(
+        line[start : start + slices] for line in lines for start in range(0, len(line), slices)
+    )
+
+
+@lru_cache(maxsize=64)
+def _rail_of(servers: tuple[int, ...], over: str, copies: int) -> dict[int, tuple[int, ...]]:
+    return {rank: rail for rail in _rails(servers, over, copies) for rank in rail}

@@ -1,0 +1,13 @@
+"""What every room of the planner, the simulator and the executor uses.
+
+    schedule.py   tasks, their work, and what they wait for
+    trace.py      what happened when: spans, and the files that Perfetto opens
+    errors.py     errors that a user sees, and their exit codes
+    units.py      quantities as people write them: '25GB/s'
+    spec.py       the base of specifications, and the types of their fields
+    numbers.py    numbers that may be arrays of candidates
+    files.py      reading and writing files safely
+    progress.py   lines for people who wait
+    formulas.py   equations of papers, and closed forms that tests compare with
+
+This room imports no other."""

@@ -1,0 +1,275 @@
+"""Reading and writing files: YAML with line numbers, JSON, and writes that are complete or absent.
+
+What cannot be read or written raises SpecError, which names the file and a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import math
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes
+
+MAX_YAML = 1 << 18  # a specification is a page of text [B]
+MOST_SHOWN = 80  # characters of a wrong value that a message repeats
+MOST_DIGITS = 300  # of a whole number, which must fit a float
+_NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
+_SCALARS = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null")}
+Where = tuple[str | int, ...]  # the place of a value in a document, as ('device', 'memory')
+
+
+def cache_dir() -> Path:
+    """$GNNPLAN_CACHE, else $XDG_CACHE_HOME/gnnplan, else ~/.cache/gnnplan; it may not exist."""
+    if own := os.environ.get("GNNPLAN_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnplan"
+
+
+def write_atomically(path: str | Path, data: str | bytes, parents: bool = False) -> None:
+    """Write a temporary file next to `path`, then rename it, so that a file is complete or absent.
+
+    `parents` makes missing folders. Raises SpecError if the file cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # The tempfile module would give it other permissions than the umask does.
+            with open(temporary, "xb") as stream:
+                stream.write(data.encode() if isinstance(data, str) else data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not path.parent.exists():
+            raise SpecError(
+                f"{path}: the folder {path.parent} does not exist; create it first"
+            ) from error
+        raise SpecError(
+            f"{path}: cannot be written ({error.strerror or error}); choose another place or"
+            " free it"
+        ) from error
+
+
+def must_be_writable(path: Path) -> None:
+    """Raise SpecError if `path` cannot become a file; called before long work."""
+    if not path.parent.is_dir():
+        raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
+    if path.is_dir():
+        raise SpecError(f"{path}: is a folder; give the name of a file")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, unless it exists. Raises SpecError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise SpecError(f"{path}: is a file, but a folder is needed; give another place") from error
+    except OSError as error:
+        raise SpecError(
+            f"{path}: the folder cannot be made ({error.strerror or error}); choose another place"
+        ) from error
+
+
+# -- reading
+
+
+def must_be_file(path: str | Path, remedy: str = "give a file") -> None:
+    """Raise SpecError for anything but a file. Reading a pipe or a device might never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
+        raise SpecError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {remedy}"
+        ) from error
+    if not stat.S_ISREG(mode):
+        what = "Is a directory" if stat.S_ISDIR(mode) else "Is a pipe, a socket or a device"
+        raise SpecError(f"{path}: cannot be read ({what}); {remedy}")
+
+
+def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> bytes:
+    """The content of a file. Raises SpecError if it cannot be read or exceeds `most` [B]."""
+    must_be_file(path, remedy)
+    try:
+        with open(path, "rb") as stream:
+            # The file's own size, for `most` would be allocated as a buffer.
+            raw = stream.read(min(os.fstat(stream.fileno()).st_size, most) + 1)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from error
+    if len(raw) > most:
+        raise SpecError(
+            f"{path}: larger than {show_bytes(most)}, so not what is expected here; {remedy}"
+        )
+    return raw
+
+
+def read_json(path: str | Path, most: int, remedy: str) -> Any:
+    """A file's JSON document. Raises SpecError if it is none or exceeds `most` [B]."""
+    return from_json(path, read_bytes(path, most, remedy), remedy)
+
+
+def from_json(where: str | Path, raw: str | bytes, remedy: str) -> Any:
+    """A JSON document as plain data with finite numbers. Raises SpecError, which names `where`."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a number")
+
+    def number(digits: str) -> int:
+        if len(digits) > MOST_DIGITS:
+            raise ValueError(f"a number of {len(digits)} digits")
+        return int(digits)
+
+    def real(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(f"{text[:MOST_SHOWN]} is too large a number")
+        return value
+
+    try:
+        text = raw if isinstance(raw, str) else raw.decode("utf-8")
+        return json.loads(text, parse_constant=refuse, parse_int=number, parse_float=real)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: not JSON ({error}); {remedy}") from error
+
+
+# -- YAML with line numbers
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed file, and the line of each of its values."""
+
+    path: str
+    data: dict[str, Any]
+    lines: dict[Where, int]
+
+    def error(self, where: Where, message: str) -> SpecError:
+        """An error at a value, as 'cluster.yaml:7: device.memory: ...'."""
+        return SpecError(f"{self.path}:{self.line(where)}: {dotted(where)}: {message}")
+
+    def line(self, where: Where) -> int:
+        """The line of a value; if it is absent, that of its parent."""
+        while where and where not in self.lines:
+            where = where[:-1]
+        return self.lines.get(where, 1)
+
+
+def read_yaml(path: str | Path) -> Document:
+    """A file's YAML mapping.
+
+    Raises SpecError, with the line, for bad syntax, duplicate keys, aliases and anything that is
+    not plain data.
+    """
+    raw = read_bytes(path, MAX_YAML, "give the file of a specification")
+    lines: dict[Where, int] = {}
+    try:
+        loader = yaml.SafeLoader(raw.decode())
+        node = loader.get_single_node()
+        data = {} if node is None else _plain(loader, node, (), lines, str(path), set())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise SpecError(
+            f"{path}:{mark.line + 1 if mark else 1}: not valid YAML:"
+            f" {error.problem or error.context}"
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise SpecError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(data, dict):
+        raise SpecError(
+            f"{path}:1: must be a mapping of fields (key: value), not {type(data).__name__}"
+        )
+    return Document(str(path), data, lines)
+
+
+def _plain(
+    loader: yaml.SafeLoader,
+    node: yaml.Node,
+    where: Where,
+    lines: dict[Where, int],
+    path: str,
+    seen: set[int],
+) -> Any:
+    """A node as plain data; the lines of its values are noted in `lines`.
+
+    SafeLoader would keep the last of two equal keys, and forget lines.
+    """
+    line = node.start_mark.line + 1
+    lines.setdefault(where, line)
+    if id(node) in seen:  # an alias; a few lines of them can mean gigabytes ("billion laughs")
+        raise SpecError(
+            f"{path}:{line}: {dotted(where)}: anchors and aliases (&, *) are not supported; write"
+            " the value out"
+        )
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key_line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise SpecError(
+                    f"{path}:{key_line}: {dotted(where)}: a key must be a word or a number"
+                )
+            key = _scalar(loader, key_node, where, path, key_line)
+            if key in mapping:
+                raise SpecError(
+                    f"{path}:{key_line}: {dotted((*where, key))}: given twice, first in line"
+                    f" {lines[(*where, key)]}; keep one"
+                )
+            lines[(*where, key)] = key_line
+            mapping[key] = _plain(loader, value_node, (*where, key), lines, path, seen)
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [
+            _plain(loader, child, (*where, i), lines, path, seen)
+            for i, child in enumerate(node.value)
+        ]
+    return _scalar(loader, node, where, path, line)
+
+
+def _scalar(loader: yaml.SafeLoader, node: yaml.Node, where: Where, path: str, line: int) -> Any:
+    """A node as text, number, boolean, date or None.
+
+    Raises SpecError for other tags, and for text that does not suit its tag ('!!timestamp soon').
+    """
+    if node.tag not in _SCALARS or (node.tag in _NUMBERS and len(node.value) > MOST_SHOWN):
+        raise SpecError(
+            f"{path}:{line}: {dotted(where)}: must be text or a number of at most {MOST_SHOWN}"
+            " digits; write it so"
+        )
+    try:
+        return loader.construct_object(node)
+    except (ValueError, LookupError, AttributeError, OverflowError) as error:  # PyYAML's
+        raise SpecError(
+            f"{path}:{line}: {dotted(where)}: not what its tag {node.tag.rpartition(':')[2]} says;"
+            " leave it out"
+        ) from error
+
+
+def dotted(where: Where) -> str:
+    """The place of a value in words, as 'device.memory'."""
+    return ".".join(str(name)[:MOST_SHOWN] for name in where) or "the file"
+
+
+def suggest(word: str, allowed: Iterable[str]) -> str:
+    """The end of a message about a misspelt word: '; did you mean X? Allowed: ...'."""
+    allowed = list(allowed)
+    if not allowed:
+        return ""
+    near = difflib.get_close_matches(str(word)[:MOST_SHOWN], allowed, n=1, cutoff=0.5)
+    return (f"; did you mean {near[0]}? Allowed: " if near else "; allowed: ") + ", ".join(allowed)

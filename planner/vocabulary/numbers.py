@@ -1,0 +1,39 @@
+"""Numbers that several rooms share: their type, their maxima, and the spread of degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A float, or an array of them where several candidates are evaluated at once.
+Number = float | NDArray[np.float64]
+
+# Standard deviation of the logarithm of a vertex degree, where nobody counted degrees. It is the
+# mean of ten real graphs, which range from 0.57 to 1.60 (tests/planner/test_cost.py).
+SPREAD = 1.15
+
+
+def largest(numbers: Collection[Number]) -> Number:
+    """The element-wise maximum of some numbers, or 0 if there are none.
+
+    >>> largest([1.0, 3.0]), largest([1.0, np.array([0.0, 2.0])]), largest([])
+    (3.0, array([1., 2.]), 0.0)
+    """
+    if np.ndarray not in set(map(type, numbers)):
+        return max(numbers, default=0.0)
+    out: Number = -np.inf
+    for number in numbers:
+        out = np.maximum(out, number)
+    return out
+
+
+def slowest(seconds: Number) -> Number:
+    """The maximum over ranks, which are the last axis: [ranks] -> a number, [.., ranks] -> [.., 1].
+
+    >>> slowest(np.array([1.0, 3.0])), slowest(np.array([[1.0, 3.0], [2.0, 0.0]])).tolist()
+    (np.float64(3.0), [[3.0], [2.0]])
+    """
+    out: Number = np.max(np.atleast_1d(seconds), axis=-1, keepdims=np.ndim(seconds) > 1)
+    return out

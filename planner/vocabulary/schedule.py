@@ -1,0 +1,234 @@
+"""The schedule: who does what after what, with how many bytes and flops. It has no times.
+
+The simulator plays it in virtual time. The executor does the same operations for real, and records
+spans under the same labels. Tasks of one rank and lane run in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from gnnplan.planner.vocabulary.numbers import Number
+
+# Fallback costs where a device has no rate of its own, in element accesses: of a dropout hash, and
+# of an attention weight (logit, maximum, exponential, sum, weight).
+HASH_ACCESSES, EDGE_ACCESSES = 6, 10
+HostWork = Literal["draw", "lay"]  # a sampler draws neighbours, and lays out blocks
+LANES = ("host", "copy", "compute", "comm", "send", "receive", "reduce")
+
+
+class Label(NamedTuple):
+    """The name of one operation of one rank.
+
+    >>> str(Label("halo", 5, "f", layer=2)), str(Label("pipeline", 0, chunk=3, peer=1))
+    ('halo:f:l2:s5', 'pipeline:c3:p1:s0')
+    """
+
+    # forward, backward, halo, pipeline, all_reduce, loss, step, ... Bytes are reported by op.
+    op: str
+    step: int
+    way: str = ""  # 'f' with the forward pass, 'b' with the backward pass
+    layer: int | None = None
+    chunk: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.op] + ([self.way] if self.way else [])
+        for letter, value in (("l", self.layer), ("c", self.chunk), ("p", self.peer)):
+            if value is not None:
+                parts.append(f"{letter}{value}")
+        return ":".join([*parts, f"s{self.step}"])
+
+    @property
+    def kind(self) -> str:
+        """The label without its step, as 'halo:f:l2'; validation averages over steps."""
+        return str(self).rsplit(":", 1)[0]
+
+
+class Gather(NamedTuple):
+    """An aggregation: it reads rows and adds them up in other rows."""
+
+    rows: Number  # that are read
+    width: int  # numbers per row
+    among: Number  # distinct rows that it reads from
+    into: Number  # rows that it makes
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Work of one rank, counted by kind; cost.py gives each kind a rate.
+
+    Fields may be arrays of candidates; all that is computed from them then is an array, too.
+    """
+
+    flops: Number = 0.0  # dense matrix products [flop]
+    gathers: tuple[Gather, ...] = ()
+    elementwise_bytes: Number = 0.0  # read and written by element-wise operations [B]
+    launches: float = 0.0  # framework operations
+    itemsize: int = 4  # [B per number]
+    overlapped_bytes: Number = 0.0  # of transfers that overlap the work and slow it [B]
+    gemm_bytes: Number = 0.0  # that matrix products read and write [B]
+    tensor_bytes: Number = 0.0  # size of the largest tensor that is read or written [B]; 0: any
+    hash_ops: Number = 0.0  # numbers that many instructions are spent on: dropout, exponentials
+    attention_edges: Number = 0.0  # edges times heads that get an attention weight or gradient
+    # Whole rows that are read or written in random order: rows, numbers per row, distinct rows.
+    random_rows: tuple[tuple[Number, int, Number], ...] = ()
+
+    def __add__(self, other: Compute) -> Compute:
+        return Compute(
+            self.flops + other.flops,
+            self.gathers + other.gathers,
+            self.elementwise_bytes + other.elementwise_bytes,
+            self.launches + other.launches,
+            self.itemsize,
+            self.overlapped_bytes + other.overlapped_bytes,
+            self.gemm_bytes + other.gemm_bytes,
+            np.maximum(self.tensor_bytes, other.tensor_bytes),
+            self.hash_ops + other.hash_ops,
+            self.attention_edges + other.attention_edges,
+            self.random_rows + other.random_rows,
+        )
+
+    def at(self, i: int) -> Compute:
+        """The i-th candidate of its arrays."""
+
+        def pick(value: Number) -> float:
+            return float(value[i] if isinstance(value, np.ndarray) and value.ndim else value)
+
+        gathers = tuple(
+            Gather(pick(rows), width, pick(among), pick(into))
+            for rows, width, among, into in self.gathers
+        )
+        random_rows = tuple(
+            (pick(rows), width, pick(among)) for rows, width, among in self.random_rows
+        )
+        return Compute(
+            pick(self.flops),
+            gathers,
+            pick(self.elementwise_bytes),
+            self.launches,
+            self.itemsize,
+            pick(self.overlapped_bytes),
+            pick(self.gemm_bytes),
+            pick(self.tensor_bytes),
+            pick(self.hash_ops),
+            pick(self.attention_edges),
+            random_rows,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A copy of rows from the server's memory to the device."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A sampler's work for one rank."""
+
+    what: HostWork
+    edges: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message to one peer, whose `Recv` ends when it has arrived."""
+
+    peer: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Waits for a message of a peer."""
+
+    peer: int
+    of: Label  # of the peer's Send
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One rank's part in an exchange or an all-reduce.
+
+    Every rank of the group has a task with an equal label. In an exchange, `sent` holds what this
+    rank sends to each peer. In an all-reduce it holds one entry, for peer -1: all that this rank
+    sends by the algorithm's own count.
+    """
+
+    op: str  # 'exchange' or 'all_reduce'
+    group: tuple[int, ...]
+    sent: tuple[tuple[int, int], ...]  # (peer, bytes)
+    size: int = 0  # all_reduce: of the buffer [B]
+
+    @property
+    def nbytes(self) -> int:
+        """All that this rank sends [B]."""
+        return sum(n for _, n in self.sent)
+
+
+Work = Compute | Load | Host | Send | Recv | Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One rank's work in one of its lanes, and the tasks that must end before it starts."""
+
+    label: Label
+    rank: int
+    lane: str
+    work: Work
+    # Tasks of the same rank, in this step or in earlier ones (which is how staleness is expressed).
+    after: tuple[Label, ...] = ()
+
+
+@dataclass(slots=True)
+class Schedule:
+    """All ranks' tasks of some steps."""
+
+    ranks: int
+    steps: int
+    tasks: list[Task] = field(default_factory=list)
+    setup: list[Task] = field(default_factory=list)  # done once before step 0; no part of an epoch
+
+    def lane(self, rank: int, lane: str) -> Iterator[Task]:
+        """Tasks of one rank and lane, in their order."""
+        return (task for task in self.tasks if task.rank == rank and task.lane == lane)
+
+    def bytes_by_op(self, tasks: Iterable[Task] | None = None) -> dict[str, int]:
+        """Bytes by operation, of all tasks or of these; each is counted where it is sent [B]."""
+        total: dict[str, int] = {}
+        for task in self.tasks if tasks is None else tasks:
+            if isinstance(task.work, (Send, Collective)):
+                total[task.label.op] = total.get(task.label.op, 0) + task.work.nbytes
+        return total
+
+
+def share(total: int, parts: int, index: int) -> int:
+    """The index-th of `parts` nearly equal whole shares of `total`, which add up to it.
+
+    >>> [share(10, 4, i) for i in range(4)]
+    [3, 3, 2, 2]
+    """
+    return total // parts + (index < total % parts)
+
+
+def all_reduce(
+    label: Label, rank: int, group: tuple[int, ...], size: int, after: tuple[Label, ...] = ()
+) -> Task:
+    """A task in the lane 'reduce': a rank's part in an all-reduce of `size` bytes."""
+    return Task(label, rank, "reduce", ring(rank, group, size), after)
+
+
+def ring(rank: int, group: tuple[int, ...], size: int) -> Collective:
+    """A rank's part in a ring all-reduce of `size` bytes.
+
+    All n ranks of the group send 2 (n-1) `size` bytes in total. Source: nccl-tests, whose bus
+    bandwidth has the factor 2 (n-1) / n.
+    """
+    sent = share(2 * (len(group) - 1) * size, len(group), group.index(rank))
+    return Collective("all_reduce", group, ((-1, sent),), size)

@@ -1,0 +1,48 @@
+"""The base of specifications, which check themselves, and the types of their fields."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from gnnplan.planner.vocabulary.units import kind, quantity
+
+
+def bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
+    """A validator that parses a quantity, and refuses what can only be a mix-up of units."""
+
+    def check(value: str | float) -> float:
+        number = quantity(value)
+        if kind(value) not in ("", unit):
+            raise ValueError(
+                f"{what} is given in {unit}, but {value!r:.80} is in {kind(value)}. Check the unit"
+            )
+        if not low <= number <= high:
+            raise ValueError(
+                f"{what} must lie in [{low:g}, {high:g}] (SI: B, s, flop); {value!r:.80} is"
+                f" {number:g}. Check the unit"
+            )
+        return number
+
+    return BeforeValidator(check)
+
+
+Bandwidth = Annotated[float, bounded(1e3, 1e14, "a bandwidth [B/s]", "B/s")]
+Latency = Annotated[float, bounded(0.0, 10.0, "a latency [s]", "s")]
+Bytes = Annotated[float, bounded(1e6, 1e15, "a memory size [B]", "B")]
+Size = Annotated[float, bounded(1.0, 1e13, "a size [B]", "B")]
+PerSecond = Annotated[float, Field(ge=1e3, le=1e15)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+# By size; a number alone holds for all sizes.
+Rates = Annotated[
+    dict[Size, Bandwidth],
+    BeforeValidator(lambda value: value if isinstance(value, dict) else {1.0: value}),
+]
+Rate = Annotated[float, bounded(1e6, 1e18, "a compute rate [flop/s]", "flop/s")]
+
+
+class Spec(BaseModel):
+    """A frozen model in which unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,0 +1,328 @@
+"""Traces: spans that say what happened when, and their files.
+
+The files are Chrome/Kineto JSON, which Perfetto opens. The simulator and the executor write the
+same files under the same labels, and validation compares them. An event's `ts` and `dur` [us] are
+for viewers; `start_s` and `end_s` in its args hold the exact times."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import make_folder, read_json
+
+# From top to bottom in a viewer.
+LANE_ORDER = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
+LONGEST = 1e12  # [s]
+MAX_TRACE = 1 << 30  # some million spans [B]
+_FILE = re.compile(r"trace\.rank(\d+)\.json")
+
+
+class Span(NamedTuple):
+    """One task as it happened. The span of a collective, or of a Recv, contains its waiting."""
+
+    label: str  # str(Label), as 'halo:f:l2:s5'
+    op: str
+    rank: int
+    lane: str
+    start: float  # [s]
+    end: float  # [s]
+    nbytes: int = 0  # [B] that this rank sent, or loaded
+    step: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Duration, with waiting [s]."""
+        return self.end - self.start
+
+
+# -- files
+
+
+def write_traces(
+    directory: str | Path,
+    spans: Iterable[Span],
+    ranks: Iterable[int],
+    world: int,
+    source: Literal["simulated", "measured"],
+    backend: str,
+) -> list[Path]:
+    """Write a `trace.rank<r>.json` for each of `ranks`, out of `world`; returns their paths.
+
+    A file is written completely or not at all. Raises SpecError if the folder cannot be made.
+    """
+    directory = Path(directory)
+    make_folder(directory)
+    by_rank: dict[int, list[Span]] = {rank: [] for rank in ranks}
+    for span in spans:
+        if span.rank in by_rank:
+            by_rank[span.rank].append(span)
+    if 0 in by_rank:  # traces of an older run on more ranks must not be read with these
+        for rank, path in _files(directory).items():
+            if rank >= world:
+                path.unlink()
+    paths = []
+    for rank, own in by_rank.items():
+        paths.append(trace_of(directory, rank))
+        info = {"backend": backend, "rank": rank, "world_size": world}
+        _replace(
+            paths[-1],
+            {
+                "schemaVersion": 1,
+                "displayTimeUnit": "ms",
+                "source": source,
+                "distributedInfo": info,
+                "traceEvents": _events(rank, own, source),
+            },
+        )
+    return paths
+
+
+def read_traces(directory: str | Path) -> list[Span]:
+    """All spans of a folder's traces, rank by rank in the order recorded.
+
+    Raises SpecError if the folder does not hold the traces of exactly one run.
+    """
+    files = _files(Path(directory))
+    if not files:
+        raise SpecError(
+            f"{directory} holds no trace.rank<r>.json; give the folder that `gnnplan simulate` or"
+            " `gnnplan run` wrote"
+        )
+    spans: list[Span] = []
+    worlds: dict[int, Path] = {}
+    for rank, path in sorted(files.items()):
+        world, own = read_trace(path, rank)
+        worlds.setdefault(world, path)
+        spans += own
+    if len(worlds) > 1:
+        raise SpecError(
+            "traces of different runs: "
+            + ", ".join(f"{path} has world_size {world}" for world, path in worlds.items())
+            + "; keep one run per folder"
+        )
+    if (world := next(iter(worlds))) != len(files) or max(files) >= world:
+        missing = next(rank for rank in range(len(files) + 1) if rank not in files)
+        raise SpecError(
+            f"{directory}: world_size is {world}, but there are {len(files)} traces, and that of"
+            f" rank {missing} is missing; record them again"
+        )
+    return spans
+
+
+def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
+    """The number of ranks of the run, and this rank's spans in the order recorded.
+
+    Raises SpecError if the file is not the trace of this rank.
+    """
+    data = _load(path)
+    try:
+        info = data["distributedInfo"]
+        found, world = int(info["rank"]), int(info["world_size"])
+        events = [event for event in data["traceEvents"] if event["ph"] == "X"]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SpecError(
+            f"{path}: distributedInfo or traceEvents lacks or garbles {error}; record it again"
+        ) from error
+    if found != rank:
+        raise SpecError(
+            f"{path}: distributedInfo.rank is {found!r}, the file's name says {rank}; do not rename"
+            " traces"
+        )
+    return world, [_span(path, rank, i, event) for i, event in enumerate(events)]
+
+
+def trace_of(directory: Path, rank: int) -> Path:
+    """The file of a rank's trace."""
+    return directory / f"trace.rank{rank}.json"
+
+
+def _files(directory: Path) -> dict[int, Path]:
+    """Rank -> its trace."""
+    return {
+        int(match[1]): path
+        for path in directory.glob("trace.rank*.json")
+        if (match := _FILE.fullmatch(path.name))
+    }
+
+
+def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
+    """Metadata events that name the process and its threads, then a complete event per span."""
+    used = {span.lane for span in spans}
+    lanes = [*LANE_ORDER, *sorted(used - set(LANE_ORDER))]
+    thread = {lane: i for i, lane in enumerate(lanes)}
+    events = [_name(rank, 0, "process_name", {"name": f"rank {rank} ({source})"})]
+    events.append(_name(rank, 0, "process_sort_index", {"sort_index": rank}))
+    for lane in lanes:
+        if lane in used:
+            events.append(_name(rank, thread[lane], "thread_name", {"name": lane}))
+            events.append(
+                _name(rank, thread[lane], "thread_sort_index", {"sort_index": thread[lane]})
+            )
+    for span in spans:
+        args = {
+            "op": span.op,
+            "lane": span.lane,
+            "step": span.step,
+            "bytes": span.nbytes,
+            "start_s": span.start,
+            "end_s": span.end,
+        }
+        events.append(
+            {
+                "ph": "X",
+                "cat": span.op,
+                "name": span.label,
+                "pid": rank,
+                "tid": thread[span.lane],
+                "ts": span.start * 1e6,
+                "dur": span.seconds * 1e6,
+                "args": args,
+            }
+        )
+    return events
+
+
+def _name(rank: int, thread: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "ts": 0, "args": args}
+
+
+def _replace(path: Path, data: dict[str, Any]) -> None:
+    """Write a temporary file, then rename it: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(
+            json.dumps(data, allow_nan=False, separators=(",", ":")), encoding="utf-8"
+        )
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    data = read_json(path, MAX_TRACE, "record it again")
+    if not isinstance(data, dict):
+        raise SpecError(
+            f"{path}: a trace is a JSON object with traceEvents, this is a {type(data).__name__}"
+        )
+    return data
+
+
+def _span(path: Path, rank: int, index: int, event: dict[str, Any]) -> Span:
+    try:
+        args = event["args"]
+        span = Span(
+            str(event["name"]),
+            str(args["op"]),
+            rank,
+            str(args["lane"]),
+            float(args["start_s"]),
+            float(args["end_s"]),
+            int(args["bytes"]),
+            int(args["step"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SpecError(
+            f"{path}: span {index} of traceEvents lacks or garbles {error}; record it again"
+        ) from error
+    if not -LONGEST < span.start <= span.end < LONGEST:
+        raise SpecError(
+            f"{path}: span {index} ({span.label}) runs from {span.start} s to {span.end} s; a span"
+            " ends after it starts"
+        )
+    return span
+
+
+# -- what spans say
+
+
+def recorded_order(spans: Iterable[Span], rank: int, lane: str) -> list[str]:
+    """Labels of one lane in the order in which they started; ties as recorded.
+
+    >>> late, early = Span("b", "b", 0, "compute", 1, 2), Span("a", "a", 0, "compute", 0, 1)
+    >>> recorded_order([late, early], 0, "compute")
+    ['a', 'b']
+    """
+    own = [span for span in spans if (span.rank, span.lane) == (rank, lane)]
+    return [span.label for span in sorted(own, key=lambda span: (span.start, span.end))]
+
+
+def transfer_times(spans: Iterable[Span], ops: Collection[str] | None = None) -> dict[str, float]:
+    """Durations of collectives without waiting, by label [s].
+
+    A collective lasts as long as its shortest span among ranks, since the last rank to arrive does
+    not wait. A label is a collective's if several ranks recorded it and bytes moved under it. The
+    two ends of a message are none, for each has its own label. `ops` selects operations.
+
+    >>> first, last = Span("x", "halo", 0, "comm", 0, 5, 8), Span("x", "halo", 1, "comm", 3, 5, 8)
+    >>> transfer_times([first, last, Span("f", "f", 0, "compute", 0, 9)])
+    {'x': 2.0}
+    """
+    by_label: dict[str, list[Span]] = {}
+    for span in spans:
+        # A load is its rank's own, though other ranks may have one of the same label.
+        if (ops is None or span.op in ops) and span.lane != "copy":
+            by_label.setdefault(span.label, []).append(span)
+    return {
+        label: float(min(span.seconds for span in group))
+        for label, group in by_label.items()
+        if any(span.nbytes for span in group) and len({span.rank for span in group}) > 1
+    }
+
+
+def overlap(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
+    """Seconds of each rank's transfers that computation hides, and that are exposed [s].
+
+    Hidden are those in which the rank also computes. A collective counts from when its last rank
+    has arrived; what is before is waiting.
+
+    >>> halos = [Span("x", "halo", 0, "comm", 3, 6, 8), Span("x", "halo", 1, "comm", 1, 6, 8)]
+    >>> overlap([Span("f", "f", 0, "compute", 0, 4), *halos])
+    {0: (1.0, 2.0), 1: (0.0, 3.0)}
+    """
+    spans = list(spans)
+    durations = transfer_times(spans)
+    computing: dict[int, list[tuple[float, float]]] = {}
+    moving: dict[int, list[tuple[float, float]]] = {}
+    for span in spans:
+        if span.lane == "compute":
+            computing.setdefault(span.rank, []).append((span.start, span.end))
+        elif span.nbytes or span.label in durations:
+            begin = max(span.start, span.end - durations.get(span.label, span.seconds))
+            moving.setdefault(span.rank, []).append((begin, span.end))
+    out = {}
+    for rank in sorted(moving):
+        transfers = _union(moving[rank])
+        total = sum(end - start for start, end in transfers)
+        hidden = _common_s(transfers, _union(computing.get(rank, [])))
+        out[rank] = (hidden, total - hidden)
+    return out
+
+
+def _common_s(intervals: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """Seconds that lie in both; either is sorted and free of overlaps."""
+    seconds, first = 0.0, 0
+    for start, end in intervals:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        for a, b in others[first:]:
+            if a >= end:
+                break
+            seconds += min(b, end) - max(a, start)
+    return seconds
+
+
+def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time as intervals that do not overlap, sorted."""
+    out: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((start, end))
+    return out

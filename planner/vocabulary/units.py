@@ -1,0 +1,106 @@
+"""Quantities as people write them, and back.
+
+The code has SI units only: bytes, seconds, flop."""
+
+from __future__ import annotations
+
+import re
+
+_PREFIX = {
+    "": 1.0,
+    "k": 1e3,
+    "K": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "P": 1e15,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
+_BASE = {"B": 1.0, "b": 1 / 8, "bit": 1 / 8, "FLOP": 1.0, "flop": 1.0, "FLOPS": 1.0}
+_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PATTERN = re.compile(r"^\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-zµ]*)(/s|ps)?\s*$")
+
+
+def kind(text: object) -> str:
+    """The unit of a quantity: 's', 'B', 'flop', 'B/s', 'flop/s', or '' if it has none.
+
+    >>> kind("25GB/s"), kind("10us"), kind("24GiB"), kind("27TFLOPS"), kind(5), kind("5G")
+    ('B/s', 's', 'B', 'flop/s', '', '')
+    """
+    match = _PATTERN.match(text) if isinstance(text, str) else None
+    if not match or match[2] in _PREFIX:
+        return ""
+    unit, per_second = match[2], bool(match[3])
+    if unit in _TIME:
+        return "s"
+    base = "flop" if unit.upper().rstrip("S").endswith("FLOP") else "B"
+    return f"{base}/s" if per_second or unit.endswith("FLOPS") else base
+
+
+def quantity(text: object) -> float:
+    """A quantity as a number in SI units [B, s, flop, B/s, flop/s].
+
+    It is text such as '25GB/s', '400Mbit/s', '10us', '24GiB', '27.8TFLOP/s', or a number, which
+    stays. Raises ValueError for anything else.
+
+    >>> quantity("25GB/s"), quantity("400 Mbit/s"), quantity("2us"), quantity(3)
+    (25000000000.0, 50000000.0, 2e-06, 3.0)
+    """
+    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        raise ValueError(f"needs a number with a unit such as 25GB/s, not {text!r:.80}")
+    if not isinstance(text, str):
+        return float(text)
+    match = _PATTERN.match(text)
+    if not match:
+        raise ValueError(
+            f"{text!r:.80} is not a number with a unit such as 25GB/s, 400Mbit/s, 24GiB, 10us"
+        )
+    number, unit = float(match[1]), match[2]
+    if unit in _TIME and not match[3]:
+        return number * _TIME[unit]
+    for base, scale in _BASE.items():
+        if unit.endswith(base) and unit[: -len(base)] in _PREFIX:
+            return number * _PREFIX[unit[: -len(base)]] * scale
+    if unit in _PREFIX and not match[3]:
+        return number * _PREFIX[unit]
+    raise ValueError(
+        f"{text!r:.80} has an unknown unit; use B, bit, FLOP with k, M, G, T (or Ki, Mi, Gi), or s,"
+        " ms, us"
+    )
+
+
+def show_bytes(value: float) -> str:
+    """Bytes as people read them, with decimal prefixes.
+
+    >>> show_bytes(4.5e9), show_bytes(812), show_bytes(0)
+    ('4.50 GB', '812 B', '0 B')
+    """
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= scale:
+            return f"{value / scale:.2f} {unit}"
+    return f"{value:.0f} B"
+
+
+def show_time(value: float) -> str:
+    """Seconds as people read them.
+
+    >>> show_time(0.0123), show_time(2.5), show_time(4e-6), show_time(0)
+    ('12.3 ms', '2.50 s', '4.0 us', '0 s')
+    """
+    if value == 0:
+        return "0 s"
+    if abs(value) >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.1f} us"
+
+
+def show_dollars(value: float) -> str:
+    """A price as people read it, to three digits or to the cent.
+
+    >>> show_dollars(12.345), show_dollars(0.0012345), show_dollars(0)
+    ('$12.35', '$0.00123', '$0.00')
+    """
+    return f"${value:.2f}" if value >= 1 or value == 0 else f"${value:.3g}"

@@ -1,0 +1,8 @@
+"""Plays schedules in virtual time, with SimPy. Holds no strategy code.
+
+    player.py    plays a schedule: `play`, and its bounds `critical_path` and `serial`
+    network.py   transfers that overlap share ports by max-min fairness
+    flows.py     the same for single messages, which network.py bundles
+    noise.py     jitter and stragglers
+
+The simulator imports planner/vocabulary and planner/cluster only."""

@@ -1,0 +1,193 @@
+"""Single messages that share links by max-min fairness; cost.py's port bound is compared with it.
+
+The network plays an exchange as one bundle, which fills its ports in fixed proportions
+(network.py). Here each message is a flow with a rate of its own. All rates rise alike; when a
+port's flows have taken all of it, the port is full and they stop:
+
+    rate  1/2 ┤            ▄▄▄     A and B share a link of 1/2, B and C one of 3/4. The first is
+          1/4 ┤  ▄▄▄  ▄▄▄  ███     full at 1/4, and C takes what B leaves of the second.
+              └───A────B────C──
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from gnnplan.planner.cluster.cost import Cost, Transfer
+from gnnplan.planner.cluster.places import Port
+
+# `ByFlows` finds new rates at most once in this share of the port bound.
+RATES_INTERVAL = 0.005
+
+
+@dataclass(frozen=True)
+class Flows:
+    """Messages and the ports that they pass.
+
+    A *pass* says that flow `flow[i]` puts `weight[i]` times its bytes on port `port[i]`. Passes are
+    sorted by flow, and every flow has one.
+    """
+
+    nbytes: np.ndarray  # [flows]
+    flow: np.ndarray  # [passes]
+    port: np.ndarray  # [passes]
+    weight: np.ndarray  # [passes]
+    capacity: np.ndarray  # [B/s] [ports]
+    starts: np.ndarray = field(default_factory=lambda: np.zeros(1))  # [s] [flows], or one for all
+    names: tuple[Port, ...] = ()  # [ports]
+
+    @classmethod
+    def of(cls, cost: Cost, sent: np.ndarray) -> Flows:
+        """The messages of an exchange [ranks, ranks], without latencies."""
+        source, target = np.nonzero(sent)
+        nbytes = np.asarray(sent[source, target], dtype=float)
+        passes, capacity = cost.passes("exchange", source, target, nbytes)
+        index = {port: i for i, port in enumerate(capacity)}
+        columns = [
+            (messages, np.array([index[name, i] for i in numbers.tolist()], dtype=np.int64), shares)
+            for name, messages, numbers, shares in passes
+        ]
+        flow, port, weight = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(flow, kind="stable")
+        return cls(
+            nbytes,
+            flow[order],
+            port[order],
+            weight[order],
+            np.array(list(capacity.values())),
+            names=tuple(capacity),
+        )
+
+    @property
+    def bound(self) -> float:
+        """Seconds of the busiest port, which no schedule can beat if all start together [s]."""
+        load = np.bincount(self.port, self.weight * self.nbytes[self.flow], self.capacity.size)
+        return float((load / self.capacity).max())
+
+    def rates(self) -> np.ndarray:
+        """The rate of each flow when all are under way [B/s] [flows]."""
+        return max_min(self.flow, self.port, self.weight, self.nbytes.size, self.capacity)
+
+    def finish(self, every: float = 0.0) -> np.ndarray:
+        """When each flow ends [s] [flows].
+
+        New rates are found when a flow starts or ends, but after ends not sooner than `every`
+        seconds after the last rates. What a flow leaves behind in between is idle, so no flow is
+        faster than it can be.
+        """
+        starts = np.broadcast_to(self.starts, self.nbytes.shape)
+        left, ends = self.nbytes.astype(float), starts.astype(float)
+        waiting = np.argsort(starts, kind="stable")
+        waiting = waiting[left[waiting] > 0]
+        alive = np.zeros(left.size, dtype=bool)
+        rates = np.zeros(left.size)
+        now = 0.0
+        # Flows that are slower than this keep their rate. All ports of a flow that has ended were
+        # full at its rate or above, so slower flows gain nothing. 0: others started, all change.
+        keep_below = 0.0
+        while waiting.size or alive.any():
+            if not alive.any():
+                now = max(now, float(starts[waiting[0]]))
+            starting = int(np.searchsorted(starts[waiting], now, side="right"))
+            if starting:
+                alive[waiting[:starting]], waiting, keep_below = True, waiting[starting:], 0.0
+            self._update_rates(rates, alive, keep_below)
+            active = np.flatnonzero(alive)
+            lasts = left[active] / rates[active]
+            interval = max(float(lasts.min()), every)
+            if waiting.size:
+                interval = min(interval, float(starts[waiting[0]]) - now)
+            over = lasts <= interval * (1 + 1e-12)
+            ends[active[over]] = now + lasts[over]
+            left[active] -= rates[active] * interval
+            alive[active[over]] = False
+            keep_below = float(rates[active[over]].min(initial=np.inf))
+            if waiting.size and interval == starts[waiting[0]] - now:
+                now = float(starts[waiting[0]])
+            else:
+                now += interval
+        return ends
+
+    def _update_rates(self, rates: np.ndarray, alive: np.ndarray, keep_below: float) -> None:
+        """Find new rates for flows that are alive, except for those below a rate."""
+        changing = alive & (rates >= keep_below * (1 - 1e-9))
+        passes, kept = changing[self.flow], (alive & ~changing)[self.flow]
+        taken = np.bincount(
+            self.port[kept], self.weight[kept] * rates[self.flow[kept]], self.capacity.size
+        )
+        number = np.cumsum(changing) - 1
+        rates[changing] = max_min(
+            number[self.flow[passes]],
+            self.port[passes],
+            self.weight[passes],
+            int(changing.sum()),
+            self.capacity - taken,
+        )
+
+
+@dataclass(frozen=True)
+class ByFlows(Cost):
+    """A cost whose exchanges end with the last of their messages, each with a rate of its own.
+
+    Ports carry the same bytes as in `Cost`. What an exchange takes longer than its busiest port is
+    added to its latency.
+    """
+
+    @classmethod
+    def like(cls, cost: Cost) -> ByFlows:
+        """The same cluster and seats."""
+        return cls(**{field.name: getattr(cost, field.name) for field in fields(cost)})
+
+    def exchange(
+        self, sent: np.ndarray, group: Sequence[int] | None = None, messages: int = 1
+    ) -> Transfer:
+        """See `Cost.exchange`."""
+        bundle = super().exchange(sent, group, messages)
+        if not bundle.busy:
+            return bundle
+        among_all = np.zeros((len(self.seats),) * 2)
+        members = np.arange(len(sent)) if group is None else np.asarray(group)
+        among_all[np.ix_(members, members)] = sent
+        flows = Flows.of(self, among_all)
+        last = float(flows.finish(RATES_INTERVAL * flows.bound).max())
+        return bundle._replace(latency=bundle.latency + last - flows.bound)
+
+
+def max_min(
+    flow: np.ndarray, port: np.ndarray, weight: np.ndarray, flows: int, capacity: np.ndarray
+) -> np.ndarray:
+    """Max-min fair rates [flows].
+
+    No port carries more than its capacity, and no rate can grow unless a smaller one shrinks.
+    `flow`, `port` and `weight` are passes as in `Flows`, sorted by flow.
+
+    Each round fills the ports that hold all of their flows lower than any other port does; they
+    are full whatever happens elsewhere. Then the rest of the capacity is shared.
+
+    >>> a, b = 0, 1  # three flows pass port a, of 1; the first passes port b, of 1/2, too
+    >>> flow, port = np.array([0, 0, 1, 2]), np.array([a, b, a, b])
+    >>> max_min(flow, port, np.ones(4), 3, np.array([1.0, 0.5])).tolist()
+    [0.25, 0.75, 0.25]
+    """
+    rates, room = np.zeros(flows), capacity.astype(float)
+    while flow.size:
+        growing = np.bincount(port, weight, capacity.size)
+        level = np.full(capacity.size, np.inf)  # at which a port is full
+        np.divide(room, growing, out=level, where=growing > 0)
+        first = np.flatnonzero(np.diff(flow, prepend=-1))
+        level_here = level[port]
+        lowest = np.minimum.reduceat(level_here, first)
+        passes = np.diff(first, append=flow.size)  # of each flow
+        reached = np.repeat(lowest, passes)
+        # Passes whose flow stops sooner, at another port.
+        held = np.bincount(port, reached < level_here * (1 - 1e-12), capacity.size)
+        stops = np.maximum.reduceat(((held == 0) & (growing > 0))[port], first)
+        rates[flow[first[stops]]] = lowest[stops]
+        done = np.repeat(stops, passes)
+        used = np.bincount(port[done], weight[done] * reached[done], capacity.size)
+        room = np.maximum(room - used, 0.0)
+        flow, port, weight = flow[~done], port[~done], weight[~done]
+    return rates

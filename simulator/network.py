@@ -1,0 +1,190 @@
+"""Transfers that overlap share ports by max-min fairness (the model of SimGrid).
+
+Alone, a transfer takes its latency and then `max(busy)` seconds. While it overlaps others it
+progresses at a rate x in (0, 1]. It then fills x * busy[port] / max(busy) of each of its ports, and
+no port is filled beyond 1:
+
+    rate x     1 ┤████████▏                 ▕████████     A
+             1/2 ┤        ▕█████████████████▏             A and B on one port
+                 └────────┴─────────────────┴────────
+                          B joins           B ends
+
+The cores of a machine are a port, too. An operating system gives every thread an equal share of the
+cores, not equal progress: a message that keeps a tenth of a core busy goes on at full speed beside
+computations that take turns.
+
+A change of rates concerns only transfers that share ports, directly or through others. They wait
+for one event, the end of the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import simpy
+
+from gnnplan.planner.cluster.cost import Transfer
+from gnnplan.planner.cluster.places import Port
+
+
+def max_min(shares: Sequence[Mapping[Port, float]], weights: Sequence[float] = ()) -> list[float]:
+    """Rates x_i in (0, 1] such that sum_i x_i * shares_i[port] <= 1 on every port.
+
+    No rate can grow unless one with a smaller x_i / weight_i shrinks. Progressive filling finds
+    them: all rates grow in step until a port is full, its transfers stop, and the others go on.
+
+    `shares_i` says how much of its ports a transfer fills at rate 1; each is in (0, 1], and a
+    transfer's largest is 1. Weights are 1 unless given.
+
+    >>> a, b = ("nic_out", 0), ("nic_out", 1)
+    >>> max_min([{a: 1.0, b: 1.0}, {a: 1.0}, {a: 1.0}, {b: 1.0}])
+    [0.3333333333333333, 0.3333333333333333, 0.3333333333333333, 0.6666666666666667]
+    >>> max_min([{a: 1.0}, {a: 1.0}], [1.0, 3.0])
+    [0.25, 0.75]
+    """
+    weights = weights or [1.0] * len(shares)
+    users: dict[Port, list[int]] = {}
+    for i, share in enumerate(shares):
+        for port in share:
+            users.setdefault(port, []).append(i)
+    rates = [0.0] * len(shares)  # 0: still growing
+    # The level (rate / weight) at which a port's growing transfers fill it.
+    full_at: dict[Port, float] = {}
+    changed = set(users)
+    lowest = 0.0
+    while True:
+        for port in changed:
+            growing = used = 0.0
+            # Summed afresh, for differences would leave residues that look like room.
+            for i in users[port]:
+                if rates[i]:
+                    used += rates[i] * shares[i][port]
+                else:
+                    growing += weights[i] * shares[i][port]
+            if growing:
+                full_at[port] = (1.0 - used) / growing
+            else:
+                full_at.pop(port, None)
+        if not full_at:
+            return rates
+        first = min(full_at, key=full_at.__getitem__)
+        lowest = max(lowest, full_at[first])  # rounding must not let a rate sink to 0
+        changed = set()
+        for i in users[first]:
+            if not rates[i]:
+                rates[i] = min(1.0, weights[i] * lowest)
+                changed.update(shares[i])
+
+
+class _Flow:
+    """A transfer under way."""
+
+    __slots__ = ("alarm", "done", "left", "rate", "shares", "since", "weight")
+
+    def __init__(self, transfer: Transfer, done: Callable[[], None], threads: int) -> None:
+        busy = {port: float(seconds) for port, seconds in transfer.busy.items()}
+        self.left = max(busy.values(), default=0.0)  # at rate 1, as of `since` [s]
+        self.shares: dict[Port, float] = {
+            port: seconds / self.left for port, seconds in busy.items() if seconds > 0.0
+        }
+        cores = [share for (kind, _), share in self.shares.items() if kind == "cores"]
+        # Equal weights mean equal progress; each thread shall get an equal share of the cores.
+        self.weight = threads / len(cores) / max(cores) if cores else 1.0
+        self.rate = 0.0
+        self.since = 0.0  # [s]
+        self.alarm = 0  # number of the only alarm that counts for it
+        self.done = done
+
+
+class Network:
+    """The ports of a cluster, and the transfers that are under way."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.env = env
+        # Dicts serve as sets with a fixed order, so that equal runs give equal floats.
+        self._users: dict[Port, dict[_Flow, None]] = {}
+        self._changed: dict[_Flow, None] = {}  # transfers that need new rates
+        self._alarms = 0
+
+    def start(self, transfer: Transfer, done: Callable[[], None], threads: int = 1) -> None:
+        """Start a transfer now; `done` is called at the time when it has ended.
+
+        If it takes cores, `threads` work on it.
+        """
+        flow = _Flow(transfer, done, threads)
+        latency = float(transfer.latency)
+        if latency > 0.0:
+            self.env.timeout(latency).callbacks.append(lambda _: self._join(flow))
+        else:
+            self._join(flow)
+
+    def _join(self, flow: _Flow) -> None:
+        """Take the ports, once the latency is over."""
+        alone = True
+        for port in flow.shares:
+            users = self._users.setdefault(port, {})
+            alone = alone and not users
+            users[flow] = None
+        flow.since = self.env.now
+        if alone:
+            flow.rate = 1.0
+            self._set_alarm([flow])
+        else:
+            self._change([flow])
+
+    def _change(self, flows: list[_Flow]) -> None:
+        """Have new rates found, once for everything that happens at this instant."""
+        if not self._changed:
+            self.env.timeout(0.0).callbacks.append(lambda _: self._share())
+        self._changed.update(dict.fromkeys(flows))
+
+    def _share(self) -> None:
+        """Find new rates for all transfers that changed, and those connected with them."""
+        changed, self._changed = self._changed, {}
+        now = self.env.now
+        while changed:
+            flows = self._connected(next(iter(changed)))
+            rates = max_min([flow.shares for flow in flows], [flow.weight for flow in flows])
+            for flow, rate in zip(flows, rates, strict=True):
+                changed.pop(flow, None)
+                flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
+                flow.rate, flow.since = rate, now
+            self._set_alarm(flows)
+
+    def _connected(self, flow: _Flow) -> list[_Flow]:
+        """All transfers that share a port with this one, directly or through others."""
+        flows, found, ports = [flow], {flow}, set()
+        for near in flows:  # which grows meanwhile
+            for port in near.shares:
+                if port not in ports:
+                    ports.add(port)
+                    new = [other for other in self._users[port] if other not in found]
+                    found.update(new)
+                    flows += new
+        return flows
+
+    def _set_alarm(self, flows: list[_Flow]) -> None:
+        """Wake when the first of these transfers ends.
+
+        SimPy cannot take an event back, so each transfer has the number of its last alarm.
+        """
+        self._alarms = alarm = self._alarms + 1
+        ends = [flow.left / flow.rate for flow in flows]
+        first = min(ends)
+        # Which ones end is settled now: at least one does, whatever the clock rounds to.
+        due = [flow for flow, end in zip(flows, ends, strict=True) if end <= first * (1 + 1e-12)]
+        for flow in flows:
+            flow.alarm = alarm
+        self.env.timeout(first).callbacks.append(lambda _: self._ring(alarm, flows, due))
+
+    def _ring(self, alarm: int, flows: list[_Flow], due: list[_Flow]) -> None:
+        """Ends the transfers that are due, unless rates have changed since the alarm was set."""
+        if flows[0].alarm != alarm:
+            return
+        for flow in due:
+            for port in flow.shares:
+                del self._users[port][flow]
+        if len(due) < len(flows):
+            ended = set(due)
+            self._change([flow for flow in flows if flow not in ended])
+        for flow in due:
+            flow.done()

@@ -1,0 +1,440 @@
+"""Plays a schedule in virtual time.
+
+A task starts when the task before it in its lane, and all that it names in `after`, have ended. It
+then takes part in an *activity*, which begins when all parties are there:
+
+    computation, load, message    one task
+    collective                    a task of each rank of the group; they end together
+    Recv                          the task, and the message that it waits for
+
+An activity that takes time is one SimPy event; a dependency is none."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+
+import simpy
+
+from gnnplan.planner.cluster.cost import Cost, Transfer
+from gnnplan.planner.vocabulary.errors import Deadlock, Mismatch
+from gnnplan.planner.vocabulary.schedule import (
+    Collective,
+    Compute,
+    Host,
+    Label,
+    Load,
+    Recv,
+    Schedule,
+    Send,
+    Task,
+)
+from gnnplan.planner.vocabulary.trace import Span
+from gnnplan.simulator.network import Network
+
+
+@dataclass(frozen=True)
+class Played:
+    """When each task of a schedule ran: begin and end [s]."""
+
+    tasks: list[Task]
+    times: list[tuple[float, float]]
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The spans of a trace; `spans[i]` is the schedule's i-th task."""
+        return [_span(task, *time) for task, time in zip(self.tasks, self.times, strict=True)]
+
+    @property
+    def end_s(self) -> float:
+        """When the last task ends [s]."""
+        return max((end for _, end in self.times), default=0.0)
+
+    @cached_property
+    def _step_ends(self) -> dict[int, float]:
+        ends: dict[int, float] = {}
+        for task, (_, end) in zip(self.tasks, self.times, strict=True):
+            ends[task.label.step] = max(ends.get(task.label.step, 0.0), end)
+        return ends
+
+    def step_end(self, step: int) -> float:
+        """When the last task of a step ends [s]."""
+        return self._step_ends[step]
+
+    def epochs_s(self, steps: int) -> list[float]:
+        """Durations of epochs of so many steps, from end to end [s].
+
+        The first epoch is left out, unless it is the only one.
+        """
+        steps_by_time = sorted(self._step_ends)
+        ends = [self._step_ends[step] for step in steps_by_time if step % steps == steps - 1]
+        return [b - a for a, b in pairwise(ends)] if len(ends) > 1 else [self.end_s]
+
+    def epoch_s(self, steps: int) -> float:
+        """Duration of an epoch in the steady state: the median of `epochs_s` [s]."""
+        return statistics.median(self.epochs_s(steps))
+
+    @property
+    def step_s(self) -> float:
+        """Duration of a step in the steady state [s]."""
+        return self.epoch_s(1)
+
+
+def play(
+    schedule: Schedule,
+    cost: Cost,
+    *,
+    contention: bool = True,
+    factors: Sequence[float] = (),
+    task_graph: TaskGraph | None = None,
+) -> Played:
+    """Run all tasks of the steps in virtual time, from 0 on; `setup` is over by then.
+
+    Without `contention`, transfers that overlap do not slow each other. The i-th task, if it
+    computes, takes `factors[i]` times as long (noise.py). `task_graph` is that of the schedule, for
+    callers who play it several times. Raises Deadlock if tasks wait for ever.
+    """
+    task_graph = task_graph or TaskGraph(schedule, cost)
+    task_graph.rewind(factors)
+    env = simpy.Environment(0.0)
+    network = Network(env)
+
+    def end(activity: _Activity) -> None:
+        advance([activity], [])
+
+    def end_later(activity: _Activity) -> None:
+        env.timeout(activity.seconds).callbacks.append(lambda _: end(activity))
+
+    def advance(ended: list[_Activity], ready: list[_Node]) -> None:
+        """End these activities and start these tasks, and all that follows at this instant."""
+        now = env.now
+        while ended or ready:
+            while ended:
+                for node in ended.pop().nodes:
+                    node.end = now
+                    for receipt in node.receipts:
+                        receipt.missing -= 1
+                        if not receipt.missing:
+                            ended.append(receipt)
+                    for successor in node.successors:
+                        successor.waits_for -= 1
+                        if not successor.waits_for:
+                            ready.append(successor)
+            while ready:
+                node = ready.pop()
+                node.start = now
+                activity = node.activity
+                activity.missing -= 1
+                if activity.missing:
+                    continue
+                if not activity.seconds:
+                    ended.append(activity)
+                elif contention and activity.transfer is not None:
+                    network.start(_stretched(activity), partial(end, activity), activity.threads)
+                else:
+                    end_later(activity)
+
+    advance([], [node for node in reversed(task_graph.nodes) if not node.waits_for])
+    env.run()
+    task_graph.check_all_ended()
+    return Played(schedule.tasks, [(node.start, node.end) for node in task_graph.nodes])
+
+
+def critical_path(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:
+    """A lower bound: the longest path through the task graph, all tasks at their durations alone.
+
+    The path goes through lanes, `after`, messages and collectives [s].
+    """
+    task_graph = task_graph or TaskGraph(schedule, cost)
+    task_graph.rewind()
+    ready = [node for node in task_graph.nodes if not node.waits_for]
+    while ready:
+        node = ready.pop()
+        arrived = [node.activity]
+        node.activity.begin = max(node.activity.begin, node.start)
+        while arrived:
+            activity = arrived.pop()
+            activity.missing -= 1
+            if activity.missing:
+                continue
+            end = activity.begin + activity.seconds
+            for member in activity.nodes:
+                member.end = end
+                for receipt in member.receipts:
+                    receipt.begin = max(receipt.begin, end)
+                    arrived.append(receipt)
+                for successor in member.successors:
+                    successor.start = max(successor.start, end)
+                    successor.waits_for -= 1
+                    if not successor.waits_for:
+                        ready.append(successor)
+    task_graph.check_all_ended()
+    return max((node.end for node in task_graph.nodes), default=0.0)
+
+
+def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:
+    """An upper bound: one activity at a time, each collective once [s]."""
+    task_graph = task_graph or TaskGraph(schedule, cost)
+    return sum(activity.seconds_alone for activity in task_graph.activities)
+
+
+# -- the task graph
+
+
+class _Activity:
+    """Begins when no party is missing any more; its tasks end together."""
+
+    __slots__ = (
+        "begin",
+        "missing",
+        "nodes",
+        "parties",
+        "seconds",
+        "seconds_alone",
+        "threads",
+        "transfer",
+    )
+
+    def __init__(
+        self, parties: int, seconds_alone: float = 0.0, transfer: Transfer | None = None
+    ) -> None:
+        self.missing = self.parties = parties
+        self.begin = 0.0  # kept by critical_path [s]
+        self.nodes: list[_Node] = []
+        self.seconds = self.seconds_alone = seconds_alone
+        self.threads = parties  # that work on it: one for each rank
+        self.transfer = transfer
+
+
+class _Node:
+    """A task, and what waits for it."""
+
+    __slots__ = (
+        "activity",
+        "end",
+        "predecessors",
+        "receipts",
+        "start",
+        "successors",
+        "task",
+        "waits_for",
+    )
+    activity: _Activity
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.predecessors = 0  # tasks of its rank that it waits for
+        self.waits_for = 0  # those of them that have not ended
+        self.successors: list[_Node] = []
+        self.receipts: tuple[_Activity, ...] = ()  # of a Send: the peer's Recv
+        self.start = 0.0
+        self.end = -1.0  # not yet
+
+
+class TaskGraph:
+    """A schedule's tasks as nodes, in its order, and the activities that they take part in.
+
+    Raises Mismatch if the schedule contradicts itself.
+    """
+
+    def __init__(self, schedule: Schedule, cost: Cost) -> None:
+        self.nodes = [_Node(task) for task in schedule.tasks]
+        self.activities: list[_Activity] = []
+        self._by_label: dict[int, dict[Label, _Node]] = {}  # rank -> label -> node
+        self._in_setup = {(task.rank, task.label) for task in schedule.setup}
+        last: dict[tuple[int, str], _Node] = {}
+        for node in self.nodes:
+            rank, label = node.task.rank, node.task.label
+            if self._by_label.setdefault(rank, {}).setdefault(label, node) is not node:
+                raise Mismatch(
+                    f"rank {rank} has two tasks {label}; a label names one task of a rank"
+                )
+            lane = (rank, node.task.lane)
+            if lane in last:
+                last[lane].successors.append(node)
+                node.predecessors = 1
+            last[lane] = node
+        self._add_dependencies()
+        self._add_activities(cost)
+
+    def rewind(self, factors: Sequence[float] = ()) -> None:
+        """Back to the beginning; the i-th task, if it computes, takes `factors[i]` as long."""
+        for node in self.nodes:
+            node.waits_for, node.start, node.end = node.predecessors, 0.0, -1.0
+        for activity in self.activities:
+            activity.missing, activity.begin = activity.parties, 0.0
+            activity.seconds = activity.seconds_alone
+        for node, factor in zip(self.nodes, factors, strict=bool(factors)):
+            if isinstance(node.task.work, (Compute, Host)):
+                node.activity.seconds = node.activity.seconds_alone * factor
+
+    def _add_dependencies(self) -> None:
+        for node in self.nodes:
+            rank = node.task.rank
+            for label in node.task.after:
+                if label.step < 0:
+                    continue
+                predecessor = self._by_label[rank].get(label)
+                if predecessor is not None:
+                    predecessor.successors.append(node)
+                elif (rank, label) in self._in_setup:
+                    continue
+                node.predecessors += 1  # a label that is not in the schedule never ends
+
+    def _add_activities(self, cost: Cost) -> None:
+        # Steps repeat the same work, mostly the same object: each is evaluated once.
+        seconds: dict[int, float] = {}
+        sends: dict[tuple[int, Send], Transfer] = {}
+        collectives: dict[tuple[Label, tuple[int, ...]], _Activity] = {}
+        for node in self.nodes:
+            rank, work = node.task.rank, node.task.work
+            if isinstance(work, Collective):
+                if rank not in work.group:
+                    raise Mismatch(
+                        f"rank {rank} takes part in {node.task.label}, but its group is"
+                        f" {work.group}"
+                    )
+                key = (node.task.label, work.group)
+                if key not in collectives:
+                    collectives[key] = _Activity(len(work.group))
+                activity = collectives[key]
+            elif isinstance(work, Send):
+                if (rank, work) not in sends:
+                    sends[rank, work] = _with_floats(cost.send(rank, work))
+                transfer = sends[rank, work]
+                activity = _Activity(1, float(transfer.alone), transfer)
+                activity.threads = 2  # the receiver's too
+            elif isinstance(work, Recv):
+                activity = _Activity(2)  # the receiver and the message
+                sender = self._sender(rank, work)
+                if sender is not None:
+                    sender.receipts += (activity,)
+            else:
+                if id(work) not in seconds:
+                    seconds[id(work)] = _seconds(cost, work)
+                alone = seconds[id(work)]
+                activity = _Activity(1, alone, cost.computing(rank, node.task.lane, alone))
+            if not activity.nodes:
+                self.activities.append(activity)
+            activity.nodes.append(node)
+            node.activity = activity
+        _add_transfers(collectives.values(), cost)
+
+    def _sender(self, rank: int, work: Recv) -> _Node | None:
+        """The Send that a Recv of `rank` names, if there is one and it goes there."""
+        node = self._by_label.get(work.peer, {}).get(work.of)
+        if node is None or not isinstance(node.task.work, Send) or node.task.work.peer != rank:
+            return None
+        return node
+
+    def check_all_ended(self) -> None:
+        """Raise Deadlock if tasks have not ended.
+
+        It names the first stuck task of each lane and what that task waits for.
+        """
+        stuck = [node for node in self.nodes if node.end < 0]
+        if not stuck:
+            return
+        first_of_lane: dict[tuple[int, str], _Node] = {}
+        for node in stuck:
+            first_of_lane.setdefault((node.task.rank, node.task.lane), node)
+        lines = [
+            f"  rank {node.task.rank} {node.task.lane} {node.task.label} waits for"
+            f" {self._awaited(node)}"
+            for node in first_of_lane.values()
+        ]
+        more = [f"  and {len(lines) - 16} more lanes"] if len(lines) > 16 else []
+        raise Deadlock(
+            "\n".join(
+                [
+                    f"{len(stuck)} of {len(self.nodes)} tasks never end; the first of each lane:",
+                    *lines[:16],
+                    *more,
+                ]
+            )
+        )
+
+    def _awaited(self, node: _Node) -> str:
+        """What a stuck task waits for, in words."""
+        task, work = node.task, node.task.work
+        if node.waits_for:
+            by_label = self._by_label[task.rank]
+            awaited = [
+                label
+                for label in task.after
+                if label.step >= 0 and (task.rank, label) not in self._in_setup
+            ]
+            return ", ".join(
+                f"{label}" + ("" if label in by_label else " (not in the schedule)")
+                for label in awaited
+                if label not in by_label or by_label[label].end < 0
+            )
+        if isinstance(work, Recv):
+            return f"{work.of} from rank {work.peer}" + (
+                "" if self._sender(task.rank, work) else " (no such Send in the schedule)"
+            )
+        assert isinstance(work, Collective)  # nothing else waits once it has started
+        present = {member.task.rank for member in node.activity.nodes if not member.waits_for}
+        return "ranks " + ", ".join(str(rank) for rank in work.group if rank not in present)
+
+
+def _seconds(cost: Cost, work: Compute | Load | Host) -> float:
+    """Duration of a rank's own work, alone [s]."""
+    if isinstance(work, Compute):
+        return float(cost.compute_s(work))
+    if isinstance(work, Load):
+        return float(cost.load_s(work.nbytes))
+    return float(cost.host_s(work.what, work.edges))
+
+
+def _add_transfers(collectives: Iterable[_Activity], cost: Cost) -> None:
+    """Give collectives their transfers; those with equal parts share one."""
+    transfers: dict[tuple[tuple[int, Collective], ...], Transfer] = {}
+    # By the parts' identities, which is faster than to compare them.
+    by_identity: dict[tuple[int, ...], Transfer] = {}
+    for activity in collectives:
+        parts = {
+            node.task.rank: node.task.work
+            for node in activity.nodes
+            if isinstance(node.task.work, Collective)
+        }
+        identities = tuple(map(id, parts.values()))
+        if identities not in by_identity:
+            key = tuple(parts.items())
+            if key not in transfers:
+                transfers[key] = _with_floats(cost.collective(parts))
+            by_identity[identities] = transfers[key]
+        activity.transfer = by_identity[identities]
+        activity.seconds_alone = float(activity.transfer.alone)
+
+
+def _stretched(activity: _Activity) -> Transfer:
+    """The activity's transfer, as much longer as the activity is longer than alone."""
+    assert activity.transfer is not None
+    if activity.seconds == activity.seconds_alone:
+        return activity.transfer
+    latency, busy = activity.transfer
+    return Transfer(
+        latency,
+        {
+            port: seconds * activity.seconds / activity.seconds_alone
+            for port, seconds in busy.items()
+        },
+    )
+
+
+def _with_floats(transfer: Transfer) -> Transfer:
+    """The transfer with Python's floats; numpy's are several times slower one by one."""
+    return Transfer(
+        float(transfer.latency), {port: float(seconds) for port, seconds in transfer.busy.items()}
+    )
+
+
+def _span(task: Task, start: float, end: float) -> Span:
+    sent = task.work.nbytes if isinstance(task.work, (Load, Send, Collective)) else 0
+    return Span(
+        str(task.label), task.label.op, task.rank, task.lane, start, end, sent, task.label.step
+    )

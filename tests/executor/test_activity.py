@@ -1,0 +1,52 @@
+"""What a rank is in is in a file while it is in it, and an error knows where it was raised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gnnplan.executor.ranks.activity import SLOT, Activity, forget, read, seen
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+def test_the_file_says_what_every_lane_is_in(tmp_path: Path) -> None:
+    path = seen(tmp_path, 1)
+    assert read(path) == ""
+    rank = Rank(1, 2, torch.device("cpu"), "gloo", activity=Activity(path))
+    assert read(path) == ""
+    rank.activity.begin("phase", "epoch 3")
+    with rank.span(Label("forward", 2, layer=1), "compute"):
+        with rank.span(Label("halo", 2, "f", 2), "comm"):
+            assert read(path) == str(rank.activity) == "forward:l1:s2 and halo:f:l2:s2 of epoch 3"
+        assert read(path) == "forward:l1:s2 of epoch 3"
+    # a rank that is killed there had no operation to name
+    assert read(path) == "what follows forward:l1:s2 of epoch 3"
+    rank.activity.begin("phase", "epoch 4")
+    assert read(path) == "the beginning of epoch 4"
+    rank.activity.begin("phase", "x" * (SLOT + 9))  # never into its neighbour's place
+    assert read(path) == "x" * SLOT
+    forget(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_a_lane_that_went_on_to_other_work(tmp_path: Path) -> None:
+    rank = Rank(0, 2, torch.device("cpu"), "gloo")
+    rank.activity.begin("phase", "epoch 1")
+
+    def fails() -> None:
+        with rank.span(Label("halo", 0, "f", 2), "comm"):
+            raise ZeroDivisionError
+
+    def goes_on() -> None:
+        with rank.span(Label("halo", 0, "f", 3), "comm"):
+            pass
+
+    failed, _ = rank.submit("comm", fails), rank.submit("comm", goes_on).result()
+    assert str(rank.activity) == "what follows halo:f:l3:s0 of epoch 1"
+    with pytest.raises(ZeroDivisionError) as caught:
+        failed.result()
+    assert caught.value.__notes__ == ["in halo:f:l2:s0 of epoch 1"]
+    rank.close()

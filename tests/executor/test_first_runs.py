@@ -1,0 +1,148 @@
+"""What went wrong in a new user's first hour: one test tells each story."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from ranks import Case
+from started import Start
+
+from gnnplan.cli import app
+from gnnplan.executor.layers.models import GCNLayer
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies import gnnpipe
+from gnnplan.planner.strategies import GNNPipe, parse
+from gnnplan.planner.vocabulary.errors import SpecError
+
+ROOT = Path(__file__).resolve().parents[2]
+GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
+
+# An editable install finds the package by a hook that Python asks after all folders of its path,
+# and a folder without __init__.py is a package too, if nothing better is in a folder.
+HOOK = """
+import sys
+from importlib.machinery import PathFinder
+
+
+class Hook:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [ROOT]) if name == "gnnplan" else None
+
+
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Hook)
+"""
+
+
+def planned(folder: Path, *more: str) -> Path:
+    path = folder / "plan.json"
+    app(
+        ["plan", "--graph", GRAPH, "--hidden", "8", "-o", str(path), *more],
+        standalone_mode=False,
+    )
+    return path
+
+
+def installed_editable(folder: Path) -> dict[str, str]:
+    """An environment in which gnnplan is found as an editable install finds it."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HOOK.replace("ROOT", repr(str(ROOT))))
+    return os.environ | {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_run_from_the_folder_above_the_clone(tmp_path: Path) -> None:
+    """There `git clone` had left a folder gnnplan/, which is no package: all ranks imported that
+    and died with "cannot import name '__version__' from 'gnnplan'"."""
+    plan = planned(tmp_path, "--ranks", "2")
+    (tmp_path / "above" / "gnnplan").mkdir(parents=True)
+    run = [str(plan), "--epochs", "2", "--out", str(tmp_path / "out")]
+    # as the installed command `gnnplan` starts: without the working directory in the path
+    command = [sys.executable, "-P", "-m", "gnnplan", "run", *run]
+    env = installed_editable(tmp_path / "site")
+    done = subprocess.run(
+        command, cwd=tmp_path / "above", env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 epochs" in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path: Path, start: Start) -> None:
+    """A plan for two A100s was trained on a laptop without a word: 1.3 ms per epoch predicted, 137
+    measured."""
+    one = ["--set", "servers=1", "--set", "gpus_per_server=2"]
+    plan = planned(
+        tmp_path, "--cluster", "l4_box", *one, "--ranks", "2", "--strategy", "graph_parallel"
+    )
+    run = start(plan, "--epochs", "2", CUDA_VISIBLE_DEVICES="")
+    assert run.ended(100) == 0, run.stderr
+    mismatch = (
+        "the plan is for NVIDIA L4 GPUs, this run is on CPU ranks over Gloo: its times will"
+        " not be those predicted; make a plan for this machine with gnnplan plan --cluster local"
+    )
+    assert run.stderr.count(f"note: {mismatch}") == 1
+    assert run.stderr.index("note: the plan is for") < run.stderr.index("epoch 2/2")
+    for rank in range(2):  # what validate reads
+        assert json.loads((run.out / f"rank{rank}.json").read_text())["device_mismatch"] == mismatch
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_for_the_machine_it_runs_on_is_not_noted(tmp_path: Path, start: Start) -> None:
+    problem = Case("graph_parallel", GRAPH).problem(2)
+    cluster = problem.cluster.model_dump(mode="json", exclude_defaults=True)
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    plan = planned(tmp_path, "--cluster", str(tmp_path / "cluster.yaml"))
+    run = start(plan, "--epochs", "1", CUDA_VISIBLE_DEVICES="")
+    assert run.ended(100) == 0, run.stderr
+    assert "note: the plan is for" not in run.stderr
+    assert json.loads((run.out / "rank0.json").read_text())["device_mismatch"] is None
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks in /proc")
+def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(
+    tmp_path: Path, start: Start
+) -> None:
+    """The rank that was left said "its peers did not answer (Connection closed by peer)", neither
+    who had died nor how to go on."""
+    plan = planned(tmp_path, "--ranks", "2", "--strategy", "graph_parallel")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    options = ["--epochs", "1000000", "--checkpoint-every", "2"]
+    run = start(plan, *options, launcher=(*torchrun, "-m", "gnnplan"), CUDA_VISIBLE_DEVICES="")
+    run.until_training()
+    os.kill(run.rank(1), signal.SIGKILL)
+    assert run.ended(60) != 0
+    said = re.search(r"^error: rank 0 \(server 0, .*$", run.stderr, re.M)
+    assert said, run.stderr
+    assert "its peers did not answer" in said[0]
+    assert re.search(r"rank 1 \(server 0, \S+\) was lost or stopped answering", said[0]), said[0]
+    resume = r"resume: \d+ finished epochs are in \S+; go on from epoch \d+ with `torchrun .. -m"
+    assert re.search(rf"{resume} gnnplan run --resume {re.escape(str(run.out))}`", said[0]), said[0]
+
+
+def test_a_layer_that_gnnpipe_cannot_run_is_named(
+    monkeypatch: pytest.MonkeyPatch, graphs: dict[str, str]
+) -> None:
+    """A user's own layer had `forward` alone. GNNPipe ended in "NotImplementedError: ." on all
+    ranks."""
+    monkeypatch.delattr(GCNLayer, "update")  # what it inherits raises that error
+    problem = Case("gnnpipe", graphs["rough"], {"model": "gcn", "layers": 2, "hidden": 8}).problem(
+        1
+    )
+    strategy = parse("gnnpipe(stages=1,chunks=2)").settle(problem)
+    assert isinstance(strategy, GNNPipe)
+    words = (
+        r"gnnpipe: layer 1 of 2 \(GCNLayer\) has no update: GNNPipe runs a layer in parts, .*"
+        r" use data_parallel or gsplit, which run any layer"
+    )
+    with pytest.raises(SpecError, match=words):
+        gnnpipe.Worker(Rank(0, 1, torch.device("cpu"), "gloo"), problem, strategy)

@@ -1,0 +1,68 @@
+"""An epoch lasts until its slowest rank is through. Run as a script this file is one rank."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import SECONDS, Case, _train, meeting
+
+DELAY = 0.2  # [s] of rank 1 in every step, after all ranks have met
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(SECONDS)
+def test_an_epochs_seconds_are_those_of_the_slowest_rank(
+    tmp_path: Path, graphs: dict[str, str]
+) -> None:
+    """Rank 0 waits for rank 1 outside its step: its own seconds are shorter than the delay."""
+    _store, where = meeting(2)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, graphs["rough"], str(tmp_path)],
+            env=os.environ
+            | where
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, error = rank.communicate(timeout=SECONDS - 10)
+            assert rank.returncode == 0, error
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and all(line["epoch_s"] >= DELAY for line in lines)
+
+
+def main(graph: str, out: str) -> None:
+    import torch
+
+    from gnnplan.executor.ranks import optimizer
+    from gnnplan.executor.ranks.rank import open_rank
+
+    torch.set_num_threads(1)
+    rank = open_rank(timeout_s=60)
+    if rank.rank == 1:
+        descend = optimizer.Adam.step
+
+        def step(self: optimizer.Adam) -> None:
+            time.sleep(DELAY)
+            descend(self)
+
+        optimizer.Adam.step = step  # type: ignore[method-assign]
+    _train(rank, Case("pipegcn", graph, {"layers": 2}, epochs=3), Path(out))
+    rank.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)  # at once: Gloo's threads sometimes abort a regular exit

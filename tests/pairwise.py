@@ -1,0 +1,52 @@
+"""Products of settings, cut down: all of them at night, every two values together every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+def pairs(values: Mapping[Any, Hashable]) -> set[Hashable]:
+    """Every two of a setting's values, with their names.
+
+    >>> sorted(pairs({"a": 1, "b": 2, "c": 3}))
+    [(('a', 1), ('b', 2)), (('a', 1), ('c', 3)), (('b', 2), ('c', 3))]
+    """
+    return set(combinations(values.items(), 2))
+
+
+def cover(rows: Sequence[T], needs: Callable[[T], Iterable[Hashable]]) -> list[T]:
+    """Few of the rows, in their order, that have together every need that any row has.
+
+    Greedy: the row with most needs that are still open comes next, of equals the first.
+
+    >>> cover(["ab", "abc", "d"], set)
+    ['abc', 'd']
+    """
+    has = [set(needs(row)) for row in rows]
+    left, chosen = set().union(*has), set[int]()
+    while left:
+        best = max(range(len(rows)), key=lambda number: (len(has[number] & left), -number))
+        chosen.add(best)
+        left -= has[best]
+    return [row for number, row in enumerate(rows) if number in chosen]
+
+
+def covered(
+    rows: Sequence[Any], needs: Callable[[Any], Iterable[Hashable]], several: bool = True
+) -> list[Any]:
+    """The rows as parameters of a test: a cover of them runs every time, the others at night.
+
+    `several`: a row's values are as many parameters; else it is one, as for a fixture."""
+    chosen = [id(row) for row in cover(rows, needs)]
+
+    def at_night(row: Any) -> Any:
+        values = row if several and isinstance(row, tuple) else (row,)
+        return pytest.param(*values, marks=pytest.mark.nightly)
+
+    return [row if id(row) in chosen else at_night(row) for row in rows]

@@ -1,0 +1,212 @@
+"""Numbers worked by hand, of places where other tests did not see the code broken on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gnnplan.planner.cluster.cost import HOST_RATE, Cost
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate
+from gnnplan.planner.decision.sensitivity import sentences
+from gnnplan.planner.evidence.papers.full_graph import InOrder
+from gnnplan.planner.evidence.runs import errors, question_name
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing
+from gnnplan.planner.ownership.layout import Expansion
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.schedule import Host, Label, Schedule, Send, Task
+from gnnplan.planner.vocabulary.trace import Span, transfer_times
+from gnnplan.simulator.noise import Noise, epochs
+
+DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
+TWO_SERVERS = Cluster(
+    servers=2,
+    gpus_per_server=1,
+    device=DEVICE,
+    intra_node=Link(bandwidth=1e10),
+    inter_node=Link(bandwidth=1e9),
+)
+
+
+def problem(cluster: Cluster, **workload: Any) -> Problem:
+    graph = load("synthetic:community?vertices=100&edges=500&features=8&classes=4&seed=0")
+    return Problem(graph.stats, graph, Workload(**workload), cluster, "metis")
+
+
+# -- evidence/runs.py ------------------------------------------------------------------------------
+
+
+def test_a_question_names_its_link_in_bits():
+    """50 MB/s are 400 Mbit/s."""
+    slow = TWO_SERVERS.model_copy(update={"inter_node": Link(bandwidth=50e6)})
+    name = question_name(problem(slow, model="sage", layers=3, hidden=256))
+    assert name.endswith("sage 3x256, 2x1 at 400 Mbit/s")
+    alone = slow.model_copy(update={"servers": 1, "gpus_per_server": 2})
+    name = question_name(problem(alone, model="sage", layers=3, hidden=256))
+    assert name.endswith("sage 3x256, 1x2")
+
+
+def test_the_95th_percentile_of_three_errors():
+    """Errors 0, 0.1 and 0.2: 0.95 of the way from the first to the last is 1.9 steps of two."""
+    found = errors([(1.0, 1.0), (1.1, 1.0), (0.8, 1.0)])
+    assert found == {
+        "n": 3,
+        "mean": pytest.approx(0.1),
+        "p95": pytest.approx(0.19),
+        "max": pytest.approx(0.2),
+    }
+
+
+# -- decision/sensitivity.py -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A strategy of which nothing but the time is known: of one GB/s, and by the bandwidth."""
+
+    name: str
+    fixed_s: float
+    sent: float  # [B] between servers
+
+    def predict(self, problem: Problem) -> Any:
+        link = problem.cluster.inter_node
+        assert link
+        return SimpleNamespace(epoch_s=self.fixed_s + self.sent / link.bandwidth)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def test_the_bandwidth_below_which_another_strategy_wins():
+    """At 1 GB/s one takes 1 s and the other 1.999 s; at half of it the first takes 2 s."""
+    asked = problem(TWO_SERVERS, mode="mini", batch=10, fanout=(2, 2), layers=2)
+    candidates = [
+        Candidate(strategy, strategy.predict(asked), {}, asked)  # type: ignore[arg-type]
+        for strategy in (Timed("chatty", 0.0, 1e9), Timed("silent", 1.999, 0.0))
+    ]
+    found = sentences(SearchResult(candidates, []), exact=True)
+    assert found[:2] == [
+        "twice the bandwidth between servers: -50 %",
+        "below 0.5x of the bandwidth between servers (500.00 MB/s, now 1.00 GB/s) silent wins",
+    ]
+
+
+# -- ownership/estimated_layout.py: 1000 vertices of 10 edges each, two servers --------------------
+
+FIFTH = Mixing(((2, 0.2),))  # a fifth of the edges lead anywhere, the others stay in their part
+FIRST = 500 * (1 - exp(-1))  # 1 of a row's 10 edges leads to the other 500 rows
+
+
+def test_rows_outside_have_their_neighbours_outside_when_surroundings_grow():
+    """8 of 10 edges of a row outside stay there, and 2 lead anywhere."""
+    layout = EstimatedLayout(1000, 10_000, (0, 1), 2, 0, 2, mixing=FIFTH)
+    assert layout.region(1) == pytest.approx(500 + FIRST)
+    second = (500 - FIRST) * (1 - exp(-(FIRST * 8 / 500 + FIRST * 2 / 1000)))
+    assert layout.region(0) == pytest.approx(500 + FIRST + second)
+
+
+def test_sampling_finds_most_neighbours_of_rows_outside_outside():
+    """From the second hop on 9 of 10 neighbours are outside, of which 5 are drawn."""
+
+    def most(max_hop: int) -> float:
+        """All that a server may have: many layers reach it."""
+        sampled = Expansion(max_hop, 5, 0)
+        return EstimatedLayout(1000, 10_000, (0, 1), 20, 0, 0, sampled, FIFTH).region(0) - 500
+
+    assert most(1) == pytest.approx(FIRST, rel=0.01)
+    assert most(2) == pytest.approx(FIRST + (500 - FIRST) * (1 - exp(-FIRST * 5 / 500)), rel=0.01)
+
+
+def test_so_does_granndis_which_samples_before_it_splits():
+    """Servers share vertices at random: half the neighbours of own rows are elsewhere. All that are
+    drawn of a row elsewhere count."""
+
+    def most(max_hop: int) -> float:
+        sampled = Expansion(max_hop, 5, 0)
+        layout = InOrder(
+            1000, 10_000, (0, 1), 20, 0, 0, sampled, Mixing(), 500.0, metis=FIFTH, drawn=4.0
+        )
+        return layout.region(0) - 500
+
+    first = 500 * (1 - exp(-4 / 2))
+    assert most(1) == pytest.approx(first, rel=1e-3)
+    assert most(2) == pytest.approx(first + (500 - first) * (1 - exp(-first * 4 / 500)), rel=1e-3)
+
+
+# -- cluster/cost.py -------------------------------------------------------------------------------
+
+
+def test_messages_between_servers_pass_switch_uplinks_without_peer_access():
+    """1 MB up one GPU's way and its switch's to memory, and down others in the other server."""
+    link = Link(bandwidth=1e6, latency=0.0)
+    staged = Cluster(
+        servers=2,
+        gpus_per_server=4,
+        device=DEVICE,
+        intra_node=link,
+        inter_node=Link(bandwidth=1e5, latency=0.0),
+        host=link,
+        peer_access=False,
+        switches=[[0, 1], [2, 3]],
+        switch=Link(bandwidth=5e5, latency=0.0),
+    )
+    assert Cost.of(staged).send(0, Send(6, 1_000_000)).busy == {
+        ("gpu_out", 0): 1.0,
+        ("gpu_in", 6): 1.0,
+        ("switch_out", 0): 2.0,
+        ("switch_in", 3): 2.0,
+        ("nic_out", 0): 10.0,
+        ("nic_in", 1): 10.0,
+    }
+
+
+# -- simulator/noise.py, simulator/player.py -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("straggler", "seconds"), [(0, 3.0), (1, 6.0)])
+def test_a_stragglers_sampler_is_slow_too(straggler: int, seconds: float):
+    """Rank 0 draws for one second, rank 1 for two."""
+    schedule = Schedule(2, 1)
+    for rank in (0, 1):
+        work = Host("draw", (rank + 1) * HOST_RATE)
+        schedule.tasks.append(Task(Label("draw", 0), rank, "host", work))
+    taken = epochs(schedule, Cost.of(TWO_SERVERS), 1, Noise(stragglers={straggler: 3.0}), 1)
+    assert np.allclose(taken, seconds)
+
+
+def test_a_ring_sends_a_message_per_step() -> None:
+    """Of 40,000 B, four ranks send 2 (4 - 1) messages of 10,000 B, at what such messages reach."""
+    link = {"bandwidth": 1e9, "latency": 0.0, "efficiency": {1e3: 0.5, 1e6: 1.0}}
+    cluster = Cluster.model_validate(
+        {
+            "gpus_per_server": 4,
+            "device": {"memory": 1e9, "gemm": 1e12, "memory_bandwidth": 1e11},
+            "intra_node": link,
+            "all_reduce": "ring",
+        }
+    )
+    reached = 0.5 * 10 ** (np.log10(2) / 3)  # log-log between 1 kB and 1 MB
+    seconds = Cost.of(cluster).all_reduce(40_000, (0, 1, 2, 3)).alone
+    assert seconds == pytest.approx(6 * 10_000 / (1e9 * reached))
+
+
+def test_loading_to_the_device_is_no_transfer_between_ranks() -> None:
+    """Two ranks load at once, under one label; each load is its rank's own."""
+    spans = [Span("load:s0", "load", rank, "copy", 0.0, 1.0 + rank, 8, 0) for rank in (0, 1)]
+    assert transfer_times(spans) == {}
+
+
+def test_an_epoch_costs_all_gpus_of_the_servers_that_it_uses() -> None:
+    """Two servers of four GPUs at 9 $/h are rented whole: 72 $/h, however few ranks compute."""
+    servers = TWO_SERVERS.model_copy(update={"gpus_per_server": 4, "price": 9.0})
+    both = problem(servers, layers=2, hidden=8).seated((0, 4))
+    candidate = evaluate(both, parse("graph_parallel"))
+    assert candidate.dollars == pytest.approx(72 * float(candidate.predicted.epoch_s) / 3600)

@@ -1,0 +1,144 @@
+"""One run against its prediction: like is compared with like, and the diagnosis names the worst."""
+
+from typing import Any
+
+import pytest
+
+from gnnplan.cli.validate import shown_operations
+from gnnplan.planner.evidence.validate import diagnose, first_disorder, per_operation, share_of_step
+from gnnplan.planner.vocabulary.schedule import Compute, Label, Schedule, Task
+from gnnplan.planner.vocabulary.trace import Span
+
+
+def row(name: str, predicted: float | None, measured: float, simulated: float = 1.0) -> Any:
+    return {
+        "operation": name,
+        "predicted_s": predicted,
+        "simulated_s": simulated,
+        "measured_s": measured,
+        "predicted_error": None if predicted is None else predicted / measured - 1,
+        "simulated_error": simulated / measured - 1,
+    }
+
+
+def test_a_collective_of_any_name_counts_without_its_waiting():
+    """`ids`, `push` and `pull` are collectives as much as `halo`."""
+    spans = [
+        Span("ids:l1:s0", "ids", 0, "host", 0.0, 5.0, 8, 0),
+        Span("ids:l1:s0", "ids", 1, "host", 3.0, 5.0, 8, 0),
+    ]
+    assert per_operation(spans, range(1)) == {"ids": 2.0}
+
+
+def test_what_only_waits_has_no_cost():
+    spans = [
+        Span("wait:s0", "wait", 0, "compute", 0.0, 5.0),
+        Span("receive:f:c0:p1:s0", "receive", 0, "receive", 0.0, 5.0),
+        Span("forward:l1:s0", "forward", 0, "compute", 5.0, 6.0),
+    ]
+    assert per_operation(spans, range(1)) == {"forward": 1.0}
+
+
+def test_a_computation_counts_by_its_slowest_rank_and_median_step():
+    spans = [
+        Span(f"forward:l{layer}:s{step}", "forward", rank, "compute", 0.0, seconds, 0, step)
+        for step, scale in ((0, 1.0), (1, 10.0), (2, 2.0))
+        for layer in (1, 2)
+        for rank, seconds in ((0, 1.0 * scale), (1, 3.0 * scale))
+    ]
+    # 6, 60 and 12 seconds of rank 1
+    assert per_operation(spans, range(3)) == {"forward": 12.0}
+
+
+def test_small_operations_are_one_row():
+    step = row("step", 100.0, 100.0)
+    rows = [row("forward", 50.0, 60.0), row("loss", 0.5, 1.0), row("update", None, 2.0)]
+    long = row("history", 40.0, 1.0)  # predicted to be long is reason enough to be shown
+    *shown, others = shown_operations(step, [*rows, long])
+    assert shown == [rows[0], long]
+    assert others == {
+        "operation": "other operations (2)",
+        "predicted_s": 0.5,
+        "simulated_s": 2.0,
+        "measured_s": 3.0,
+    }
+
+
+def test_errors_are_weighed_by_the_step():
+    assert share_of_step(row("update", 2.0, 1.0), row("step", 9.0, 10.0)) == 0.1
+    assert share_of_step(row("update", None, 1.0), row("step", 9.0, 10.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "rows", "words"),
+    [
+        (
+            row("step", 105.0, 100.0),
+            [row("all_reduce", 5.0, 1.0), row("forward", 40.0, 45.0)],
+            "no operation is off by more than 10 % of the step",
+        ),
+        (
+            row("step", 80.0, 100.0),
+            [row("all_reduce", 5.0, 1.0), row("forward", 40.0, 55.0)],
+            "the prediction of `forward` is off most (-15 % of the step): its cost, not its volume"
+            " or order",
+        ),
+        (
+            row("step", 101.0, 100.0),
+            [row("forward", 40.0, 55.0), row("backward", 60.0, 45.0)],
+            "the prediction of `forward` is off most (-15 % of the step): its cost, not its volume"
+            " or order; the step itself is +1 % off",
+        ),
+        (
+            row("step", 50.0, 100.0, simulated=95.0),
+            [row("forward", 40.0, 40.0)],
+            "no operation is off by more than 10 % of the step, but the step is -50 % off: the"
+            " simulation has it right, so the closed form lacks waiting or contention",
+        ),
+        (
+            row("step", 50.0, 100.0, simulated=50.0),
+            [row("forward", 40.0, 40.0)],
+            "no operation is off by more than 10 % of the step, but the step is -50 % off: doubt its"
+            " waiting and overlap, not the cost of an operation",
+        ),
+    ],
+)
+def test_the_diagnosis(step: Any, rows: list[Any], words: str):
+    found = diagnose(step, rows, volume_equal=True, disorder=None, same_device=True)
+    assert found == words
+
+
+def test_volume_is_doubted_before_order_and_order_before_cost():
+    step, rows = row("step", 9.0, 1.0), [row("forward", 9.0, 1.0)]
+    disorder = "rank 0, lane comm, place 0: planned a, recorded b"
+
+    def found(volume_equal: bool, disorder: str | None, same_device: bool) -> str:
+        return diagnose(
+            step, rows, volume_equal=volume_equal, disorder=disorder, same_device=same_device
+        )
+
+    assert found(False, disorder, False).endswith("the volume is wrong")
+    assert found(True, disorder, False).endswith(disorder)
+    assert found(True, None, False).endswith("costs of another kind of device are not judged")
+    assert found(True, None, True).startswith("the prediction of `forward` is off most (+800 %")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "disorder"),
+    [
+        (("forward:s0", "loss:s0"), None),
+        (("loss:s0", "forward:s0"), "place 0: planned forward:s0, recorded loss:s0"),
+        (("forward:s0",), "planned 2 operations, recorded 1"),
+        (("forward:s0", "loss:s0", "update:s0"), "planned 2 operations, recorded 3"),
+    ],
+)
+def test_a_lane_records_all_that_is_planned_and_nothing_else(
+    recorded: tuple[str, ...], disorder: str | None
+) -> None:
+    tasks = [Task(Label(op, 0), 0, "compute", Compute()) for op in ("forward", "loss")]
+    spans = [
+        Span(label, label.partition(":")[0], 0, "compute", float(i), i + 1.0)
+        for i, label in enumerate(recorded)
+    ]
+    found = first_disorder(Schedule(1, 1, tasks), spans, 1)
+    assert found is None if disorder is None else disorder in str(found)

@@ -1,0 +1,52 @@
+"""Documents say what is true: their links lead somewhere, every field is explained, and nothing long."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.strategies import NAMES
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "traces").glob("*.md")]
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (document.parent / target).exists(), target
+
+
+def test_the_readme_is_read_in_one_sitting():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("model", [Cluster, Link, Device, Fabric, Workload])
+def test_every_field_of_a_specification_is_explained(model: type):
+    text = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+    assert not [name for name in model.model_fields if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy_has_its_page(name: str):
+    """A variant is on the page of its family: pipegcn_gf on pipegcn's."""
+    pages = [
+        page for page in (ROOT / "docs" / "strategies").glob("*.md") if name.startswith(page.stem)
+    ]
+    assert pages and name in pages[0].read_text(encoding="utf-8")
+
+
+def test_no_document_or_code_names_a_file_that_is_gone():
+    """Paths in backticks, such as `planner/cluster/cost.py`, exist."""
+    for document in DOCUMENTS:
+        if document.name == "CHANGELOG.md":
+            continue
+        text = document.read_text(encoding="utf-8")
+        for path in re.findall(
+            r"`((?:planner|executor|simulator|tests|benchmarks|traces)/[\w/.-]+)`", text
+        ):
+            assert (ROOT / path).exists(), f"{document.relative_to(ROOT)} names {path}"

@@ -1,0 +1,257 @@
+"""Golden plans: what every strategy, with every knob that changes bytes, is predicted to take on
+every preset.
+
+Bytes are exact, seconds and memory hold to 1e-9. A change that moves a figure writes the files
+anew, in a commit that says why:
+
+    python tests/test_golden_plans.py
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnnplan.planner.cluster.spec import PRESETS, Cluster
+from gnnplan.planner.decision.search import search, seated
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem, with_ranks
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.simulator.player import play
+
+FOLDER = Path(__file__).parent / "golden"
+GRAPHS = {
+    "community": "synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0",
+    "reddit": "reddit",
+}
+MOST_RANKS = 8  # of a graph that is really cut
+FULL = Workload(model="sage", layers=4, hidden=32, dropout=0.3)
+MINI = Workload(model="sage", layers=2, hidden=32, mode="mini", batch=96, fanout=(4, 3))
+STRATEGIES = {
+    "full": [
+        "graph_parallel",
+        "graph_parallel(narrow=True)",
+        "graph_parallel(checkpoint=True)",
+        "pipegcn",
+        "pipegcn(narrow=True)",
+        "pipegcn_f",
+        "pipegcn_g(gamma=0.5)",
+        "pipegcn_gf",
+        "gnnpipe",
+        "gnnpipe(stages=2,chunks=6)",
+        "gnnpipe(stages=1,chunks=2)",
+        "gnnpipe(shuffle=False,historical_gradients=True)",
+        "gnnpipe(checkpoint=True)",
+        "gnnpipe(stages=2,layers_per_stage=(1,3))",
+        "granndis",
+        "granndis(depth=0)",
+        "granndis(depth=1)",
+        "granndis(narrow=True)",
+        "granndis(group='island')",
+        "granndis(max_hop=2,fanout=3)",
+        "granndis(max_hop=1,fanout=5,degrees='local')",
+        "granndis(batches=2)",
+        "granndis(batches=None)",
+        "granndis(checkpoint=True)",
+    ],
+    "mini": [
+        "data_parallel",
+        "data_parallel(prefetch=2)",
+        "data_parallel(checkpoint=True)",
+        "data_parallel(cache=20000)",
+        "data_parallel(cache=20000,shared_cache=True,hot='degree')",
+        "data_parallel(features='spread')",
+        "data_parallel(features='spread',cache=20000)",
+        "data_parallel(structure='spread')",
+        "data_parallel(structure='spread',structure_cache=4000)",
+        "gsplit",
+        "gsplit(splitter='edge')",
+        "gsplit(splitter='random')",
+        "gsplit(narrow=True)",
+        "gsplit(prefetch=1)",
+        "gsplit(group='all')",
+        "gsplit(cache=20000)",
+        "gsplit(features='spread')",
+        "gsplit(structure='spread')",
+        "p3",
+        "p3(pipelined=True)",
+        "p3(over='rank')",
+        "p3(over='rank',copies=2)",
+        "p3(prefetch=2)",
+        "p3(structure='spread',structure_cache=4000)",
+    ],
+}
+MODELS = {
+    "gcn": Workload(model="gcn", layers=3, hidden=24, dropout=0.5),
+    "gcn_batch_norm": Workload(model="gcn", layers=3, hidden=24, norm="batch"),
+    "sage_layer_norm": Workload(model="sage", layers=3, hidden=24, norm="layer", dtype="float64"),
+    "gcnii": Workload(model="gcnii", layers=5, hidden=24, dropout=0.5),
+    "gat": Workload(model="gat", layers=3, hidden=24, heads=3, dropout=0.5),
+    "resgcn": Workload(model="resgcn", layers=5, hidden=24, dropout=0.2),
+    "resgcn_sum": Workload(model="resgcn", layers=5, hidden=24, aggregation="sum", optimizer="sgd"),
+    "sgc": Workload(model="sgc", layers=2),
+}
+CASES = [(preset.stem, graph) for preset in sorted(PRESETS.glob("*.yaml")) for graph in GRAPHS]
+
+
+@cache
+def loaded_graph(name: str) -> Graph | GraphStats:
+    return load(GRAPHS[name])
+
+
+def problem_of(graph: str, cluster: Cluster, workload: Workload) -> Problem:
+    loaded = loaded_graph(graph)
+    known = isinstance(loaded, Graph)
+    if known:  # METIS is what takes long
+        cluster = with_ranks(cluster, min(cluster.ranks, MOST_RANKS))
+    return Problem(loaded.stats if known else loaded, loaded if known else None, workload, cluster)
+
+
+def preset(name: str) -> Cluster:
+    """As shipped: never what `gnnplan measure` found of this machine."""
+    return read_cluster(str(PRESETS / f"{name}.yaml"))
+
+
+def answer(problem: Problem, text: str, simulate: bool = False) -> dict[str, Any]:
+    """What is asked of a strategy, JSON-ready; only the error's name where it does not suit the
+    problem."""
+    try:
+        problem = seated(problem, parse(text))
+        strategy = parse(text).settle(problem)
+        strategy.check(problem)
+    except SpecError:
+        return {"strategy": "does not suit"}
+    predicted, schedule = (
+        strategy.predict(problem),
+        strategy.schedule(problem, 2) if simulate else None,
+    )
+    seconds = {
+        "epoch": predicted.epoch_s,
+        "compute": predicted.compute_s,
+        "comm": predicted.comm_s,
+        "bubble": predicted.bubble_s,
+    }
+    seconds |= {f"op {kind}": taken for kind, taken in predicted.by_op.items()} if simulate else {}
+    seconds |= {"simulated": play(schedule, problem.cost).end_s} if schedule else {}
+    return {
+        "strategy": str(strategy),
+        **({"seats": list(problem.seats)} if problem.seats else {}),
+        "bytes": predicted.bytes,
+        "bytes_by_link": predicted.bytes_by_link,
+        "setup_bytes": predicted.setup_bytes,
+        "seconds": {what: digits(taken) for what, taken in seconds.items() if taken > 1e-12},
+        "memory": {
+            use: digits(each.max()) for use, each in strategy.memory(problem).items() if each.any()
+        },
+    }
+
+
+def digits(value: Any) -> float:
+    """Enough of them for a comparison to 1e-9."""
+    return float(f"{float(value):.12g}")
+
+
+def of_preset(name: str, graph: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every strategy, and the ranking that `plan` prints."""
+    for mode, workload in (("full", FULL), ("mini", MINI)):
+        problem = problem_of(graph, preset(name), workload)
+        for text in STRATEGIES[mode]:
+            yield (
+                text,
+                answer(
+                    problem,
+                    text,
+                    simulate=graph == "community"
+                    and name in ("pcie_box", "local", "gnnpipe_a5000"),
+                ),
+            )
+
+
+def ranking(name: str, graph: str) -> dict[str, Any]:
+    """Candidates from fastest to slowest, with their epochs."""
+    found = search(problem_of(graph, preset(name), FULL))
+    return {
+        f"{c.strategy} on {c.problem.ranks}": {"seconds": digits(c.predicted.epoch_s)}
+        for c in found.ranked
+    }
+
+
+def of_models() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every model under every family, where servers and links differ."""
+    cluster = preset("gnnpipe_a5000")
+    for model, workload in MODELS.items():
+        problem = problem_of("community", cluster, workload)
+        for text in (
+            "graph_parallel(narrow=True)",
+            "graph_parallel(checkpoint=True)",
+            "pipegcn_gf",
+            "gnnpipe",
+            "granndis",
+        ):
+            yield f"{model}: {text}", answer(problem, text, simulate=True)
+        if workload.norm != "batch":
+            mini = workload.model_copy(
+                update={"mode": "mini", "batch": 96, "layers": 2, "fanout": (4, 3)}
+            )
+            problem = problem_of("community", cluster, mini)
+            for text in ("data_parallel(features='spread')", "gsplit(narrow=True)", "p3"):
+                yield f"{model}, mini-batches: {text}", answer(problem, text, simulate=True)
+
+
+def same(found: Any, golden: Any, where: str, rel: float) -> None:
+    """Whole numbers and words are equal, seconds and memory are within `rel`."""
+    if isinstance(golden, dict):
+        assert list(found) == list(golden), where
+        for key, value in golden.items():
+            same(found[key], value, f"{where}.{key}", rel)
+    elif isinstance(golden, float):
+        assert found == pytest.approx(golden, rel=rel, abs=1e-15), where
+    else:
+        assert found == golden, where
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "graph"), CASES)
+def test_every_strategy_is_predicted_as_ever(name: str, graph: str):
+    same(dict(of_preset(name, graph)), read(f"{name}.{graph}"), f"{name}, {graph}", 1e-9)
+
+
+def test_every_model_is_predicted_as_ever():
+    same(dict(of_models()), read("models"), "models", 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
+def test_every_preset_ranks_as_ever(name: str):
+    same({graph: ranking(name, graph) for graph in GRAPHS}, read("rankings")[name], name, 1e-9)
+
+
+def write(name: str, answers: dict[str, Any]) -> None:
+    """A line per strategy, so that a change shows in a diff."""
+    lines = ",\n".join(
+        f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
+        for key, value in answers.items()
+    )
+    (FOLDER / f"{name}.json").write_text("{\n" + lines + "\n}\n")
+
+
+if __name__ == "__main__":
+    for preset_name, graph_name in CASES:
+        write(f"{preset_name}.{graph_name}", dict(of_preset(preset_name, graph_name)))
+    write("models", dict(of_models()))
+    write(
+        "rankings",
+        {
+            name: {graph: ranking(name, graph) for graph in GRAPHS}
+            for name in sorted({name for name, _ in CASES})
+        },
+    )

@@ -1,0 +1,23 @@
+"""The list of mutants stays true while code moves: `make mutants` applies them."""
+
+import pytest
+from mutants import ROOT, mutants
+
+
+def test_there_are_forty_spread_over_all_packages():
+    faults = mutants()
+    assert len(faults) >= 40 and len({each["name"] for each in faults}) == len(faults)
+    assert {each["file"].partition("/")[0] for each in faults} == {
+        "planner",
+        "simulator",
+        "executor",
+        "gnnplan",
+    }
+
+
+@pytest.mark.parametrize("mutant", mutants(), ids=lambda each: each["name"])
+def test_a_mutants_place_is_there_once(mutant: dict):
+    text = (ROOT / mutant["file"]).read_text(encoding="utf-8")
+    assert text.count(mutant["old"]) == 1, "the code has moved on: write the mutant anew"
+    assert mutant["old"] != mutant["new"]
+    assert all((ROOT / test.partition("::")[0]).exists() for test in mutant["tests"])
