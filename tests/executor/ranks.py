@@ -127,6 +127,10 @@ class Result:
         """Bytes by operation, peak memory, backend."""
         return json.loads((self.out / f"rank{rank}.json").read_text())
 
+    def fullest(self) -> int:
+        """The peak of the rank that filled most [bytes]."""
+        return max(self.rank(rank)["peak_bytes"] for rank in range(self.world))
+
     @property
     def spans(self) -> list[Any]:
         from gnnplan.planner.vocabulary.trace import read_traces
