@@ -135,9 +135,11 @@ class Roofline:
         missed = np.maximum(
             1.0 - ndtr(self.degree_spread + ndtri(cached)), 1.0 / np.maximum(reads, 1.0)
         )
+        from_cache = device.cache_bandwidth
+        if from_cache is None:
+            from_cache = 3 * device.memory_bandwidth
         rate: Number = 1.0 / np.maximum(
-            np.clip(missed, 0.0, 1.0) / device.memory_bandwidth,
-            1.0 / (device.cache_bandwidth or 3 * device.memory_bandwidth),
+            np.clip(missed, 0.0, 1.0) / device.memory_bandwidth, 1.0 / from_cache
         )
         return rate
 

@@ -1,12 +1,14 @@
 """A cluster with some of its numbers multiplied.
 
-Sensitivity asks what such clusters would change; a refit finds the factors that records imply."""
+Sensitivity asks what such clusters would change; a refit finds the factors that records imply.
+A factor may be a column [n, 1]: n clusters at once, which closed forms price together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from gnnplan.planner.cluster.spec import Cluster, Link, Placement
+from gnnplan.planner.vocabulary.numbers import Number
 
 # The device's rates that are one number.
 DEVICE = (
@@ -19,7 +21,7 @@ DEVICE = (
 )
 
 
-def links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
+def links(cluster: Cluster, factor: Number, names: Sequence[str]) -> Cluster:
     """The cluster with the bandwidth of these links multiplied.
 
     As with `--set`, operations that were measured on the links keep what software took of them.
@@ -31,7 +33,7 @@ def links(cluster: Cluster, factor: float, names: Sequence[str]) -> Cluster:
     return cluster.model_copy(update=faster).carried(cluster)
 
 
-def device(cluster: Cluster, factor: float) -> Cluster:
+def device(cluster: Cluster, factor: Number) -> Cluster:
     """The cluster with a device that computes everything `factor` times as fast."""
     old = cluster.device
     plain = {name: rate * factor for name in DEVICE if (rate := getattr(old, name)) is not None}
@@ -44,11 +46,11 @@ def device(cluster: Cluster, factor: float) -> Cluster:
     return cluster.model_copy(update={"device": new})
 
 
-def _times(rates: Mapping[float, float], factor: float) -> dict[float, float]:
+def _times(rates: Mapping[float, float], factor: Number) -> dict[float, Number]:
     return {size: rate * factor for size, rate in rates.items()}
 
 
-def messages(cluster: Cluster, factor: float, where: Placement) -> Cluster:
+def messages(cluster: Cluster, factor: Number, where: Placement) -> Cluster:
     """The cluster with the link there, and all that was measured on it, multiplied; latency too."""
 
     def faster(link: Link) -> Link:

@@ -6,21 +6,25 @@ the search is repeated at other numbers of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.vocabulary.errors import GnnplanError
+from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_bytes
 
-FACTORS = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)  # of a bandwidth or of the device's speed
-HALVINGS = 6  # of the interval in which another family takes over
+REACH = 8  # a bandwidth or the device's speed is asked about from an eighth to eight times
+STEPS = 96  # factors from 1 to there, 2.2 % apart
 MOST_EDGES = 2_000_000  # larger graphs are not asked about other depths, which need new layouts
 MOST_ESTIMATED = 64  # GPUs for which a plan of statistics asks at all; beyond, it takes too long
-Scaled = Callable[[Cluster, float], Cluster]
+Scaled = Callable[[Cluster, Number], Cluster]
 
 
 def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list[str]:
@@ -59,15 +63,11 @@ def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
     """What doubling one number of the cluster gives, and where another family takes over."""
     best = found.ranked[0]
-    _, doubled_s = _fastest(found, faster, 2.0)
+    _, (doubled_s,) = _fastest(found, faster, [2.0])
     change = doubled_s / float(best.predicted.epoch_s) - 1
     yield f"twice {name}: {round(100 * change) + 0:+d} %"
-    slower = sorted((factor for factor in FACTORS if factor < 1), reverse=True)
-    for factors, word in (
-        (slower, "below"),
-        ([factor for factor in FACTORS if factor > 1], "above"),
-    ):
-        turn = _turn(found, faster, factors)
+    for farthest, word in ((1 / REACH, "below"), (REACH, "above")):
+        turn = _turn(found, faster, farthest)
         if turn is not None:
             factor, winner = turn
             value = ""
@@ -76,40 +76,29 @@ def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None)
             yield f"{word} {factor:.2g}x of {name}{value} {winner.strategy} wins"
 
 
-def _turn(
-    found: SearchResult, faster: Scaled, factors: list[float]
-) -> tuple[float, Candidate] | None:
+def _turn(found: SearchResult, faster: Scaled, farthest: float) -> tuple[float, Candidate] | None:
     """The factor nearest to 1 at which another family is the fastest, and its candidate."""
-    name = found.ranked[0].strategy.name
-    near = 1.0
-    for far in factors:
-        winner, _ = _fastest(found, faster, far)
-        if winner.strategy.name == name:
-            near = far
-            continue
-        for _ in range(HALVINGS):
-            middle = (near * far) ** 0.5
-            other, _ = _fastest(found, faster, middle)
-            if other.strategy.name == name:
-                near = middle
-            else:
-                far, winner = middle, other
-        return far, winner
+    factors = np.geomspace(1, farthest, STEPS + 1)[1:]
+    winners, _ = _fastest(found, faster, factors)
+    for factor, winner in zip(factors, winners, strict=True):
+        if winner.strategy.name != found.ranked[0].strategy.name:
+            return float(factor), winner
     return None
 
 
-def _fastest(found: SearchResult, faster: Scaled, factor: float) -> tuple[Candidate, float]:
-    """The fastest candidate with the number multiplied, and its epoch [s]."""
-    times = [
-        float(
-            c.strategy.predict(
-                replace(c.problem, cluster=faster(c.problem.cluster, factor))
-            ).epoch_s
-        )
-        for c in found.ranked
-    ]
-    first = min(range(len(times)), key=times.__getitem__)
-    return found.ranked[first], times[first]
+def _fastest(
+    found: SearchResult, faster: Scaled, factors: Sequence[float] | NDArray[np.float64]
+) -> tuple[list[Candidate], NDArray[np.float64]]:
+    """With the number multiplied by each factor: the fastest candidate, and its epoch [s]."""
+    column = np.asarray(factors, dtype=float)[:, np.newaxis]
+    times = np.array(
+        [
+            np.broadcast_to(np.ravel(c.strategy.predict(asked).epoch_s), len(factors))
+            for c in found.ranked
+            for asked in [replace(c.problem, cluster=faster(c.problem.cluster, column))]
+        ]
+    )
+    return [found.ranked[first] for first in times.argmin(axis=0)], times.min(axis=0)
 
 
 def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
