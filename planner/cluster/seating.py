@@ -182,11 +182,11 @@ def _even(sent: np.ndarray) -> bool:
 
 
 def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
-    """Seconds that no seating can beat: all messages on the fastest link."""
+    """Seconds that no seating can beat: a rank's messages on all its links at once."""
     cost = Cost.of(cluster)
     places: tuple[Placement, ...] = ("island", "intra_node", "inter_node")
     links = [cost.link("exchange", where) for where in places if getattr(cluster, where)]
-    latency, bandwidth = min(link.latency for link in links), max(link.bandwidth for link in links)
+    latency, bandwidth = min(link.latency for link in links), sum(link.bandwidth for link in links)
     total = 0.0
     for sent, times in phases:
         most_messages = int((sent > 0).sum(1).max())
