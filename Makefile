@@ -35,8 +35,8 @@ test: lint  ## style, types, tests
 quick: lint  ## style, types, and the tests that start no process
 	$(PYTEST) -m "not nightly and not processes"
 
-nightly: lint  ## the full products of which `make test` runs a cover
-	$(PYTEST) -m ""
+nightly: lint  ## the full products of which `make test` runs a cover, and all examples
+	GNNPLAN_NIGHT=1 $(PYTEST) -m ""
 
 mutants: .venv/.installed  ## forty small faults, one by one; prints those that no test notices
 	$(BIN)/python tests/mutants.py

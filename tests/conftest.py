@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import settings
 from started import Start, starting
 
 # Machines are busy, so no test is on time; the same examples everywhere. To look for new ones:
 # pytest --hypothesis-profile=explore
-settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=examples(100))
 settings.register_profile("explore", deadline=None)
 settings.load_profile("steady")
 

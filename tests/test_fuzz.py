@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -355,7 +356,7 @@ READERS: list[tuple[str, Any, Callable[[str], Any]]] = [
 @pytest.mark.parametrize(
     ("name", "document", "read"), READERS, ids=[name for name, _, _ in READERS]
 )
-@settings(shared, max_examples=150)
+@settings(shared, max_examples=examples(150))
 @given(data=st.data())
 def test_specifications_with_wrong_values(tmp_path, data, name, document, read):
     text = yaml.safe_dump(data.draw(changed(document)), allow_unicode=False)
@@ -366,7 +367,7 @@ def test_specifications_with_wrong_values(tmp_path, data, name, document, read):
 @pytest.mark.parametrize(
     ("name", "document", "read"), READERS, ids=[name for name, _, _ in READERS]
 )
-@settings(shared, max_examples=80)
+@settings(shared, max_examples=examples(80))
 @given(data=st.data())
 def test_specifications_with_wrong_bytes(tmp_path, data, name, document, read):
     raw = yaml.safe_dump(document).encode()
@@ -387,7 +388,7 @@ def test_every_piece_of_yaml_as_a_value_and_as_a_key(tmp_path, piece):
             obeys(name, lambda read=read, name=name: read(str(tmp_path / name)))
 
 
-@settings(shared, max_examples=60)
+@settings(shared, max_examples=examples(60))
 @given(data=st.data())
 def test_any_allowed_question_has_an_answer(tmp_path, data):
     """What the files say may be absurd and yet allowed: then planning answers, or says what does
@@ -652,7 +653,7 @@ def little_memory(monkeypatch):
     monkeypatch.setattr(graph_module, "LARGEST_ARRAY", 64 << 20)
 
 
-@settings(shared, max_examples=200)
+@settings(shared, max_examples=examples(200))
 @given(files=arrays())
 def test_graphs_with_wrong_arrays(tmp_path, little_memory, files):
     with TemporaryDirectory(dir=tmp_path) as folder:
@@ -662,7 +663,7 @@ def test_graphs_with_wrong_arrays(tmp_path, little_memory, files):
             obeys(name, lambda name=name: load(f"{folder}/{name}"))
 
 
-@settings(shared, max_examples=150)
+@settings(shared, max_examples=examples(150))
 @given(data=st.data())
 def test_damaged_archives(tmp_path, little_memory, data):
     zipped(tmp_path / "good.npz", [(f"{name}.npy", npy(array)) for name, array in ARRAYS.items()])
@@ -980,7 +981,7 @@ def dumped(document: Any) -> str:
     return json.dumps(document, skipkeys=True)
 
 
-@settings(shared, max_examples=150)
+@settings(shared, max_examples=examples(150))
 @given(data=st.data())
 def test_plans_with_wrong_values(run, data):
     document = json.loads((run / "plan.json").read_text())
@@ -1005,7 +1006,7 @@ def with_question(document: dict[str, Any]) -> None:
     evaluate(problem, plans.chosen(document))
 
 
-@settings(shared, max_examples=60)
+@settings(shared, max_examples=examples(60))
 @given(data=st.data())
 def test_plans_with_wrong_bytes(run, data):
     (run / "changed.json").write_bytes(
@@ -1019,7 +1020,7 @@ def test_plans_with_wrong_bytes(run, data):
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "rank0.json", "trace.rank1.json", "plan.json", "options.json"]
 )
-@settings(shared, max_examples=80)
+@settings(shared, max_examples=examples(80))
 @given(data=st.data())
 def test_runs_with_wrong_values(run_folder, run, data, name):
     raw = (run_folder / name).read_text()
@@ -1042,7 +1043,7 @@ def test_runs_with_wrong_values(run_folder, run, data, name):
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "rank0.json", "trace.rank1.json", "options.json"]
 )
-@settings(shared, max_examples=40)
+@settings(shared, max_examples=examples(40))
 @given(data=st.data())
 def test_runs_with_wrong_bytes(run_folder, run, data, name):
     (run / name).write_bytes(
@@ -1107,7 +1108,7 @@ def test_a_plan_of_other_data_is_refused(run):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@settings(shared, max_examples=60)
+@settings(shared, max_examples=examples(60))
 @given(data=st.data())
 def test_damaged_checkpoints_are_not_there(tmp_path, data):
     from safetensors.torch import save
@@ -1178,7 +1179,7 @@ PARAMS = [
 ]
 
 
-@settings(shared, max_examples=120)
+@settings(shared, max_examples=examples(120))
 @given(data=st.data())
 def test_published_figures(tmp_path, data):
     row = dict(ROW)

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -278,7 +279,7 @@ def test_softmax_and_attention_survive_large_numbers() -> None:
     st.booleans(),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_linear_equals_torch(rows: int, h_in: int, h_out: int, with_bias: bool, relu: bool) -> None:
     x, weight = (
         torch.randn(rows, h_in, requires_grad=True),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,7 +125,7 @@ def variants(problem: Problem) -> Iterator[Strategy]:
 
 
 @given(problems())
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
     """Sampling in line: exactly. Ahead: the longer of sampler and rank, which neither simulation
     nor their sum contradict. P3's several groups, which sum apart and share ports: from above, to 3
@@ -169,7 +170,7 @@ def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
 
 
 @given(problems())
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_bytes_of_the_first_epoch_are_those_of_predict(problem: Problem):
     for strategy in variants(problem):
         p, schedule = strategy.predict(problem), strategy.schedule(problem, strategy.steps(problem))
@@ -180,7 +181,7 @@ def test_bytes_of_the_first_epoch_are_those_of_predict(problem: Problem):
 
 
 @given(problems())
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_one_rank_sends_nothing(problem: Problem):
     alone = replace(
         problem,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ def cuts(draw: st.DrawFn) -> Chunks:
 
 
 @given(cuts())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_counts_are_those_of_sets(cut: Chunks):
     k, g, graph = cut.chunks, cut.members, cut.graph
     chunk, member = cut.sub // g, cut.sub % g
@@ -74,7 +75,7 @@ def test_counts_are_those_of_sets(cut: Chunks):
 
 
 @given(cuts())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_members_share_every_chunk_evenly(cut: Chunks):
     """A chunk of at least as many vertices as members gives each some; a smaller one gives at most
     one to each."""

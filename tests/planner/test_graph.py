@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -78,7 +79,7 @@ def test_the_hash_knows_direction_even_where_edges_go_both_ways(save):
     assert load(path).stats.hash != load(path, directed=True).stats.hash
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 12), st.data(), st.booleans())
 def test_normalisation_is_what_sets_say(vertices, data, directed):
     ids = st.integers(0, vertices - 1)
@@ -520,7 +521,9 @@ MASK = hnp.arrays(np.bool_, 5)
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     st.dictionaries(
@@ -548,7 +551,9 @@ def test_whatever_an_npz_holds_only_specerrors_come_out(save, changes, directed)
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
 def test_a_damaged_file_is_a_specerror(save, data):
@@ -600,7 +605,7 @@ def test_labels_can_be_learnt_better_from_neighbours():
     assert 2 / 8 < alone < 0.8 < nearest_mean_accuracy(graph, mean) < 0.99
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(2, 60), st.floats(0, 1), st.integers(1, 5), st.integers(0, 3), st.floats(0, 1))
 def test_generated_graphs_have_exactly_the_edges_asked_for(
     vertices, density, classes, seed, mixing

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,7 +212,7 @@ def test_estimated_batches_of_islands():
     st.integers(1, 6),
     st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 2)]),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 def test_more_depth_is_never_more_bytes_between_islands(
     graph: Graph, model: str, layers: int, where: tuple[int, int]
 ):

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,7 +103,7 @@ def computed_by_servers(case: Case) -> dict[int, list[set[int]]]:
 
 
 @given(cases())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_every_row_is_computed_where_the_definition_says_and_once(case: Case):
     layout, expected = case.layout(), computed_by_servers(case)
     for h in range(case.layers + 1):
@@ -129,7 +130,7 @@ def test_every_row_is_computed_where_the_definition_says_and_once(case: Case):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case: Case):
     layout = case.layout()
     for layer in range(1, case.layers + 1):
@@ -151,7 +152,7 @@ def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case:
 
 
 @given(cases())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_what_one_sends_is_what_the_other_receives_in_the_same_order(case: Case):
     layout = case.layout()
     for layer in range(1, case.layers + 1):
@@ -168,7 +169,7 @@ def test_what_one_sends_is_what_the_other_receives_in_the_same_order(case: Case)
 
 
 @given(cases())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_blocks_are_rows_of_the_adjacency(case: Case):
     layout, graph = case.layout(), case.graph
     for layer in range(1, case.layers + 1):
@@ -188,7 +189,7 @@ def test_blocks_are_rows_of_the_adjacency(case: Case):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_facts_count_the_pieces(case: Case):
     layout = case.layout()
     for layer in range(1, case.layers + 1):
@@ -204,7 +205,7 @@ def test_facts_count_the_pieces(case: Case):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_recomputed_layers_never_cross_servers(case: Case):
     layout = case.layout()
     across = ~np.equal.outer(case.servers, case.servers)
@@ -218,7 +219,7 @@ def test_recomputed_layers_never_cross_servers(case: Case):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_preloaded_rows_are_the_servers_surroundings(case: Case):
     layout, regions = case.layout(), computed_by_servers(case)
     external = {server: rows[0] - rows[-1] for server, rows in regions.items()}
@@ -317,7 +318,7 @@ def induced(case: Case, allowed: set[int], rows: set[int]) -> set[int]:
 
 
 @given(cases(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(
     case: Case, max_hop: int, fanout: int, seed: int
 ):
@@ -345,7 +346,7 @@ def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(
 
 
 @given(cases(), st.integers(1, 2), st.integers(1, 3))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others(
     case: Case, max_hop: int, fanout: int
 ):
@@ -390,7 +391,7 @@ def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others
 
 
 @given(cases(), st.integers(1, 4), st.integers(0, 3))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layout_has_it(
     case: Case, count: int, seed: int
 ):
@@ -443,7 +444,7 @@ def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layo
 
 
 @given(cases(), st.integers(1, 3))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_drawing_everything_is_full_preload(case: Case, more: int):
     """max_hop = layers and a fanout no degree exceeds: piece by piece the same layout."""
     if len(set(case.servers)) == 1 or case.layers == case.first_varying:

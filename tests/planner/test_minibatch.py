@@ -3,6 +3,7 @@ halo row comes from whoever has it."""
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ def test_every_halo_row_comes_from_its_owner(groups: tuple[int, ...]) -> None:
             assert not sends.any()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seeds=st.integers(1, 200), ranks=st.integers(1, 5), seed=st.integers(0, 99))
 def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(
     seeds: int, ranks: int, seed: int

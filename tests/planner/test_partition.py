@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +140,7 @@ def test_metis_finds_the_same_communities_in_fewer_edges(graph, monkeypatch):
     assert cut(graph, module._metis(indptr, indices, None, 8, 0)) < 1.02 * whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 30), st.data())
 def test_small_graphs_never_leave_a_part_empty(vertices, data):
     ids = st.integers(0, vertices - 1)

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def csr(edges, vertices):
     return in_neighbours(src, dst, vertices, directed=True)[:2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(partitioned_graphs())
 def test_halo_is_what_sets_say(case):
     edges, vertices, part, parts = case
@@ -49,7 +50,7 @@ def test_halo_is_what_sets_say(case):
         assert rows.tolist() == sorted({u for u, v in edges if part[v] == i != part[u]})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(partitioned_graphs(), st.integers(1, 4))
 def test_growth_is_what_sets_say(case, hops):
     edges, vertices, part, parts = case

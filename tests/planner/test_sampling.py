@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
@@ -118,7 +119,7 @@ def test_batches_hold_every_training_vertex_once_an_epoch() -> None:
     assert first[0].tolist() != second[0].tolist()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     seeds=st.lists(st.integers(0, 299), min_size=1, max_size=30, unique=True),
     fanouts=st.lists(st.sampled_from([1, 3, 10, ALL]), min_size=1, max_size=3),

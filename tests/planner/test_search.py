@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import covered
@@ -76,7 +77,7 @@ def test_a_search_tells_what_it_evaluates() -> None:
     st.sampled_from(["gcn", "gcnii"]),
     st.sampled_from([1e6, 1e8, 1e10]),
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 def test_every_candidate_is_ranked_or_rejected_and_the_fastest_leads(
     servers: int, gpus: int, layers: int, model: str, inter: float
 ):

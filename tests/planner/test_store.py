@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,7 +120,7 @@ def stored(draw: st.DrawFn) -> tuple[Strategies, Problem]:
 
 
 @given(stored())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_every_row_is_where_its_class_says(drawn: tuple[Strategies, Problem]) -> None:
     strategy, problem = drawn
     store = strategy.store(problem)
@@ -152,7 +153,7 @@ def test_every_row_is_where_its_class_says(drawn: tuple[Strategies, Problem]) ->
 
 
 @given(stored())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_prediction_schedule_and_simulation_agree(drawn: tuple[Strategies, Problem]) -> None:
     """All rows are counted once, bytes follow, and time is that of the simulation (prefetch: of its
     claim)."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simpy
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
@@ -132,7 +133,7 @@ def questions(draw: st.DrawFn, most: int = 6, ports: int = 4) -> Flows:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(questions())
 def test_rates_equal_a_linear_programs(asked: Flows):
     assert asked.rates() == pytest.approx(by_linear_programs(asked), abs=1e-5)

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import simpy
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
@@ -168,7 +169,7 @@ def scaled(busy: dict) -> dict:
     return {port: s / max(busy.values()) for port, s in busy.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(demands())
 def test_shares_equal_a_linear_program(busy):
     shares = [scaled(b) for b in busy]
