@@ -86,6 +86,10 @@ class Link(Spec):
                 )
         return self
 
+    def differs(self, other: Link) -> bool:
+        """Whether bandwidth or latency do; a bandwidth may be a column: of many clusters."""
+        return bool(np.any(self.bandwidth != other.bandwidth)) or self.latency != other.latency
+
     def carried(self, old: Link, new: Link) -> Link:
         """This operation, measured on the link `old`, as it would be on the link `new`.
 
@@ -258,7 +262,7 @@ class Cluster(Spec):
         for key, link in measured.items():
             place = key.rpartition(".")[2]
             before, now = getattr(old, place, None), getattr(self, place, None)
-            if before and now and before is not now and key not in leave:
+            if before and now and key not in leave and now.differs(before):
                 measured[key] = link.carried(before, now)
         return self.model_copy(update={"collectives": measured})
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from ranks import Case
 from started import Start
 
@@ -73,6 +72,9 @@ def test_a_run_from_the_folder_above_the_clone(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "2 epochs" in done.stdout
+    # nor is a plan for the machine that it runs on one for another
+    assert "note: the plan is for" not in done.stderr
+    assert json.loads((tmp_path / "out" / "rank0.json").read_text())["device_mismatch"] is None
 
 
 @pytest.mark.timeout(120)
@@ -93,18 +95,6 @@ def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path: Path, start:
     assert run.stderr.index("note: the plan is for") < run.stderr.index("epoch 2/2")
     for rank in range(2):  # what validate reads
         assert json.loads((run.out / f"rank{rank}.json").read_text())["device_mismatch"] == mismatch
-
-
-@pytest.mark.timeout(120)
-def test_a_plan_for_the_machine_it_runs_on_is_not_noted(tmp_path: Path, start: Start) -> None:
-    problem = Case("graph_parallel", GRAPH).problem(2)
-    cluster = problem.cluster.model_dump(mode="json", exclude_defaults=True)
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
-    plan = planned(tmp_path, "--cluster", str(tmp_path / "cluster.yaml"))
-    run = start(plan, "--epochs", "1", CUDA_VISIBLE_DEVICES="")
-    assert run.ended(100) == 0, run.stderr
-    assert "note: the plan is for" not in run.stderr
-    assert json.loads((run.out / "rank0.json").read_text())["device_mismatch"] is None
 
 
 @pytest.mark.timeout(120)

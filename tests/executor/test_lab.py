@@ -123,7 +123,13 @@ def test_training_across_emulated_servers_is_training(tmp_path: Path, run_ranks:
 @needs_namespaces
 @pytest.mark.parametrize(
     "signalled",
-    [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)],
+    [
+        signal.SIGKILL,
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in (signal.SIGINT, signal.SIGTERM)
+        ),
+    ],
 )
 def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Signals):
     mark = f"MARK-{uuid.uuid4().hex}"
@@ -225,6 +231,7 @@ def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(
 
 
 @needs_namespaces
+@pytest.mark.nightly  # what `measure` does on one server is tested every time
 @pytest.mark.usefixtures("sizes")
 def test_emulated_servers_are_measured_apart():
     from gnnplan.executor.measure.measure import measure

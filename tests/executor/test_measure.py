@@ -185,6 +185,7 @@ SIZES = [2**k for k in range(10, 25)]
 
 @pytest.mark.processes
 @pytest.mark.timeout(240)
+@pytest.mark.nightly  # trainings that srun starts are tested every time
 @pytest.mark.usefixtures("sizes")
 def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
     """One on each of two servers, by Slurm's names alone; the first has the cluster, and the port

@@ -295,7 +295,7 @@ def test_predicted_memory_is_what_a_run_fills(
     """The fullest rank's to 5 %, every rank's to 8 %. Runs are of 30 to 200 MB, so that Python's
     own objects are small beside them."""
     world, case = RUNS[name]
-    case = replace(case, epochs=5, graph=case.graph if ":" in case.graph else dataset(case.graph))
+    case = replace(case, epochs=3, graph=case.graph if ":" in case.graph else dataset(case.graph))
     (result,) = fresh_ranks(world, [case])
     problem = case.problem(world)
     use = case.settled(problem).memory(problem)
