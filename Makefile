@@ -38,7 +38,7 @@ quick: lint  ## style, types, and the tests that start no process
 nightly: lint  ## the full products of which `make test` runs a cover, and all examples
 	GNNPLAN_NIGHT=1 $(PYTEST) -m ""
 
-mutants: .venv/.installed  ## forty small faults, one by one; prints those that no test notices
+mutants: .venv/.installed  ## small faults, one by one; prints those that no test notices
 	$(BIN)/python tests/mutants.py
 
 bench: .venv/.installed  ## timings: ratios measured side by side, never asserted

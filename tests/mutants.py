@@ -1,9 +1,10 @@
 """Whether the suite still bites: small faults, one by one, and the tests that should notice each.
 
-    python tests/mutants.py            all faults of mutants.toml, in a copy of the repository
+    python tests/mutants.py            all faults of mutants.toml, in copies of the repository
     python tests/mutants.py straggler  those whose name has the word
 
-Prints the survivors, faults that no test noticed. Exits with 1 where more than two survive.
+The tests pass without a fault first, or nothing is said. Prints the survivors, faults that no test
+noticed. Exits with 1 where more than two survive.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.toml"
 MAY_SURVIVE = 2
-IGNORED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "runs")
+AT_ONCE = 2  # faults, each in a copy of the repository
+IGNORED = shutil.ignore_patterns(".*", "__pycache__", "runs", "shared")
 
 
 def mutants() -> list[dict]:
@@ -28,49 +33,55 @@ def mutants() -> list[dict]:
     return tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
 
 
-def noticed(copy: Path, mutant: dict) -> bool:
-    """Whether one of the mutant's tests fails with the fault in place."""
-    path = copy / mutant["file"]
-    sound = path.read_text(encoding="utf-8")
-    assert sound.count(mutant["old"]) == 1, (
-        f"{mutant['name']}: `old` must stand once in {path.name}"
+def passes(copy: Path, tests: Iterable[str]) -> bool:
+    """Whether all these tests pass in a copy."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        [*command, *tests],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
+    if ended.returncode not in (0, 1):  # neither passed nor failed: the list is wrong
+        raise SystemExit(f"pytest ended with {ended.returncode}\n{ended.stdout[-2000:]}")
+    return ended.returncode == 0
+
+
+def noticed(copies: SimpleQueue[Path], mutant: dict) -> tuple[bool, float]:
+    """Whether one of the mutant's tests fails with the fault in place, and after how long [s]."""
+    sound = (ROOT / mutant["file"]).read_text(encoding="utf-8")
+    assert sound.count(mutant["old"]) == 1, f"{mutant['name']}: `old` must stand there once"
+    copy, begin = copies.get(), time.monotonic()
+    path = copy / mutant["file"]
     path.write_text(sound.replace(mutant["old"], mutant["new"]), encoding="utf-8")
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(
-            [*command, *mutant["tests"]],
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            timeout=600,
-        )
-        if ended.returncode not in (0, 1):  # neither passed nor failed: the list is wrong
-            raise SystemExit(
-                f"{mutant['name']}: pytest ended with {ended.returncode}\n{ended.stdout[-2000:].decode()}"
-            )
-        return ended.returncode == 1
+        return not passes(copy, mutant["tests"]), time.monotonic() - begin
     finally:
         path.write_text(sound, encoding="utf-8")
+        copies.put(copy)
 
 
 def main() -> None:
+    begin = time.monotonic()
     chosen = [each for each in mutants() if all(word in each["name"] for word in sys.argv[1:])]
     survivors = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "gnnplan"
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=IGNORED)
-        for number, mutant in enumerate(chosen, 1):
-            begin = time.monotonic()
-            killed = noticed(copy, mutant)
-            survivors += [] if killed else [mutant["name"]]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(AT_ONCE):
+            copy = Path(folder) / f"gnnplan{number}"
+            copies.put(shutil.copytree(ROOT, copy, symlinks=True, ignore=IGNORED))
+        if not passes(copy, dict.fromkeys(test for each in chosen for test in each["tests"])):
+            raise SystemExit("a test of mutants.toml fails without any fault; mend it first")
+        runs = {pool.submit(noticed, copies, mutant): mutant["name"] for mutant in chosen}
+        for number, run in enumerate(as_completed(runs), 1):
+            killed, seconds = run.result()
+            survivors += [] if killed else [runs[run]]
             word = "noticed " if killed else "SURVIVED"
-            print(
-                f"{number:2}/{len(chosen)} {word} {time.monotonic() - begin:4.0f} s  {mutant['name']}",
-                flush=True,
-            )
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} noticed")
+            print(f"{number:2}/{len(chosen)} {word} {seconds:4.0f} s  {runs[run]}", flush=True)
+    seconds = time.monotonic() - begin
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} noticed in {seconds:.0f} s")
     for name in survivors:
         print(f"survived: {name}")
     sys.exit(len(survivors) > MAY_SURVIVE)

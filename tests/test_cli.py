@@ -17,6 +17,7 @@ import pytest
 
 from gnnplan import __version__
 from gnnplan.cli import app, main
+from gnnplan.cli.run import summary
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 CLUSTER = """name: two
@@ -598,6 +599,19 @@ def test_weights_are_those_of_every_layer(trained: dict[str, Trained]):
         assert all(bool(value.isfinite().all()) for value in state.values())
     # as the umask says, not only for the owner
     assert (trained["two"].out / "weights.safetensors").stat().st_mode & 0o044
+
+
+def test_a_runs_epoch_is_the_median_of_all_but_its_first_two(tmp_path: Path):
+    """The first two warm up; a slow one among the others says nothing of an epoch."""
+    accuracies = {f"{part}_accuracy": None for part in ("train", "val", "test")}
+    rows = [
+        {"epoch": epoch, "loss": 1.0, "epoch_s": seconds, **accuracies}
+        for epoch, seconds in enumerate([9.0, 8.0, 1.0, 2.0, 6.0], 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rank = {"backend": "gloo", "bytes": {}, "setup_bytes": {}, "peak_rss_bytes": 1}
+    (tmp_path / "rank0.json").write_text(json.dumps({**rank, "peak_bytes": None}))
+    assert summary(tmp_path)["epoch_s"] == 2.0
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -275,7 +275,11 @@ def show_next(path: Path | None, problem: Problem) -> None:
 
 
 def of(used: int, ranks: int) -> str:
-    """How many of the cluster's GPUs: '4 of 8', or '8'."""
+    """How many of the cluster's GPUs.
+
+    >>> of(4, 8), of(8, 8)
+    ('4 of 8', '8')
+    """
     return f"{used} of {ranks}" if used < ranks else str(ranks)
 
 

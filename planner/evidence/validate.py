@@ -276,7 +276,7 @@ def compare(
         "sampler_wait_s": _sampler_wait_s(measured, warm),
         "bytes": volume,
         "order": {"equal": disorder is None, "first_difference": disorder},
-        "memory": _compare_memory(candidate.memory, ranks),
+        "memory": compare_memory(candidate.memory, ranks),
         "rows": rows_by_class(ranks),
         "diagnosis": diagnose(
             step,
@@ -347,7 +347,7 @@ def fullest(memory: Memory, runtime: bool) -> float:
     )
 
 
-def _compare_memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def compare_memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Memory of the fullest rank.
 
     'data' is that of tensors and arrays. Where the allocator does not count them, the process is

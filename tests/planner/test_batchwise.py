@@ -314,6 +314,21 @@ def test_batches_beyond_those_known_are_like_earlier_ones():
     assert sorted(seen.tolist()) == np.flatnonzero(GRAPHS[0].train).tolist()
 
 
+@pytest.mark.parametrize("name", ["data_parallel", "gsplit", "p3", "p3(pipelined=True)"])
+def test_an_epoch_counts_batches_beyond_those_known(name: str):
+    """Every batch adds up the same gradients: bytes per batch are the same in an epoch of few
+    batches as in one of more batches than are looked at."""
+    few, many = (
+        problem_of(GRAPHS[0], 1, 2, layers=1, fanout=(2,), batch=batch) for batch in (200, 2)
+    )
+    counted = []
+    for problem in (few, many):
+        strategy = parse(name).settle(problem)
+        counted.append(strategy.predict(problem).bytes["all_reduce"] / strategy.steps(problem))
+    batches = strategy.batches(many)
+    assert batches.steps > batches.known and counted[0] == counted[1]
+
+
 @pytest.mark.parametrize(
     ("text", "more", "rule"),
     [

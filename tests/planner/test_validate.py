@@ -2,10 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gnnplan.cli.validate import shown_operations
-from gnnplan.planner.evidence.validate import diagnose, first_disorder, per_operation, share_of_step
+from gnnplan.planner.evidence.validate import (
+    compare_memory,
+    diagnose,
+    first_disorder,
+    per_operation,
+    share_of_step,
+)
 from gnnplan.planner.vocabulary.schedule import Compute, Label, Schedule, Task
 from gnnplan.planner.vocabulary.trace import Span
 
@@ -48,6 +55,28 @@ def test_a_computation_counts_by_its_slowest_rank_and_median_step():
     ]
     # 6, 60 and 12 seconds of rank 1
     assert per_operation(spans, range(3)) == {"forward": 12.0}
+
+
+def test_memory_is_that_of_the_fullest_rank():
+    """Of its data where all ranks count that, else of its process, libraries included."""
+    memory = {"features": np.array([60, 100]), "runtime": np.array([1000, 1000])}
+    ranks: list[dict[str, Any]] = [
+        {"peak_bytes": 80, "peak_rss_bytes": 1000},
+        {"peak_bytes": 50, "peak_rss_bytes": 2200},
+    ]
+    assert compare_memory(memory, ranks) == {
+        "of": "data",
+        "predicted_bytes": 100,
+        "measured_bytes": 80,
+        "error": pytest.approx(0.25),
+    }
+    ranks[0]["peak_bytes"] = None
+    assert compare_memory(memory, ranks) == {
+        "of": "process",
+        "predicted_bytes": 1100,
+        "measured_bytes": 2200,
+        "error": pytest.approx(-0.5),
+    }
 
 
 def test_small_operations_are_one_row():

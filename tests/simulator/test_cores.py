@@ -333,6 +333,24 @@ def test_a_pipelines_messages_take_cores_from_its_stages(stages: int, work: floa
     assert float(chosen.predict(problem).epoch_s) == pytest.approx(played, rel=within)
 
 
+@pytest.mark.parametrize(("chunks", "bandwidth"), [(2, 1e6), (4, 1e6), (16, 1e5)])
+def test_a_core_of_a_pipeline_idles_only_while_its_link_is_busy(chunks: int, bandwidth: float):
+    """Two stages on one core, one link: no epoch is longer than both of these are busy, and such an
+    epoch is predicted. An epoch that forgets the link is shorter than its simulation."""
+    graph = load(GRAPH)
+    cluster = machine(2, 1, servers=2, one_machine=True)
+    cluster = cluster.model_copy(
+        update={
+            "inter_node": Link(bandwidth=bandwidth, latency=1e-6),
+            "device": cluster.device.model_copy(update={"gemm": 1e7}),
+        }
+    )
+    problem = Problem(graph.stats, graph, Workload(layers=4, hidden=16), cluster, "metis")
+    chosen = parse(f"gnnpipe(stages=2,chunks={chunks})").settle(problem)
+    played = play(chosen.schedule(problem, 3), problem.cost).epoch_s(1)
+    assert played <= float(chosen.predict(problem).epoch_s) <= 1.1 * played
+
+
 @pytest.mark.parametrize(
     ("one_machine", "said"),
     [(True, "the cores of the machine busy longest"), (False, r"the cores of server \d")],
