@@ -258,7 +258,7 @@ class Cluster(Spec):
         for key, link in measured.items():
             place = key.rpartition(".")[2]
             before, now = getattr(old, place, None), getattr(self, place, None)
-            if before and now and before != now and key not in leave:
+            if before and now and before is not now and key not in leave:
                 measured[key] = link.carried(before, now)
         return self.model_copy(update={"collectives": measured})
 
