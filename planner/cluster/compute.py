@@ -28,21 +28,29 @@ RANDOM_ACCESS_SLOWDOWN = 3.0
 
 
 class Curve(NamedTuple):
-    """Rates that were measured at some sizes, both as logarithms."""
+    """Rates that were measured at some sizes, both as logarithms.
+
+    Of n clusters at once the rates are [n, sizes], and a rate at a size is a column [n, 1].
+    """
 
     log_sizes: np.ndarray
     log_rates: np.ndarray
 
     @classmethod
-    def of(cls, rates: Mapping[float, float]) -> Curve:
+    def of(cls, rates: Mapping[float, Number]) -> Curve:
         """From size -> rate."""
-        log_sizes, log_rates = np.log(np.array(sorted(rates.items()))).T
-        return cls(log_sizes, log_rates)
+        sizes = sorted(rates)
+        columns = [np.log(rates[size]) for size in sizes]
+        return cls(np.log(sizes), np.hstack(columns) if np.ndim(columns[0]) else np.array(columns))
 
     def log_rate(self, size: Number) -> Number:
         """The logarithm of the rate at a size: log-log between what was measured, flat outside."""
-        out: Number = np.interp(np.log(size), self.log_sizes, self.log_rates)
-        return out
+        log_size = np.log(size)
+        if self.log_rates.ndim == 1:
+            out: Number = np.interp(log_size, self.log_sizes, self.log_rates)
+            return out
+        rows = [np.interp(log_size, self.log_sizes, rates) for rates in self.log_rates]
+        return np.reshape(rows, (len(rows), -1))
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,14 @@ class Roofline:
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
         seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
         seconds = seconds + work.hash_ops / (
-            device.hash_rate or device.memory_bandwidth / (HASH_ACCESSES * work.itemsize)
+            device.memory_bandwidth / (HASH_ACCESSES * work.itemsize)
+            if device.hash_rate is None
+            else device.hash_rate
         )
         seconds = seconds + work.attention_edges / (
-            device.edge_rate or device.memory_bandwidth / (EDGE_ACCESSES * work.itemsize)
+            device.memory_bandwidth / (EDGE_ACCESSES * work.itemsize)
+            if device.edge_rate is None
+            else device.edge_rate
         )
         for rows, width, distinct, outputs in work.gathers:
             row_bytes, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
@@ -78,7 +90,8 @@ class Roofline:
             )
             seconds = seconds + rows * row_bytes / rate
             seconds = seconds + outputs * (
-                device.row_latency + row_bytes / (device.row_bandwidth or np.inf)
+                device.row_latency
+                + (0.0 if device.row_bandwidth is None else row_bytes / device.row_bandwidth)
             )
         for rows, width, distinct in work.random_rows:
             row_bytes = width * work.itemsize

@@ -327,6 +327,8 @@ BATCHES = {
     ),
 }
 
+BY_DAY = ("shared cache", "the sampler's", "columns, pipelined")  # each fills what others do not
+
 
 def fullest_of_batches(case: Case) -> float:
     """What the model says that the fullest of two ranks fills, Python and torch apart [bytes]."""
@@ -341,13 +343,7 @@ def fullest_of_batches(case: Case) -> float:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "name",
-    [
-        # other ways to split, to hand on columns, and another test of SGC stay
-        pytest.param(name, marks=pytest.mark.nightly)
-        if name in ("split", "columns", "propagation")
-        else name
-        for name in BATCHES
-    ],
+    [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in BATCHES],
 )
 def test_predicted_memory_of_batches(
     name: str, fresh_ranks: Ranks, monkeypatch: pytest.MonkeyPatch

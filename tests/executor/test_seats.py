@@ -106,6 +106,7 @@ def test_ranks_that_torchrun_starts(run_ranks: Ranks, graphs: dict[str, str], tm
     assert_as_planned(Result(case, 4, out), run_ranks(4, [case])[0], candidate)
 
 
+@pytest.mark.nightly  # torchrun's ranks are tested every time
 def test_ranks_that_a_run_starts(run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path):
     case = Case(
         "gnnpipe(chunks=3)",

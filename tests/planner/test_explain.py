@@ -7,8 +7,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import explain
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
@@ -17,9 +19,11 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import partition
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 
+MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured"
 DEVICE = {"memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
 
 
@@ -256,3 +260,30 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
     split = problem.minibatches((0, 0), "gsplit", 10).first()
     read = inputs / sum(batch.rows(rank, 0).size for batch in split for rank in (0, 1))
     assert f"ranks read {read:.2f} times" in twice and read > 1
+
+
+@pytest.mark.parametrize("mode", ["full", "mini"])
+def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode: str) -> None:
+    """It ended in a traceback: `gnnplan measure` writes rates by size, and a column of clusters had
+    been tried on links and devices of one rate only."""
+    graph = load("synthetic:community?vertices=500&edges=4000&features=16&classes=4")
+    assert isinstance(graph, Graph)
+    cluster = read_cluster(str(MEASURED / "2x2_400Mbit.1.yaml"))
+    assert cluster.collectives and cluster.device.memory_rates and cluster.device.edge_rate
+    workload = Workload(model="gat", layers=2, hidden=16, dropout=0.5, mode=mode, batch=64)
+    found = search(Problem(graph.stats, graph, workload, cluster), may_use_fewer=False)
+    factors = np.array([0.25, 1.0, 4.0])
+
+    def epoch_s(candidate: Candidate, there: Cluster) -> np.ndarray:
+        asked = replace(candidate.problem, cluster=there)
+        return np.ravel(candidate.strategy.predict(asked).epoch_s)
+
+    for scaled in (
+        scaling.device,
+        lambda c, f: scaling.links(c, f, ["inter_node"]),
+        lambda c, f: scaling.links(c, f, ["intra_node"]),
+    ):
+        for candidate in found.ranked:
+            at_once = epoch_s(candidate, scaled(cluster, factors[:, np.newaxis]))
+            one_by_one = [epoch_s(candidate, scaled(cluster, factor)) for factor in factors]
+            assert np.broadcast_to(at_once, 3) == pytest.approx(np.concatenate(one_by_one))
