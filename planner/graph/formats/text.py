@@ -82,15 +82,16 @@ def tables(
 ) -> Iterator[Array]:
     """Rows of numbers, some at a time: [lines, columns]. Raises SpecError, with the line."""
     for number, lines in lines_of(path, skip):
-        kept = [line for line in lines if line.strip() and not line.startswith(comment)]
+        try:
+            yield _numbers(lines, dtype, delimiter, columns, None)
+            continue
+        except (ValueError, OverflowError, Warning):
+            # comments and blank lines are rare, and to look for them takes most of the time
+            kept = [line for line in lines if line.strip() and not line.startswith(comment)]
         if not kept:
             continue
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                yield np.loadtxt(
-                    kept, dtype, delimiter=delimiter, comments=None, usecols=columns, ndmin=2
-                )
+            yield _numbers(kept, dtype, delimiter, columns, comment)
         except (ValueError, OverflowError, Warning) as error:
             # loadtxt counts rows from 0 where a number is wrong, from 1 where a column is
             found = re.search(r"row (\d+)", str(error))
@@ -105,6 +106,20 @@ def tables(
             raise SpecError(
                 f"{path}:{at}: {rule}, found {ascii(wrong)[1:-1][:MOST_SHOWN]!r}; mend this line"
             ) from error
+
+
+def _numbers(
+    lines: list[str],
+    dtype: Any,
+    delimiter: str | None,
+    columns: tuple[int, ...] | None,
+    comment: str | None,
+) -> Array:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return np.loadtxt(
+            lines, dtype, delimiter=delimiter, comments=comment, usecols=columns, ndmin=2
+        )
 
 
 def matrix(path: str, dtype: Any = np.float64) -> Iterator[Array]:
