@@ -27,6 +27,8 @@ from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_y
 METADATA = "metadata.yaml"
 SETS = {"train_mask": "train_set", "val_mask": "validation_set", "test_mask": "test_set"}
 
+WORDS: dict[type, str] = {int: "a whole number", str: "text", list: "a list", dict: "a mapping"}
+
 
 class _Metadata:
     """metadata.yaml, whose values are checked where they are used."""
@@ -50,7 +52,7 @@ class _Metadata:
         if not isinstance(value, kind):
             raise self.document.error(
                 where,
-                f"must be {kind.__name__}, is {type(value).__name__}; see GraphBolt's"
+                f"must be {WORDS[kind]}, is {WORDS.get(type(value), 'empty')}; see GraphBolt's"
                 " documentation of on-disk datasets",
             )
         return value

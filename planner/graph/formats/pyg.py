@@ -74,9 +74,9 @@ def read(path: str) -> Parts:
                 f"{path}: holds several graphs; save one of them, torch.save(dataset[0], ...)"
             )
         loaded = loaded[0]
-    if isinstance(loaded, _Record):
-        store = getattr(loaded, "_store", loaded)
-        loaded = getattr(store, "_mapping", None) or vars(loaded)
+    if type(loaded).__name__ in ("_Record", "Data"):  # Data, if PyG itself allows its classes
+        store = vars(loaded).get("_store", loaded)
+        loaded = vars(store).get("_mapping") or vars(loaded)
     if isinstance(loaded, Mapping):
         return of_mapping(loaded, path)
     return of_edge_index(loaded, path)
