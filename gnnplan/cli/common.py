@@ -28,7 +28,8 @@ app = typer.Typer(
 DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
 MOST_TASKS = 4_000_000  # of a simulation: beyond, it takes minutes and many GB
 GRAPH_HELP = (
-    "a .npz, a folder of .npy,"
+    "a .npz, a folder of .npy, a file or folder of DGL, PyG, OGB, GraphBolt, GraphSAINT, SciPy,"
+    " NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"
     " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of"
     " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
 )
@@ -46,6 +47,33 @@ Method = Annotated[
     str,
     typer.Option(
         "--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random."
+    ),
+]
+Features = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|WIDTH",
+        help="Features that --graph's file lacks: a .npy, sparse .npz, .pt or text of [vertices,"
+        " features]; or the width of stand-ins.",
+    ),
+]
+Labels = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Labels that the file lacks: a .npy, .pt or text."),
+]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="The split that the file lacks: a folder, .npz or .pt with train, val and test (masks"
+        " or ids), or a .json of ids.",
+    ),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none",
+        help="none: the graph has no labels; it is planned, simulated and run on stand-ins.",
     ),
 ]
 Directed = Annotated[

@@ -12,9 +12,13 @@ from gnnplan.cli.common import (
     DEFAULT_GRAPH,
     GRAPH_HELP,
     Directed,
+    Features,
     Json,
+    Labels,
     Method,
     Set,
+    Split,
+    Task,
     app,
     emit,
     say,
@@ -32,6 +36,10 @@ MOST_LEADERS = 8  # rows of the table
 @app.command()
 def plan(
     graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
+    features: Features = None,
+    labels: Labels = None,
+    split: Split = None,
+    task: Task = None,
     cluster: Annotated[
         str,
         typer.Option(
@@ -99,6 +107,7 @@ def plan(
     from gnnplan.planner.decision import plan as plans
     from gnnplan.planner.decision.search import search
     from gnnplan.planner.evidence.papers.presets import read_fitted
+    from gnnplan.planner.graph.load import source_of
     from gnnplan.planner.problem.inputs import read_workload
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
@@ -121,6 +130,7 @@ def plan(
         notify(f"reading {graph}")
         asked = read_workload(workload, flags)
         machine, fitted = read_fitted(cluster, asked.model)
+        graph = source_of(graph, features, labels, split, task)
         problem = ask(graph, machine, asked, set_ or [], ranks, partitioner, directed)
     for note in [*problem.stats.notes, *([fitted] if fitted else [])]:
         say(f"note: {note}")
@@ -268,10 +278,13 @@ def show_next(path: Path | None, problem: Problem) -> None:
     if not problem.stats.known:
         print(
             f"this plan cannot be run: of {problem.stats.name} only statistics are known; to train,"
-            " plan again with the graph itself (--graph FILE.npz or a folder of .npy)"
+            " plan again with the graph itself (--graph FILE or FOLDER)"
         )
     elif not trainable:
-        print("this plan cannot be run: the graph has no labels; to train, add y to its file")
+        print(
+            "this plan cannot be run: the graph has no labels; to train, plan again with --labels"
+            " FILE, or with --task none on stand-in labels"
+        )
 
 
 def of(used: int, ranks: int) -> str:

@@ -10,8 +10,12 @@ from gnnplan.cli.common import (
     DEFAULT_GRAPH,
     GRAPH_HELP,
     Directed,
+    Features,
     Json,
+    Labels,
     Method,
+    Split,
+    Task,
     app,
     emit,
     numbers,
@@ -48,6 +52,10 @@ def profile(
     hidden: Annotated[
         int | None, typer.Option(help="Hidden width of the rows that a split sends (256).")
     ] = None,
+    features: Features = None,
+    labels: Labels = None,
+    split: Split = None,
+    task: Task = None,
     directed: Directed = False,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +64,7 @@ def profile(
 
     With --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what
     caches hit, what a split sends."""
-    from gnnplan.planner.graph.load import load
+    from gnnplan.planner.graph.load import load, source_of
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import read_workload
     from gnnplan.planner.strategies.minibatch.profile import probe
@@ -79,7 +87,7 @@ def profile(
     )
     with progress() as notify:
         notify(f"profiling {graph}")
-        loaded = load(graph, directed)
+        loaded = load(source_of(graph, features, labels, split, task), directed)
         document = make_profile(loaded, counts, partitioner, servers=servers, hops=hops)
         if batch is not None:
             document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)), notify)

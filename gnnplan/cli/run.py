@@ -81,6 +81,7 @@ def run(
     (--max-restarts 3), and go on from the last checkpoint too."""
     from gnnplan.executor.launch import launcher as launch
     from gnnplan.planner.decision import plan as plans
+    from gnnplan.planner.graph.arrays import STAND_IN_LABELS
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.files import make_folder
 
@@ -146,8 +147,13 @@ def run(
         f"training {problem.stats.name} with {strategy} on {problem.ranks} ranks, {number}"
         f" epochs{onwards}, into {out}"
     )
+    stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
+    for note in stand_in:
+        say(f"note: {note}")
     launch.start(out / "plan.json", out, replace(options, restarts=restarts), problem, servers)
     show_run(out, as_json)
+    for note in stand_in:
+        say(f"note: {note}")
 
 
 def rate_of(text: str) -> float | None:

@@ -8,6 +8,7 @@ import io
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,10 +47,13 @@ ARRAYS = (
     "test_mask",
     "meta",
 )
+STAND_IN_FEATURES = 128
+STAND_IN_CLASSES = 16
+STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
 LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
 
 
-def _read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
+def read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
     """Read the known arrays (ARRAYS) of a file or a folder, and list the names of all others.
 
     The features x of a folder are mapped, not read. Raises SpecError."""
@@ -88,7 +92,7 @@ def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
             if name in arrays:
                 raise SpecError(f"{path}: {name}: is there twice; keep one")
             with archive.open(info) as stream:
-                nbytes += _check_header(path, name, stream, info.file_size)
+                nbytes += check_header(path, name, stream, info.file_size)
             must_fit(path, "what it holds", nbytes)
             with archive.open(info) as stream:
                 arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
@@ -104,14 +108,14 @@ def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
         mapped = file.stem == "x"
         must_be_file(file)
         with file.open("rb") as stream:
-            size = _check_header(path, file.stem, stream, file.stat().st_size, mapped)
+            size = check_header(path, file.stem, stream, file.stat().st_size, mapped)
         nbytes += 0 if mapped else size
         must_fit(path, "what it holds", nbytes)
         arrays[file.stem] = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
     return arrays, others
 
 
-def _read_header(
+def read_header(
     path: str, name: str, stream: IO[bytes]
 ) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Read an npy header: (shape, whether in Fortran order, dtype, length of the header [B])."""
@@ -131,14 +135,14 @@ def _read_header(
     return shape, fortran, dtype, header.tell()
 
 
-def _check_header(
-    path: str, name: str, stream: IO[bytes], stored: int, mapped: bool = False
+def check_header(
+    path: str, name: str, stream: IO[bytes], stored: int, mapped: bool = False, fits: bool = True
 ) -> int:
     """Check an array by its header, before anything is allocated, and return its size [B].
 
-    Raises SpecError for pickled objects, for a shape that does not fit what is stored, and for an
-    array that cannot be mapped as it is."""
-    shape, fortran, dtype, header_bytes = _read_header(path, name, stream)
+    fits: it must fit the memory, unless it is mapped. Raises SpecError for pickled objects, for a
+    shape that does not fit what is stored, and for an array that cannot be mapped as it is."""
+    shape, fortran, dtype, header_bytes = read_header(path, name, stream)
     if dtype.hasobject:
         raise SpecError(
             f"{path}: {name}: holds pickled Python objects, which are never loaded; save it as"
@@ -155,7 +159,7 @@ def _check_header(
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
-    if not mapped:
+    if fits and not mapped:
         must_fit(path, f"{name} of shape {shape}", nbytes)
     if nbytes > (stored := stored - header_bytes):
         raise SpecError(
@@ -191,22 +195,50 @@ def _typed(
     return array
 
 
-def from_arrays(
-    source: str, path: str, options: Mapping[str, Any], own_width: bool, directed: bool
-) -> Graph:
-    """The graph of a file or a folder, with a note for everything that was changed or made up.
+@dataclass(frozen=True)
+class MadeUp:
+    """What is made up where a graph's arrays lack it."""
 
-    options: 'features', the width of stand-in features, and 'seed'. own_width: the user asked for
-    that width. Raises SpecError that names the array, the rule and the offending number."""
-    arrays, others = _read_arrays(path)
-    notes = [f"ignored arrays: {_shown(others, 8)}"] if others else []
+    width: int = STAND_IN_FEATURES  # of stand-in features
+    own_width: bool = False  # the user asked for that width
+    labels: bool = False  # stand-in labels
+    seed: int = 0
+
+
+def must_be_a_graph(path: str, arrays: Mapping[str, Array], others: list[str]) -> tuple[int, int]:
+    """Raise SpecError where `build` would, without the memory it takes: (vertices, edges)."""
     src, dst = _edge_list(path, arrays, others)
-    meta = _meta(path, arrays)
+    meta = meta_of(path, arrays)
+    vertices, counted = _count(path, arrays, meta, src, dst)
+    _check_ids(path, src, dst, vertices, counted)
+    if "x" in arrays or "x_indptr" in arrays:
+        own_features(path, arrays, vertices)
+    y, classes = _labels(path, arrays, vertices, meta)
+    _masks(path, arrays, y, classes, vertices, np.random.default_rng(0), [], 0)
+    return vertices, len(src)
+
+
+def build(
+    source: str,
+    path: str,
+    arrays: dict[str, Array],
+    others: list[str],
+    made_up: MadeUp,
+    directed: bool,
+    said: Sequence[str] = (),
+) -> Graph:
+    """The graph of the arrays of `path`, with a note for everything that was changed or made up.
+
+    others: names of arrays that were not read. said: notes of who read them. `arrays` loses its
+    edge list. Raises SpecError that names the array, the rule and the offending number."""
+    notes = [*said, *([f"ignored arrays: {shown(others, 8)}"] if others else [])]
+    src, dst = _edge_list(path, arrays, others)
+    meta = meta_of(path, arrays)
     vertices, counted = _count(path, arrays, meta, src, dst)
     if not counted:
         notes.append("vertex count taken from the highest edge id")
     _check_ids(path, src, dst, vertices, counted)
-    stand_in_width = 0 if "x" in arrays or "x_indptr" in arrays else options["features"]
+    stand_in_width = 0 if "x" in arrays or "x_indptr" in arrays else made_up.width
     must_fit(
         source,
         (
@@ -220,23 +252,35 @@ def from_arrays(
     notes += changes
     del src, dst, arrays["src"], arrays["dst"]  # they take as much memory as the graph
 
-    rng = np.random.default_rng(options["seed"])
+    rng = np.random.default_rng(made_up.seed)
     x: Features
     if not stand_in_width:
-        if own_width:
+        if made_up.own_width:
             raise SpecError(
                 f"{source}: features= is the width of stand-in features, but the file has its own;"
                 " drop it"
             )
-        x = _own_features(path, arrays, vertices)
+        x = own_features(path, arrays, vertices)
     else:
         x = _stand_in(indptr, stand_in_width, rng)
         notes.append(
             f"stand-in features: the file has none, so {stand_in_width} made by seed"
-            f" {options['seed']} (normal noise, one of log degree)"
+            f" {made_up.seed} (normal noise, one of log degree)"
         )
     y, classes = _labels(path, arrays, vertices, meta)
-    train, val, test = _masks(path, arrays, y, classes, vertices, rng, notes, options["seed"])
+    if made_up.labels:
+        if classes:
+            raise SpecError(
+                f"{source}: task none makes stand-in labels, but the graph has its own"
+                f" ({classes:,} classes); drop --task none"
+            )
+        classes = meta.get("classes") or STAND_IN_CLASSES
+        y = rng.integers(0, classes, vertices)
+        notes.append(
+            f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
+            f" {made_up.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
+        )
+    train, val, test = _masks(path, arrays, y, classes, vertices, rng, notes, made_up.seed)
     stats = GraphStats(
         name=Path(path).stem,
         source=source,
@@ -261,7 +305,7 @@ def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tup
                 others = [file.removesuffix(".npy") for file in others if file.endswith(".npy")]
             raise SpecError(
                 f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required, found"
-                f" {_shown([*arrays, *others], 100) or 'nothing'}{_edge_index_remedy(path)}"
+                f" {shown([*arrays, *others], 100) or 'nothing'}{_edge_index_remedy(path)}"
             )
     src, dst = (_typed(path, arrays, name, "iu", (1,)) for name in ("src", "dst"))
     if len(src) != len(dst):
@@ -284,7 +328,7 @@ def _check_ids(path: str, src: Array, dst: Array, vertices: int, counted: str) -
             )
 
 
-def _shown(names: Sequence[str], most: int) -> str:
+def shown(names: Sequence[str], most: int) -> str:
     """At most `most` of the names, without control characters that a terminal would obey."""
     shown = [ascii(name)[1:-1][:MOST_SHOWN] for name in sorted(names)[:most]]
     return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
@@ -297,10 +341,10 @@ def _edge_index_remedy(path: str) -> str:
             file = Path(path) / "edge_index.npy"
             must_be_file(file)
             with file.open("rb") as stream:
-                shape, _, _, _ = _read_header(path, "edge_index", stream)
+                shape, _, _, _ = read_header(path, "edge_index", stream)
         else:
             with zipfile.ZipFile(path) as archive, archive.open("edge_index.npy") as stream:
-                shape, _, _, _ = _read_header(path, "edge_index", stream)
+                shape, _, _, _ = read_header(path, "edge_index", stream)
     except Exception:  # absent or damaged: the caller reports what is missing anyway
         return ""
     if len(shape) != 2 or shape[0] != 2:
@@ -308,7 +352,7 @@ def _edge_index_remedy(path: str) -> str:
     return "; save src=edge_index[0], dst=edge_index[1]"
 
 
-def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
+def meta_of(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
     """The JSON object `meta`, which may hold `vertices` and `classes`; {} if there is none."""
     if "meta" not in arrays:
         return {}
@@ -369,7 +413,7 @@ def _count(
     return vertices, " and ".join(counts)
 
 
-def _own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Features:
+def own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Features:
     """The features that the file holds: float32 [N, F] or CSR.
 
     Raises SpecError for NaN, infinities and a broken CSR."""

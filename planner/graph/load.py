@@ -6,16 +6,17 @@ import dataclasses
 import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
-from gnnplan.planner.graph.arrays import from_arrays
+from gnnplan.planner.graph import formats
+from gnnplan.planner.graph.arrays import STAND_IN_FEATURES, MadeUp, build, read_arrays
 from gnnplan.planner.graph.generator import COMMUNITY, Ranges, community
 from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
 
-STAND_IN_FEATURES = 128
+FILE_OPTIONS = ("features", "labels", "split")  # files that add what a graph lacks
 LONGEST_SOURCE = 4400  # characters: a path of 4096, and parameters
 
 
@@ -24,9 +25,13 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
 
     'file.npz[?features=500&seed=0]'           arrays; parameters of stand-in features
     'folder[?...]'                             one .npy per array; features stay on disk
+    'file or folder[?...]'                     a format of another library (formats/)
     'synthetic:community?vertices=20000&...'   generated
     'file.yaml'                                statistics only
     'reddit'                                   statistics of a well-known graph
+
+    Files and folders also take '?features=FILE&labels=FILE&split=FILE', which add what they lack,
+    and '?task=none', which makes stand-in labels.
 
     The graph is made undirected unless `directed`; self-loops and duplicates are dropped; its notes
     say what was changed. Raises SpecError that names the file, the array, the rule and the
@@ -57,18 +62,69 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
                 f"{source}: a statistics file takes no parameters; write them into {head}"
             )
         return statistics(head, directed)
-    if suffix == ".npz" or os.path.isdir(head):
-        options = _numbers(
-            source,
-            query,
-            {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
-        )
-        return from_arrays(source, head, options, own_width="features=" in query, directed=directed)
+    if suffix == ".npz" or os.path.exists(head):
+        return _from_files(source, head, query, directed)
     raise SpecError(
-        f"{source}: a graph is a .npz file, a folder of .npy files, a .yaml file of statistics, the"
+        f"{source}: a graph is a .npz file, a folder of .npy files, another library's file or"
+        " folder, a .yaml file of statistics, the"
         f" name of such a one that is here ({', '.join(datasets())}), or"
         f" synthetic:community?vertices=...&edges=...{suggest(Path(head).name, datasets())}"
     )
+
+
+def source_of(
+    graph: str,
+    features: str | None = None,
+    labels: str | None = None,
+    split: str | None = None,
+    task: str | None = None,
+) -> str:
+    """The name that `load` takes of a graph with options: files are named by absolute paths.
+
+    features: a file, or the width of stand-in features."""
+    given = {"features": features, "labels": labels, "split": split, "task": task}
+    words = {name: value for name, value in given.items() if value is not None}
+    for name in FILE_OPTIONS:
+        if name in words and not (name == "features" and words[name].isdecimal()):
+            words[name] = os.path.realpath(words[name])
+    if not words:
+        return graph
+    return f"{graph}{'&' if '?' in graph else '?'}{urlencode(words, quote_via=quote, safe='/')}"
+
+
+def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
+    """The graph of a file or a folder, and of the files that its parameters name."""
+    words: dict[str, str] = {}
+    others = []
+    for pair in query.split("&"):
+        name, _, value = pair.partition("=")
+        if name in ("labels", "split", "task") or (
+            name == "features" and value and not value.lstrip("+-").isdecimal()
+        ):
+            if name in words:
+                raise SpecError(f"{source}: a parameter is given twice; keep one")
+            if not value:
+                raise SpecError(f"{source}: {name} has no value; give one or leave it out")
+            words[name] = unquote(value)
+        else:
+            others.append(pair)
+    task = words.pop("task", None)
+    if task not in (None, "none"):
+        raise SpecError(
+            f"{source}: task must be none, which makes stand-in labels, or be left out; got"
+            f" {task[:MOST_SHOWN]!r}"
+        )
+    numbers = _numbers(
+        source,
+        "&".join(others),
+        {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
+    )
+    own_width = any(pair.startswith("features=") for pair in others)
+    made_up = MadeUp(numbers["features"], own_width, task == "none", numbers["seed"])
+    extras = formats.Extras(**words)
+    if not extras and not formats.is_foreign(head):
+        return build(source, head, *read_arrays(head), made_up, directed)
+    return formats.graph_of(formats.parts_of(head, extras), source, made_up, directed)
 
 
 def _numbers(source: str, query: str, ranges: Ranges) -> dict[str, Any]:

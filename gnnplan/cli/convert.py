@@ -1,0 +1,66 @@
+"""`gnnplan convert`: a graph of any format becomes a folder of mapped arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gnnplan.cli.common import Features, Json, Labels, Split, app, emit, say
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A file or folder of any format that --graph takes, told by content.",
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DEST", help="A folder that is not there yet.")],
+    features: Features = None,
+    labels: Labels = None,
+    split: Split = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust",
+            help="Load a pickle, which runs whatever code is in it: only for files of people whom"
+            " you trust.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn a graph into a folder of .npy arrays, which every rank opens without parsing; large
+    files are read a piece at a time. Nothing is left behind if it fails."""
+    from gnnplan.planner.graph.formats import Extras, recognise
+    from gnnplan.planner.graph.formats import convert as write
+    from gnnplan.planner.vocabulary.errors import SpecError
+    from gnnplan.planner.vocabulary.progress import progress
+
+    if features is not None and features.isdecimal():
+        raise SpecError(
+            f"--features {features} is a width of stand-in features, which are made when the graph"
+            " is loaded, not stored; give a file, or leave it out"
+        )
+    kind = recognise(source).name
+    with progress() as notify:
+        notify(f"reading {source} ({kind})")
+        vertices, edges, notes = write(source, folder, Extras(features, labels, split), trust)
+    if as_json:
+        return emit(
+            {
+                "source": source,
+                "format": kind,
+                "folder": str(folder),
+                "vertices": vertices,
+                "edges": edges,
+                "notes": notes,
+            }
+        )
+    for note in notes:
+        say(f"note: {note}")
+    print(f"{source} ({kind}): {vertices:,} vertices, {edges:,} edges as they are in the file")
+    print(f"written to {folder}; next: gnnplan plan --graph {folder}")

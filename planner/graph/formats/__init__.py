@@ -1,0 +1,226 @@
+"""Graphs of other libraries: files, folders and objects, each format told by its content.
+
+FORMATS is the table: a format's name, how it is recognised, who reads it. A reader gives `Parts`,
+which `collect` checks and makes arrays of, or `convert` writes as a folder of mapped arrays."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gnnplan.planner.graph.arrays import MadeUp, build
+from gnnplan.planner.graph.formats import (
+    dgl_graphs,
+    graphbolt,
+    graphsaint,
+    mapped,
+    networkx_graphs,
+    ogb,
+    parquet,
+    pyg,
+    sparse,
+    text,
+)
+from gnnplan.planner.graph.formats.extras import Extras, add
+from gnnplan.planner.graph.formats.parts import Parts, collect, endpoints, mapped_array, reading
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_file
+
+__all__ = ["FORMATS", "Extras", "MadeUp", "convert", "from_object", "parts_of", "recognise"]
+
+OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # .pt of torch before 1.6
+START = 512  # [B] of a file that tell its format
+
+
+@dataclass(frozen=True)
+class _File:
+    """What tells the format of a file, looked at once."""
+
+    path: str
+    start: bytes  # its first bytes
+    names: frozenset[str]  # of the members, if it is a zip archive
+
+    def has(self, *names: str) -> bool:
+        return self.names.issuperset(names)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: its name in messages, the test that tells it, and its reader."""
+
+    name: str
+    is_it: Callable[[_File], bool]
+    read: Callable[[str], Parts]
+
+
+def _array(path: str) -> Parts:
+    return Parts(path, [endpoints(path, "edge_index", mapped_array(path))])
+
+
+def _refuse_pickle(path: str) -> Parts:
+    raise SpecError(
+        f"{path}: is a pickle, and to load it runs whatever code is in it; if you trust who made"
+        f" it: gnnplan convert {path} FOLDER --trust"
+    )
+
+
+def _is_graphml(file: _File) -> bool:
+    return file.start.lstrip().startswith((b"<?xml", b"<graphml")) and b"<graphml" in file.start
+
+
+PICKLE = Format(
+    "a pickle",
+    lambda f: f.start[:1] == b"\x80" and f.start[1:2] in (b"\2", b"\3", b"\4", b"\5"),
+    _refuse_pickle,
+)
+# The first that fits reads it.
+FOLDERS: tuple[Format, ...] = (
+    Format("gnnplan's folder", lambda f: f.has("src.npy"), mapped.of_own),
+    Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
+    Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), graphsaint.read),
+    Format("OGB's folder", lambda f: ogb.raw_of(f.path) is not None, ogb.read),
+)
+FILES: tuple[Format, ...] = (
+    Format("SciPy's sparse .npz", lambda f: f.has("format.npy", "shape.npy"), sparse.read),
+    Format("PyTorch's .pt", lambda f: any(n.endswith("data.pkl") for n in f.names), pyg.read),
+    Format("PyTorch's .pt", lambda f: f.start.startswith(OLD_TORCH), pyg.read),
+    Format("gnnplan's .npz", lambda f: f.has("src.npy"), mapped.of_own),
+    Format("DGL's .bin", lambda f: f.start.startswith(dgl_graphs.MAGIC), dgl_graphs.read),
+    Format("Parquet", lambda f: f.start.startswith(b"PAR1"), parquet.edge_list),
+    Format("an edge_index in .npy", lambda f: f.start.startswith(b"\x93NUMPY"), _array),
+    Format("GraphML", _is_graphml, networkx_graphs.read_graphml),
+    PICKLE,
+    Format(
+        "MatrixMarket",
+        lambda f: (text.start_of(f.path, START) or "").lower().startswith("%%matrixmarket"),
+        text.matrix_market,
+    ),
+    Format(
+        "an edge list", lambda f: text.is_edge_list(text.start_of(f.path) or ""), text.edge_list
+    ),
+)
+FORMATS = FOLDERS + FILES
+
+
+def recognise(path: str) -> Format:
+    """The format of a file or a folder, by its content. Raises SpecError for none of FORMATS."""
+    if os.path.isdir(path):
+        with reading(path, "a folder"):
+            file = _File(path, b"", frozenset(os.listdir(path)))
+        formats, kinds = FOLDERS, "folders"
+    else:
+        must_be_file(path, "give a graph's file or folder")
+        with reading(path, "a graph"), open(path, "rb") as stream:
+            start = stream.read(START)
+        names: list[str] = []
+        if start.startswith(b"PK"):
+            with reading(path, "a zip archive"), zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+        file, formats, kinds = _File(path, start, frozenset(names)), FILES, "files"
+    found = next((format for format in formats if format.is_it(file)), None)
+    if found is None:
+        known = ", ".join(dict.fromkeys(format.name for format in formats if format != PICKLE))
+        raise SpecError(
+            f"{path}: its content is of no format that is read; {kinds} that are: {known}"
+        )
+    return found
+
+
+def is_foreign(path: str) -> bool:
+    """Whether another format than ours is there.
+
+    What is of no format is treated as ours, whose reader says what is missing."""
+    if os.path.isdir(path) and not path.endswith(".npz"):
+        names = frozenset(os.listdir(path))
+        return any(format.is_it(_File(path, b"", names)) for format in FOLDERS[1:])
+    if not path.lower().endswith(".npz"):
+        return True
+    try:
+        return recognise(path).read is not mapped.of_own
+    except SpecError:
+        return False
+
+
+def parts_of(path: str, extras: Extras | None = None, trust: bool = False) -> Parts:
+    """What a file or a folder holds, with `extras` added.
+
+    trust: load a pickle, which may run any code. Raises SpecError."""
+    format = recognise(path)
+    with reading(path, format.name):
+        if trust and format is PICKLE:
+            with open(path, "rb") as stream:
+                parts = of_object(pickle.load(stream), path)
+        else:
+            parts = format.read(path)
+    add(parts, extras or Extras())
+    return parts
+
+
+def of_object(found: Any, path: str = "") -> Parts:
+    """The parts of a DGLGraph, a PyG Data, a networkx graph, a sparse matrix or an edge_index."""
+    module = type(found).__module__.partition(".")[0]
+    name = path or f"the {type(found).__name__}"
+    readers: dict[str, Callable[[Any, str], Parts]] = {
+        "dgl": dgl_graphs.of_graph,
+        "torch_geometric": pyg.of_data,
+        "networkx": networkx_graphs.of_graph,
+        "scipy": sparse.of_matrix,
+        "torch": pyg.of_edge_index,
+        "numpy": pyg.of_edge_index,
+    }
+    graph_like = ("ndata", "to_dict", "nodes", "tocoo", "shape")
+    if module not in readers or not any(hasattr(found, name) for name in graph_like):
+        raise SpecError(
+            f"{name}: a graph is a DGLGraph, a PyG Data, a networkx Graph, a SciPy sparse matrix or"
+            f" an edge_index [2, E], this is {type(found).__module__}.{type(found).__name__}"
+        )
+    with reading(name, "a graph"):
+        return readers[module](found, name)
+
+
+def from_object(
+    found: Any,
+    directed: bool = False,
+    extras: Extras | None = None,
+    made_up: MadeUp | None = None,
+    name: str = "",
+) -> Graph:
+    """The graph of another library's object, as `load` gives it of that library's file.
+
+    extras: files that add features, labels, a split. made_up: what is made up if they are absent.
+    Raises SpecError."""
+    parts = of_object(found, name)
+    add(parts, extras or Extras())
+    return graph_of(parts, parts.path, made_up or MadeUp(), directed)
+
+
+def graph_of(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
+    """The graph of the parts, checked, with notes of what was changed or made up."""
+    arrays = collect(parts)
+    return build(source, parts.path, arrays, [], made_up, directed, parts.notes)
+
+
+def convert(
+    source: Any, folder: str | Path, extras: Extras | None = None, trust: bool = False
+) -> tuple[int, int, list[str]]:
+    """Write a graph as a folder of mapped arrays: (vertices, edges, notes).
+
+    source: a path, or an object as `from_object` takes. The folder is complete or absent. Text,
+    Parquet and OGB's files are read a piece at a time, so they may exceed memory. Edges stay as
+    they are: `load` drops self-loops and duplicates and makes graphs undirected. trust: load a
+    pickle, which may run any code. Raises SpecError."""
+    folder = Path(folder)
+    mapped.must_be_new(folder)
+    if isinstance(source, str | Path):
+        parts = parts_of(str(source), extras, trust)
+    else:
+        parts = of_object(source)
+        add(parts, extras or Extras())
+    vertices, edges = mapped.write(parts, folder)
+    return vertices, edges, parts.notes

@@ -1,0 +1,204 @@
+"""Features, labels and a split from files of their own, for a graph that lacks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gnnplan.planner.graph.arrays import check_header
+from gnnplan.planner.graph.formats import text
+from gnnplan.planner.graph.formats.graphsaint import roles
+from gnnplan.planner.graph.formats.parts import (
+    MASKS,
+    Matrix,
+    Parts,
+    as_mask,
+    class_ids,
+    edge_pieces,
+    gathered,
+    mapped_array,
+    masks_of,
+    reading,
+    tensor_array,
+)
+from gnnplan.planner.graph.formats.pyg import load_tensors
+from gnnplan.planner.graph.formats.sparse import load_matrix
+from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_file
+
+# words for the three masks in file names and lists, the likeliest first
+WORDS = {
+    "train_mask": ("train", "train_mask", "train_idx", "tr"),
+    "val_mask": ("val", "valid", "val_mask", "val_idx", "valid_idx", "va"),
+    "test_mask": ("test", "test_mask", "test_idx", "te"),
+}
+ENDINGS = (".npy", ".csv.gz", ".csv", ".txt", ".pt")
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Files that add what a graph lacks; None adds nothing."""
+
+    features: str | None = None
+    labels: str | None = None
+    split: str | None = None
+
+    def __bool__(self) -> bool:
+        return any(dataclasses.astuple(self))
+
+
+def add(parts: Parts, extras: Extras) -> None:
+    """Add to the parts. Raises SpecError where the graph has its own."""
+    given = (
+        ("features", extras.features, parts.x is not None),
+        ("labels", extras.labels, parts.y is not None),
+        ("split", extras.split, bool(parts.masks)),
+    )
+    for word, path, own in given:
+        if path and own:
+            raise SpecError(
+                f"{parts.path}: has its own {word}, so --{word} {path} would replace them; leave it"
+                " out"
+            )
+    if extras.features:
+        parts.x = _features(extras.features)
+    if extras.labels:
+        parts.y = class_ids(extras.labels, "labels", _numbers(extras.labels))
+    if extras.split:
+        parts.masks = _split(extras.split, _vertices(parts))
+
+
+def _vertices(parts: Parts) -> int:
+    """How many vertices there are; edges are read for it where nothing else says so."""
+    if parts.vertices is not None:
+        return parts.vertices
+    if parts.y is not None:
+        return len(parts.y)
+    if (shape := getattr(parts.x, "shape", None)) is not None:  # an array, or sparse
+        return int(shape[0])
+    src, dst = gathered(parts.path, "its edges", edge_pieces(parts), np.int32)
+    parts.edges = [(src, dst)]
+    return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
+
+
+def _start(path: str) -> bytes:
+    must_be_file(path)
+    with open(path, "rb") as stream:
+        return stream.read(8)
+
+
+def _features(path: str) -> Matrix:
+    """The rows of a .npy (mapped), a sparse .npz, a .pt tensor, or a table in text."""
+    start = _start(path)
+    if start.startswith(b"\x93NUMPY"):
+        return mapped_array(path)
+    if start.startswith(b"PK") and _holds(path, "format.npy"):
+        return load_matrix(path).tocsr()
+    if start.startswith(b"PK") and not _holds(path, ".npy"):
+        return tensor_array(path, "features", load_tensors(path))
+    _must_be_text(path)
+    return text.matrix(path, np.float32)
+
+
+def _numbers(path: str) -> Array:
+    """The numbers [N] or [N, C] of a .npy, a .pt tensor, or a table in text."""
+    start = _start(path)
+    if start.startswith(b"\x93NUMPY"):
+        return np.asarray(mapped_array(path))
+    if start.startswith(b"PK") and not _holds(path, ".npy"):
+        return tensor_array(path, "labels", load_tensors(path))
+    _must_be_text(path)
+    y = text.whole_matrix(path)
+    return y.astype(np.uint8) if y.shape[1] > 1 and np.isin(y, (0, 1)).all() else y
+
+
+def _must_be_text(path: str) -> None:
+    if text.start_of(path) is None:
+        raise SpecError(
+            f"{path}: is no .npy, .npz, .pt or text of numbers; save it with numpy.save"
+        )
+
+
+def _holds(path: str, ending: str) -> bool:
+    with reading(path, "a zip archive"), zipfile.ZipFile(path) as archive:
+        return any(name.endswith(ending) for name in archive.namelist())
+
+
+def _split(path: str, vertices: int) -> dict[str, Array]:
+    """Masks by a folder of lists, a .npz or .pt of masks or lists, or a .json of lists."""
+    if os.path.isdir(path):
+        found = {
+            mask: _list_of(file)
+            for mask, words in WORDS.items()
+            for file in [_file_of(Path(path), words)]
+            if file is not None
+        }
+    elif _start(path).startswith(b"PK"):
+        held = _arrays(path) if _holds(path, ".npy") else _tensors(path)
+        found = {
+            mask: held[name]
+            for mask, words in WORDS.items()
+            for name in [next((word for word in words if word in held), None)]
+            if name is not None
+        }
+    else:
+        return roles(Path(path), vertices)
+    if "train_mask" not in found:
+        raise SpecError(
+            f"{path}: a split needs train, val (or valid) and test: masks, or lists of vertex ids;"
+            f" found {', '.join(found) or 'none'}"
+        )
+    masks = {}
+    for name in (name for name in MASKS if name in found):
+        array = found[name]
+        if array.dtype.kind == "b":
+            if array.shape != (vertices,):
+                raise SpecError(
+                    f"{path}: {name}: must have a value for each of {vertices:,} vertices, has"
+                    f" shape {list(array.shape)}"
+                )
+            masks[name] = as_mask(path, name, array)
+        else:
+            masks |= masks_of(path, vertices, {name: array})
+    return masks
+
+
+def _file_of(folder: Path, words: tuple[str, ...]) -> Path | None:
+    names = (folder / f"{word}{ending}" for word in words for ending in ENDINGS)
+    return next((file for file in names if file.is_file()), None)
+
+
+def _list_of(file: Path) -> Array:
+    start = _start(str(file))
+    if start.startswith(b"\x93NUMPY"):
+        return np.asarray(mapped_array(str(file)))
+    if start.startswith(b"PK"):
+        return tensor_array(str(file), "ids", load_tensors(str(file)))
+    return text.column(str(file))
+
+
+def _tensors(path: str) -> dict[str, Array]:
+    loaded = load_tensors(path)
+    if not isinstance(loaded, dict):
+        raise SpecError(
+            f"{path}: a split is a dictionary of tensors, this is {type(loaded).__name__}"
+        )
+    return {str(name): tensor_array(path, str(name), value) for name, value in loaded.items()}
+
+
+def _arrays(path: str) -> dict[str, Array]:
+    nbytes = 0
+    with reading(path, ".npz"):
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                with archive.open(info) as stream:
+                    nbytes += check_header(path, info.filename, stream, info.file_size)
+            must_fit(path, "what it holds", nbytes)
+        with np.load(path, allow_pickle=False) as held:
+            return dict(held)

@@ -1,0 +1,172 @@
+"""DGL GraphBolt's on-disk datasets: metadata.yaml, with edges, features and sets in files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.graph.formats.parts import (
+    FEATURES,
+    Parts,
+    class_ids,
+    endpoints,
+    mapped_array,
+    masks_of,
+    must_be_count,
+    tensor_array,
+)
+from gnnplan.planner.graph.formats.pyg import load_tensors
+from gnnplan.planner.graph.formats.text import tables
+from gnnplan.planner.graph.graph import MOST_CLASSES, Array, must_fit
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml
+
+METADATA = "metadata.yaml"
+SETS = {"train_mask": "train_set", "val_mask": "validation_set", "test_mask": "test_set"}
+
+WORDS: dict[type, str] = {int: "a whole number", str: "text", list: "a list", dict: "a mapping"}
+
+
+class _Metadata:
+    """metadata.yaml, whose values are checked where they are used."""
+
+    def __init__(self, path: str) -> None:
+        self.folder = Path(path)
+        self.document: Document = read_yaml(self.folder / METADATA)
+
+    def get(self, where: Where, kind: type, default: Any = None) -> Any:
+        """A value of a kind. Raises SpecError, with the line, for another kind."""
+        value: Any = self.document.data
+        for name in where:
+            if isinstance(value, dict):
+                value = value.get(name)
+            elif isinstance(value, list) and isinstance(name, int) and name < len(value):
+                value = value[name]
+            else:
+                value = None
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, kind):
+            raise self.document.error(
+                where,
+                f"must be {WORDS[kind]}, is {WORDS.get(type(value), 'empty')}; see GraphBolt's"
+                " documentation of on-disk datasets",
+            )
+        return value
+
+    def only(self, where: Where) -> Where:
+        """The place of the only item of a list: one kind of vertices, or of edges."""
+        items = self.get(where, list)
+        if len(items) != 1 or not isinstance(items[0], dict):
+            raise self.document.error(
+                where, f"one kind of vertices and one of edges are read, found {len(items)}"
+            )
+        return (*where, 0)
+
+    def file(self, where: Where) -> tuple[str, str]:
+        """Path and format of a file that is described at `where`."""
+        name = self.get((*where, "path"), str)
+        path = (self.folder / name).resolve()
+        if not path.is_relative_to(self.folder.resolve()):
+            raise self.document.error(
+                (*where, "path"), f"must lie in the dataset's folder, is {name[:MOST_SHOWN]}"
+            )
+        return str(path), self.get((*where, "format"), str)
+
+    def array(self, where: Where) -> Array:
+        """The array of a file in format numpy or torch."""
+        path, kind = self.file(where)
+        if kind == "numpy":
+            return mapped_array(path)
+        if kind == "torch":
+            return tensor_array(path, "it", load_tensors(path))
+        raise self.document.error(
+            (*where, "format"), f"must be numpy or torch, is {kind[:MOST_SHOWN]}"
+        )
+
+
+def read(path: str) -> Parts:
+    """Edges, the node features named feat (or the only ones), and the first task's sets."""
+    meta = _Metadata(path)
+    nodes = meta.only(("graph", "nodes"))
+    vertices = must_be_count(path, "graph.nodes.num", meta.get((*nodes, "num"), int))
+    parts = Parts(path, _edges(meta), vertices)
+    meta.only(("graph", "edges"))
+    places: dict[str, Where] = {}
+    for i, about in enumerate(meta.get(("feature_data",), list, [])):
+        if isinstance(about, dict) and about.get("domain") == "node":
+            places[str(about.get("name"))] = ("feature_data", i)
+    name = next((name for name in FEATURES if name in places), None)
+    if name is None and len(places) == 1:
+        (name,) = places
+    if name is not None:
+        parts.x = meta.array(places[name])
+    if others := sorted(set(places) - {name}):
+        parts.notes.append("ignored features: " + ascii(", ".join(others[:8]))[1:-1])
+    if tasks := meta.get(("tasks",), list, []):
+        if len(tasks) > 1:
+            parts.notes.append(f"of {len(tasks)} tasks the first is taken")
+        _sets(meta, parts, vertices)
+    return parts
+
+
+def _edges(meta: _Metadata) -> Iterator[tuple[Array, Array]]:
+    where = meta.only(("graph", "edges"))
+    path, kind = meta.file(where)
+    if kind == "csv":  # without names; src, dst
+        for table in tables(path, np.int64, ",", (0, 1)):
+            yield table[:, 0], table[:, 1]
+    else:
+        yield endpoints(path, "edges", meta.array(where))
+
+
+def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
+    """Masks, labels and the number of classes of the first task."""
+    ids: dict[str, Array] = {}
+    labels: list[tuple[Array, Array]] = []
+    for mask, name in SETS.items():
+        if not meta.get(("tasks", 0, name), list, []):
+            continue
+        where: Where = (*meta.only(("tasks", 0, name)), "data")
+        found = {
+            str(about.get("name")): (*where, i)
+            for i, about in enumerate(meta.get(where, list))
+            if isinstance(about, dict)
+        }
+        seeds = next((found[key] for key in ("seeds", "seed_nodes") if key in found), None)
+        if seeds is None:
+            raise meta.document.error(
+                where,
+                "needs seeds, the ids of its vertices; other tasks than node classification"
+                " are not read",
+            )
+        ids[mask] = np.asarray(meta.array(seeds))
+        if "labels" in found:
+            y = class_ids(parts.path, "labels", np.asarray(meta.array(found["labels"])))
+            if len(y) != len(ids[mask]):
+                raise meta.document.error(
+                    found["labels"],
+                    f"must be as many as seeds ({len(ids[mask]):,}), are {len(y):,}",
+                )
+            labels.append((ids[mask], y))
+    parts.masks = masks_of(parts.path, vertices, ids)
+    if not labels:
+        return
+    shapes = {y.shape[1:] for _, y in labels}
+    if len(shapes) > 1 or any(y.ndim > 2 for _, y in labels):
+        raise SpecError(f"{parts.path}: labels of all sets must have one shape, have {shapes}")
+    (shape,) = shapes
+    if shape:
+        must_fit(parts.path, "labels", float(vertices) * min(shape[0], MOST_CLASSES))
+        parts.y = np.zeros((vertices, *shape), labels[0][1].dtype)
+    else:
+        parts.y = np.full(vertices, -1, np.int64)
+    for chosen, y in labels:
+        parts.y[chosen.ravel()] = y
+    if "num_classes" in meta.get(("tasks", 0), dict) and not shape:
+        parts.classes = must_be_count(
+            parts.path, "num_classes", meta.get(("tasks", 0, "num_classes"), int), MOST_CLASSES
+        )

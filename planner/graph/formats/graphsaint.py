@@ -1,0 +1,78 @@
+"""GraphSAINT's folders: adj_full.npz, feats.npy, class_map.json, role.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.graph.formats.parts import Parts, class_ids, mapped_array, masks_of, reading
+from gnnplan.planner.graph.formats.sparse import load_matrix, of_matrix
+from gnnplan.planner.graph.graph import MOST_CLASSES, Array, must_fit
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import read_json
+
+LARGEST_JSON = 4 << 30  # [B]
+ROLES = {
+    "train_mask": ("tr", "train"),
+    "val_mask": ("va", "val", "valid"),
+    "test_mask": ("te", "test"),
+}
+
+
+def read(path: str) -> Parts:
+    """The whole graph (adj_full), its features, its labels by class_map, its split by role."""
+    folder = Path(path)
+    parts = of_matrix(load_matrix(str(folder / "adj_full.npz")), str(folder / "adj_full.npz"))
+    parts.path = path
+    assert parts.vertices is not None
+    if (folder / "feats.npy").is_file():
+        parts.x = mapped_array(str(folder / "feats.npy"))
+    if (folder / "class_map.json").is_file():
+        parts.y = _labels(folder / "class_map.json", parts.vertices)
+    if (folder / "role.json").is_file():
+        parts.masks = roles(folder / "role.json", parts.vertices)
+    return parts
+
+
+def roles(path: Path, vertices: int) -> dict[str, Array]:
+    """Masks by a JSON object of lists of ids: tr, va, te or train, val, test."""
+    found = read_json(path, LARGEST_JSON, 'write {"tr": [ids], "va": [ids], "te": [ids]}')
+    if not isinstance(found, dict):
+        raise SpecError(f'{path}: must be an object {{"tr": [ids], "va": [ids], "te": [ids]}}')
+    lists = {}
+    for mask, names in ROLES.items():
+        name = next((name for name in names if name in found), None)
+        if name is not None:
+            with reading(str(path), f"{name}: a list of vertex ids"):
+                lists[mask] = np.asarray(found[name])
+    if not lists:
+        raise SpecError(f"{path}: must have lists tr, va, te of vertex ids, has none of them")
+    return masks_of(str(path), vertices, lists)
+
+
+def _labels(path: Path, vertices: int) -> Array:
+    """Class ids [N], or targets [N, C], by an object of a class or a list for every vertex."""
+    found: Any = read_json(path, LARGEST_JSON, 'write {"vertex": class}')
+    if not isinstance(found, dict) or not found:
+        raise SpecError(f'{path}: must be an object {{"vertex": class}}')
+    with reading(str(path), "classes of vertices"):
+        ids = np.array([int(key) for key in found])
+        values = np.array(list(found.values()))
+    if values.ndim > 2 or values.dtype.kind not in "iuf":
+        raise SpecError(
+            f"{path}: must hold a class, or as many zeros and ones, for every vertex, holds"
+            f" {values.dtype} of shape {list(values.shape)}"
+        )
+    masks_of(str(path), vertices, {"class_map": ids})
+    if values.ndim == 2:
+        must_fit(str(path), "labels", float(vertices) * min(values.shape[1], MOST_CLASSES))
+        y: Array = np.zeros((vertices, values.shape[1]), np.uint8)
+        if not np.isin(values, (0, 1)).all():
+            raise SpecError(f"{path}: lists must hold zeros and ones")
+    else:
+        y = np.full(vertices, -1, np.int64)
+        values = class_ids(str(path), "class_map", values)
+    y[ids] = values
+    return y

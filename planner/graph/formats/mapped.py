@@ -1,0 +1,126 @@
+"""Our own folders of mapped arrays: what `convert` writes, piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnplan.planner.graph.arrays import meta_of, must_be_a_graph, own_features, read_arrays, shown
+from gnnplan.planner.graph.formats.parts import (
+    MASKS,
+    Parts,
+    edge_pieces,
+    feature_pieces,
+    small_arrays,
+)
+from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.vocabulary.errors import SpecError
+
+
+class _Rows:
+    """A .npy file that grows by rows. numpy's headers leave room for their final number."""
+
+    def __init__(self, path: Path, dtype: Any) -> None:
+        self.stream = open(path, "xb")  # noqa: SIM115
+        self.dtype = np.dtype(dtype)
+        self.rows, self.row_shape = 0, cast(tuple[int, ...], ())
+        self._header()
+        self.begin = self.stream.tell()
+
+    def append(self, rows: Array) -> None:
+        self.row_shape = rows.shape[1:]
+        self.rows += len(rows)
+        np.ascontiguousarray(rows, self.dtype).tofile(self.stream)
+
+    def _header(self) -> None:
+        self.stream.seek(0)
+        np.lib.format.write_array_header_1_0(
+            self.stream,
+            {
+                "descr": np.lib.format.dtype_to_descr(self.dtype),
+                "fortran_order": False,
+                "shape": (self.rows, *self.row_shape),
+            },
+        )
+
+    def close(self) -> None:
+        self.stream.flush()
+        self._header()
+        os.fsync(self.stream.fileno())
+        self.stream.close()
+
+
+def write(parts: Parts, folder: Path) -> tuple[int, int]:
+    """Write the parts as a folder that is complete or absent: (vertices, edges).
+
+    Raises SpecError for what is no graph, and if the folder cannot be written."""
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise SpecError(
+            f"{folder}: cannot be written ({error.strerror or error}); choose another place"
+        ) from error
+    try:
+        _write(parts, temporary)
+        arrays, _ = read_arrays(str(temporary))
+        size = must_be_a_graph(parts.path, arrays, [])
+        must_be_new(folder)
+        os.rename(temporary, folder)
+    except OSError as error:
+        raise SpecError(
+            f"{folder}: cannot be written ({error.strerror or error}); choose another place or free"
+            " it"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(temporary)
+    return size
+
+
+def must_be_new(folder: Path) -> None:
+    """Raise SpecError if the folder, or anything of its name, is there."""
+    if os.path.lexists(folder):
+        raise SpecError(f"{folder}: is already there; give the name of a new folder")
+    if not folder.parent.is_dir():
+        raise SpecError(f"{folder}: the folder {folder.parent} does not exist; create it first")
+
+
+def _write(parts: Parts, folder: Path) -> None:
+    src, dst = (_Rows(folder / f"{name}.npy", np.int32) for name in ("src", "dst"))
+    with contextlib.closing(src), contextlib.closing(dst):
+        for sources, targets in edge_pieces(parts):
+            src.append(sources)
+            dst.append(targets)
+    if parts.x is not None and not sp.issparse(parts.x):
+        x = _Rows(folder / "x.npy", np.float32)
+        with contextlib.closing(x):
+            for piece in feature_pieces(parts.path, parts.x):
+                x.append(piece)
+    for name, array in small_arrays(parts).items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+
+
+def of_own(folder: str, path: str | None = None) -> Parts:
+    """The parts of our folder or .npz. path: the name that messages give."""
+    arrays, others = read_arrays(folder)
+    path = path or folder
+    vertices, _ = must_be_a_graph(path, arrays, others)
+    meta = meta_of(path, arrays)
+    return Parts(
+        path,
+        [(arrays["src"], arrays["dst"])],
+        meta.get("vertices"),
+        meta.get("classes"),
+        own_features(path, arrays, vertices) if {"x", "x_indptr"} & arrays.keys() else None,
+        arrays.get("y"),
+        {name: arrays[name] for name in MASKS if name in arrays},
+        [f"ignored arrays: {shown(others, 8)}"] if others else [],
+    )

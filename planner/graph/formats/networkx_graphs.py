@@ -1,0 +1,90 @@
+"""NetworkX: GraphML files, graph objects, and pickles of these that the user trusts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.graph.formats.parts import (
+    FEATURES,
+    LABELS,
+    MASKS,
+    Parts,
+    class_ids,
+    library,
+    one_split,
+    reading,
+    tensor_array,
+)
+from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.vocabulary.errors import SpecError
+
+ENTITY = b"<!ENTITY"
+
+
+def read_graphml(path: str) -> Parts:
+    networkx = library("networkx")
+    with reading(path, "GraphML"):
+        with open(path, "rb") as stream:
+            tail = b""
+            while block := stream.read(1 << 20):
+                if ENTITY in tail + block:  # a few lines of them can mean gigabytes
+                    raise SpecError(
+                        f"{path}: XML entities are not read; write it with networkx.write_graphml"
+                    )
+                tail = block[-len(ENTITY) :]
+        graph = networkx.read_graphml(path)
+    return of_graph(graph, path)
+
+
+def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
+    """A graph's edges, both ways if it is undirected, and the usual attributes of its nodes.
+
+    Nodes that are whole numbers 0 to N-1, or such texts, keep them; others are numbered in their
+    order."""
+    nodes = list(graph.nodes)
+    number = {node: i for i, node in enumerate(nodes)}
+    notes = []
+    texts = [str(node) for node in nodes]
+    if all(text.isdecimal() and text.isascii() and len(text) < 11 for text in texts) and sorted(
+        map(int, texts)
+    ) == list(range(len(nodes))):
+        number = {node: int(text) for node, text in zip(nodes, texts, strict=True)}
+    else:
+        notes.append("vertices are numbered in the order of the nodes")
+    count = graph.number_of_edges()
+    pairs = ((number[u], number[v]) for u, v in graph.edges())
+    edges = np.fromiter(pairs, np.dtype((np.int64, 2)), count)
+    src, dst = edges[:, 0], edges[:, 1]
+    if not graph.is_directed():
+        src, dst = np.concatenate([src, dst]), np.concatenate([dst, src])
+    parts = Parts(path, [(src, dst)], len(nodes), notes=notes)
+    attributes = {node: data for node, data in graph.nodes(data=True)}
+
+    def values(names: tuple[str, ...], missing: object = None) -> tuple[str, Array] | None:
+        """The attribute of the first name that a node has, in the order of our numbers."""
+        for name in names:
+            found = [(number[node], of[name]) for node, of in attributes.items() if name in of]
+            if not found:
+                continue
+            if len(found) < len(nodes) and missing is None:
+                raise SpecError(
+                    f"{path}: {name}: {len(nodes) - len(found):,} of {len(nodes):,} nodes lack it;"
+                    " give it to all or to none"
+                )
+            if any(isinstance(value, str) for _, value in found):
+                notes.append(f"ignored: {name}, which is text")  # Gephi's label is a name
+                continue
+            ordered: list[Any] = [missing] * len(nodes)
+            for i, value in found:
+                ordered[i] = value if isinstance(value, list | tuple) else np.asarray(value)
+            return name, tensor_array(path, name, [np.asarray(value).tolist() for value in ordered])
+        return None
+
+    if found := values(FEATURES):
+        parts.x = found[1][:, None] if found[1].ndim == 1 else found[1]
+    if found := values(LABELS, -1):
+        parts.y = class_ids(path, *found)
+    one_split(parts, {name: found[1] for name in MASKS if (found := values((name,)))})
+    return parts

@@ -1,0 +1,185 @@
+"""OGB's node property prediction: the folder as downloaded, raw/ and split/, text or binary."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from gnnplan.planner.graph.arrays import check_header, read_header
+from gnnplan.planner.graph.formats.parts import (
+    Parts,
+    class_ids,
+    masks_of,
+    must_be_count,
+    reading,
+)
+from gnnplan.planner.graph.formats.text import column, matrix, tables, whole_matrix
+from gnnplan.planner.graph.graph import AT_ONCE, Array
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_file
+
+SPLITS = {"train_mask": "train", "val_mask": "valid", "test_mask": "test"}
+
+
+def raw_of(path: str) -> Path | None:
+    """The raw folder in, or at, `path`; None if there is none."""
+    for folder in (Path(path) / "raw", Path(path)):
+        if (folder / "data.npz").is_file() or (folder / "edge.csv.gz").is_file():
+            return folder
+        if (folder / "triplet-type-list.csv.gz").is_file() or (
+            folder / "edge_index_dict.npz"
+        ).is_file():
+            raise SpecError(
+                f"{path}: has several kinds of vertices or edges, one of each is needed; give a"
+                " graph with one, such as ogbn-arxiv's"
+            )
+    return None
+
+
+def read(path: str) -> Parts:
+    """Edges, features, labels and the official split."""
+    raw = raw_of(path)
+    assert raw is not None
+    parts = _binary(raw, path) if (raw / "data.npz").is_file() else _text(raw, path)
+    split = _split_of(raw.parent)
+    if split is None:
+        parts.notes.append("no folder split/ beside raw/")
+        return parts
+    parts.notes.append(f"the official split by {split.name}")
+    vertices = _vertices(parts)
+    ids = {name: column(str(split / f"{part}.csv.gz")) for name, part in SPLITS.items()}
+    parts.masks = masks_of(str(split), vertices, ids)
+    return parts
+
+
+def _vertices(parts: Parts) -> int:
+    assert parts.vertices is not None
+    return parts.vertices
+
+
+def _split_of(folder: Path) -> Path | None:
+    """The only folder in split/ with lists of ids."""
+    found = sorted((folder / "split").glob("*/train.csv.gz"))
+    if len(found) > 1:
+        names = ", ".join(file.parent.name for file in found)
+        raise SpecError(f"{folder / 'split'}: has several splits ({names}); keep one")
+    return found[0].parent if found else None
+
+
+def _one(path: str, name: str, counts: Array) -> int:
+    if counts.size != 1:
+        raise SpecError(
+            f"{path}: {name}: node property prediction has one graph, this folder {counts.size}"
+        )
+    return must_be_count(path, name, int(counts.ravel()[0]), 2**62)
+
+
+def _text(raw: Path, path: str) -> Parts:
+    vertices = must_be_count(
+        path,
+        "num-node-list.csv.gz",
+        _one(path, "num-node-list.csv.gz", column(str(raw / "num-node-list.csv.gz"))),
+    )
+    count = _one(path, "num-edge-list.csv.gz", column(str(raw / "num-edge-list.csv.gz")))
+
+    def edges() -> Iterator[tuple[Array, Array]]:
+        file, found = str(raw / "edge.csv.gz"), 0
+        for table in tables(file, np.int64, ",", (0, 1)):
+            found += len(table)
+            yield table[:, 0], table[:, 1]
+        if found != count:
+            raise SpecError(
+                f"{file}: num-edge-list.csv.gz says {count:,} edges, but {found:,} are there; the"
+                " download is damaged, repeat it"
+            )
+
+    parts = Parts(path, edges(), vertices)
+    if (raw / "node-feat.csv.gz").is_file():
+        parts.x = matrix(str(raw / "node-feat.csv.gz"), np.float32)
+    if (raw / "node-label.csv.gz").is_file():
+        labels = str(raw / "node-label.csv.gz")
+        parts.y = class_ids(labels, "labels", _whole(whole_matrix(labels)))
+    return parts
+
+
+def _whole(y: Array) -> Array:
+    """Targets [N, C] of zeros and ones as bytes; other numbers as they are."""
+    return y.astype(np.uint8) if y.shape[1] > 1 and np.isin(y, (0, 1)).all() else y
+
+
+# -- binary ----------------------------------------------------------------------------------------
+
+
+def _binary(raw: Path, path: str) -> Parts:
+    data = str(raw / "data.npz")
+    vertices = must_be_count(
+        data, "num_nodes_list", _one(data, "num_nodes_list", _member(data, "num_nodes_list"))
+    )
+    shape, _ = _shape(data, "edge_index")
+    if len(shape) != 2 or shape[0] != 2:
+        raise SpecError(f"{data}: edge_index: must have shape [2, edges], has {list(shape)}")
+    sources = _rows(data, "edge_index", 0, shape[1])
+    targets = _rows(data, "edge_index", shape[1], 2 * shape[1])
+    parts = Parts(path, zip(sources, targets, strict=True), vertices)
+    if "node_feat" in _names(data):
+        width, dtype = _shape(data, "node_feat")
+        if len(width) == 2:
+            step = max(1, AT_ONCE // max(1, width[1] * dtype.itemsize)) * width[1]
+            rows = _rows(data, "node_feat", 0, width[0] * width[1], max(1, step))
+            parts.x = (piece.reshape(-1, width[1]) for piece in rows)
+    labels = str(raw / "node-label.npz")
+    if Path(labels).is_file():
+        parts.y = class_ids(labels, "node_label", _whole_or_ids(_member(labels, "node_label")))
+    return parts
+
+
+def _whole_or_ids(y: Array) -> Array:
+    return _whole(y) if y.ndim == 2 else y
+
+
+def _names(path: str) -> list[str]:
+    must_be_file(path)
+    with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist()]
+
+
+def _shape(path: str, name: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of an array of a .npz, whose size is held against what is stored."""
+    if name not in _names(path):
+        raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
+    with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(f"{name}.npy")
+        with archive.open(info) as stream:
+            check_header(path, name, stream, info.file_size, fits=False)
+        with archive.open(info) as stream:
+            shape, fortran, dtype, _ = read_header(path, name, stream)
+    if fortran and len(shape) > 1:
+        raise SpecError(f"{path}: {name}: must be in C order; save numpy.ascontiguousarray")
+    return shape, dtype
+
+
+def _member(path: str, name: str) -> Array:
+    """A small array of a .npz."""
+    shape, _ = _shape(path, name)
+    pieces = list(_rows(path, name, 0, int(np.prod(shape, dtype=object))))
+    return np.concatenate(pieces).reshape(shape) if pieces else np.empty(shape)
+
+
+def _rows(path: str, name: str, first: int, last: int, step: int = AT_ONCE // 8) -> Iterator[Array]:
+    """Numbers `first` to `last` of an array of a .npz, some at a time."""
+    _, dtype = _shape(path, name)
+    with (
+        reading(path, ".npz"),
+        zipfile.ZipFile(path) as archive,
+        archive.open(f"{name}.npy") as stream,
+    ):
+        _, _, _, begin = read_header(path, name, stream)
+        stream.seek(begin + first * dtype.itemsize)
+        for start in range(first, last, step):
+            raw = stream.read(nbytes := min(step, last - start) * dtype.itemsize)
+            if len(raw) < nbytes:
+                raise SpecError(f"{path}: {name}: is cut off; repeat the download")
+            yield np.frombuffer(raw, dtype)

@@ -1,0 +1,335 @@
+"""What every format is read into: `Parts`, and what their readers share.
+
+A reader gives what its file holds, as it is. `collect` and `mapped.py` check it, piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnplan.planner.graph.arrays import check_header
+from gnnplan.planner.graph.graph import (
+    AT_ONCE,
+    MOST_CLASSES,
+    MOST_VERTICES,
+    Array,
+    must_be_finite,
+    must_fit,
+)
+from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
+
+# an array; or its rows, some at a time, for files that may exceed memory; or sparse
+Matrix: TypeAlias = "Array | sp.csr_matrix | Iterator[Array]"
+MASKS = ("train_mask", "val_mask", "test_mask")
+# names of features and labels in other libraries' graphs, the likeliest first
+FEATURES = ("x", "feat", "feature", "features")
+LABELS = ("y", "label", "labels")
+# where pip finds a library that reads its own format
+PACKAGES = {
+    "dgl": "'gnnplan[dgl]'",
+    "pyarrow.parquet": "'gnnplan[formats]'",
+    "torch": "torch",
+    "networkx": "networkx",
+}
+
+
+@dataclass
+class Parts:
+    """What a source holds: N vertices, E edges, F features, C classes."""
+
+    path: str  # the name that messages give
+    edges: Iterable[tuple[Array, Array]]  # src and dst, some at a time
+    vertices: int | None = None  # None: nothing says how many but the other parts
+    classes: int | None = None
+    x: Matrix | None = None  # [N, F]
+    y: Array | None = None  # [N] or [N, C]
+    masks: dict[str, Array] = field(default_factory=dict)  # of MASKS
+    notes: list[str] = field(default_factory=list)
+
+    def meta(self) -> dict[str, int]:
+        """What the array `meta` says of the graph."""
+        known = {"vertices": self.vertices, "classes": self.classes}
+        return {name: int(value) for name, value in known.items() if value is not None}
+
+
+def library(name: str) -> ModuleType:
+    """The library that reads a format. Raises SpecError, with pip's command, if it is absent."""
+    try:
+        with warnings.catch_warnings():  # of theirs, at import
+            warnings.simplefilter("ignore")
+            os.environ.setdefault("DGLBACKEND", "pytorch")  # or dgl writes a file into ~/.dgl
+            return importlib.import_module(name)
+    except (ImportError, OSError) as error:  # OSError: a library of theirs does not load
+        raise SpecError(
+            f"{name} reads this format and cannot be imported"
+            f" ({str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__});"
+            f" pip install {PACKAGES[name]}"
+        ) from error
+
+
+@contextlib.contextmanager
+def reading(path: str, what: str) -> Iterator[None]:
+    """Whatever a library raises over a damaged file becomes a SpecError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except GnnplanError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[: 3 * MOST_SHOWN]
+        raise SpecError(
+            f"{path}: cannot be read as {what} ({type(error).__name__}: {text}); the file is"
+            " damaged or of another kind, write it again"
+        ) from error
+
+
+# -- what all readers check ------------------------------------------------------------------------
+
+
+def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
+    """src and dst of an array [2, E]. Raises SpecError."""
+    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
+        turn = edge_index.ndim == 2 and edge_index.shape[1] == 2
+        raise SpecError(
+            f"{path}: {name}: must have shape [2, edges], has {list(edge_index.shape)}"
+            f"{f'; save {name}.T' if turn else '; row 0 are sources, row 1 destinations'}"
+        )
+    return edge_index[0], edge_index[1]
+
+
+def class_ids(path: str, name: str, y: Array) -> Array:
+    """Labels as class ids [N], or targets [N, C], from numbers in which NaN is no label.
+
+    A single column is class ids. Raises SpecError for fractions in them."""
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1 or y.dtype.kind != "f":
+        return y
+    missing = np.isnan(y)
+    whole = np.where(missing, -1, y)
+    if (bad := whole != np.floor(whole)).any() or (bad := np.abs(whole) > MOST_CLASSES).any():
+        first = int(np.flatnonzero(bad)[0])
+        raise SpecError(
+            f"{path}: {name}[{first}]: labels must be whole class ids (NaN or -1: none), found"
+            f" {y[first]}; regression targets cannot be trained on"
+        )
+    return whole.astype(np.int64)
+
+
+def as_mask(path: str, name: str, mask: Array) -> Array:
+    """A mask [N] of booleans, or of zeros and ones. Raises SpecError."""
+    if mask.dtype.kind == "b":
+        return mask
+    if mask.dtype.kind not in "iuf" or not np.isin(mask, (0, 1)).all():
+        raise SpecError(
+            f"{path}: {name}: must hold booleans, or zeros and ones, has {mask.dtype}; save"
+            f" {name}.astype(bool)"
+        )
+    return mask.astype(bool)
+
+
+def one_split(parts: Parts, masks: Mapping[str, Array]) -> None:
+    """Take the masks [N]; of several splits [N, S] the first, and say so."""
+    for name, mask in masks.items():
+        if mask.ndim == 2 and mask.shape[1] >= 1:
+            parts.notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
+            mask = mask[:, 0]
+        parts.masks[name] = as_mask(parts.path, name, mask)
+
+
+def masks_of(path: str, vertices: int, ids: Mapping[str, Array]) -> dict[str, Array]:
+    """Masks [N] by lists of vertex ids. Raises SpecError for ids beyond the vertices."""
+    masks = {}
+    must_fit(path, f"masks of {vertices:,} vertices", 3.0 * vertices)
+    for name, chosen in ids.items():
+        chosen = np.asarray(chosen)
+        if chosen.size == 0:
+            chosen = chosen.astype(np.int64)
+        if chosen.ndim == 2 and chosen.shape[1] == 1:
+            chosen = chosen[:, 0]
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+            raise SpecError(
+                f"{path}: {name}: must be a list of vertex ids, is {chosen.dtype} of shape"
+                f" {list(chosen.shape)}"
+            )
+        must_be_ids(path, name, chosen, vertices)
+        masks[name] = np.zeros(vertices, bool)
+        masks[name][chosen] = True
+    return masks
+
+
+def must_be_ids(path: str, name: str, ids: Array, vertices: int, first: int = 0) -> None:
+    """Raise SpecError for ids beyond the vertices; the first of them is number `first`."""
+    if ids.dtype.kind not in "iu":
+        raise SpecError(
+            f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; number the"
+            " vertices from 0 (numpy.unique(..., return_inverse=True))"
+        )
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
+        bad = np.flatnonzero((ids < 0) | (ids >= vertices))[0]
+        raise SpecError(
+            f"{path}: {name}[{first + int(bad):,}]: vertex ids must lie in [0, {vertices - 1:,}],"
+            f" found {int(ids[bad])}; ids count from 0"
+            + ("" if vertices == MOST_VERTICES else f", and there are {vertices:,} vertices")
+        )
+
+
+def must_be_count(path: str, name: str, value: Any, most: int = MOST_VERTICES) -> int:
+    """A number of vertices or classes that a file claims. Raises SpecError."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= most:
+        raise SpecError(
+            f"{path}: {name}: must be a whole number of 0 to {most:,}, is {str(value)[:MOST_SHOWN]}"
+        )
+    return int(value)
+
+
+def mapped_array(path: str, name: str | None = None) -> Array:
+    """An array of a .npy file, mapped. Raises SpecError; its header is checked first."""
+    name = name or os.path.basename(path)
+    must_be_file(path, f"it should hold {name}")
+    with reading(path, ".npy"):
+        with open(path, "rb") as stream:
+            check_header(path, name, stream, os.stat(path).st_size, fits=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    return np.asarray(array) if array.ndim == 0 else array
+
+
+def tensor_array(path: str, name: str, value: Any) -> Array:
+    """A dense tensor or an array as an array that shares its memory.
+
+    Raises SpecError for objects, sparse tensors, and expanded tensors beyond memory."""
+    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+        if str(value.layout) != "torch.strided":
+            raise SpecError(f"{path}: {name}: must be a dense tensor, is {value.layout}")
+        must_fit(path, f"{name} of shape {list(value.shape)}", value.numel() * value.element_size())
+        if str(value.dtype) == "torch.bfloat16":
+            value = value.float()
+        return np.asarray(value.detach().cpu().numpy())
+    if isinstance(value, list | tuple):
+        with reading(path, name):
+            value = np.asarray(value)
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        raise SpecError(
+            f"{path}: {name}: must be a tensor or an array of numbers, is {type(value).__name__}"
+        )
+    return value
+
+
+def first_of(names: Iterable[str], found: Mapping[str, Any]) -> str | None:
+    """The first of the names that is there and not None."""
+    return next((name for name in names if found.get(name) is not None), None)
+
+
+def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> None:
+    """Features, labels and masks of a library's graph by their usual names; others are noted."""
+    taken = set()
+    if name := first_of(FEATURES, data):
+        taken.add(name)
+        parts.x = tensor_array(parts.path, name, data[name])
+    if name := first_of(LABELS, data):
+        taken.add(name)
+        y = tensor_array(parts.path, name, data[name])
+        parts.y = class_ids(parts.path, name, y)
+    masks = {name: data[name] for name in MASKS if data.get(name) is not None}
+    taken.update(masks)
+    one_split(parts, {name: tensor_array(parts.path, name, mask) for name, mask in masks.items()})
+    if others := sorted(str(name) for name in data if name not in taken and data[name] is not None):
+        parts.notes.append("ignored: " + ascii(", ".join(others[:8]))[1:-1][: 3 * MOST_SHOWN])
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
+    """src and dst as int32, some at a time. Raises SpecError for ids beyond the vertices."""
+    vertices, first = parts.vertices or MOST_VERTICES, 0
+    for src, dst in parts.edges:
+        if len(src) != len(dst):
+            raise SpecError(
+                f"{parts.path}: src, dst: must have the same length, have {len(src):,} and"
+                f" {len(dst):,}"
+            )
+        for start in range(0, len(src), AT_ONCE // 8):
+            piece = slice(start, start + AT_ONCE // 8)
+            for name, ids in (("src", src[piece]), ("dst", dst[piece])):
+                must_be_ids(parts.path, name, ids, vertices, first + start)
+            yield src[piece].astype(np.int32), dst[piece].astype(np.int32)
+        first += len(src)
+
+
+def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
+    """Rows as finite float32, some at a time. Raises SpecError."""
+    first, width = 0, None
+    for rows in [x] if isinstance(x, np.ndarray) else x:
+        if (
+            rows.dtype.kind not in "fiub"
+            or rows.ndim != 2
+            or rows.shape[1] != (rows.shape[1] if width is None else width)
+        ):
+            raise SpecError(
+                f"{path}: x: features must be numbers [vertices, features], rows of one width, are"
+                f" {rows.dtype} of shape {list(rows.shape)}"
+            )
+        width = rows.shape[1]
+        step = max(1, AT_ONCE // max(1, 4 * width))
+        for start in range(0, len(rows), step):
+            with np.errstate(over="ignore", invalid="ignore"):
+                piece = np.ascontiguousarray(rows[start : start + step], np.float32)
+            must_be_finite(path, "x", piece, first + start)
+            yield piece
+        first += len(rows)
+
+
+def collect(parts: Parts) -> dict[str, Array]:
+    """The parts in memory, under the names of arrays.ARRAYS."""
+    src, dst = gathered(parts.path, "its edges", edge_pieces(parts), np.int32)
+    arrays = {"src": src, "dst": dst, **small_arrays(parts)}
+    if parts.x is not None and not sp.issparse(parts.x):
+        x = parts.x if isinstance(parts.x, np.memmap) else None
+        if x is not None and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
+            arrays["x"] = x  # stays in its file
+        else:
+            pieces = [(piece,) for piece in feature_pieces(parts.path, parts.x)]
+            (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
+    return arrays
+
+
+def small_arrays(parts: Parts) -> dict[str, Array]:
+    """All arrays but the edges and dense features."""
+    arrays: dict[str, Array] = dict(parts.masks)
+    if parts.y is not None:
+        arrays["y"] = parts.y
+    if sp.issparse(parts.x):
+        x = cast(sp.csr_matrix, parts.x).tocsr()
+        arrays |= {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}
+        arrays["x_shape"] = np.array(x.shape)
+    if meta := parts.meta():
+        arrays["meta"] = np.array(json.dumps(meta))
+    return arrays
+
+
+def gathered(
+    path: str, what: str, pieces: Iterable[tuple[Array, ...]], dtype: Any, columns: int = 2
+) -> list[Array]:
+    """The pieces as whole arrays. Raises SpecError before they exceed memory."""
+    kept: list[tuple[Array, ...]] = []
+    nbytes = 0
+    for piece in pieces:
+        nbytes += sum(array.nbytes for array in piece)
+        must_fit(path, f"{what}, of which {nbytes:,} B are read,", 2.0 * nbytes)
+        kept.append(piece)
+    if not kept:
+        return [np.empty(0, dtype)] * columns
+    return [np.concatenate(arrays) for arrays in zip(*kept, strict=True)]

@@ -1,0 +1,120 @@
+"""PyTorch's files and PyTorch Geometric's graphs: .pt, Data objects, edge_index tensors.
+
+A .pt file is only read by torch.load(weights_only=True), which runs no code of the file. PyG's
+classes in it become `_Record`, so PyG itself is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gnnplan.planner.graph.formats.parts import (
+    Parts,
+    endpoints,
+    library,
+    must_be_count,
+    take_vertex_data,
+    tensor_array,
+)
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN
+
+PYG = (
+    "torch_geometric.data.data.Data",
+    "torch_geometric.data.data.DataEdgeAttr",
+    "torch_geometric.data.data.DataTensorAttr",
+    "torch_geometric.data.storage.GlobalStorage",
+    "torch_geometric.data.storage.BaseStorage",
+)
+# of Data, no vertices' data
+OTHERS = ("edge_index", "edge_attr", "edge_weight", "adj_t", "num_nodes", "edge_type")
+
+
+class _Record:
+    """Stands for an object of PyG: its attributes, and none of its code."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def load_tensors(path: str) -> Any:
+    """What a .pt file holds: tensors, mapped where they can be, in plain containers.
+
+    Raises SpecError for anything that needs code to load."""
+    torch = library("torch")
+    allowed = [(_Record, name) for name in PYG]
+    # so that two names of one file are two entries, and other code's list stays as it is
+    error: Exception
+    for mapped in (True, False):  # files of torch before 1.6 cannot be mapped
+        try:
+            with torch.serialization.safe_globals(allowed):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except Exception as caught:
+            error = caught
+    text = " ".join(str(error).split())
+    if "nsupported" in text or "eights only" in text or "weights_only" in text:
+        said = text.rpartition("WeightsUnpickler error: ")[2][: 2 * MOST_SHOWN]
+        raise SpecError(
+            f"{path}: holds objects that only code of the file can make, which is never run"
+            f" ({said}); save torch.save(data.to_dict(), ...)"
+        ) from error
+    raise SpecError(
+        f"{path}: cannot be read as .pt ({type(error).__name__}: {text[: 2 * MOST_SHOWN]}); the"
+        " file is damaged, save it again"
+    ) from error
+
+
+def read(path: str) -> Parts:
+    """A Data, its dictionary, InMemoryDataset's triple of one graph, or an edge_index."""
+    loaded = load_tensors(path)
+    if isinstance(loaded, tuple | list) and loaded and not hasattr(loaded, "layout"):
+        if len(loaded) > 1 and loaded[1]:  # slices: where each of several graphs begins
+            raise SpecError(
+                f"{path}: holds several graphs; save one of them, torch.save(dataset[0], ...)"
+            )
+        loaded = loaded[0]
+    if type(loaded).__name__ in ("_Record", "Data"):  # Data, if PyG itself allows its classes
+        store = vars(loaded).get("_store", loaded)
+        loaded = vars(store).get("_mapping") or vars(loaded)
+    if isinstance(loaded, Mapping):
+        return of_mapping(loaded, path)
+    return of_edge_index(loaded, path)
+
+
+def of_data(data: Any, path: str = "a PyG Data") -> Parts:
+    """A Data object."""
+    if type(data).__name__ in ("HeteroData", "Batch", "TemporalData"):
+        raise SpecError(
+            f"{path}: {type(data).__name__} is not a graph of one kind of vertices and edges; give"
+            " a Data (data.to_homogeneous())"
+        )
+    return of_mapping({**data.to_dict(), "num_nodes": data.num_nodes}, path)
+
+
+def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
+    """A Data's dictionary."""
+    edge_index = data.get("edge_index")
+    if edge_index is None:
+        turned = data.get("adj_t")
+        if turned is None:
+            names = ", ".join(ascii(name)[1:-1][:MOST_SHOWN] for name in list(data)[:8])
+            raise SpecError(
+                f"{path}: edge_index: missing; edges [2, E] are required, found"
+                f" {names or 'nothing'}"
+            )
+        if not str(getattr(turned, "layout", "")).startswith("torch.sparse"):
+            raise SpecError(f"{path}: adj_t: cannot be read; save edge_index instead")
+        edge_index = turned.to_sparse_coo().coalesce().indices().flip(0)  # rows are destinations
+    parts = of_edge_index(edge_index, path)
+    if data.get("num_nodes") is not None:
+        parts.vertices = must_be_count(path, "num_nodes", data["num_nodes"])
+    take_vertex_data(parts, {name: value for name, value in data.items() if name not in OTHERS})
+    return parts
+
+
+def of_edge_index(edge_index: Any, path: str = "an edge_index") -> Parts:
+    """A tensor [2, E]: sources and destinations."""
+    return Parts(
+        path, [endpoints(path, "edge_index", tensor_array(path, "edge_index", edge_index))]
+    )

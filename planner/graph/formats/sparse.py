@@ -1,0 +1,43 @@
+"""SciPy's sparse matrices, in files and as objects: entry i, j is the edge i -> j."""
+
+from __future__ import annotations
+
+import zipfile
+from typing import Any
+
+import scipy.sparse as sp
+
+from gnnplan.planner.graph.arrays import check_header
+from gnnplan.planner.graph.formats.parts import Parts, must_be_count, reading
+from gnnplan.planner.graph.graph import must_fit
+from gnnplan.planner.vocabulary.errors import SpecError
+
+
+def load_matrix(path: str) -> Any:
+    """The matrix of a .npz by scipy.sparse.save_npz, checked. Raises SpecError."""
+    nbytes = 0
+    with reading(path, "a sparse matrix"):
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():  # before scipy allocates what headers claim
+                with archive.open(info) as stream:
+                    name = info.filename.removesuffix(".npy")
+                    nbytes += check_header(path, name, stream, info.file_size)
+            must_fit(path, "what it holds", nbytes)
+        matrix = sp.load_npz(path)
+    return matrix
+
+
+def read(path: str) -> Parts:
+    return of_matrix(load_matrix(path), path)
+
+
+def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
+    """The edges of a square matrix; what is stored is an edge, zeros too."""
+    if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise SpecError(f"{path}: a graph's matrix is square, this one is of shape {matrix.shape}")
+    must_be_count(path, "shape", int(matrix.shape[0]))
+    with reading(path, "a sparse matrix"):
+        if matrix.format in ("csr", "csc", "bsr"):
+            matrix.check_format(full_check=True)  # scipy trusts pointers blindly
+        matrix = matrix.tocoo()
+    return Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]))

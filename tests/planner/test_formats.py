@@ -1,0 +1,924 @@
+"""Graphs of other libraries: each file is written by its library, and read edge for edge; what is
+damaged, hostile or of another kind is refused with its place and a remedy."""
+
+import gzip
+import importlib
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import networkx as nx
+import numpy as np
+import pytest
+import scipy.io
+import scipy.sparse as sp
+
+from gnnplan.cli import main
+from gnnplan.planner.graph import formats
+from gnnplan.planner.graph.formats import Extras, convert, from_object, parts_of, text
+from gnnplan.planner.graph.formats.parts import collect
+from gnnplan.planner.graph.load import load, source_of
+from gnnplan.planner.vocabulary.errors import SpecError
+
+N, WIDTH, CLASSES = 30, 5, 3
+MASKS = ("train_mask", "val_mask", "test_mask")
+ALL = {"x", "y", *MASKS}
+
+
+def drawn() -> dict[str, np.ndarray]:
+    """A directed graph without duplicates, in random order, one self-loop in it."""
+    rng = np.random.default_rng(7)
+    pairs = rng.choice(N * N, 90, replace=False)
+    part = rng.permutation(np.arange(N) % 3)
+    return {
+        "src": pairs // N,
+        "dst": pairs % N,
+        "x": rng.standard_normal((N, WIDTH)).astype(np.float32),
+        "y": rng.permutation(np.arange(N) % CLASSES),
+        **{mask: part == i for i, mask in enumerate(MASKS)},
+    }
+
+
+GRAPH = drawn()
+EDGES = np.stack([GRAPH["src"], GRAPH["dst"]])
+
+
+def quiet(name: str) -> ModuleType:
+    """A library, without the warnings of its import; skips where it is absent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ.setdefault("DGLBACKEND", "pytorch")
+        return pytest.importorskip(name, exc_type=ImportError)
+
+
+def tensors(*names: str) -> dict:
+    torch = quiet("torch")
+    return {name: torch.from_numpy(GRAPH[name].copy()) for name in names}
+
+
+def matrix() -> sp.coo_matrix:
+    return sp.coo_matrix((np.ones(90), EDGES), shape=(N, N))
+
+
+def ids(mask: str) -> np.ndarray:
+    return np.flatnonzero(GRAPH[mask])
+
+
+# -- objects, and the files that their libraries write ---------------------------------------------
+
+
+def dgl_graph() -> object:
+    dgl = quiet("dgl")
+    graph = dgl.graph((GRAPH["src"], GRAPH["dst"]), num_nodes=N)
+    data = tensors("x", "y", *MASKS)
+    graph.ndata.update({"feat": data["x"], "label": data["y"]} | {m: data[m] for m in MASKS})
+    return graph
+
+
+def pyg_data() -> object:
+    quiet("torch_geometric")
+    data = importlib.import_module("torch_geometric.data").Data
+    return data(edge_index=edge_index(), **tensors("x", "y", *MASKS), num_nodes=N)
+
+
+def edge_index() -> object:
+    return quiet("torch").from_numpy(EDGES.copy())
+
+
+def networkx_graph(x: bool = True) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    for v in range(N):
+        of = {"y": int(GRAPH["y"][v])} | {mask: bool(GRAPH[mask][v]) for mask in MASKS}
+        graph.add_node(v, **of, **({"x": GRAPH["x"][v].tolist()} if x else {}))
+    graph.add_edges_from(EDGES.T.tolist())
+    return graph
+
+
+def dgl_bin(folder: Path) -> Path:
+    quiet("dgl").save_graphs(str(folder / "graph.bin"), [dgl_graph()])
+    return folder / "graph.bin"
+
+
+def pyg_pt(folder: Path) -> Path:
+    quiet("torch").save(pyg_data(), folder / "data.pt")
+    return folder / "data.pt"
+
+
+def pyg_processed(folder: Path) -> Path:
+    """As InMemoryDataset.save writes it: the dictionary, slices, the class."""
+    data = pyg_data()
+    quiet("torch").save((data.to_dict(), None, type(data)), folder / "data.pt")
+    return folder / "data.pt"
+
+
+def old_pt(folder: Path) -> Path:
+    data = {"edge_index": edge_index(), **tensors("x", "y", *MASKS)}
+    quiet("torch").save(data, folder / "old.pt", _use_new_zipfile_serialization=False)
+    return folder / "old.pt"
+
+
+def edge_index_pt(folder: Path) -> Path:
+    quiet("torch").save(edge_index(), folder / "edges.pt")
+    return folder / "edges.pt"
+
+
+def edge_index_npy(folder: Path) -> Path:
+    np.save(folder / "edges.npy", EDGES)
+    return folder / "edges.npy"
+
+
+def zipped(path: Path, table: np.ndarray, fmt: str = "%d") -> None:
+    with gzip.open(path, "wt") as stream:
+        np.savetxt(stream, table, fmt=fmt, delimiter=",")
+
+
+def ogb_text(folder: Path) -> Path:
+    """The layout of https://ogb.stanford.edu/docs/nodeprop/ as downloaded: raw/ and split/."""
+    root = folder / "ogbn_small"
+    (root / "raw").mkdir(parents=True)
+    (root / "split" / "time").mkdir(parents=True)
+    zipped(root / "raw" / "edge.csv.gz", EDGES.T)
+    zipped(root / "raw" / "node-feat.csv.gz", GRAPH["x"], "%.9g")
+    zipped(root / "raw" / "node-label.csv.gz", GRAPH["y"][:, None])
+    zipped(root / "raw" / "num-node-list.csv.gz", np.array([[N]]))
+    zipped(root / "raw" / "num-edge-list.csv.gz", np.array([[90]]))
+    for part, mask in zip(("train", "valid", "test"), MASKS, strict=True):
+        zipped(root / "split" / "time" / f"{part}.csv.gz", ids(mask)[:, None])
+    return root
+
+
+def ogb_binary(folder: Path) -> Path:
+    root = ogb_text(folder)
+    for file in (root / "raw").iterdir():
+        file.unlink()
+    np.savez_compressed(
+        root / "raw" / "data.npz",
+        edge_index=EDGES,
+        node_feat=GRAPH["x"],
+        num_nodes_list=np.array([N]),
+        num_edges_list=np.array([90]),
+    )
+    label = GRAPH["y"].astype(np.float32)[:, None]
+    np.savez_compressed(root / "raw" / "node-label.npz", node_label=label)
+    return root
+
+
+METADATA = """
+dataset_name: small
+graph:
+  nodes:
+    - num: 30
+  edges:
+    - format: {kind}
+      path: edges.{kind}
+feature_data:
+  - domain: node
+    type: null
+    name: feat
+    format: numpy
+    in_memory: false
+    path: feat.npy
+tasks:
+  - name: node_classification
+    num_classes: 3
+"""
+
+
+def graphbolt(folder: Path, kind: str) -> Path:
+    """The layout of https://docs.dgl.ai/stochastic_training/ondisk-dataset-specification.html."""
+    document = METADATA.format(kind=kind)
+    for name, mask in zip(("train_set", "validation_set", "test_set"), MASKS, strict=True):
+        document += f"    {name}:\n      - type: null\n        data:\n"
+        for what, array in (("seeds", ids(mask)), ("labels", GRAPH["y"][ids(mask)])):
+            np.save(folder / f"{name}_{what}.npy", array)
+            document += f"          - name: {what}\n            format: numpy\n"
+            document += f"            path: {name}_{what}.npy\n"
+    (folder / "metadata.yaml").write_text(document)
+    np.save(folder / "feat.npy", GRAPH["x"])
+    if kind == "csv":
+        np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
+    else:
+        np.save(folder / "edges.numpy", EDGES)
+        os.rename(folder / "edges.numpy.npy", folder / "edges.numpy")
+    return folder
+
+
+def graphbolt_csv(folder: Path) -> Path:
+    return graphbolt(folder, "csv")
+
+
+def graphbolt_numpy(folder: Path) -> Path:
+    return graphbolt(folder, "numpy")
+
+
+def graphsaint(folder: Path) -> Path:
+    sp.save_npz(folder / "adj_full.npz", matrix().tocsr())
+    np.save(folder / "feats.npy", GRAPH["x"].astype(np.float64))
+    classes = {str(v): int(y) for v, y in enumerate(GRAPH["y"])}
+    (folder / "class_map.json").write_text(json.dumps(classes))
+    roles = {role: ids(m).tolist() for role, m in zip(("tr", "va", "te"), MASKS, strict=True)}
+    (folder / "role.json").write_text(json.dumps(roles))
+    return folder
+
+
+def csv(folder: Path) -> Path:
+    np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
+    return folder / "edges.csv"
+
+
+def csv_with_names(folder: Path) -> Path:
+    """As pandas writes a table: an index, the columns in another order, a weight."""
+    rows = [f"{i},{v},0.5,{u}" for i, (u, v) in enumerate(EDGES.T)]
+    (folder / "named").write_text("\n".join([",target,weight,source", *rows]) + "\n")
+    return folder / "named"
+
+
+def tsv(folder: Path) -> Path:
+    """As SNAP has it: comments, tabs, no end of the last line."""
+    rows = [f"{u}\t{v}" for u, v in EDGES.T]
+    (folder / "snap.txt").write_text("\n".join(["# Nodes: 30", "# From\tTo", *rows]))
+    return folder / "snap.txt"
+
+
+def csv_gz(folder: Path) -> Path:
+    zipped(folder / "edges.csv.gz", EDGES.T)
+    return folder / "edges.csv.gz"
+
+
+def parquet(folder: Path) -> Path:
+    arrow, writer = quiet("pyarrow"), quiet("pyarrow.parquet")
+    columns = {"weight": np.ones(90), "dst": GRAPH["dst"], "src": GRAPH["src"]}
+    writer.write_table(arrow.table(columns), folder / "edges.parquet", row_group_size=40)
+    return folder / "edges.parquet"
+
+
+def matrix_market(folder: Path) -> Path:
+    scipy.io.mmwrite(folder / "graph.mtx", matrix())
+    return folder / "graph.mtx"
+
+
+def scipy_csr(folder: Path) -> Path:
+    sp.save_npz(folder / "graph.npz", matrix().tocsr())
+    return folder / "graph.npz"
+
+
+def scipy_coo(folder: Path) -> Path:
+    sp.save_npz(folder / "graph.npz", matrix())
+    return folder / "graph.npz"
+
+
+def graphml(folder: Path) -> Path:
+    nx.write_graphml(networkx_graph(x=False), folder / "graph.graphml")
+    return folder / "graph.graphml"
+
+
+def npz(folder: Path) -> Path:
+    np.savez(folder / "own.npz", **GRAPH)
+    return folder / "own.npz"
+
+
+starts = pytest.mark.processes
+# writer -> what its file holds beside the edges
+WRITERS = [
+    pytest.param(dgl_bin, ALL, marks=starts),
+    *(
+        pytest.param(writer, ALL)
+        for writer in (pyg_pt, pyg_processed, old_pt, ogb_text, ogb_binary)
+    ),
+    *(pytest.param(writer, ALL) for writer in (graphbolt_csv, graphbolt_numpy, graphsaint, npz)),
+    pytest.param(graphml, ALL - {"x"}),
+    *(
+        pytest.param(writer, set())
+        for writer in (
+            *(csv, csv_with_names, tsv, csv_gz, parquet, matrix_market, scipy_csr, scipy_coo),
+            *(edge_index_pt, edge_index_npy),
+        )
+    ),
+]
+
+
+def in_order(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Edges by source, then by destination: libraries that keep matrices keep no other order."""
+    edges = np.stack([arrays["src"], arrays["dst"]])
+    return edges[:, np.lexsort(edges[::-1])]
+
+
+def reference(folder: Path, held: set[str]) -> str:
+    """A .npz with the edges, and what else is held; vertices are counted, as all formats do."""
+    arrays = {name: GRAPH[name] for name in ("src", "dst", *held)}
+    np.savez(folder / "reference.npz", **arrays, meta=json.dumps({"vertices": N}))
+    return str(folder / "reference.npz")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """An empty folder for a writer, beside which the test has its own files."""
+    (tmp_path / "written").mkdir()
+    return tmp_path / "written"
+
+
+@pytest.mark.parametrize("write, held", WRITERS)
+def test_a_librarys_file_is_the_graph_that_was_written(
+    tmp_path: Path, place: Path, write: Callable[[Path], Path], held: set[str]
+):
+    path = str(write(place))
+    vertices, edges, _ = convert(path, tmp_path / "mapped")
+    assert (vertices, edges) == (N, 90)
+    # DGL's files are read by a process of their own, which takes seconds: once is enough
+    arrays = collect(parts_of(str(tmp_path / "mapped") if write is dgl_bin else path))
+    assert np.array_equal(in_order(arrays), in_order(GRAPH))
+    assert arrays.keys() & ALL == held
+    for name in held:
+        assert np.array_equal(arrays[name], GRAPH[name]), name
+        assert arrays[name].dtype.kind == GRAPH[name].dtype.kind
+    assert sorted(os.listdir(tmp_path)) == ["mapped", "written"]  # no temporary folder is left
+    mapped = load(str(tmp_path / "mapped"), directed=True)
+    assert mapped.stats.hash == load(reference(tmp_path, held), directed=True).stats.hash
+    if "x" in held:
+        assert isinstance(mapped.x, np.memmap)
+    if write is not dgl_bin:
+        assert load(path, directed=True).stats.hash == mapped.stats.hash
+
+
+@pytest.mark.parametrize("make", [dgl_graph, pyg_data, networkx_graph])
+def test_an_object_is_the_graph_of_its_file(tmp_path: Path, make: Callable[[], object]):
+    expected = load(reference(tmp_path, ALL), directed=True).stats
+    assert from_object(make(), directed=True).stats.hash == expected.hash
+    convert(make(), tmp_path / "mapped")
+    assert load(str(tmp_path / "mapped"), directed=True).stats.hash == expected.hash
+
+
+@pytest.mark.parametrize("make", [matrix, lambda: matrix().tocsc(), edge_index, lambda: EDGES])
+def test_bare_edges_as_objects(tmp_path: Path, make: Callable[[], object]):
+    expected = load(reference(tmp_path, set()), directed=True).stats.hash
+    assert from_object(make(), directed=True).stats.hash == expected
+
+
+def test_no_object_of_ours_is_an_error():
+    for wrong in ({"edges": []}, "text", [[0, 1], [1, 0]]):
+        with pytest.raises(SpecError, match=r"a graph is a DGLGraph, a PyG Data"):
+            from_object(wrong)
+    with pytest.raises(SpecError, match=r"save edge_index\.T"):
+        from_object(EDGES.T)
+    with pytest.raises(SpecError, match=r"square"):
+        from_object(sp.eye(3, 4))
+
+
+def test_undirected_sources_have_their_edges_both_ways(tmp_path: Path):
+    path = nx.path_graph(4)
+    expected = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    assert in_order(collect(formats.of_object(path))).T.tolist() == [list(e) for e in expected]
+    symmetric = sp.coo_matrix(nx.to_scipy_sparse_array(path))
+    scipy.io.mmwrite(tmp_path / "s.mtx", symmetric, symmetry="symmetric")
+    arrays = collect(parts_of(str(tmp_path / "s.mtx")))
+    assert in_order(arrays).T.tolist() == [list(e) for e in expected]
+
+
+def test_nodes_with_names_are_numbered_in_their_order():
+    graph = nx.DiGraph([("b", "a"), ("a", "c")])
+    nx.set_node_attributes(graph, {"b": "a name"}, "label")
+    parts = formats.of_object(graph)
+    assert in_order(collect(parts)).T.tolist() == [[0, 1], [1, 2]]
+    assert "vertices are numbered in the order of the nodes" in parts.notes
+    assert "ignored: label, which is text" in parts.notes
+
+
+def test_a_transposed_adjacency_of_pyg_is_turned():
+    quiet("torch_geometric")
+    torch = quiet("torch")
+    data = importlib.import_module("torch_geometric.data").Data
+    turned = torch.sparse_coo_tensor(
+        EDGES[::-1].copy(), torch.ones(90), (N, N), check_invariants=True
+    )
+    arrays = collect(formats.of_object(data(adj_t=turned, num_nodes=N)))
+    assert np.array_equal(in_order(arrays), in_order(GRAPH))
+
+
+def test_of_several_splits_the_first_is_taken_and_said():
+    graph = {"edge_index": EDGES, "train_mask": np.stack([GRAPH["train_mask"]] * 3, 1)}
+    parts = formats.pyg.of_mapping(graph, "it")
+    assert np.array_equal(parts.masks["train_mask"], GRAPH["train_mask"])
+    assert parts.notes == ["train_mask holds 3 splits; the first is taken"]
+
+
+def test_text_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(text, "BLOCK", 64)
+    for write in (csv, csv_with_names, tsv, csv_gz):
+        arrays = collect(parts_of(str(write(tmp_path))))
+        assert np.array_equal(arrays["src"], GRAPH["src"])
+        assert np.array_equal(arrays["dst"], GRAPH["dst"])
+    (tmp_path / "long.csv").write_text("0,1\n0," + "1" * 200 + "\n")
+    with pytest.raises(SpecError, match=r"long\.csv:2: a line has more than 64 characters"):
+        collect(parts_of(str(tmp_path / "long.csv")))
+
+
+# -- what a bare edge list lacks -------------------------------------------------------------------
+
+
+def lists(folder: Path, ending: str) -> Path:
+    split = folder / "split"
+    split.mkdir()
+    for part, mask in zip(("train", "valid", "test"), MASKS, strict=True):
+        if ending == "npy":
+            np.save(split / f"{part}.npy", ids(mask))
+        else:
+            zipped(split / f"{part}.csv.gz", ids(mask)[:, None])
+    return split
+
+
+def extras_npy(folder: Path) -> tuple[Path, Path, Path]:
+    np.save(folder / "x.npy", GRAPH["x"])
+    np.save(folder / "y.npy", GRAPH["y"])
+    np.savez(folder / "split.npz", **{mask: GRAPH[mask] for mask in MASKS})
+    return folder / "x.npy", folder / "y.npy", folder / "split.npz"
+
+
+def extras_text(folder: Path) -> tuple[Path, Path, Path]:
+    names = ",".join(f"f{i}" for i in range(WIDTH))
+    np.savetxt(folder / "x.csv", GRAPH["x"], "%.9g", ",", header=names, comments="")
+    np.savetxt(folder / "y.txt", GRAPH["y"], "%d")
+    return folder / "x.csv", folder / "y.txt", lists(folder, "csv.gz")
+
+
+def extras_torch(folder: Path) -> tuple[Path, Path, Path]:
+    torch = quiet("torch")
+    data = tensors("x", "y", *MASKS)
+    torch.save(data["x"], folder / "x.pt")
+    torch.save(data["y"], folder / "y.pt")
+    torch.save(
+        {
+            part: torch.from_numpy(ids(m))
+            for part, m in zip(("train", "valid", "test"), MASKS, strict=True)
+        },
+        folder / "split.pt",
+    )
+    return folder / "x.pt", folder / "y.pt", folder / "split.pt"
+
+
+def extras_json(folder: Path) -> tuple[Path, Path, Path]:
+    x, y, _ = extras_npy(folder)
+    roles = {role: ids(m).tolist() for role, m in zip(("tr", "va", "te"), MASKS, strict=True)}
+    (folder / "role.json").write_text(json.dumps(roles))
+    return x, y, folder / "role.json"
+
+
+@pytest.mark.parametrize("make", [extras_npy, extras_text, extras_torch, extras_json])
+def test_files_add_what_an_edge_list_lacks(
+    tmp_path: Path, make: Callable[[Path], tuple[Path, Path, Path]]
+):
+    features, labels, split = map(str, make(tmp_path))
+    path = str(csv(tmp_path))
+    expected = load(reference(tmp_path, ALL)).stats
+    graph = load(source_of(path, features, labels, split))
+    assert graph.stats.hash == expected.hash
+    convert(path, tmp_path / "mapped", Extras(features, labels, split))
+    assert load(str(tmp_path / "mapped")).stats.hash == expected.hash
+
+
+def test_sparse_features_are_added_and_converted(tmp_path: Path):
+    x = sp.random(N, 200, 0.02, "csr", np.float32, 1)
+    sp.save_npz(tmp_path / "x.npz", x)
+    path = str(csv(tmp_path))
+    graph = load(source_of(path, str(tmp_path / "x.npz")))
+    assert sp.issparse(graph.x) and np.array_equal(graph.features(), x.toarray())
+    convert(path, tmp_path / "mapped", Extras(str(tmp_path / "x.npz")))
+    assert load(str(tmp_path / "mapped")).stats.hash == graph.stats.hash
+
+
+def test_a_width_makes_stand_in_features_and_a_task_of_none_stand_in_labels(tmp_path: Path):
+    source = source_of(str(csv(tmp_path)), "7", task="none")
+    graph = load(source)
+    assert graph.features().shape == (N, 7)
+    assert (graph.y >= 0).all() and graph.stats.classes == 16 and graph.train.any()
+    assert any(note.startswith("STAND-IN LABELS") for note in graph.stats.notes)
+    assert load(source).stats.hash == graph.stats.hash
+    assert load(str(csv(tmp_path))).stats.classes == 0  # nothing is made up that was not asked for
+    with pytest.raises(SpecError, match=r"the graph has its own \(3 classes\); drop --task none"):
+        load(source_of(reference(tmp_path, ALL), task="none"))
+    with pytest.raises(SpecError, match=r"task must be none"):
+        load(source_of(str(csv(tmp_path)), task="links"))
+
+
+def test_names_with_odd_characters_go_through(tmp_path: Path):
+    odd = tmp_path / "a & b=c %41 ü"
+    odd.mkdir()
+    features, labels, split = map(str, extras_npy(odd))
+    graph = load(source_of(str(csv(tmp_path)), features, labels, split))
+    assert graph.stats.hash == load(reference(tmp_path, ALL)).stats.hash
+
+
+BAD_EXTRAS = {
+    "too short": ("features", lambda d: np.save(d, np.ones((N - 1, 2))), "same number of vertices"),
+    "an infinity": ("features", lambda d: np.save(d, np.full((N, 2), np.inf)), "must be finite"),
+    "a vector": ("features", lambda d: np.save(d, np.ones(N)), r"\[vertices, features\]"),
+    "objects": ("features", lambda d: np.save(d, np.array([{}]), allow_pickle=True), "pickled"),
+    "fractions": ("labels", lambda d: np.save(d, np.full(N, 0.5)), "whole class ids"),
+    "a gap": ("labels", lambda d: np.save(d, np.where(np.arange(N) == 4, 90, 0)), "large gaps"),
+    "ids beyond": ("split", lambda d: np.savez(d, train=[N]), r"train_mask\[0\].*\[0, 29\]"),
+    "masks short": ("split", lambda d: np.savez(d, train=[True]), "a value for each of 30"),
+    "no training": ("split", lambda d: np.savez(d, test=[1]), "needs train"),
+    "no lists": ("split", lambda d: d.write(b"{}"), "must have lists tr, va, te"),
+    "binary junk": ("features", lambda d: d.write(b"\0\xff" * 40), "is no .npy"),
+    "empty": ("labels", lambda d: d.write(b""), "vertices"),
+}
+
+
+@pytest.mark.parametrize("word, write, words", BAD_EXTRAS.values(), ids=BAD_EXTRAS)
+def test_bad_files_beside_an_edge_list_are_named(
+    tmp_path: Path, word: str, write: Callable[[io.IOBase], None], words: str
+):
+    np.save(tmp_path / "y.npy", GRAPH["y"])
+    with open(tmp_path / "extra", "wb") as stream:
+        write(stream)
+    given = {word: str(tmp_path / "extra")}
+    if word == "split":
+        given["labels"] = str(tmp_path / "y.npy")
+    if word != "features" or words == "same number of vertices":
+        np.save(tmp_path / "good.npy", GRAPH["x"])
+        given.setdefault("features", str(tmp_path / "good.npy"))
+    if words == "same number of vertices":
+        given["labels"] = str(tmp_path / "y.npy")
+    path = str(csv(tmp_path))
+    with pytest.raises(SpecError, match=words):
+        load(source_of(path, **given))
+    with pytest.raises(SpecError, match=words):
+        convert(path, tmp_path / "mapped", Extras(**given))
+    assert not (tmp_path / "mapped").exists()
+
+
+def test_what_a_graph_has_is_not_replaced(tmp_path: Path):
+    features, *_ = extras_npy(tmp_path)
+    with pytest.raises(SpecError, match=r"has its own features, so --features .* leave it out"):
+        load(source_of(reference(tmp_path, ALL), str(features)))
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def put(content: bytes | str, name: str = "bad") -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return folder / name
+
+    return write
+
+
+def cut(write: Callable[[Path], Path], share: float = 0.6) -> Callable[[Path], Path]:
+    """The file that `write` writes, without its end."""
+
+    def shorten(folder: Path) -> Path:
+        path = write(folder)
+        raw = path.read_bytes()
+        path.write_bytes(raw[: int(share * len(raw))])
+        return path
+
+    return shorten
+
+
+def changed(write: Callable[[Path], Path], file: str, content: object) -> Callable[[Path], Path]:
+    """The folder that `write` writes, with one file replaced, or removed (None)."""
+
+    def change(folder: Path) -> Path:
+        path = write(folder)
+        if content is None:
+            (path / file).unlink()
+        elif isinstance(content, np.ndarray):
+            if file.endswith(".gz"):
+                zipped(path / file, content)
+            else:
+                np.save(path / file, content)
+        elif isinstance(content, tuple):
+            old, new = content
+            (path / file).write_text((path / file).read_text().replace(old, new))
+        else:
+            (path / file).write_text(str(content))
+        return path
+
+    return change
+
+
+def claiming(shape: tuple[int, ...], dtype: str = "<i8") -> bytes:
+    """A .npy of 64 bytes whose header claims another shape."""
+    body = io.BytesIO()
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(body, header)
+    return body.getvalue() + bytes(64)
+
+
+def lying_sparse(folder: Path) -> Path:
+    sp.save_npz(folder / "good.npz", matrix().tocsr())
+    with (
+        zipfile.ZipFile(folder / "good.npz") as good,
+        zipfile.ZipFile(folder / "lie.npz", "w") as lie,
+    ):
+        for name in good.namelist():
+            raw = good.read(name)
+            lie.writestr(name, claiming((2**50,), "<f8") if name == "data.npy" else raw)
+    return folder / "lie.npz"
+
+
+def broken_pointers(folder: Path) -> Path:
+    """scipy believes pointers, and would write outside of its memory."""
+    np.savez(
+        folder / "bad.npz",
+        format=b"csr",
+        shape=np.array([N, N]),
+        data=np.ones(4),
+        indices=np.zeros(4, np.int32),
+        indptr=np.array([0, 2**30, *[4] * (N - 1)], np.int32),
+    )
+    return folder / "bad.npz"
+
+
+def expanded_tensor(folder: Path) -> Path:
+    """A file of one kilobyte whose tensor claims a petabyte."""
+    torch = quiet("torch")
+    torch.save(torch.zeros(1, dtype=torch.int64).expand(2, 2**46), folder / "wide.pt")
+    return folder / "wide.pt"
+
+
+def hostile_pt(folder: Path) -> Path:
+    quiet("torch").save(Hostile(), folder / "hostile.pt")
+    return folder / "hostile.pt"
+
+
+class Hostile:
+    """Its pickle makes a file when it is loaded."""
+
+    def __reduce__(self) -> tuple:
+        return exec, ("open('/tmp/gnnplan-hostile', 'w')",)
+
+
+def two_dgl_graphs(folder: Path) -> Path:
+    quiet("dgl").save_graphs(str(folder / "two.bin"), [dgl_graph(), dgl_graph()])
+    return folder / "two.bin"
+
+
+def lying_dgl(folder: Path) -> Path:
+    """The number of graphs is 2**60: DGL's C++ throws what nobody catches, and its process ends."""
+    raw = bytearray(dgl_bin(folder).read_bytes())
+    raw[24:32] = struct.pack("<Q", 2**60)
+    (folder / "lie.bin").write_bytes(raw)
+    return folder / "lie.bin"
+
+
+def several_graphs(folder: Path) -> Path:
+    torch = quiet("torch")
+    slices = {"x": torch.tensor([0, 4, 9])}
+    torch.save(({"edge_index": edge_index()}, slices), folder / "several.pt")
+    return folder / "several.pt"
+
+
+HERE = "# Nodes\n0\t1\n"
+BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><graphml>&b;</graphml>'
+BAD = {
+    "absent": (lambda d: d / "none.csv", r"a graph is a \.npz file"),
+    "empty file": (put(""), "of no format that is read"),
+    "junk": (put(bytes(range(128, 256))), "of no format that is read"),
+    "prose": (put("Call me Ishmael.\nSome years ago"), "of no format that is read"),
+    "empty folder": (lambda d: d, "missing; an edge list src, dst"),
+    "csv: a name": (put("src,dst\n0,1\n1,alice\n"), r"bad:3: .*found '1,alice'"),
+    "csv: names first": (put("source,target\nbob,alice\n"), r"bad:2: .*found 'bob,alice'"),
+    "csv: a line too short": (put("0,1\n1,2\n3\n4,5\n"), r"bad:3: .*found '3'"),
+    "csv: a fraction": (put("# x\n\n0 1\n1.5 2\n"), r"bad:4: .*found '1\.5 2'"),
+    "csv: a negative id": (put("0,1\n0,-1\n"), r"dst\[1\].*found -1; ids count from 0"),
+    "csv: a huge id": (put("0,1\n0,4294967296\n"), r"dst\[1\].*found 4294967296"),
+    "csv: beyond 64 bits": (put(f"0,1\n0,{10**30}\n"), r"bad:2: "),
+    "csv: vertices for petabytes": (put("0,2147483640\n"), "would take"),
+    "csv: not UTF-8": (put(b"0,1\n\xff\xfe,2\n"), "of no format|cannot be read"),
+    "gz: cut off": (cut(csv_gz), r"edges\.csv\.gz: cannot be read"),
+    "mtx: cut off": (cut(matrix_market), r"graph\.mtx:?.*(header says 90 entries|must be)"),
+    "mtx: not square": (
+        put("%%MatrixMarket matrix coordinate real general\n2 3 1\n1 1 1\n"),
+        "square, this one is 2 x 3",
+    ),
+    "mtx: dense": (
+        put("%%MatrixMarket matrix array real general\n1 1\n1\n"),
+        "in coordinates, this one is array",
+    ),
+    "mtx: petabytes": (
+        put(f"%%MatrixMarket matrix coordinate real general\n9 9 {10**15}\n1 1 1\n"),
+        "header says 1,000,000,000,000,000 entries, but 1 are there",
+    ),
+    "mtx: ids from 0": (
+        put("%%MatrixMarket matrix coordinate real general\n2 2 1\n0 1 1\n"),
+        r"src\[0\].*\[0, 1\]",
+    ),
+    "parquet: cut off": (cut(parquet), "cannot be read as Parquet"),
+    "npz: petabytes": (lying_sparse, "would take"),
+    "npz: pointers": (broken_pointers, "cannot be read as a sparse matrix"),
+    "npy: petabytes": (put(claiming((2, 2**50))), "needs .* B but only 64 B are stored"),
+    "npy: three columns": (put(claiming((2, 2, 2))), r"shape \[2, edges\], has \[2, 2, 2\]"),
+    "npy: pickled": (
+        put(claiming((2, 4), "|O")),
+        "pickled Python objects, which are never loaded",
+    ),
+    "pt: code": (hostile_pt, "only code of the file can make"),
+    "pt: cut off": (cut(edge_index_pt), "cannot be read"),
+    "pt: petabytes": (expanded_tensor, "would take"),
+    "pt: several": (several_graphs, "holds several graphs"),
+    "pickle": (put(pickle.dumps(Hostile())), r"is a pickle.*--trust"),
+    "graphml: entities": (put(BOMB), "XML entities are not read"),
+    "graphml: cut off": (cut(graphml), "cannot be read"),
+    "ogb: an edge is gone": (
+        changed(ogb_text, "raw/num-edge-list.csv.gz", np.array([[91]])),
+        r"says 91 edges, but 90 are there",
+    ),
+    "ogb: split beyond": (
+        changed(ogb_text, "split/time/test.csv.gz", np.array([[N]])),
+        r"test_mask\[0\]: vertex ids must lie in \[0, 29\], found 30",
+    ),
+    "ogb: two graphs": (
+        changed(ogb_text, "raw/num-node-list.csv.gz", np.array([[N], [N]])),
+        "one graph, this folder 2",
+    ),
+    "ogb: features short": (
+        changed(ogb_text, "raw/node-feat.csv.gz", np.ones((N - 1, 2))),
+        "same number of vertices",
+    ),
+    "ogb: a file is gone": (
+        changed(ogb_text, "raw/num-node-list.csv.gz", None),
+        r"num-node-list\.csv\.gz: cannot be read \(No such file",
+    ),
+    "ogb: several kinds": (
+        changed(ogb_text, "raw/edge.csv.gz", None),
+        "missing; an edge list|several kinds",
+    ),
+    "graphbolt: outside": (
+        changed(graphbolt_csv, "metadata.yaml", ("path: edges.csv", "path: ../../etc/passwd")),
+        r"metadata\.yaml:\d+: graph\.edges\.0\.path: must lie in the dataset's folder",
+    ),
+    "graphbolt: kinds": (
+        changed(graphbolt_csv, "metadata.yaml", ("    - num: 30", "    - num: 30\n    - num: 4")),
+        "one kind of vertices and one of edges are read, found 2",
+    ),
+    "graphbolt: no number": (
+        changed(graphbolt_csv, "metadata.yaml", ("num: 30", "num: many")),
+        r"metadata\.yaml:\d+: graph\.nodes\.0\.num: must be a whole number, is text",
+    ),
+    "graphbolt: petabytes": (
+        changed(graphbolt_csv, "metadata.yaml", ("num: 30", f"num: {10**15}")),
+        "must be a whole number of 0 to 2,147,483,647",
+    ),
+    "graphbolt: fewer labels": (
+        changed(graphbolt_csv, "train_set_labels.npy", np.zeros(3, np.int64)),
+        r"must be as many as seeds \(10\), are 3",
+    ),
+    "graphbolt: links": (
+        changed(graphbolt_csv, "train_set_seeds.npy", np.zeros((10, 2), np.int64)),
+        "a list of vertex ids",
+    ),
+    "graphbolt: a file is gone": (
+        changed(graphbolt_csv, "feat.npy", None),
+        r"feat\.npy: cannot be read",
+    ),
+    "graphsaint: classes of strangers": (
+        changed(graphsaint, "class_map.json", json.dumps({"77": 1})),
+        r"class_map\[0\]: vertex ids must lie in",
+    ),
+    "graphsaint: no roles": (changed(graphsaint, "role.json", "[]"), "must be an object"),
+    "graphsaint: features short": (
+        changed(graphsaint, "feats.npy", np.ones((3, 2))),
+        "same number of vertices",
+    ),
+    "graphsaint: features not finite": (
+        changed(graphsaint, "feats.npy", np.full((N, 2), np.nan)),
+        r"x\[0, 0\]: features must be finite",
+    ),
+}
+DGL = {
+    "dgl: cut off": (cut(dgl_bin), "cannot be read as a DGL graph|cannot be read as DGL's"),
+    "dgl: two graphs": (two_dgl_graphs, "holds 2 graphs, one is needed"),
+    "dgl: petabytes": (lying_dgl, r"DGL ended with|cannot be read as a DGL graph"),
+}
+
+
+@pytest.mark.parametrize(
+    "write, words",
+    [
+        *(pytest.param(*case, id=name) for name, case in BAD.items()),
+        *(
+            pytest.param(
+                *case,
+                id=name,
+                marks=[starts] if case[0] is lying_dgl else [starts, pytest.mark.nightly],
+            )
+            for name, case in DGL.items()
+        ),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(
+    tmp_path: Path, place: Path, write: Callable[[Path], Path], words: str
+):
+    path = write(place)
+    before = sorted(place.rglob("*"))
+    with pytest.raises(SpecError, match=words) as refused:
+        load(str(path))
+    assert "\x1b" not in str(refused.value)
+    if path.exists() and "would take" not in words and path != place and path.suffix != ".bin":
+        with pytest.raises(SpecError):
+            convert(str(path), tmp_path / "mapped")
+        assert sorted(os.listdir(tmp_path)) == ["written"]
+    assert sorted(place.rglob("*")) == before and not os.path.exists("/tmp/gnnplan-hostile")
+
+
+def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path: Path):
+    path = tmp_path / "graph.gpickle"
+    path.write_bytes(pickle.dumps(networkx_graph()))
+    with pytest.raises(SpecError, match=r"runs whatever code is in it.*convert .* FOLDER --trust"):
+        convert(str(path), tmp_path / "mapped")
+    convert(str(path), tmp_path / "mapped", trust=True)
+    expected = load(reference(tmp_path, ALL)).stats.hash
+    assert load(str(tmp_path / "mapped")).stats.hash == expected
+
+
+@pytest.mark.parametrize("absent, write", [("pyarrow.parquet", parquet), ("torch", edge_index_pt)])
+def test_an_absent_library_is_named_with_pips_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str, write: Callable[[Path], Path]
+):
+    path = str(write(tmp_path))
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(SpecError, match=rf"{absent} reads this format and .*pip install"):
+        load(path)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gnnplan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """gnnplan('convert', ...) in this process: exit code, output, errors."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gnnplan", *map(str, words)])
+        monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (end.value.code, *capsys.readouterr())  # type: ignore[return-value]
+
+    yield call
+
+
+def test_convert_says_what_it_found_and_where_it_is(tmp_path: Path, gnnplan: Callable):
+    features, labels, split = extras_npy(tmp_path)
+    given = ("--features", features, "--labels", labels, "--split", split)
+    code, out, _ = gnnplan("convert", csv(tmp_path), tmp_path / "g", *given)
+    assert code == 0 and "(an edge list): 30 vertices, 90 edges" in out
+    assert f"next: gnnplan plan --graph {tmp_path / 'g'}" in out
+    code, out, _ = gnnplan("convert", csv(tmp_path), tmp_path / "h", "--json")
+    document = json.loads(out)
+    assert (document["format"], document["vertices"], document["edges"]) == (
+        "an edge list",
+        30,
+        90,
+    )
+    code, out, err = gnnplan("convert", csv(tmp_path), tmp_path / "g")
+    assert code == 2 and "is already there; give the name of a new folder" in err
+    code, out, err = gnnplan("convert", csv(tmp_path), tmp_path / "no" / "g")
+    assert code == 2 and "does not exist; create it first" in err
+    code, out, err = gnnplan("convert", csv(tmp_path), tmp_path / "w", "--features", "16")
+    assert code == 2 and "a width of stand-in features" in err
+
+
+def test_a_plan_holds_all_files_that_it_was_made_of(
+    tmp_path: Path, gnnplan: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be run from another folder."""
+    extras_npy(tmp_path)
+    csv(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ("--graph", "edges.csv", "--labels", "y.npy", "--split", "split.npz", "--ranks", "2")
+    options = ("--features", "x.npy", "--hidden", "8", "--strategy", "graph_parallel", "--json")
+    code, out, _ = gnnplan("plan", *words, *options)
+    assert code == 0
+    monkeypatch.chdir("/")
+    source = json.loads(out)["graph"]["source"]
+    assert load(source).stats.hash == load(reference(tmp_path, ALL)).stats.hash
+
+
+@pytest.mark.timeout(90)
+def test_a_bare_edge_list_is_planned_and_trained_on_stand_in_labels(
+    tmp_path: Path, gnnplan: Callable, start: Callable
+):
+    plan = tmp_path / "plan.json"
+    words = ("--graph", csv(tmp_path), "--ranks", "2", "--hidden", "8", "-o", plan)
+    forced = ("--strategy", "graph_parallel")
+    code, out, _ = gnnplan("plan", *words, *forced)
+    assert code == 0 and "cannot be run: the graph has no labels" in out
+    code, out, err = gnnplan("plan", *words, *forced, "--task", "none", "--features", "6")
+    assert code == 0 and "STAND-IN LABELS" in err and f"gnnplan run {plan}" in out
+    run = start(plan, "--epochs", "2")
+    assert run.process.wait(60) == 0
+    assert "losses and accuracy mean nothing" in (run.logs / "stderr").read_text()
+    assert len(run.epochs()) == 2
