@@ -235,7 +235,7 @@ def matrix_market(path: str) -> Parts:
             " pattern general' and one of rows, columns and entries are required"
         )
     layout, symmetry = words[2], words[4]
-    rows, columns, entries = map(int, (*counts, 0)[:3])
+    rows, columns, entries = (int(number) for number in [*counts, "0"][:3])
     if layout != "coordinate":
         raise SpecError(f"{path}:1: a graph is a matrix in coordinates, this one is {layout}")
     if rows != columns:
