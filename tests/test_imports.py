@@ -26,7 +26,16 @@ ROOMS = {
         "evidence",
     ],
     "simulator": [],
-    "executor": ["layers", "ranks", "minibatch", "strategies", "train", "launch", "measure"],
+    "executor": [
+        "modules",
+        "layers",
+        "ranks",
+        "minibatch",
+        "strategies",
+        "train",
+        "launch",
+        "measure",
+    ],
 }
 FORBIDDEN = {
     "planner": ("torch", "simpy", "dgl", "gnnplan.simulator", "gnnplan.executor", "gnnplan.cli"),

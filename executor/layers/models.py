@@ -35,6 +35,7 @@ from gnnplan.executor.layers.kernels import (
     linear_sum,
     softmax_aggregate,
 )
+from gnnplan.executor.modules.read import fill
 from gnnplan.planner.gnn import model as gnn
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
@@ -471,6 +472,8 @@ class Net(nn.Module):
         if shapes.nonzeros and 1 in self.which:
             self._store_by_columns()
         self._initialise(workload.seed)
+        if workload.module:
+            fill(self, workload)
 
     def _store_by_columns(self) -> None:
         """Lay out by columns the weights that multiply sparse features.

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import Module, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
 
@@ -163,7 +163,8 @@ class Model:
         return (
             layer == 1
             and self.encoder is None
-            and not (self.redrawn or self.dropout or self.layers[0].heads or self.nonzeros)
+            and not (self.redrawn or self.layers[0].heads or self.nonzeros)
+            and not (self.dropout and self.layers[0].drops)
         )
 
     def features_moved(self, rows: Number) -> Number:
@@ -449,7 +450,9 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     classes = max(classes, 1)
     architecture = ARCHITECTURES[workload.model]
     return Model(
-        layers=tuple(architecture.layers(workload, features, classes, nonzeros > 0)),
+        layers=_as_in_module(
+            architecture.layers(workload, features, classes, nonzeros > 0), workload.module
+        ),
         encoder=(features, workload.hidden) if architecture.encodes else None,
         decoder=(workload.hidden, classes) if architecture.encodes else None,
         dropout=workload.dropout,
@@ -461,7 +464,7 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         activates_last=architecture.activates_last,
         nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
-        relu=architecture.relu,
+        relu=architecture.relu and (workload.module is None or workload.module.relu),
     )
 
 
@@ -552,20 +555,43 @@ def _resgcn_layers(
 
 def _widths(workload: Workload, features: int, classes: int) -> list[tuple[int, int]]:
     """(H_in, H_out) of each layer of a model without encoder and decoder."""
+    if workload.module:
+        return list(pairwise([features, *(layer.h_out for layer in workload.module.layers)]))
     return list(pairwise([features, *[workload.hidden] * (workload.layers - 1), classes]))
 
 
 def _caches_aggregate(workload: Workload) -> bool:
     """Whether layer 1 multiplies an aggregate that is computed once (Model.aggregate_cached)."""
-    return workload.dropout == 0 and workload.mode != "mini"
+    drops = workload.module is None or workload.module.layers[0].drops
+    return not (workload.dropout and drops) and workload.mode != "mini"
 
 
 def _normalised(layers: Sequence[Layer], workload: Workload) -> Sequence[Layer]:
     """The layers with the workload's norm, if any, before all but the first."""
     norm = _norm_of(workload)
-    if norm == "none":
+    if norm == "none" or workload.module:  # a module has norms of its own
         return layers
     return [layers[0], *(_activating(layer, norm) for layer in layers[1:])]
+
+
+def _as_in_module(layers: Sequence[Layer], module: Module | None) -> tuple[Layer, ...]:
+    """The layers with a user's module's own norms, heads, dropout and biases."""
+    if module is None:
+        return tuple(layers)
+    out = []
+    for layer, own in zip(layers, module.layers, strict=True):
+        changed = layer if own.norm == "none" else _activating(layer, own.norm)
+        lost = layer.h_out if layer.bias and not own.bias else 0
+        out.append(
+            replace(
+                changed,
+                drops=own.drops,
+                heads=own.heads,
+                bias=layer.bias and own.bias,
+                weights=changed.weights - lost,
+            )
+        )
+    return tuple(out)
 
 
 def _activating(layer: Layer, norm: str) -> Layer:

@@ -24,6 +24,31 @@ class Conflict(ValueError):
         self.fields = fields
 
 
+class ModuleLayer(Spec):
+    """A layer of a user's module: its widths, and what the module does to its inputs."""
+
+    h_in: int = Field(ge=1)
+    h_out: int = Field(ge=1)
+    heads: int = Field(0, ge=0)  # of attention
+    norm: Literal["none", "layer", "batch"] = "none"  # of its inputs, before their ReLU
+    drops: bool = True  # dropout of its inputs
+    bias: bool = True
+
+
+class Module(Spec):
+    """A user's torch module, in words that need no torch.
+
+    executor/layers/modules.py makes this from the file, and reads the file again for weights."""
+
+    file: str  # whole path
+    name: str  # of a class, a function or an instance in the file
+    sha256: str  # of the file
+    features: int = Field(ge=1)
+    classes: int = Field(ge=1)
+    layers: tuple[ModuleLayer, ...] = Field(min_length=1)
+    relu: bool = True  # between layers
+
+
 class Workload(Spec):
     """A GNN and its training options. Options that a model does not know have no effect."""
 
@@ -46,6 +71,25 @@ class Workload(Spec):
     aggregation: Literal["softmax", "sum"] = "softmax"  # ResGCN+
     # before hidden layers' activation; None: 'layer' for resgcn, else 'none'
     norm: Literal["none", "layer", "batch"] | None = None
+    # the user's own model. The fields above say what it is, as far as they can.
+    module: Module | None = None
+
+    @model_validator(mode="after")
+    def _is_the_module(self) -> Workload:
+        if self.module is None:
+            return self
+        for field, found in (
+            ("layers", len(self.module.layers)),
+            ("hidden", self.module.layers[0].h_out),
+        ):
+            if getattr(self, field) != found:
+                raise Conflict(
+                    (field, "module"),
+                    f"{self.module.name} of {self.module.file} decides {field} ({field}:"
+                    f" {getattr(self, field)}, the module's: {found}); leave {field} out, or change"
+                    " the module",
+                )
+        return self
 
     @model_validator(mode="after")
     def _is_a_model(self) -> Workload:
