@@ -91,7 +91,7 @@ _ONLY: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("torch_geometric", "GCN2Conv"): {"add_self_loops": True, "normalize": True, "weight2": None},
     ("torch_geometric", "SGConv"): {"add_self_loops": True},
-    ("torch_geometric", "GINConv"): {"initial_eps": 0.0},
+    ("torch_geometric", "GINConv"): {"aggr": "add"},
     ("dgl", "GraphConv"): {"_norm": "both"},
     ("dgl", "SAGEConv"): {"_aggre_type": "mean", "norm": None},
     ("dgl", "GATConv"): {"attn_drop.p": 0.0, "res_fc": None, "leaky_relu.negative_slope": 0.2},
@@ -192,6 +192,81 @@ def _pyg_gat(conv: Any) -> Convolution:
         "bias": ("bias", _same),
     }
     return Convolution("gat", h_in, conv.heads * width, weights, heads=conv.heads)
+
+
+def _halves(h_out: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Our weights of sources and of readers stand one above the other."""
+    return lambda tensor: tensor[:h_out], lambda tensor: tensor[h_out:]
+
+
+def _pyg_gatv2(conv: Any) -> Convolution:
+    _needs_bias(conv, conv.bias)
+    _one_output(conv)
+    h_in, width = _plain(conv)
+    sources, readers = _halves(conv.heads * width)
+    weights: dict[str, Where] = {
+        "lin_l.weight": ("weight", sources),
+        "lin_l.bias": ("bias_in", sources),
+        "lin_r.weight": ("weight", readers),
+        "lin_r.bias": ("bias_in", readers),
+        "att": ("attention", _per_head),
+        "bias": ("bias", _same),
+    }
+    return Convolution("gatv2", h_in, conv.heads * width, weights, heads=conv.heads)
+
+
+def _dgl_gatv2(conv: Any) -> Convolution:
+    _needs_bias(conv, conv.fc_src.bias)
+    sources, readers = _halves(conv._num_heads * conv._out_feats)
+    weights: dict[str, Where] = {
+        "fc_src.weight": ("weight", sources),
+        "fc_src.bias": ("bias_in", sources),
+        "fc_dst.weight": ("weight", readers),
+        "fc_dst.bias": ("bias_in", readers),
+        "attn": ("attention", _per_head),
+    }
+    return _dgl_attention(conv, "gatv2", weights, bias=False)
+
+
+def _gin(conv: Any, inner: str, activation: object = None) -> Convolution:
+    """GINConv of either library; `inner` is its attribute with the perceptron."""
+    if isinstance(conv.eps, nn.Parameter) or float(conv.eps):
+        raise Unfit("GINConv has an epsilon that is trained or not 0, and ours is 0; use eps=0")
+    parts = list(getattr(conv, inner).children()) if getattr(conv, inner) is not None else []
+    kinds = [type(part) for part in parts]
+    if kinds != [nn.Linear, nn.ReLU, nn.Linear] or any(part.bias is None for part in parts[::2]):
+        raise Unfit(
+            "GINConv has another network than ours; use"
+            " torch.nn.Sequential(Linear(a, b), ReLU(), Linear(b, c))"
+        )
+    first, _, last = parts
+    if first.out_features != last.in_features:
+        raise Unfit(
+            f"GINConv's second Linear reads rows of {last.in_features} numbers, and the first"
+            f" writes {first.out_features}; make the two equal"
+        )
+    weights: dict[str, Where] = {
+        f"{inner}.0.weight": ("weight", _same),
+        f"{inner}.0.bias": ("bias", _same),
+        f"{inner}.2.weight": ("weight_out", _same),
+        f"{inner}.2.bias": ("bias_out", _same),
+    }
+    return Convolution(
+        "gin",
+        first.in_features,
+        last.out_features,
+        weights,
+        middle=first.out_features,
+        activation=activation,
+    )
+
+
+def _pyg_gin(conv: Any) -> Convolution:
+    return _gin(conv, "nn")
+
+
+def _dgl_gin(conv: Any) -> Convolution:
+    return _gin(conv, "apply_func", conv.activation)
 
 
 def _pyg_gcn2(conv: Any) -> Convolution:
@@ -314,11 +389,15 @@ _READ: dict[tuple[str, str], Callable[[Any], Convolution]] = {
     ("torch_geometric", "GCNConv"): _pyg_gcn,
     ("torch_geometric", "SAGEConv"): _pyg_sage,
     ("torch_geometric", "GATConv"): _pyg_gat,
+    ("torch_geometric", "GATv2Conv"): _pyg_gatv2,
+    ("torch_geometric", "GINConv"): _pyg_gin,
     ("torch_geometric", "GCN2Conv"): _pyg_gcn2,
     ("torch_geometric", "SGConv"): _pyg_sgc,
     ("dgl", "GraphConv"): _dgl_gcn,
     ("dgl", "SAGEConv"): _dgl_sage,
     ("dgl", "GATConv"): _dgl_gat,
+    ("dgl", "GATv2Conv"): _dgl_gatv2,
+    ("dgl", "GINConv"): _dgl_gin,
     ("dgl", "GCN2Conv"): _dgl_gcn2,
     ("dgl", "SGConv"): _dgl_sgc,
 }

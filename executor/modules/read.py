@@ -298,6 +298,7 @@ def _described(
                 h_in=step.convolution.h_in,
                 h_out=step.convolution.h_out,
                 heads=step.convolution.heads,
+                middle=step.convolution.middle,
                 norm=step.gap.norm,
                 drops=bool(step.gap.p),
                 bias=step.convolution.bias,

@@ -33,8 +33,8 @@ GRAPH_HELP = (
     " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
 )
 MODEL_HELP = (
-    "gcn, sage, gcnii, gat, resgcn or sgc; or your own module of torch_geometric.nn or dgl.nn"
-    " convolutions, as model.py:MyGNN. That file is executed, here and by every rank of a run."
+    "gcn, sage, gcnii, gat, gatv2, gin, resgcn or sgc; or your own module of torch_geometric.nn or"
+    " dgl.nn convolutions, as model.py:MyGNN. That file is executed, here and by every rank."
 )
 Json = Annotated[
     bool,

@@ -100,6 +100,46 @@ class M(nn.Module):
     def forward(self, x, edge_index):
         return self.conv(F.dropout(x, self.p, self.training), edge_index)
 """,
+    "pyg gatv2": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GATv2Conv(in_channels, 6, heads=3), GATv2Conv(18, out_channels)
+    def forward(self, x, edge_index):
+        x = self.a(F.dropout(x, {{p}}, self.training), edge_index).relu()
+        return self.b(x, edge_index)
+""",
+    "pyg gin": f"""{PYG}
+def net(*widths):
+    a, b, c = widths
+    return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c))
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GINConv(net(in_channels, 9, 14)), GINConv(net(14, 20, out_channels))
+        self.norm = BatchNorm(14)
+    def forward(self, x, edge_index):
+        x = self.norm(self.a(x, edge_index)).relu()
+        return self.b(F.dropout(x, {{p}}, self.training), edge_index)
+""",
+    "dgl gatv2": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GATv2Conv(in_feats, 6, 3, activation=F.relu)
+        self.b = GATv2Conv(18, out_feats, 1)
+    def forward(self, g, x):
+        return self.b(g, self.a(g, x).flatten(1)).squeeze(1)
+""",
+    "dgl gin": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GINConv(nn.Sequential(nn.Linear(in_feats, 16), nn.ReLU(), nn.Linear(16, 8)), activation=F.relu)
+        self.b = GINConv(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, out_feats)))
+    def forward(self, g, x):
+        return self.b(g, self.a(g, x))
+""",
     "dgl sage": f"""{DGL}
 class M(nn.Module):
     def __init__(self, in_size, hid_size, out_size):
