@@ -1,6 +1,7 @@
 """Trains for real with torch. The planner and the simulator never import it.
 
 Open
+    modules/     for a user's own torch module: read, and its weights both ways
     layers/      for one rank's arithmetic: kernels, layers, models
     ranks/       for a rank among others: exchanges, optimizer, checkpoints, memory
     minibatch/   for sampling and the feature store

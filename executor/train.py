@@ -22,6 +22,7 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import scores
 from gnnplan.executor.layers.kernels import Shapes, has_onednn
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.read import state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, resident
@@ -272,6 +273,8 @@ class _Training:
             )
             weights = {name: p for part in gathered if part for name, p in part.items()}
         if rank.rank == 0:
+            if self.problem.workload.module:  # under the names of the user's own module
+                weights = state_of(weights, self.problem.workload)
             write_atomically(out / "weights.safetensors", save(weights))
 
 

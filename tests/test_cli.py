@@ -1017,8 +1017,8 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     "workload: absent": (ask("--workload", "absent.yaml"), "absent.yaml: cannot be read"),
     "--layers 0": (ask("--layers", 0), "--layers: must be greater than or equal to 1"),
     "--model gin": (
-        ask("--model", "gin"),
-        "--model: must be 'gcn', 'sage', 'gcnii', 'gat', 'resgcn' or 'sgc'",
+        ask("--model", "gine"),
+        "--model: must be 'gcn', 'sage', 'gcnii', 'gat', 'resgcn', 'sgc', 'gin' or 'gatv2'",
     ),
     "--model gat --hidden 9": (
         ask("--model", "gat", "--hidden", 9),

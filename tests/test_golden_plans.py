@@ -97,6 +97,8 @@ MODELS = {
     "resgcn": Workload(model="resgcn", layers=5, hidden=24, dropout=0.2),
     "resgcn_sum": Workload(model="resgcn", layers=5, hidden=24, aggregation="sum", optimizer="sgd"),
     "sgc": Workload(model="sgc", layers=2),
+    "gin": Workload(model="gin", layers=3, hidden=24, dropout=0.5),
+    "gatv2": Workload(model="gatv2", layers=3, hidden=24, heads=3, dropout=0.5),
 }
 CASES = [(preset.stem, graph) for preset in sorted(PRESETS.glob("*.yaml")) for graph in GRAPHS]
 

@@ -26,7 +26,16 @@ ROOMS = {
         "evidence",
     ],
     "simulator": [],
-    "executor": ["layers", "ranks", "minibatch", "strategies", "train", "launch", "measure"],
+    "executor": [
+        "modules",
+        "layers",
+        "ranks",
+        "minibatch",
+        "strategies",
+        "train",
+        "launch",
+        "measure",
+    ],
 }
 # In graph/formats other libraries read their own files: `library` imports one there by its name, when
 # such a file is read, and says how to install it where it is absent.

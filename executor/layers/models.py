@@ -31,10 +31,12 @@ from gnnplan.executor.layers.kernels import (
     SparseRows,
     aggregate,
     attend,
+    attend_pairs,
     linear,
     linear_sum,
     softmax_aggregate,
 )
+from gnnplan.executor.modules.read import fill
 from gnnplan.planner.gnn import model as gnn
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
@@ -412,6 +414,70 @@ class GATLayer(_SplitLayer):
         return out.relu_() if relu else out
 
 
+class GATv2Layer(_SplitLayer):
+    """Per head the sum of softmax_u(a LeakyReLU(z_u + r_v)) z_u; plus b.
+
+    z = x W + c of sources, r = x W' + c' of readers. The sum is over neighbours u and the vertex v
+    itself; heads lie side by side. Brody et al. 2022; DGL's GATv2Conv on A+I (which has no b) and
+    PyG's, without attention dropout.
+    """
+
+    edges = "loop"
+    linear = False
+
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__(shape)
+        self.weight = nn.Parameter(
+            torch.empty(2 * shape.h_out, shape.h_in)
+        )  # [W | W'] and [c | c']
+        self.bias_in = nn.Parameter(torch.zeros(2 * shape.h_out))
+        self.attention = nn.Parameter(torch.empty(shape.heads, shape.h_out // shape.heads))
+        self.bias = nn.Parameter(torch.zeros(shape.h_out)) if shape.bias else None
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        """[S, H_in] -> [z | r] [S, 2 H_out]."""
+        return linear(rows, self.weight, self.bias_in)
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        return attend_pairs(block, rows, self.attention)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        if self.bias is None:
+            return gathered.relu() if relu else gathered
+        out = gathered + self.bias
+        return out.relu_() if relu else out
+
+
+class GINLayer(_SplitLayer):
+    """A perceptron of (x + the sum of neighbours' x): W_out ReLU(W . + b) + b_out.
+
+    Xu et al. 2019 with epsilon 0; GINConv of DGL and PyG with Linear, ReLU, Linear.
+    """
+
+    edges = "loop"
+
+    def __init__(self, shape: gnn.Layer) -> None:
+        super().__init__(shape)
+        self.weight = nn.Parameter(torch.empty(shape.middle, shape.h_in))
+        self.bias = nn.Parameter(torch.zeros(shape.middle))
+        self.weight_out = nn.Parameter(torch.empty(shape.h_out, shape.middle))
+        self.bias_out = nn.Parameter(torch.zeros(shape.h_out))
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        return linear(rows, self.weight)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        if self.projects_first:
+            hidden = (gathered + self.bias).relu_()
+        else:
+            hidden = linear(gathered, self.weight, self.bias, relu=True)
+        return linear(hidden, self.weight_out, self.bias_out, relu)
+
+
 class GENLayer(_SplitLayer):
     """(x + aggregated messages of neighbours) W + b, with messages relu(x_u) + 1e-7.
 
@@ -471,6 +537,8 @@ class Net(nn.Module):
         if shapes.nonzeros and 1 in self.which:
             self._store_by_columns()
         self._initialise(workload.seed)
+        if workload.module:
+            fill(self, workload)
 
     def _store_by_columns(self) -> None:
         """Lay out by columns the weights that multiply sparse features.
@@ -542,5 +610,12 @@ def _make_layer(shape: gnn.Layer, number: int, workload: Workload) -> nn.Module:
         return GCNIILayer(shape, number, workload.alpha, workload.theta)
     if workload.model == "resgcn":
         return GENLayer(shape, workload.aggregation)
-    kinds = {"gcn": GCNLayer, "sgc": GCNLayer, "sage": SAGELayer, "gat": GATLayer}
+    kinds: dict[str, Callable[[gnn.Layer], nn.Module]] = {
+        "gcn": GCNLayer,
+        "sgc": GCNLayer,
+        "sage": SAGELayer,
+        "gat": GATLayer,
+        "gatv2": GATv2Layer,
+        "gin": GINLayer,
+    }
     return kinds[workload.model](shape)

@@ -33,6 +33,10 @@ GRAPH_HELP = (
     " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of"
     " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
 )
+MODEL_HELP = (
+    "gcn, sage, gcnii, gat, gatv2, gin, resgcn or sgc; or your own module of torch_geometric.nn or"
+    " dgl.nn convolutions, as model.py:MyGNN. That file is executed, here and by every rank."
+)
 Json = Annotated[
     bool,
     typer.Option("--json", help="One JSON document on standard output and nothing else there."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from gnnplan.cli.common import (
     DEFAULT_GRAPH,
     GRAPH_HELP,
+    MODEL_HELP,
     Directed,
     Features,
     Json,
@@ -51,7 +53,7 @@ def plan(
         str | None,
         typer.Option(help="A YAML file with the fields that the options below override."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="gcn, sage, gcnii, gat, resgcn or sgc.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     layers: Annotated[int | None, typer.Option(help="GNN layers.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout before every layer.")] = None,
@@ -108,7 +110,8 @@ def plan(
     from gnnplan.planner.decision.search import search
     from gnnplan.planner.evidence.papers.presets import read_fitted
     from gnnplan.planner.graph.load import source_of
-    from gnnplan.planner.problem.inputs import read_workload
+    from gnnplan.planner.problem.inputs import apply_overrides, read_workload
+    from gnnplan.planner.problem.problem import with_ranks
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress
@@ -128,10 +131,21 @@ def plan(
     }
     with progress() as notify:
         notify(f"reading {graph}")
-        asked = read_workload(workload, flags)
+        module = model if model and ".py" in model else None
+        asked = read_workload(workload, flags | {"model": None if module else model})
         machine, fitted = read_fitted(cluster, asked.model)
         graph = source_of(graph, features, labels, split, task)
-        problem = ask(graph, machine, asked, set_ or [], ranks, partitioner, directed)
+        settings = set_ or []
+        problem = ask(graph, machine, asked, settings, ranks, partitioner, directed)
+        if module:
+            notify(f"reading {module}")
+            given = [name for name, value in flags.items() if value is not None]
+            given += [setting.partition("=")[0].strip() for setting in settings]
+            problem = with_user_module(problem, module, given)
+            if problem.workload.model != asked.model:  # constants of a testbed may be its own
+                machine, fitted = read_fitted(cluster, problem.workload.model)
+                machine, _ = apply_overrides(machine, asked, settings)
+                problem = replace(problem, cluster=with_ranks(machine, ranks))
     for note in [*problem.stats.notes, *([fitted] if fitted else [])]:
         say(f"note: {note}")
     with progress() as notify:
@@ -183,13 +197,26 @@ def ask(
     return Problem(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
 
 
+def with_user_module(problem: Problem, module: str, given: list[str]) -> Problem:
+    """The problem with the user's module as its model; `given` are the fields that they set.
+
+    Raises SpecError.
+    """
+    from gnnplan.executor.modules.read import must_suit, read, with_module
+
+    user = read(module, problem.workload, problem.stats.features, problem.stats.classes)
+    must_suit(user, problem.stats.directed)
+    return replace(problem, workload=with_module(problem.workload, user, given))
+
+
 def show_plan(problem: Problem, document: dict[str, Any], explain: bool) -> None:
     """The question, the answer in five lines, and the leaders; with `explain` all reasons too."""
     workload, cluster = problem.workload, problem.cluster
     width = problem.model.layers[0].h_out  # SGC's is the number of classes
     print(
         f"{problem.stats.name}: {problem.stats.vertices:,} vertices, {problem.stats.edges:,} edges;"
-        f" {workload.model} {workload.layers} layers x {width}, dropout {workload.dropout:g};"
+        f" {workload.module.name + ', ' if workload.module else ''}{workload.model}"
+        f" {workload.layers} layers x {width}, dropout {workload.dropout:g};"
         f" {cluster.name}: {cluster.servers} server{'s' * (cluster.servers > 1)} x"
         f" {cluster.gpus_per_server}"
         f" {cluster.device.name}"

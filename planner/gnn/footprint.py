@@ -14,7 +14,7 @@ S sources, E edges). model.py describes what a layer computes."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,10 @@ RUNTIME = {"cpu": 300e6, "cuda": 800e6}
 # Numbers of a product's operands that its backward pass reads at a time (the executor's products
 # work block by block).
 BLOCK = 512_000
+INDEX = 4  # [B] of an index of ours
+# Numbers that an operation makes of edges together, where it makes a row for each (the executor's
+# GATv2).
+AT_ONCE = 1 << 18
 LONG = 8  # [B] of an index that torch wants in 64 bits
 BAG = 8  # [B] that embedding_bag keeps of each row that it aggregates: two numbers
 # [B] of machine code that oneDNN keeps for each shape of a product (measured; torch 2.13)
@@ -225,7 +229,8 @@ class LayerPasses:
         products = []
         if first and not self.sparse:
             rows = self.local if self.narrow else self.sources
-            products.append(Product(rows, spec.h_in, spec.h_out, self.varies, ("",)))
+            after = "bias" if spec.pairs else ""
+            products.append(Product(rows, spec.h_in, spec.multiplied, self.varies, (after,)))
         if (spec.matrices and not first) or (self.own_matrix and not self.sparse):
             products.append(
                 Product(self.rows, spec.h_in, spec.h_out, self.varies, self.after_product)
@@ -273,11 +278,22 @@ class LayerPasses:
         They are a block of the rows, and `matrices` matrices that are transposed and added up."""
         spec = self.spec
         if self.sparse:  # numbers in the order of columns, and the gradient before it is added
-            return (n * self.nonzeros + spec.h_in * spec.h_out) * self.itemsize
-        block = np.minimum(n, Product(n, spec.h_in, spec.h_out).block) * (
-            max(spec.h_in * self.varies, spec.h_out) + spec.h_out * through_relu
+            return (n * self.nonzeros + spec.h_in * spec.multiplied) * self.itemsize
+        return self._temporaries(n, spec.h_in, spec.multiplied, through_relu, matrices, self.varies)
+
+    def _temporaries(
+        self,
+        n: Number,
+        h_in: int,
+        h_out: int,
+        through_relu: bool,
+        matrices: int = 1,
+        varies: bool = True,
+    ) -> Number:
+        block = np.minimum(n, Product(n, h_in, h_out).block) * (
+            max(h_in * varies, h_out) + h_out * through_relu
         )
-        return (block + (2 * matrices + 1) * spec.h_in * spec.h_out) * self.itemsize
+        return (block + (2 * matrices + 1) * h_in * h_out) * self.itemsize
 
 
 class AggregatesFirst(LayerPasses):
@@ -396,6 +412,105 @@ class Attention(LayerPasses):
         return 2 * self.edges * self.spec.heads * self.itemsize
 
 
+class PairAttention(LayerPasses):
+    """GATv2. A projected row is [z for readers' sums | for the reader's own logits]."""
+
+    def compute(self, tape: Tape) -> None:
+        if not self.narrow:
+            tape.take(self.projected)
+        tape.take(self._edge_weights, self.r_out)
+        tape.touch(self._one_head, INDEX * self.edges, 2 * self._sums)
+        after = self.r_out * (self.spec.bias or self.relu)
+        tape.take(after)
+
+    def compute_backward(self, tape: Tape) -> None:
+        tape.take(self.before_relu, self.projected)
+        tape.take(self.edges * (LONG + INDEX))  # the order of edges by source, their readers
+        # of one head: its rows, and products along edges; then their gradient, and sums of rows
+        head = self._one_head + self.r_out / self.spec.heads
+        tape.touch(head, self.edges * 2 * (LONG + self.itemsize))
+        tape.touch(2 * head, self.edges * self.itemsize, 3 * self._sums)
+        tape.free(self.edges * (LONG + INDEX))
+        after = self.r_out * (self.spec.bias or self.relu)  # else the aggregate is the output
+        tape.free(self._edge_weights, after, self.before_relu)
+        if not self.narrow:
+            tape.free(self.projected)
+            tape.take(self.s_in * self.varies)
+            tape.touch(self.product(self.sources))
+            tape.free(self.projected, self.prepared.dropped)
+
+    @property
+    def _one_head(self) -> Number:
+        return self.s_out / self.spec.heads
+
+    @property
+    def _edge_weights(self) -> Number:
+        return self.edges * self.spec.heads * self.itemsize
+
+    @property
+    def _sums(self) -> Number:
+        """Sums of two rows, of as many edges as are taken together."""
+        width = self.spec.h_out // self.spec.heads
+        return np.minimum(self.edges, max(1, AT_ONCE // width)) * width * self.itemsize
+
+
+class Perceptron(LayerPasses):
+    """GIN: aggregate and two products, the first of which may come before the aggregate."""
+
+    @property
+    def r_middle(self) -> Number:
+        return self.rows * self.spec.middle * self.itemsize
+
+    @property
+    def after_product(self) -> tuple[str, ...]:
+        return ("bias relu",)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        spec = self.spec
+        first = [replace(product, h_out=spec.middle) for product in super().products]
+        second = Product(
+            self.rows, spec.middle, spec.h_out, True, ("bias relu" if self.relu else "bias",)
+        )
+        return (*first, second)
+
+    def compute(self, tape: Tape) -> None:
+        if self.spec.projects_first:
+            tape.take(0.0 if self.narrow else self.projected)
+            tape.take(self.r_middle)
+            tape.free(0.0 if self.narrow else self.projected)
+            tape.take(self.r_middle)  # with bias and ReLU
+        else:
+            tape.take(self.gathered, self.r_middle)
+        tape.take(self.r_out)
+        tape.free(self.r_middle * self.spec.projects_first)
+
+    def compute_backward(self, tape: Tape) -> None:
+        spec = self.spec
+        tape.take(self.r_middle)
+        tape.touch(self._temporaries(self.rows, spec.middle, spec.h_out, self.relu))
+        if not spec.projects_first:
+            first = self.product(self.rows, True)
+            tape.take(self.r_in * self.varies)
+            tape.touch(first)
+            tape.free(self.gathered, 2 * self.r_middle)
+            return
+        tape.take(self.r_middle)  # before ReLU
+        tape.free(2 * self.r_middle)
+        tape.take(self.projected)
+        tape.free(self.r_middle)
+        if not self.narrow:
+            tape.take(self.s_in * self.varies)
+            tape.touch(self.product(self.sources))
+            tape.free(self.projected, self.prepared.dropped)
+
+    def scatter_gradient(self, tape: Tape) -> None:
+        if not self.spec.projects_first:
+            tape.take(self.s_in)
+            tape.touch(BAG * self.sources)
+            tape.free(self.r_in)
+
+
 class Residual(LayerPasses):
     """ResGCN+: messages ReLU(x) summed or by a softmax, plus own rows, a product, plus inputs."""
 
@@ -457,7 +572,14 @@ class InitialResidual(AggregatesFirst):
         tape.free(self.r_in)
 
 
-KINDS = {"gat": Attention, "resgcn": Residual, "gcnii": InitialResidual}
+KINDS = {
+    "gat": Attention,
+    "gatv2": PairAttention,
+    "gin": Perceptron,
+    "resgcn": Residual,
+    "gcnii": InitialResidual,
+}
+UNWEIGHTED = ("gat", "gatv2", "gin", "resgcn")  # whose edges all weigh one
 
 
 def _kind_of(kind: str, spec: Layer) -> type[LayerPasses]:
@@ -507,7 +629,7 @@ def block(
     Edges are kept in both directions, with the place of each in the other direction, and their
     weights; sources are kept by id."""
     edges = edges + rows if spec.self_edges else edges
-    weights = 0 if kind in ("gat", "resgcn") else 2 * model.itemsize
+    weights = 0 if kind in UNWEIGHTED else 2 * model.itemsize
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import Module, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
 
@@ -53,11 +53,25 @@ class Layer:
     norm: str = "none"  # of its inputs, if it activates them: 'layer' or 'batch'
     drops: bool = True  # dropout of its inputs
     bias: bool = True
+    middle: int = 0  # GIN: numbers per row between its two products; 0: there is one
+    # GATv2: a logit is of a sum of two rows, so a projected row has a part for readers and one for
+    # sources
+    pairs: bool = False
+
+    @property
+    def multiplied(self) -> int:
+        """Numbers per row after the first matrix."""
+        return 2 * self.h_out if self.pairs else self.middle or self.h_out
 
     @property
     def projected(self) -> int:
         """Numbers per projected row."""
-        return self.h_out + self.heads
+        return self.multiplied + (0 if self.pairs else self.heads)
+
+    @property
+    def gathered(self) -> int:
+        """Numbers per row that is summed over the edges."""
+        return (self.middle or self.h_out) if self.projects_first else self.h_in
 
 
 class Preparation(NamedTuple):
@@ -163,7 +177,8 @@ class Model:
         return (
             layer == 1
             and self.encoder is None
-            and not (self.redrawn or self.dropout or self.layers[0].heads or self.nonzeros)
+            and not (self.redrawn or self.layers[0].heads or self.nonzeros)
+            and not (self.dropout and self.layers[0].drops)
         )
 
     def features_moved(self, rows: Number) -> Number:
@@ -232,12 +247,18 @@ class Model:
         multiplied = spec.matrices * rows
         if spec.projects_first:
             multiplied = (0 if narrow else sources) + (spec.matrices - 1) * rows
-        product = self._product(spec.h_in, spec.h_out, multiplied, sparse)
-        source_width = spec.h_out if narrow or sparse else spec.h_in
+        product = self._product(spec.h_in, spec.multiplied, multiplied, sparse)
+        if spec.middle:
+            product = product + self._product(spec.middle, spec.h_out, rows)
+        source_width = spec.multiplied if narrow or sparse else spec.h_in
         elementwise_bytes: Number = 0 if cached else 2 * sources * source_width * itemsize
         elementwise_bytes = (
             elementwise_bytes + (3 if spec.weights else 0) * rows * spec.h_out * itemsize
         )
+        elementwise_bytes = elementwise_bytes + 3 * rows * spec.middle * itemsize
+        # GATv2 adds two rows along every edge and head, activates and weighs them
+        if spec.pairs:
+            elementwise_bytes = elementwise_bytes + 6 * (edges + rows) * spec.h_out * itemsize
         # GCNII mixes the aggregate with the initial rows, and the product with what it was before
         if self.hands_on_initial:
             elementwise_bytes = elementwise_bytes + 3 * rows * spec.h_out * itemsize
@@ -283,6 +304,8 @@ class Model:
         if spec.heads:
             gathers = gathers + aggregated
         products = 1 if constant else 2  # per product of the forward pass
+        # the inputs of GIN's second product vary in any case
+        second = self._product(spec.middle, spec.h_out, rows) if spec.middle else Compute()
         masked = bool(self.dropout) and spec.drops and not (narrow and self.narrow_at(layer))
         # masks and weights are read, not made again
         elementwise_bytes = (
@@ -294,26 +317,28 @@ class Model:
         if self.hands_on_initial:
             elementwise_bytes = elementwise_bytes + 7 * rows * spec.h_out * self.itemsize
         work = Compute(
-            forward.flops * products,
+            forward.flops * products + second.flops * (2 - products),
             gathers,
             elementwise_bytes,
             2 * (forward.launches - MASK * masked),
             self.itemsize,
-            gemm_bytes=forward.gemm_bytes * products,
+            gemm_bytes=forward.gemm_bytes * products + second.gemm_bytes * (2 - products),
             tensor_bytes=forward.tensor_bytes,
             attention_edges=forward.attention_edges,
         )
         if not self.reads_sparse(layer):
             return work
         multiplied = sources + (spec.matrices - 1) * rows
-        return self._matrix_gradient(spec.h_in, spec.h_out, multiplied, sparse=True) + work
+        return self._matrix_gradient(spec.h_in, spec.multiplied, multiplied, sparse=True) + work
 
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of a narrow layer's projection, before its exchange."""
         if not self.narrow_at(layer):
             return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
         spec = self.layers[layer - 1]
-        return self._rowwise((spec.h_in, spec.h_out), rows, constant_input=False, prepared_as=spec)
+        return self._rowwise(
+            (spec.h_in, spec.multiplied), rows, constant_input=False, prepared_as=spec
+        )
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
@@ -345,8 +370,9 @@ class Model:
             return ()
         spec = self.layers[layer - 1]
         edges = edges + rows if spec.self_edges else edges
-        width = spec.h_out if spec.projects_first else spec.h_in
-        return (Gather(edges, width, among, into),) * spec.sums
+        gather = Gather(edges, spec.gathered, among, into)
+        # GATv2 reads the rows of both ends once more for its logits
+        return (gather,) * (3 if spec.pairs else spec.sums)
 
     def _product(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
         """Rows times a matrix [h_in, h_out].
@@ -449,7 +475,9 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     classes = max(classes, 1)
     architecture = ARCHITECTURES[workload.model]
     return Model(
-        layers=tuple(architecture.layers(workload, features, classes, nonzeros > 0)),
+        layers=_as_in_module(
+            architecture.layers(workload, features, classes, nonzeros > 0), workload.module
+        ),
         encoder=(features, workload.hidden) if architecture.encodes else None,
         decoder=(workload.hidden, classes) if architecture.encodes else None,
         dropout=workload.dropout,
@@ -461,7 +489,7 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         activates_last=architecture.activates_last,
         nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
-        relu=architecture.relu,
+        relu=architecture.relu and (workload.module is None or workload.module.relu),
     )
 
 
@@ -518,6 +546,40 @@ def _gat_layers(workload: Workload, features: int, classes: int, sparse: bool) -
     return _normalised(layers, workload)
 
 
+def _gatv2_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Brody et al. 2022: W and a bias for sources, W and a bias for readers, an attention vector of
+    a number per output, and a bias.
+
+    The last layer has one head."""
+    layers = [
+        Layer(
+            h_in,
+            h_out,
+            1,
+            2 * (h_in * h_out + h_out) + 2 * h_out,
+            True,
+            True,
+            heads=workload.heads,
+            pairs=True,
+        )
+        for h_in, h_out in _widths(workload, features, classes)
+    ]
+    layers[-1] = replace(layers[-1], heads=1)
+    return _normalised(layers, workload)
+
+
+def _gin_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Xu et al. 2019: a perceptron of two matrices and two biases, hidden rows between them."""
+    own = iter(workload.module.layers if workload.module else ())
+
+    def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
+        middle = next(own).middle if workload.module else workload.hidden
+        weights = h_in * middle + middle + middle * h_out + h_out
+        return Layer(h_in, h_out, 1, weights, True, projects_first, middle=middle)
+
+    return _convolutions(layer, workload, features, classes, sparse)
+
+
 def _sgc_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
     """Wu et al. 2019: the first layer has the matrix, the last one the bias; all aggregate."""
     first = Layer(
@@ -552,20 +614,43 @@ def _resgcn_layers(
 
 def _widths(workload: Workload, features: int, classes: int) -> list[tuple[int, int]]:
     """(H_in, H_out) of each layer of a model without encoder and decoder."""
+    if workload.module:
+        return list(pairwise([features, *(layer.h_out for layer in workload.module.layers)]))
     return list(pairwise([features, *[workload.hidden] * (workload.layers - 1), classes]))
 
 
 def _caches_aggregate(workload: Workload) -> bool:
     """Whether layer 1 multiplies an aggregate that is computed once (Model.aggregate_cached)."""
-    return workload.dropout == 0 and workload.mode != "mini"
+    drops = workload.module is None or workload.module.layers[0].drops
+    return not (workload.dropout and drops) and workload.mode != "mini"
 
 
 def _normalised(layers: Sequence[Layer], workload: Workload) -> Sequence[Layer]:
     """The layers with the workload's norm, if any, before all but the first."""
     norm = _norm_of(workload)
-    if norm == "none":
+    if norm == "none" or workload.module:  # a module has norms of its own
         return layers
     return [layers[0], *(_activating(layer, norm) for layer in layers[1:])]
+
+
+def _as_in_module(layers: Sequence[Layer], module: Module | None) -> tuple[Layer, ...]:
+    """The layers with a user's module's own norms, heads, dropout and biases."""
+    if module is None:
+        return tuple(layers)
+    out = []
+    for layer, own in zip(layers, module.layers, strict=True):
+        changed = layer if own.norm == "none" else _activating(layer, own.norm)
+        lost = layer.h_out if layer.bias and not own.bias else 0
+        out.append(
+            replace(
+                changed,
+                drops=own.drops,
+                heads=own.heads,
+                bias=layer.bias and own.bias,
+                weights=changed.weights - lost,
+            )
+        )
+    return tuple(out)
 
 
 def _activating(layer: Layer, norm: str) -> Layer:
@@ -594,6 +679,8 @@ ARCHITECTURES = {
     "gcn": Architecture(_gcn_layers),
     "sage": Architecture(_sage_layers),
     "gat": Architecture(_gat_layers),
+    "gatv2": Architecture(_gatv2_layers),
+    "gin": Architecture(_gin_layers),
     "sgc": Architecture(_sgc_layers, relu=False),
     "gcnii": Architecture(_gcnii_layers, encodes=True, hands_on_initial=True),
     "resgcn": Architecture(_resgcn_layers, encodes=True, activates_last=True),

@@ -24,10 +24,36 @@ class Conflict(ValueError):
         self.fields = fields
 
 
+class ModuleLayer(Spec):
+    """A layer of a user's module: its widths, and what the module does to its inputs."""
+
+    h_in: int = Field(ge=1)
+    h_out: int = Field(ge=1)
+    heads: int = Field(0, ge=0)  # of attention
+    middle: int = Field(0, ge=0)  # GIN: numbers per row between its two products
+    norm: Literal["none", "layer", "batch"] = "none"  # of its inputs, before their ReLU
+    drops: bool = True  # dropout of its inputs
+    bias: bool = True
+
+
+class Module(Spec):
+    """A user's torch module, in words that need no torch.
+
+    executor/modules/read.py makes this of the file, and reads the file again for weights."""
+
+    file: str  # whole path
+    name: str  # of a class, a function or an instance in the file
+    sha256: str  # of the file
+    features: int = Field(ge=1)
+    classes: int = Field(ge=1)
+    layers: tuple[ModuleLayer, ...] = Field(min_length=1)
+    relu: bool = True  # between layers
+
+
 class Workload(Spec):
     """A GNN and its training options. Options that a model does not know have no effect."""
 
-    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"] = "sage"
+    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"] = "sage"
     layers: int = Field(3, ge=1, le=10_000)
     hidden: int = Field(256, ge=1, le=1_000_000)  # SGC has no hidden rows: all are classes wide
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
@@ -42,18 +68,37 @@ class Workload(Spec):
     dtype: Literal["float32", "float64"] = "float32"
     alpha: float = Field(0.1, ge=0.0, le=1.0)  # GCNII: strength of the initial residual
     theta: float = Field(0.5, gt=0.0, le=1e6)  # GCNII: beta_l = log(theta / l + 1)
-    heads: int = Field(4, ge=1, le=10_000)  # GAT: of hidden layers; the last layer has one
+    heads: int = Field(4, ge=1, le=10_000)  # GAT, GATv2: of hidden layers; the last layer has one
     aggregation: Literal["softmax", "sum"] = "softmax"  # ResGCN+
     # before hidden layers' activation; None: 'layer' for resgcn, else 'none'
     norm: Literal["none", "layer", "batch"] | None = None
+    # the user's own model. The fields above say what it is, as far as they can.
+    module: Module | None = None
+
+    @model_validator(mode="after")
+    def _is_the_module(self) -> Workload:
+        if self.module is None:
+            return self
+        for field, found in (
+            ("layers", len(self.module.layers)),
+            ("hidden", self.module.layers[0].h_out),
+        ):
+            if getattr(self, field) != found:
+                raise Conflict(
+                    (field, "module"),
+                    f"{self.module.name} of {self.module.file} decides {field} ({field}:"
+                    f" {getattr(self, field)}, the module's: {found}); leave {field} out, or change"
+                    " the module",
+                )
+        return self
 
     @model_validator(mode="after")
     def _is_a_model(self) -> Workload:
-        if self.model == "gat" and self.layers > 1 and self.hidden % self.heads:
+        if self.model in ("gat", "gatv2") and self.layers > 1 and self.hidden % self.heads:
             fitting = max(n for n in range(1, self.heads + 1) if self.hidden % n == 0)
             raise Conflict(
                 ("hidden", "heads", "model", "layers"),
-                f"hidden must be a multiple of gat's heads (hidden: {self.hidden}, heads:"
+                f"hidden must be a multiple of {self.model}'s heads (hidden: {self.hidden}, heads:"
                 f" {self.heads}); use heads={fitting}",
             )
         if self.model in ("gcnii", "sgc") and self.norm in ("layer", "batch"):

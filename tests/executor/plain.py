@@ -50,7 +50,11 @@ class Plain:
             self.operator = self.adjacency
         else:
             looped = self.adjacency + torch.eye(n, dtype=torch.float64)
-            self.operator = looped / (looped.sum(1)[:, None] * looped.sum(0)[None, :]).sqrt()
+            self.operator = (
+                looped
+                if self.model == "gin"
+                else looped / (looped.sum(1)[:, None] * looped.sum(0)[None, :]).sqrt()
+            )
         self.x = torch.from_numpy(self.graph.features().astype(np.float64))
         y = torch.from_numpy(np.array(self.graph.y))
         self.train = torch.from_numpy(np.array(self.graph.train))
@@ -135,6 +139,16 @@ class Plain:
             logits = F.leaky_relu(of_reader[:, : len(operator)] + of_source.transpose(1, 2), 0.2)
             weight = logits.masked_fill(operator == 0, -torch.inf).softmax(2)
             return (weight @ z).transpose(0, 1).flatten(1)
+        if self.model == "gatv2":
+            vectors = self.w[f"layers.{layer}.attention"]
+            both = (
+                rows @ self.w[f"layers.{layer}.weight"].T + self.w[f"layers.{layer}.bias_in"]
+            ).chunk(2, 1)
+            z, r = (half.view(len(rows), len(vectors), -1).transpose(0, 1) for half in both)
+            sums = r[:, : len(operator), None] + z[:, None]  # [heads, N, S, width]
+            logits = (F.leaky_relu(sums, 0.2) * vectors[:, None, None]).sum(3)
+            weight = logits.masked_fill(operator == 0, -torch.inf).softmax(2)
+            return (weight @ z).transpose(0, 1).flatten(1)
         return operator @ rows
 
     def update(
@@ -152,7 +166,10 @@ class Plain:
         bias = self.w[f"layers.{layer}.bias"]
         if self.model == "resgcn":
             return (gathered + own) @ w.T + bias + (h if layer > 1 else 0.0)
-        out = (gathered if self.model == "gat" else gathered @ w.T) + bias
+        out = (gathered if self.model in ("gat", "gatv2") else gathered @ w.T) + bias
+        if self.model == "gin":
+            w_out, bias_out = (self.w[f"layers.{layer}.{name}_out"] for name in ("weight", "bias"))
+            out = out.relu() @ w_out.T + bias_out
         if self.model == "sage":
             out = out + own @ self.w[f"layers.{layer}.weight_self"].T
         return out.relu() if layer < self.layers and self.norm == "none" else out

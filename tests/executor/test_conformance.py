@@ -70,6 +70,12 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (4, 2, "granndis(depth=2,group='island')", "gcnii", "rough", 0.0),
     (4, 1, "granndis(max_hop=1,fanout=2,batches=3,group='island')", "gcn", "rough", 0.0),
     (2, 1, "graph_parallel(narrow=True)", "gat", "rough", 0.5),
+    (2, 1, "graph_parallel(narrow=True)", "gatv2", "rough", 0.5),
+    (4, 1, "gnnpipe(stages=2,chunks=3)", "gatv2", "sparse", 0.0),
+    (4, 2, "granndis(depth=1)", "gin", "sparse", 0.5),
+    (3, 1, "gnnpipe", "gin", "rough", 0.5),
+    (2, 1, "gsplit", "gin mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
+    (2, 1, "data_parallel", "gatv2 mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
     # moments before layers and the decoder
     (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),

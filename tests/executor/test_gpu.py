@@ -83,7 +83,7 @@ def test_nccl_with_one_rank(gpu_rank: Rank, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
 @pytest.mark.parametrize("graph", ["rough", "sparse"])
 def test_one_rank_on_the_gpu_equals_the_cpu(
     gpu_rank: Rank,
@@ -108,7 +108,7 @@ def test_one_rank_on_the_gpu_equals_the_cpu(
 @pytest.mark.parametrize(
     "strategy", ["graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis(depth=1)"]
 )
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
 def test_two_ranks_on_one_gpu_equal_the_cpu(
     run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str
 ) -> None:

@@ -24,7 +24,7 @@ from gnnplan.planner.graph.sampling import Frontier, frontier, seeds_of
 
 pytestmark = pytest.mark.timeout(110)
 
-MODELS = ("gcn", "sage", "gat", "gcnii", "resgcn", "sgc")
+MODELS = ("gcn", "sage", "gat", "gcnii", "resgcn", "sgc", "gin", "gatv2")
 SPLITS = [
     (2, 1, "data_parallel"),
     (3, 1, "data_parallel"),
@@ -48,6 +48,8 @@ PAIRS = [
     ("sparse", "gcnii", {}),
     ("rough", "resgcn", {"dropout": 0.5}),
     ("rough", "sgc", {"dropout": 0.5}),
+    ("rough", "gin", {"dropout": 0.5}),
+    ("sparse", "gatv2", {"hidden": 32}),
     ("islands", "sage", {"batch": 4, "fanout": "full"}),
 ]
 
@@ -84,7 +86,7 @@ def drawn_operator(plain: Plain, found: Frontier, layer: int) -> Tensor:
         return taken / taken.sum(1, keepdim=True).clamp(min=1)
     if plain.model == "resgcn":
         return taken
-    if plain.model == "gat":
+    if plain.model in ("gat", "gatv2", "gin"):
         return taken + torch.eye(n, dtype=torch.float64)
     ratio = plain.adjacency.sum(1) / taken.sum(1).clamp(min=1)
     return plain.operator * (taken * ratio[:, None] + torch.eye(n, dtype=torch.float64))

@@ -39,7 +39,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 
-MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn", "sgc")
+MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2")
 DTYPES = (torch.float64, torch.float32)
 TOLERANCE = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-12},

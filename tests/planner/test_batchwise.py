@@ -80,7 +80,9 @@ def problems(draw: st.DrawFn) -> Problem:
         intra=10 ** draw(st.floats(7, 11)),
         gemm=10 ** draw(st.floats(9, 13)),
         host=10 ** draw(st.floats(5, 8)),
-        model=draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"])),
+        model=draw(
+            st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
+        ),
         heads=1,
         layers=layers,
         seed=draw(st.integers(0, 3)),

@@ -155,7 +155,7 @@ def problems(draw: st.DrawFn) -> Problem:
             )
         ),
     )
-    model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc"]))
+    model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"]))
     norm = None if model in ("gcnii", "sgc") else draw(st.sampled_from([None, "layer", "batch"]))
     return problem_of(
         draw(st.sampled_from(GRAPHS)),

@@ -6,7 +6,7 @@ is public or probed at run time.
 Open
     block.py           for `Block`: the edges of a layer, in CSR, with their transpose
     aggregation.py     for `aggregate`: sparse matrix times dense rows, and its gradient
-    attention.py       for `softmax_aggregate` and `attend`: softmax over the edges of a vertex
+    attention.py       for `softmax_aggregate`, `attend`, `attend_pairs`: softmax over edges
     sparse_rows.py     for `SparseRows`: features of which most are zero
     matmul.py          for `linear` and `linear_sum`: dense products by oneDNN; `Shapes`
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
@@ -16,7 +16,7 @@ Shapes: R destination rows, S source rows, E edges, Z stored values of sparse ro
 (H_in and H_out for a linear layer)."""
 
 from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
-from gnnplan.executor.layers.kernels.attention import attend, softmax_aggregate
+from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
 from gnnplan.executor.layers.kernels.block import Block
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import Shapes, has_onednn, linear, linear_sum
@@ -33,6 +33,7 @@ __all__ = [
     "aggregate",
     "aggregate_transposed",
     "attend",
+    "attend_pairs",
     "backward",
     "dropout",
     "dropout_mask",

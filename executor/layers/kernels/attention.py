@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.aggregation import aggregate_transposed, no_beta_warning, spmm
 from gnnplan.executor.layers.kernels.block import Block, check_rows
 from gnnplan.executor.layers.kernels.runtime import apply
+from gnnplan.planner.gnn.footprint import AT_ONCE
 
 
 def softmax_aggregate(block: Block, m: Tensor) -> Tensor:
@@ -104,6 +107,94 @@ class _Attend(torch.autograd.Function):
         to_source = _reduce_rows("sum", to_logit[order], block.t_indptr)
         to_reader = _reduce_rows("sum", to_logit, block.indptr)
         return to_z, to_source, to_reader, None, None
+
+
+def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float = 0.2) -> Tensor:
+    """Attention whose logits are of sums of two rows (Brody et al. 2022): rows [S, 2 H] -> [R, H].
+
+    A row is [z | r], with heads side by side in each half. Per head the result is the sum of z_u
+    over edges u -> v, by softmax of the logits a . LeakyReLU(z_u + r_v), with `vectors` a
+    [heads, H / heads]. Destinations without edges get zero. Edge weights of the block play no part.
+
+    A sum of two rows is made for some edges at a time, and made again in the backward pass. On CUDA
+    the backward pass adds in no fixed order.
+    """
+    return apply(_AttendPairs, rows, vectors, block, slope)
+
+
+class _AttendPairs(torch.autograd.Function):
+    """Saves the rows, the outputs, and one value per edge and head."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
+        check_rows(block, rows)
+        h_out = rows.shape[1] // 2
+        readers = _readers(block)
+        out = rows.new_empty(block.n_dst, h_out)
+        weights = rows.new_empty(len(vectors), block.edges)
+        for part, vector, weight in zip(_heads(h_out, vectors), vectors, weights, strict=True):
+            z, r = rows[:, part].contiguous(), rows[: block.n_dst, h_out:][:, part]
+            for some in _some_edges(block, len(vector)):
+                sums = z.index_select(0, block.indices[some])
+                sums += r.index_select(0, readers[some])
+                torch.mv(F.leaky_relu_(sums, slope), vector, out=weight[some])
+            weight -= block.per_edge(_reduce_rows("max", weight, block.indptr))
+            weight.exp_()
+            total = _reduce_rows("sum", weight, block.indptr).clamp_(min=1.0)
+            weight /= block.per_edge(total)
+            out[:, part] = spmm(block.indptr, block.indices, weight, z)
+        ctx.block, ctx.slope = block, slope
+        ctx.save_for_backward(rows, vectors, weights, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """d logit as in `attend`; with s = z_u + r_v it goes to a, and by a LeakyReLU'(s) to both
+        rows."""
+        (rows, vectors, weights, out), block = ctx.saved_tensors, ctx.block
+        h_out, readers, order = rows.shape[1] // 2, _readers(block), block.order.long()
+        to_rows, to_vectors = torch.zeros_like(rows), torch.zeros_like(vectors)
+
+        def one_head(part: slice, vector: Tensor, weight: Tensor, to_vector: Tensor) -> None:
+            z, r = rows[:, part].contiguous(), rows[: block.n_dst, h_out:][:, part]
+            g = grad[:, part].contiguous()
+            to_logit = _edge_products(block, g, z)
+            to_logit -= block.per_edge((g * out[:, part]).sum(1))
+            to_logit *= weight
+            to_z = spmm(block.t_indptr, block.t_indices, weight[order], g)
+            to_r = torch.zeros_like(g)
+            for some in _some_edges(block, len(vector)):
+                sources, reader, by = block.indices[some], readers[some], to_logit[some, None]
+                sums = z.index_select(0, sources)
+                sums += r.index_select(0, reader)
+                to_vector += torch.mv(F.leaky_relu(sums, ctx.slope).t(), by[:, 0])
+                sums = torch.where(sums > 0, vector, ctx.slope * vector) * by
+                to_z.index_add_(0, sources, sums)
+                to_r.index_add_(0, reader, sums)
+            to_rows[:, part] = to_z
+            to_rows[: block.n_dst, h_out:][:, part] = to_r
+
+        for head in zip(_heads(h_out, vectors), vectors, weights, to_vectors, strict=True):
+            one_head(*head)
+        return to_rows, to_vectors, None, None
+
+
+def _heads(h_out: int, vectors: Tensor) -> list[slice]:
+    """The columns of each head."""
+    width = h_out // len(vectors)
+    return [slice(i * width, (i + 1) * width) for i in range(len(vectors))]
+
+
+def _readers(block: Block) -> Tensor:
+    """The destination of every edge, int32 [E]."""
+    return block.per_edge(torch.arange(block.n_dst, dtype=torch.int32, device=block.indptr.device))
+
+
+def _some_edges(block: Block, width: int) -> Iterator[slice]:
+    """Edges in pieces of AT_ONCE numbers."""
+    for start in range(0, block.edges, each := max(1, AT_ONCE // width)):
+        yield slice(start, min(start + each, block.edges))
 
 
 def _reduce_rows(reduction: str, values: Tensor, indptr: Tensor) -> Tensor:

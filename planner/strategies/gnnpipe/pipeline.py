@@ -312,7 +312,12 @@ class Pipeline(Strategy):
         ]
         dropped = [spec.h_in for spec in varying if model.dropout and spec.drops]
         # sparse rows are dropped by each chunk instead
-        if model.dropout and 1 in stages[stage] and not model.encoder and not model.nonzeros:
+        if (
+            model.dropout
+            and model.layers[0].drops
+            and 1 in stages[stage]
+            and not (model.encoder or model.nonzeros)
+        ):
             dropped.append(model.features)
         return Compute(
             elementwise_bytes=float(4 * rows * sum(spec.h_in for spec in varying) * model.itemsize),

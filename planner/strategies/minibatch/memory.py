@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME, block, kernels
+from gnnplan.planner.gnn.footprint import RUNTIME, UNWEIGHTED, block, kernels
 from gnnplan.planner.gnn.model import Layer
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
@@ -171,7 +171,7 @@ def laying(problem: Problem, layers: Sequence[tuple[LayerFacts, Layer]]) -> np.n
     """
     sage, weighted = (
         problem.workload.model == "sage",
-        problem.workload.model not in ("gat", "resgcn"),
+        problem.workload.model not in UNWEIGHTED,
     )
     # a weight and its copy, in both orders, and the order itself; GCN's are in 64 bits first
     each = 28 + (20 if sage else 32) * weighted

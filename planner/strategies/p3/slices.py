@@ -200,9 +200,13 @@ class Slices(Strategy):
 
 
 def _no_partial_form(model: str) -> str:
+    why = {
+        "gin": "has a second product after the sum",
+        "gatv2": "has logits of whole rows",
+    }.get(model, "reads an encoder's output")
     return (
-        f"layer 1 must be a sum over feature columns, and that of {model} reads an encoder's"
-        " output: it has no scatter, transform and apply of its own; use one of"
+        f"layer 1 must be a sum over feature columns, and that of {model} {why}: it has"
+        " no scatter, transform and apply of its own; use one of"
         f" {', '.join(MODELS)}, or data_parallel or gsplit, which run any layer"
     )
 

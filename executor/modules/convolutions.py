@@ -1,0 +1,417 @@
+"""What the convolutions of PyTorch Geometric and DGL are among our layers.
+
+Each is told by the name of its library and its class, so neither library is imported here. `known`
+gives a convolution's kind (Workload.model), its widths, and where our layer has its parameters:
+
+    their parameter  ->  (our parameter, a view of ours that has their shape)
+
+A view reads and writes, so one table takes weights both ways. What a convolution may do beyond our
+layer has one allowed value in `_ONLY`; another value is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Where = tuple[str, Callable[[Tensor], Tensor]]
+
+
+class Unfit(Exception):
+    """Something of a module that has no place in our layers; says what, and what would fit."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution in our terms."""
+
+    kind: str  # as Workload.model
+    h_in: int
+    h_out: int
+    weights: Mapping[str, Where]  # by the name in the convolution
+    heads: int = 0
+    middle: int = 0  # GIN: width between its two products
+    bias: bool = True
+    hops: int = 1  # SGC: layers that it is
+    # GCNII
+    alpha: float = 0.0
+    beta: float = 0.0
+    # DGL: what it does itself around its sums
+    drops: float = 0.0
+    activation: object = None
+    splits: bool = False  # the output is [N, heads, width]
+    # it weighs a source by its in-degree, so that a directed graph has other weights than ours
+    by_in_degree: bool = False
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.t()
+
+
+def _per_head(tensor: Tensor) -> Tensor:
+    """[heads, width] as [1, heads, width]."""
+    return tensor[None]
+
+
+def _half(number: int) -> Callable[[Tensor], Tensor]:
+    """[a_l | a_r] of each head [heads, 2 width] -> one of the two [1, heads, width]."""
+    return lambda tensor: tensor.chunk(2, 1)[number][None]
+
+
+# Attributes of a convolution, by library and class, and the value that our layer has.
+_ONLY: dict[tuple[str, str], dict[str, Any]] = {
+    ("torch_geometric", "GCNConv"): {"improved": False, "add_self_loops": True, "normalize": True},
+    ("torch_geometric", "SAGEConv"): {
+        "aggr": "mean",
+        "normalize": False,
+        "root_weight": True,
+        "project": False,
+    },
+    ("torch_geometric", "GATConv"): {
+        "add_self_loops": True,
+        "dropout": 0.0,
+        "edge_dim": None,
+        "residual": False,
+        "negative_slope": 0.2,
+    },
+    ("torch_geometric", "GATv2Conv"): {
+        "add_self_loops": True,
+        "dropout": 0.0,
+        "edge_dim": None,
+        "residual": False,
+        "negative_slope": 0.2,
+        "share_weights": False,
+    },
+    ("torch_geometric", "GCN2Conv"): {"add_self_loops": True, "normalize": True, "weight2": None},
+    ("torch_geometric", "SGConv"): {"add_self_loops": True},
+    ("torch_geometric", "GINConv"): {"aggr": "add"},
+    ("dgl", "GraphConv"): {"_norm": "both"},
+    ("dgl", "SAGEConv"): {"_aggre_type": "mean", "norm": None},
+    ("dgl", "GATConv"): {"attn_drop.p": 0.0, "res_fc": None, "leaky_relu.negative_slope": 0.2},
+    ("dgl", "GATv2Conv"): {
+        "attn_drop.p": 0.0,
+        "res_fc": None,
+        "leaky_relu.negative_slope": 0.2,
+        "share_weights": False,
+    },
+    ("dgl", "GCN2Conv"): {"_project_initial_features": True, "_bias": False},
+    ("dgl", "SGConv"): {"norm": None},
+    ("dgl", "GINConv"): {"_aggregator_type": "sum"},
+}
+
+
+def library(module: nn.Module) -> str:
+    """The package that a module's class is from, or the nearest of its base classes that is."""
+    for base in type(module).__mro__:
+        for name in ("torch_geometric", "dgl"):
+            if base.__module__.startswith(f"{name}.nn"):
+                return name
+    return type(module).__module__.partition(".")[0]
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a module is of the convolutions of PyG or DGL, known here or not."""
+    return any(
+        base.__module__.startswith(("torch_geometric.nn.conv", "dgl.nn.pytorch.conv"))
+        for base in type(module).__mro__
+    )
+
+
+def known(conv: nn.Module) -> Convolution:
+    """A convolution in our terms. Raises Unfit."""
+    key = (library(conv), type(conv).__name__)
+    if key not in _READ or type(conv).__module__.partition(".")[0] != key[0]:
+        names = ", ".join(name for of, name in _READ if of == key[0])
+        raise Unfit(f"{key[1]} is not known here; of {key[0]} use one of {names}")
+    for path, only in _ONLY[key].items():
+        value: Any = conv
+        for name in path.split("."):
+            value = getattr(value, name)
+        if value != only:
+            shown = value if isinstance(value, (int, float, str, bool)) else type(value).__name__
+            raise Unfit(f"{key[1]} has {path}={shown}, and our layer has {path}={only}; use that")
+    return _READ[key](conv)
+
+
+def _plain(conv: Any) -> tuple[int, int]:
+    """(in_channels, out_channels) of a PyG convolution."""
+    width = conv.in_channels
+    if not isinstance(width, int) or width < 1:
+        raise Unfit(
+            f"{type(conv).__name__} has in_channels={width}; give the number of columns, which"
+            " plans need before any data is seen"
+        )
+    return width, conv.out_channels
+
+
+def _needs_bias(conv: nn.Module, bias: object) -> None:
+    if bias is None:
+        raise Unfit(f"{type(conv).__name__} has bias=False, and our layer has one; use bias=True")
+
+
+def _one_output(conv: Any) -> None:
+    if not conv.concat and conv.heads > 1:
+        raise Unfit(
+            f"{type(conv).__name__} averages its heads (heads: {conv.heads}, concat=False), and our"
+            " heads lie side by side; use heads=1, or concat=True"
+        )
+
+
+def _pyg_gcn(conv: Any) -> Convolution:
+    weights: dict[str, Where] = {"lin.weight": ("weight", _same)}
+    if conv.bias is not None:
+        weights["bias"] = ("bias", _same)
+    return Convolution("gcn", *_plain(conv), weights, bias=conv.bias is not None, by_in_degree=True)
+
+
+def _pyg_sage(conv: Any) -> Convolution:
+    _needs_bias(conv, conv.lin_l.bias)
+    weights: dict[str, Where] = {
+        "lin_l.weight": ("weight", _same),
+        "lin_l.bias": ("bias", _same),
+        "lin_r.weight": ("weight_self", _same),
+    }
+    return Convolution("sage", *_plain(conv), weights)
+
+
+def _pyg_gat(conv: Any) -> Convolution:
+    _needs_bias(conv, conv.bias)
+    _one_output(conv)
+    h_in, width = _plain(conv)
+    weights: dict[str, Where] = {
+        "lin.weight": ("weight", _same),
+        "att_src": ("attention", _half(0)),
+        "att_dst": ("attention", _half(1)),
+        "bias": ("bias", _same),
+    }
+    return Convolution("gat", h_in, conv.heads * width, weights, heads=conv.heads)
+
+
+def _halves(h_out: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Our weights of sources and of readers stand one above the other."""
+    return lambda tensor: tensor[:h_out], lambda tensor: tensor[h_out:]
+
+
+def _pyg_gatv2(conv: Any) -> Convolution:
+    _needs_bias(conv, conv.bias)
+    _one_output(conv)
+    h_in, width = _plain(conv)
+    sources, readers = _halves(conv.heads * width)
+    weights: dict[str, Where] = {
+        "lin_l.weight": ("weight", sources),
+        "lin_l.bias": ("bias_in", sources),
+        "lin_r.weight": ("weight", readers),
+        "lin_r.bias": ("bias_in", readers),
+        "att": ("attention", _per_head),
+        "bias": ("bias", _same),
+    }
+    return Convolution("gatv2", h_in, conv.heads * width, weights, heads=conv.heads)
+
+
+def _dgl_gatv2(conv: Any) -> Convolution:
+    _needs_bias(conv, conv.fc_src.bias)
+    sources, readers = _halves(conv._num_heads * conv._out_feats)
+    weights: dict[str, Where] = {
+        "fc_src.weight": ("weight", sources),
+        "fc_src.bias": ("bias_in", sources),
+        "fc_dst.weight": ("weight", readers),
+        "fc_dst.bias": ("bias_in", readers),
+        "attn": ("attention", _per_head),
+    }
+    return _dgl_attention(conv, "gatv2", weights, bias=False)
+
+
+def _gin(conv: Any, inner: str, activation: object = None) -> Convolution:
+    """GINConv of either library; `inner` is its attribute with the perceptron."""
+    if isinstance(conv.eps, nn.Parameter) or float(conv.eps):
+        raise Unfit("GINConv has an epsilon that is trained or not 0, and ours is 0; use eps=0")
+    parts = list(getattr(conv, inner).children()) if getattr(conv, inner) is not None else []
+    kinds = [type(part) for part in parts]
+    if kinds != [nn.Linear, nn.ReLU, nn.Linear] or any(part.bias is None for part in parts[::2]):
+        raise Unfit(
+            "GINConv has another network than ours; use"
+            " torch.nn.Sequential(Linear(a, b), ReLU(), Linear(b, c))"
+        )
+    first, _, last = parts
+    if first.out_features != last.in_features:
+        raise Unfit(
+            f"GINConv's second Linear reads rows of {last.in_features} numbers, and the first"
+            f" writes {first.out_features}; make the two equal"
+        )
+    weights: dict[str, Where] = {
+        f"{inner}.0.weight": ("weight", _same),
+        f"{inner}.0.bias": ("bias", _same),
+        f"{inner}.2.weight": ("weight_out", _same),
+        f"{inner}.2.bias": ("bias_out", _same),
+    }
+    return Convolution(
+        "gin",
+        first.in_features,
+        last.out_features,
+        weights,
+        middle=first.out_features,
+        activation=activation,
+    )
+
+
+def _pyg_gin(conv: Any) -> Convolution:
+    return _gin(conv, "nn")
+
+
+def _dgl_gin(conv: Any) -> Convolution:
+    return _gin(conv, "apply_func", conv.activation)
+
+
+def _pyg_gcn2(conv: Any) -> Convolution:
+    weights: dict[str, Where] = {"weight1": ("weight", _transposed)}
+    return Convolution(
+        "gcnii",
+        conv.channels,
+        conv.channels,
+        weights,
+        alpha=conv.alpha,
+        beta=conv.beta,
+        by_in_degree=True,
+    )
+
+
+def _sgc_weights(conv: Any, linear: str, hops: int) -> dict[str, Where]:
+    """The first layer has the matrix, the last one the bias."""
+    weights: dict[str, Where] = {f"{linear}.weight": ("1.weight", _same)}
+    if getattr(conv, linear).bias is not None:
+        weights[f"{linear}.bias"] = (f"{hops}.bias", _same)
+    return weights
+
+
+def _pyg_sgc(conv: Any) -> Convolution:
+    return Convolution(
+        "sgc",
+        *_plain(conv),
+        _sgc_weights(conv, "lin", conv.K),
+        bias=conv.lin.bias is not None,
+        hops=conv.K,
+        by_in_degree=True,
+    )
+
+
+def _dgl_gcn(conv: Any) -> Convolution:
+    if conv.weight is None:
+        raise Unfit("GraphConv has weight=False, and our layer has a matrix; use weight=True")
+    weights: dict[str, Where] = {"weight": ("weight", _transposed)}
+    if conv.bias is not None:
+        weights["bias"] = ("bias", _same)
+    return Convolution(
+        "gcn",
+        conv._in_feats,
+        conv._out_feats,
+        weights,
+        bias=conv.bias is not None,
+        activation=conv._activation,
+    )
+
+
+def _dgl_sage(conv: Any) -> Convolution:
+    _needs_bias(conv, conv.fc_self.bias)
+    weights: dict[str, Where] = {
+        "fc_neigh.weight": ("weight", _same),
+        "fc_self.weight": ("weight_self", _same),
+        "fc_self.bias": ("bias", _same),
+    }
+    return Convolution(
+        "sage",
+        conv._in_src_feats,
+        conv._out_feats,
+        weights,
+        drops=conv.feat_drop.p,
+        activation=conv.activation,
+    )
+
+
+def _dgl_gat(conv: Any) -> Convolution:
+    _needs_bias(conv, conv.bias)
+    weights: dict[str, Where] = {
+        "fc.weight": ("weight", _same),
+        "attn_l": ("attention", _half(0)),
+        "attn_r": ("attention", _half(1)),
+        "bias": ("bias", _same),
+    }
+    return _dgl_attention(conv, "gat", weights, bias=True)
+
+
+def _dgl_attention(conv: Any, kind: str, weights: Mapping[str, Where], bias: bool) -> Convolution:
+    return Convolution(
+        kind,
+        conv._in_src_feats,
+        conv._num_heads * conv._out_feats,
+        weights,
+        heads=conv._num_heads,
+        bias=bias,
+        drops=conv.feat_drop.p,
+        activation=conv.activation,
+        splits=True,
+    )
+
+
+def _dgl_gcn2(conv: Any) -> Convolution:
+    weights: dict[str, Where] = {"weight1": ("weight", _transposed)}
+    return Convolution(
+        "gcnii",
+        conv._in_feats,
+        conv._in_feats,
+        weights,
+        alpha=conv.alpha,
+        beta=conv.beta,
+        activation=conv._activation,
+        by_in_degree=True,
+    )
+
+
+def _dgl_sgc(conv: Any) -> Convolution:
+    return Convolution(
+        "sgc",
+        conv.fc.in_features,
+        conv.fc.out_features,
+        _sgc_weights(conv, "fc", conv._k),
+        bias=conv.fc.bias is not None,
+        hops=conv._k,
+        by_in_degree=True,
+    )
+
+
+_READ: dict[tuple[str, str], Callable[[Any], Convolution]] = {
+    ("torch_geometric", "GCNConv"): _pyg_gcn,
+    ("torch_geometric", "SAGEConv"): _pyg_sage,
+    ("torch_geometric", "GATConv"): _pyg_gat,
+    ("torch_geometric", "GATv2Conv"): _pyg_gatv2,
+    ("torch_geometric", "GINConv"): _pyg_gin,
+    ("torch_geometric", "GCN2Conv"): _pyg_gcn2,
+    ("torch_geometric", "SGConv"): _pyg_sgc,
+    ("dgl", "GraphConv"): _dgl_gcn,
+    ("dgl", "SAGEConv"): _dgl_sage,
+    ("dgl", "GATConv"): _dgl_gat,
+    ("dgl", "GATv2Conv"): _dgl_gatv2,
+    ("dgl", "GINConv"): _dgl_gin,
+    ("dgl", "GCN2Conv"): _dgl_gcn2,
+    ("dgl", "SGConv"): _dgl_sgc,
+}
+
+
+def activation_of(function: object) -> str:
+    """'' for none and 'relu'. Raises Unfit on another."""
+    if function is None:
+        return ""
+    if (
+        isinstance(function, nn.ReLU)
+        or function in (F.relu, Tensor.relu)
+        or (getattr(function, "__name__", "") == "relu")
+    ):
+        return "relu"
+    name = getattr(function, "__name__", type(function).__name__)
+    raise Unfit(f"{name} is no activation of our layers; use ReLU")

@@ -1,0 +1,525 @@
+"""Users' modules of PyG and DGL: read by torch.fx, trained by us, and loaded into the other library.
+
+Every module is compared with its own library's forward and torch's own training, in float64."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Case, Ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.read import must_suit, put, read, with_module
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies.graph_parallel import open_worker
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.vocabulary.errors import SpecError
+
+FEATURES, CLASSES = 12, 4  # of the graph `rough`
+PYG = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_geometric.nn import BatchNorm, GATConv, GATv2Conv, GCN2Conv, GCNConv, GINConv, SAGEConv, SGConv
+"""
+DGL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from dgl.nn import *
+"""
+# A module per convolution and way to write a forward; {p} is dropout's.
+MODULES = {
+    "pyg sage": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 8), SAGEConv(8, out_channels)])
+    def forward(self, x, edge_index):
+        for i, conv in enumerate(self.convs):
+            x = conv(x, edge_index)
+            if i + 1 < len(self.convs):
+                x = F.dropout(x.relu(), p={{p}}, training=self.training)
+        return x
+""",
+    "pyg gcn, batch norm": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, num_features, num_classes, hidden_channels=16):
+        super().__init__()
+        self.conv1 = GCNConv(num_features, hidden_channels)
+        self.norm = BatchNorm(hidden_channels)
+        self.conv2 = GCNConv(hidden_channels, num_classes, bias=False)
+        self.drop = nn.Dropout({{p}})
+    def forward(self, data):
+        x, edge_index = data.x, data.edge_index
+        x = self.conv1(self.drop(x), edge_index)
+        x = F.relu(self.norm(x))
+        return F.log_softmax(self.conv2(self.drop(x), edge_index), dim=1)
+""",
+    "pyg gat": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first = GATConv(in_channels, 6, heads=3)
+        self.norm = nn.LayerNorm(18)
+        self.last = GATConv(18, out_channels, heads=1, concat=False)
+    def forward(self, x, edge_index):
+        x = torch.relu(self.norm(self.first(x, edge_index)))
+        return self.last(F.dropout(x, {{p}}, self.training), edge_index)
+""",
+    "pyg gcn2": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden=10, layers=3):
+        super().__init__()
+        self.lins = nn.ModuleList([nn.Linear(in_channels, hidden), nn.Linear(hidden, out_channels)])
+        self.convs = nn.ModuleList([GCN2Conv(hidden, 0.2, 0.7, i + 1) for i in range(layers)])
+    def forward(self, x, edge_index):
+        x = F.dropout(x, {{p}}, training=self.training)
+        x = x_0 = self.lins[0](x).relu()
+        for conv in self.convs:
+            x = conv(F.dropout(x, {{p}}, training=self.training), x_0, edge_index).relu()
+        return self.lins[1](F.dropout(x, {{p}}, training=self.training))
+""",
+    "pyg sgc": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = SGConv(in_channels, out_channels, K=3)
+        self.p = {{p}}
+    def forward(self, x, edge_index):
+        return self.conv(F.dropout(x, self.p, self.training), edge_index)
+""",
+    "pyg gatv2": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GATv2Conv(in_channels, 6, heads=3), GATv2Conv(18, out_channels)
+    def forward(self, x, edge_index):
+        x = self.a(F.dropout(x, {{p}}, self.training), edge_index).relu()
+        return self.b(x, edge_index)
+""",
+    "pyg gin": f"""{PYG}
+def net(*widths):
+    a, b, c = widths
+    return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c))
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GINConv(net(in_channels, 9, 14)), GINConv(net(14, 20, out_channels))
+        self.norm = BatchNorm(14)
+    def forward(self, x, edge_index):
+        x = self.norm(self.a(x, edge_index)).relu()
+        return self.b(F.dropout(x, {{p}}, self.training), edge_index)
+""",
+    "dgl gatv2": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GATv2Conv(in_feats, 6, 3, activation=F.relu)
+        self.b = GATv2Conv(18, out_feats, 1)
+    def forward(self, g, x):
+        return self.b(g, self.a(g, x).flatten(1)).squeeze(1)
+""",
+    "dgl gin": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GINConv(nn.Sequential(nn.Linear(in_feats, 16), nn.ReLU(), nn.Linear(16, 8)), activation=F.relu)
+        self.b = GINConv(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, out_feats)))
+    def forward(self, g, x):
+        return self.b(g, self.a(g, x))
+""",
+    "dgl sage": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_size, hid_size, out_size):
+        super().__init__()
+        self.layers = nn.ModuleList([SAGEConv(in_size, 16, "mean", feat_drop={{p}}, activation=F.relu)])
+        self.layers.append(SAGEConv(16, out_size, "mean", feat_drop={{p}}))
+    def forward(self, g, x):
+        for layer in self.layers:
+            x = layer(g, x)
+        return x
+""",
+    "dgl gcn, no ReLU": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a, self.b = GraphConv(in_feats, 20), GraphConv(20, out_feats)
+        self.drop = nn.Dropout({{p}})
+    def forward(self, blocks, x):
+        for layer, block in zip((self.a, self.b), blocks):
+            x = layer(block, self.drop(x))
+        return x
+""",
+    "dgl gat": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.layers = nn.ModuleList([GATConv(in_feats, 5, 3, feat_drop={{p}}, activation=F.relu)])
+        self.layers.append(GATConv(15, out_feats, 1, feat_drop={{p}}))
+    def forward(self, g, x):
+        h = self.layers[0](g, x).flatten(1)
+        return self.layers[1](g, h).mean(1)
+""",
+    "dgl gcn2": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.inp, self.out = nn.Linear(in_feats, 10), nn.Linear(10, out_feats)
+        self.a = GCN2Conv(10, 1, alpha=0.3, lambda_=0.6, bias=False, activation=F.relu)
+        self.b = GCN2Conv(10, 2, alpha=0.3, lambda_=0.6, bias=False, activation=F.relu)
+    def forward(self, g, x):
+        x0 = F.relu(self.inp(x))
+        return self.out(self.b(g, self.a(g, x0, x0), x0))
+""",
+    "dgl sgc": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.conv = SGConv(in_feats, out_feats, k=2)
+    def forward(self, g, x):
+        return self.conv(g, x)
+""",
+}
+LOOPED = ("gcn", "gat", "gcn2", "sgc", "gatv2")  # those of DGL are for graphs with self loops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    os.environ.setdefault("DGLBACKEND", "pytorch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at import, their own
+        pytest.importorskip("dgl", exc_type=ImportError)
+        pytest.importorskip("torch_geometric", exc_type=ImportError)
+
+
+def workload_of(file: Path, graph: Graph, directed: bool = False, **more: Any) -> Workload:
+    workload = Workload(dtype="float64", lr=0.05, **more)
+    user = read(f"{file}:M", workload, graph.stats.features, graph.stats.classes)
+    must_suit(user, directed)
+    return with_module(workload, user, more)
+
+
+def case_of(
+    tmp_path: Path, name: str, graph: str, p: float, strategy: str = "graph_parallel", **more: Any
+) -> Case:
+    file = tmp_path / "model.py"
+    file.write_text(MODULES[name].replace("{p}", str(p)))
+    workload = workload_of(file, loaded(graph), **more)
+    return Case(strategy, graph, workload.model_dump(), epochs=3)
+
+
+def loaded(path: str) -> Graph:
+    graph = load(path)
+    assert isinstance(graph, Graph)
+    return graph
+
+
+def edges_of(name: str, graph: Graph) -> Any:
+    """The graph as the module's library wants it, as arguments before or after the features."""
+    dst = torch.from_numpy(np.repeat(np.arange(graph.stats.vertices), graph.degree))
+    src = torch.from_numpy(graph.indices.astype(np.int64))
+    if name.startswith("pyg"):
+        return torch.stack([src, dst])
+    import dgl
+
+    found = dgl.graph((src, dst), num_nodes=graph.stats.vertices)
+    return dgl.add_self_loop(found) if name.split()[1].strip(",") in LOOPED else found
+
+
+class _Data:
+    def __init__(self, x: Tensor, edge_index: Tensor) -> None:
+        self.x, self.edge_index = x, edge_index
+
+
+def theirs(name: str, module: nn.Module, graph: Graph) -> Tensor:
+    """The module's own logits."""
+    x, edges = torch.from_numpy(graph.features().astype(np.float64)), edges_of(name, graph)
+    if name == "pyg gcn, batch norm":
+        out = module(_Data(x, edges))
+    elif name.startswith("pyg"):
+        out = module(x, edges)
+    else:
+        out = module([edges] * 2 if "no ReLU" in name else edges, x)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def made(case: Case) -> Any:
+    workload = Workload(**case.workload)
+    assert workload.module
+    return read(f"{workload.module.file}:M", workload, FEATURES, CLASSES)
+
+
+def ours(case: Case, state: dict[str, Tensor]) -> Tensor:
+    """Our logits in one process, with this state_dict of the user's module."""
+    problem = case.problem(1)
+    net = Net(problem.model, problem.workload)
+    put(net, made(case).places, state)
+    rank = Rank(0, 1, torch.device("cpu"), "gloo")
+    worker = open_worker(rank, problem, problem.layout(), ExchangeOptions(), net=net)
+    return worker.evaluate(0)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_trains_here_as_in_its_own_library(
+    name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
+) -> None:
+    """Three steps of Adam from the module's own parameters give those of torch, norms included."""
+    case = case_of(tmp_path, name, graphs["rough"], 0.0)
+    graph, module = loaded(graphs["rough"]), made(case).module
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
+    train, y = torch.from_numpy(np.array(graph.train)), torch.from_numpy(np.array(graph.y))
+    losses = []
+    for _ in range(case.epochs):
+        loss = F.cross_entropy(theirs(name, module, graph)[train], y[train])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    result = run_ranks.alone(case)
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    state = {
+        key: value
+        for key, value in module.state_dict().items()
+        if not key.endswith("num_batches_tracked")
+    }
+    for key, value in state.items():
+        if name == "pyg gcn, batch norm" and key == "conv1.bias":
+            continue  # moved by nothing but rounding: the norm takes it away
+        torch.testing.assert_close(result.weights[key], value, rtol=1e-7, atol=1e-9)
+    module.load_state_dict(result.weights)
+    with torch.no_grad():
+        logits = theirs(name, module.eval(), graph)
+    mine = ours(case, result.weights)
+    if name == "pyg gcn, batch norm":
+        mine = mine.log_softmax(1)
+    torch.testing.assert_close(mine, logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("name", ["pyg sage", "dgl sage"])
+def test_two_ranks_train_a_graphsage_that_the_other_library_evaluates(
+    name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
+) -> None:
+    case = case_of(tmp_path, name, graphs["rough"], 0.25)
+    (result,) = run_ranks(2, [case])
+    assert result.losses == pytest.approx(run_ranks.alone(case).losses, rel=1e-9)
+    module = made(case).module
+    before = theirs(name, module.eval(), loaded(graphs["rough"])).detach()
+    module.load_state_dict(result.weights)
+    with torch.no_grad():
+        logits = theirs(name, module, loaded(graphs["rough"]))
+    assert (logits - before).abs().max() > 0.1  # it has learnt something
+    torch.testing.assert_close(ours(case, result.weights), logits, rtol=1e-5, atol=1e-5)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+FRAME = """
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GCNConv(in_channels, 8), GCNConv(8, out_channels)
+        {more}
+    def forward(self, x, edge_index):
+        {body}
+"""
+
+
+def frame(body: str, more: str = "pass", before: str = PYG) -> str:
+    return before + FRAME.format(
+        more=more.replace("\n", "\n        "), body=body.replace("\n", "\n        ")
+    )
+
+
+PLAIN = "return self.b(self.a(x, edge_index).relu(), edge_index)"
+REFUSED = {
+    "nothing": ("", "has no M"),
+    "syntax": ("class M(", "line 1"),
+    "raises": ("\n1 / 0\n", "line 2: "),
+    "no module": ("M = 3", "M is a int; name a torch.nn.Module"),
+    "no module made": ("def M():\n    return 3", "M makes a int"),
+    "unknown argument": ("def M(width):\n    pass", "requires width, which we do not know"),
+    "branch": (
+        frame(f"if x.sum() > 0:\n    return x\n{PLAIN}"),
+        "line 13: torch.fx cannot follow forward of M",
+    ),
+    "width": (
+        frame(PLAIN, "self.b = GCNConv(9, out_channels)"),
+        "b reads rows of 9 numbers, and those before it have 8",
+    ),
+    "features": (frame(PLAIN, "self.a = GCNConv(5, 8)"), "the graph has 12 features"),
+    "classes": (frame(PLAIN, "self.b = GCNConv(8, 7)"), "the graph has 4 classes"),
+    "lazy": (frame(PLAIN, "self.a = GCNConv(-1, 8)"), "in_channels=-1; give the number"),
+    "unknown convolution": (
+        frame(
+            PLAIN,
+            "self.a = ChebConv(in_channels, 8, K=2)",
+            PYG + "from torch_geometric.nn import ChebConv",
+        ),
+        "line 13: ChebConv is not known here; of torch_geometric use one of GCNConv, SAGEConv",
+    ),
+    "own convolution": (
+        PYG
+        + "from torch_geometric.nn import MessagePassing\n"
+        + "class Own(MessagePassing):\n    def forward(self, x, e):\n"
+        + "        return self.propagate(e, x=x)\n"
+        + FRAME.format(more="self.a = Own()", body=PLAIN),
+        "Own is not known here",
+    ),
+    "option": (
+        frame(PLAIN, "self.a = GCNConv(in_channels, 8, improved=True)"),
+        "GCNConv has improved=True, and our layer has improved=False; use that",
+    ),
+    "aggregation": (
+        frame(PLAIN, "self.a = SAGEConv(in_channels, 8, aggr='max')"),
+        "SAGEConv has aggr=max",
+    ),
+    "attention dropout": (
+        frame(PLAIN, "self.a = GATConv(in_channels, 8, dropout=0.6)"),
+        "GATConv has dropout=0.6",
+    ),
+    "several heads at the end": (
+        frame(PLAIN, "self.b = GATConv(8, out_channels, heads=2, concat=False)"),
+        "GATConv averages its heads (heads: 2",
+    ),
+    "mixed": (
+        frame(PLAIN, "self.b = SAGEConv(8, out_channels)"),
+        "of several kinds (gcn, sage), and our models have one; use gcn",
+    ),
+    "sum": (
+        frame("h = self.a(x, edge_index).relu()\nreturn self.b(h + x, edge_index)"),
+        "line 14: rows of several layers meet here (add)",
+    ),
+    "activation": (
+        frame("return self.b(F.elu(self.a(x, edge_index)), edge_index)"),
+        "elu of rows is nothing that our layers do",
+    ),
+    "no layer of ours": (
+        frame("return self.b(self.m(self.a(x, edge_index)), edge_index)", "self.m = nn.PReLU()"),
+        "m is a PReLU",
+    ),
+    "norm after ReLU": (
+        frame(
+            "return self.b(self.m(self.a(x, edge_index).relu()), edge_index)",
+            "self.m = nn.BatchNorm1d(8)",
+        ),
+        "before b our layers do norm, ReLU, dropout in this order, not relu, norm",
+    ),
+    "norm's constant": (
+        frame(
+            "return self.b(self.m(self.a(x, edge_index)).relu(), edge_index)",
+            "self.m = nn.BatchNorm1d(8, eps=1e-3)",
+        ),
+        "m has eps=0.001, and our norm has eps=1e-05",
+    ),
+    "two dropouts": (
+        frame(
+            "x = F.dropout(x, 0.2, self.training)\nx = self.a(x, edge_index).relu()\n"
+            "return self.b(F.dropout(x, 0.5, self.training), edge_index)"
+        ),
+        "dropouts of 0.2, 0.5, and our models have one p",
+    ),
+    "drops in evaluation": (
+        frame("return self.b(F.dropout(self.a(x, edge_index).relu()), edge_index)"),
+        "F.dropout drops in evaluation too",
+    ),
+    "ReLU here and not there": (
+        frame(
+            "x = self.c(self.a(x, edge_index).relu(), edge_index)\nreturn self.b(x, edge_index)",
+            "self.c = GCNConv(8, 8)",
+        ),
+        "ReLU after some convolutions and not after others",
+    ),
+    "shared weights": (
+        frame("x = self.a(self.a(x, edge_index), edge_index)\nreturn x"),
+        "a is used twice",
+    ),
+    "Linear": (
+        frame("return self.m(self.a(x, edge_index).relu())", "self.m = nn.Linear(8, 4)"),
+        "m is a Linear after the last convolution, which models of gcn have not",
+    ),
+    "edge weights": (
+        frame("return self.b(self.a(x, edge_index, x).relu(), edge_index)"),
+        "a is called with 3 values; give it rows and edges alone",
+    ),
+    "several values": (frame("return self.a(x, edge_index), x"), "forward returns several values"),
+    "no convolution": (frame("return x"), "no convolution of torch_geometric.nn or dgl.nn"),
+    "the middle": (
+        frame("h = self.a(x, edge_index)\ny = self.b(h.relu(), edge_index)\nreturn y + h"),
+        "rows of several layers meet here",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_our_layers_lack_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    source, words = REFUSED[what]
+    file = tmp_path / "model.py"
+    file.write_text(source)
+    with pytest.raises(SpecError) as refused:
+        read(f"{file}:M", Workload(), FEATURES, CLASSES)
+    assert str(file) in str(refused.value) and words in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("model", ["model.py", "model.py:", "absent.py:M", "model.pyc:M"])
+def test_a_name_that_stands_for_nothing_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(frame(PLAIN))
+    with pytest.raises(SpecError, match=r"has no|must read|cannot be read"):
+        read(model, Workload(), FEATURES, CLASSES)
+
+
+def test_on_a_directed_graph_in_degrees_are_not_out_degrees(
+    tmp_path: Path, graphs: dict[str, str]
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODULES["pyg sgc"].replace("{p}", "0.0"))
+    graph = loaded(graphs["rough"])
+    workload_of(file, graph, directed=False)
+    with pytest.raises(SpecError, match="leave out --directed"):
+        workload_of(file, graph, directed=True)
+    file.write_text(MODULES["dgl gcn, no ReLU"].replace("{p}", "0.0"))
+    workload_of(file, graph, directed=True)  # DGL's GraphConv takes out-degrees, as ours does
+
+
+def test_what_the_module_decides_cannot_be_set_otherwise(
+    tmp_path: Path, graphs: dict[str, str]
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODULES["pyg sage"].replace("{p}", "0.5"))
+    graph = loaded(graphs["rough"])
+    with pytest.raises(SpecError, match=r"decides hidden .hidden: 64, the module's: 16.; leave"):
+        workload_of(file, graph, hidden=64)
+    workload = workload_of(file, graph, hidden=16)
+    assert (workload.model, workload.layers, workload.dropout) == ("sage", 3, 0.5)
+    assert workload.module
+    assert [layer.drops for layer in workload.module.layers] == [False, True, True]
+    with pytest.raises(ValueError, match="decides layers"):
+        Workload(**{**workload.model_dump(), "layers": 2})
+
+
+def test_a_file_that_has_changed_since_the_plan_is_not_trained(
+    tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
+) -> None:
+    case = case_of(tmp_path, "pyg sage", graphs["rough"], 0.125)
+    with open(tmp_path / "model.py", "a") as file:
+        file.write("# more\n")
+    with pytest.raises(SpecError, match="has changed since the plan was made"):
+        run_ranks.alone(case)
