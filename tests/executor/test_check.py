@@ -54,6 +54,7 @@ def test_a_users_module_has_one_process_gradients_on_every_exact_strategy(tmp_pa
         assert strategy in stale or each["gap"] <= checking.WITHIN
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(110)
 def test_a_strategy_that_cannot_carry_a_model_says_what_is_missing(tmp_path: Path) -> None:
