@@ -2,6 +2,7 @@
 
 python -P -m gnnplan.executor launch ...     trains as one rank
 python -P -m gnnplan.executor measure ...    measures as one rank
+python -P -m gnnplan.executor check ...      is one rank of a check of gradients
 """
 
 import gc
@@ -11,6 +12,7 @@ from importlib import import_module
 PROGRAMS = {
     "launch": "gnnplan.executor.launch.rank_process",
     "measure": "gnnplan.executor.measure.measure",
+    "check": "gnnplan.executor.launch.check",
 }
 
 # What is imported stays. To look for reference cycles in it took a seventh of a rank's start.

@@ -438,7 +438,7 @@ def test_help_of_every_verb_comes_without_heavy_imports():
     program = """
 import sys
 from gnnplan.cli import main
-for verb in [], ["profile"], ["plan"], ["simulate"], ["run"], ["validate"], ["measure"]:
+for verb in [], ["profile"], ["check"], ["plan"], ["simulate"], ["run"], ["validate"], ["measure"]:
     sys.argv = ["gnnplan", *verb, "--help"]
     try:
         main()

@@ -211,9 +211,9 @@ class Worker(Resumable):
                     return numbers
                 return cast(Tensor, _Summed.apply(numbers, total))  # type: ignore[no-untyped-call]
 
-            rows = dropout(
-                x, workload.seed, step, 1, vertices, workload.dropout, self.columns.start
-            )
+            # a user's module may leave its features whole
+            p = workload.dropout if problem.model.layers[0].drops else 0.0
+            rows = dropout(x, workload.seed, step, 1, vertices, p, self.columns.start)
             gathered = layer.gather(block, layer.scatter(block, rows, sync))
             partial = layer.transform(gathered, rows[: block.n_dst])
         del x, rows, gathered  # autograd keeps what it needs of them

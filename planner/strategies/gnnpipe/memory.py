@@ -86,7 +86,7 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
         features = features + 4 * len(facts.rows) * model.features
     elif model.first_varying and model.aggregate_cached(1):
         features = features + model.features_held(own)
-    elif model.first_varying and model.dropout:
+    elif model.first_varying and model.dropout and model.layers[0].drops:
         features = 2 * features  # dropped anew in every step
     return features, graph
 

@@ -239,7 +239,7 @@ class _Batch:
         spec = sliced.layers[0]
         saved = spec.projects_first or kind == "sage"
         # what was loaded stays for the tail, not a copy of it
-        self.reads_on = bool(model.nonzeros) or (saved and not model.dropout)
+        self.reads_on = bool(model.nonzeros) or (saved and not (model.dropout and spec.drops))
         self.pulled = self.own * (len(rails[0]) - 1)
         self.targets = loss(model, facts[-1].rows, facts[-1].rows)
         laid = [
