@@ -1,4 +1,5 @@
-"""The command line: a file per verb (convert, profile, check, plan, simulate, run, validate, measure).
+"""The command line: a file per verb (convert, profile, check, plan, simulate, run, validate,
+measure).
 
 common.py has what the verbs share. Every verb imports what it needs when it is called, so that
 --help comes at once.
