@@ -43,26 +43,32 @@ def plan(
         str | None,
         typer.Option(help="A YAML file with the fields that the options below override."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="gcn, sage, gcnii, gat, resgcn or sgc.")] = None,
-    layers: Annotated[int | None, typer.Option(help="GNN layers.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Dropout before every layer.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="gcn, sage, gcnii, gat, resgcn or sgc.  [default: sage]")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="GNN layers.  [default: 3]")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden width.  [default: 256]")] = None,
+    dropout: Annotated[
+        float | None, typer.Option(help="Dropout before every layer.  [default: 0]")
+    ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="full (full graph) or mini (mini-batch).")
+        str | None, typer.Option(help="full (full graph) or mini (mini-batch).  [default: full]")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Mini-batch size over all ranks together.")
+        int | None, typer.Option(help="Mini-batch size over all ranks together.  [default: 1024]")
     ] = None,
     fanout: Annotated[
         str | None,
         typer.Option(
-            help="Neighbours per layer from the seeds outwards, as 15,10 or full (10 each)."
+            help="Neighbours per layer from the seeds outwards, as 15,10 or full. "
+            " [default: 10 each]"
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
             help="With an exact strategy, the same seed trains the same on any number of ranks."
+            "  [default: 0]"
         ),
     ] = None,
     exact: Annotated[
@@ -73,7 +79,8 @@ def plan(
         typer.Option(help="Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Use this many ranks, equally many per server.")
+        int | None,
+        typer.Option(help="Use this many ranks, equally many per server.  [default: all]"),
     ] = None,
     set_: Set = None,
     partitioner: Method = "metis",
@@ -149,9 +156,8 @@ def ask(
     Raises SpecError.
     """
     from gnnplan.planner.graph.graph import Graph
-    from gnnplan.planner.graph.load import load
+    from gnnplan.planner.graph.load import load, well_known
     from gnnplan.planner.graph.partition import METHODS
-    from gnnplan.planner.graph.statistics import datasets
     from gnnplan.planner.problem.inputs import apply_overrides
     from gnnplan.planner.problem.problem import Problem, with_ranks
     from gnnplan.planner.vocabulary.errors import SpecError
@@ -161,7 +167,7 @@ def ask(
     cluster, workload = apply_overrides(cluster, workload, settings)
     cluster = with_ranks(cluster, ranks)
     head, mark, query = graph.partition("?")
-    if not head.startswith("synthetic:") and head not in datasets():
+    if not head.startswith("synthetic:") and not well_known(head):
         graph = os.path.realpath(head) + mark + query  # a plan may be run from another folder
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
@@ -175,13 +181,15 @@ def ask(
 
 def show_plan(problem: Problem, document: dict[str, Any], explain: bool) -> None:
     """The question, the answer in five lines, and the leaders; with `explain` all reasons too."""
+    from gnnplan.planner.vocabulary.units import show_count
+
     workload, cluster = problem.workload, problem.cluster
     width = problem.model.layers[0].h_out  # SGC's is the number of classes
     print(
         f"{problem.stats.name}: {problem.stats.vertices:,} vertices, {problem.stats.edges:,} edges;"
-        f" {workload.model} {workload.layers} layers x {width}, dropout {workload.dropout:g};"
-        f" {cluster.name}: {cluster.servers} server{'s' * (cluster.servers > 1)} x"
-        f" {cluster.gpus_per_server}"
+        f" {workload.model} {show_count(workload.layers, 'layer')} x {width},"
+        f" dropout {workload.dropout:g};"
+        f" {cluster.name}: {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"
         f" {cluster.device.name}"
     )
     for label, line in document["summary"].items():
@@ -191,8 +199,8 @@ def show_plan(problem: Problem, document: dict[str, Any], explain: bool) -> None
         show_reasons(problem, document)
     else:
         print(
-            f"--explain prints {len(document['explanation'])} reasons, the placement, and what was"
-            f" rejected ({len(document['rejected'])})"
+            f"--explain prints {show_count(len(document['explanation']), 'reason')}, the placement,"
+            f" and what was rejected ({len(document['rejected'])})"
         )
 
 
