@@ -6,6 +6,7 @@ Each test tells a story that happened.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.evidence.papers.calibrate import kept_factors
 from gnnplan.planner.evidence.papers.presets import read_fitted
+from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
-from gnnplan.planner.strategies import named
+from gnnplan.planner.strategies import named, parse
+from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=400&edges=4000&features=16&classes=4&seed=0"
 CLUSTER = """\
@@ -221,3 +224,60 @@ def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan: Verb) -> N
     told = gnnplan("plan", "--graph", "synthetic:community?vertices=300&edges=900").output
     assert "sure:   unknown, this machine has not been measured" in told
     assert "not written; to simulate or run it, add -o plan.json" in told
+
+
+# -- how it is said ----------------------------------------------------------------------------
+
+
+def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan: Verb, cluster: Path, tmp_path: Path):
+    """The operations' seconds were more than the epoch, for some are hidden behind others."""
+    plan = tmp_path / "plan.json"
+    gnnplan("plan", "--graph", GRAPH, "--cluster", cluster, "--strategy", "pipegcn", "-o", plan)
+    told = gnnplan("simulate", plan).stdout
+    assert "halo:f (halo rows, forward)" in told and "(2 servers x 2), 3 epochs, " in told
+    rows = [line for line in told.splitlines() if line.endswith(("us", "ms"))][1:]
+    seconds = [
+        [float(n) * {"us": 1e-6, "ms": 1e-3}[unit] for n, unit in re.findall(r"(\S+) (us|ms)", row)]
+        for row in rows
+    ]
+    *parts, total = np.array(seconds)
+    assert rows[-1].startswith("epoch") and (np.array(parts)[-1] < 0).any()
+    assert np.sum(parts, axis=0) == pytest.approx(total, rel=0.01)
+
+
+def test_what_is_close_is_one_line(gnnplan: Verb) -> None:
+    """Four strategies with all their knobs and reasons filled three lines."""
+    ask = ("plan", "--graph", "reddit", "--cluster", "dgx_a100", "--model", "gcn", "--layers", 64)
+    told = gnnplan(*ask).stdout
+    (close,) = (line for line in told.splitlines() if line.startswith("close:"))
+    assert len(close) <= 100 and " %" in close
+    assert "(8, 8" not in told
+
+
+def test_a_long_list_of_layers_is_shortened_and_read_again() -> None:
+    """32 numbers in a strategy's name broke all tables."""
+    given = parse(f"gnnpipe(stages=32,chunks=8,layers_per_stage={(1, *(4,) * 30, 7)})")
+    assert str(given) == "gnnpipe(stages=32,chunks=8,layers_per_stage='1,4x30,7')"
+    assert parse(str(given)) == given
+    with pytest.raises(SpecError, match="layers_per_stage is a list such as"):
+        parse("gnnpipe(layers_per_stage='4y8')")
+
+
+def test_a_graphs_name_is_known_in_any_case_and_suggested_to_no_path(tmp_path: Path) -> None:
+    """REDDIT was unknown, all names were listed twice, and for a folder that was not there
+    another graph was suggested."""
+    assert load("REDDIT").hash == load("reddit").hash
+    with pytest.raises(SpecError, match="did you mean friendster") as misspelt:
+        load("frendster")
+    assert str(misspelt.value).count("orkut") == 1
+    with pytest.raises(SpecError, match="no such file or folder") as absent:
+        load(str(tmp_path / "frendster"))
+    assert "friendster" not in str(absent.value)
+
+
+@pytest.mark.parametrize("verb", ["plan", "run", "profile"])
+def test_help_states_every_default_in_brackets(gnnplan: Verb, verb: str) -> None:
+    """Some stood in round brackets, some after 'default:', some nowhere."""
+    told = " ".join(gnnplan(verb, "--help").stdout.split())
+    assert not re.search(r"\(\d+[;)]|[Dd]efault: ", re.sub(r"\[default: [^]]*\]", "", told))
+    assert "[default: 10" in told or verb == "run"

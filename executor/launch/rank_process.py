@@ -248,7 +248,7 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
         left_s = (shown - started) / (row["epoch"] - first) * (epochs - row["epoch"])
         line = (
             f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {accuracy} "
-            f" {show_time(row['epoch_s'])}/epoch  {left_s:.0f} s left"
+            f" this epoch {show_time(row['epoch_s'])}, {left_s:.0f} s left"
         )
         print(
             f"\r\x1b[K{line}" if renews else line,

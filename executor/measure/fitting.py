@@ -22,6 +22,7 @@ from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.vocabulary.units import show_count, show_percent
 
 OPERATIONS = ("exchange", "send", "all_reduce")
 
@@ -40,8 +41,8 @@ def cluster_of(
     """
     active = found["active"]
     source = (
-        f"measured {datetime.date.today().isoformat()} on {found['name']}, {active}"
-        f" rank{'s' * (active > 1)} active"
+        f"measured {datetime.date.today().isoformat()} on {found['name']},"
+        f" {show_count(active, 'rank')} active"
     )
     device, provenance = _device(found, memory, source)
     provenance |= {
@@ -178,7 +179,7 @@ class _Network:
         self.collectives[f"{op}.{where}"] = link
         self.provenance[f"collectives.{op}.{where}"] = (
             f"{self.source}, {count} sizes to {largest:,} B, each second one fitted; the others"
-            f" {median(errors):.0%} off, at most {max(errors):.0%}"
+            f" {show_percent(median(errors))} off, at most {show_percent(max(errors))}"
         )
 
 
@@ -220,8 +221,8 @@ def _device(
     off = [n / s / gemm - 1 for n, s in zip(flops, seconds, strict=True)]
     provenance = {
         "device.gemm": (
-            f"{source}, {len(flops)} shapes together, shapes within {min(off):+.0%} and"
-            f" {max(off):+.0%}"
+            f"{source}, {len(flops)} shapes together, shapes within"
+            f" {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)}"
         )
     }
     provenance |= {

@@ -29,6 +29,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import GraphParallel
+from gnnplan.planner.vocabulary.units import show_percent
 
 # Steps of a piece at first, of which the later half count: a process is slower until its memory has
 # been handed out.
@@ -145,8 +146,8 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     held = scaled.device(cluster, 1 / slower)
     correction = (
         f"training steps took {slower:.2f} times as long as their kernels, and an operation"
-        f" {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted within {min(off):+.0%} and"
-        f" {max(off):+.0%})"
+        f" {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted within"
+        f" {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)})"
     )
     return (
         held.model_copy(

@@ -44,7 +44,9 @@ Json = Annotated[
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Override a cluster or workload field: servers=16, intra_node.latency=5us."
+        "--set",
+        help="Override a field of the cluster or workload: servers=16; inter_node is the link"
+        " between servers, intra_node the one inside: inter_node.bandwidth=25GB/s.",
     ),
 ]
 Method = Annotated[
@@ -132,9 +134,11 @@ def must_be_playable(problem: Problem, steps: int) -> None:
     Every rank has one task in every step at least, so this is known before a schedule is built.
     """
     from gnnplan.planner.vocabulary.errors import SpecError
+    from gnnplan.planner.vocabulary.units import show_count
 
     if steps * problem.ranks > MOST_TASKS:
         raise SpecError(
-            f"{steps:,} batches on {problem.ranks:,} ranks are more than the {MOST_TASKS:,} tasks"
-            " that can be played; use a larger batch (--batch, --set batch=...)"
+            f"{show_count(steps, 'batch')} on {show_count(problem.ranks, 'rank')} are more than"
+            f" the {MOST_TASKS:,} tasks that can be played; use a larger"
+            " batch (--batch, --set batch=...)"
         )

@@ -53,26 +53,30 @@ def plan(
         str | None,
         typer.Option(help="A YAML file with the fields that the options below override."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    layers: Annotated[int | None, typer.Option(help="GNN layers.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Dropout before every layer.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}  [default: sage]")] = None,
+    layers: Annotated[int | None, typer.Option(help="GNN layers.  [default: 3]")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden width.  [default: 256]")] = None,
+    dropout: Annotated[
+        float | None, typer.Option(help="Dropout before every layer.  [default: 0]")
+    ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="full (full graph) or mini (mini-batch).")
+        str | None, typer.Option(help="full (full graph) or mini (mini-batch).  [default: full]")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Mini-batch size over all ranks together.")
+        int | None, typer.Option(help="Mini-batch size over all ranks together.  [default: 1024]")
     ] = None,
     fanout: Annotated[
         str | None,
         typer.Option(
-            help="Neighbours per layer from the seeds outwards, as 15,10 or full (10 each)."
+            help="Neighbours per layer from the seeds outwards, as 15,10 or full. "
+            " [default: 10 each]"
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
             help="With an exact strategy, the same seed trains the same on any number of ranks."
+            "  [default: 0]"
         ),
     ] = None,
     exact: Annotated[
@@ -83,7 +87,8 @@ def plan(
         typer.Option(help="Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Use this many ranks, equally many per server.")
+        int | None,
+        typer.Option(help="Use this many ranks, equally many per server.  [default: all]"),
     ] = None,
     set_: Set = None,
     partitioner: Method = "metis",
@@ -173,9 +178,8 @@ def ask(
     Raises SpecError.
     """
     from gnnplan.planner.graph.graph import Graph
-    from gnnplan.planner.graph.load import load
+    from gnnplan.planner.graph.load import load, well_known
     from gnnplan.planner.graph.partition import METHODS
-    from gnnplan.planner.graph.statistics import datasets
     from gnnplan.planner.problem.inputs import apply_overrides
     from gnnplan.planner.problem.problem import Problem, with_ranks
     from gnnplan.planner.vocabulary.errors import SpecError
@@ -185,7 +189,7 @@ def ask(
     cluster, workload = apply_overrides(cluster, workload, settings)
     cluster = with_ranks(cluster, ranks)
     head, mark, query = graph.partition("?")
-    if not head.startswith("synthetic:") and head not in datasets():
+    if not head.startswith("synthetic:") and not well_known(head):
         graph = os.path.realpath(head) + mark + query  # a plan may be run from another folder
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
@@ -211,14 +215,15 @@ def with_user_module(problem: Problem, module: str, given: list[str]) -> Problem
 
 def show_plan(problem: Problem, document: dict[str, Any], explain: bool) -> None:
     """The question, the answer in five lines, and the leaders; with `explain` all reasons too."""
+    from gnnplan.planner.vocabulary.units import show_count
+
     workload, cluster = problem.workload, problem.cluster
     width = problem.model.layers[0].h_out  # SGC's is the number of classes
     print(
         f"{problem.stats.name}: {problem.stats.vertices:,} vertices, {problem.stats.edges:,} edges;"
         f" {workload.module.name + ', ' if workload.module else ''}{workload.model}"
-        f" {workload.layers} layers x {width}, dropout {workload.dropout:g};"
-        f" {cluster.name}: {cluster.servers} server{'s' * (cluster.servers > 1)} x"
-        f" {cluster.gpus_per_server}"
+        f" {show_count(workload.layers, 'layer')} x {width}, dropout {workload.dropout:g};"
+        f" {cluster.name}: {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"
         f" {cluster.device.name}"
     )
     for label, line in document["summary"].items():
@@ -228,8 +233,8 @@ def show_plan(problem: Problem, document: dict[str, Any], explain: bool) -> None
         show_reasons(problem, document)
     else:
         print(
-            f"--explain prints {len(document['explanation'])} reasons, the placement, and what was"
-            f" rejected ({len(document['rejected'])})"
+            f"--explain prints {show_count(len(document['explanation']), 'reason')}, the placement,"
+            f" and what was rejected ({len(document['rejected'])})"
         )
 
 

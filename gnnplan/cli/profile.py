@@ -32,7 +32,7 @@ def profile(
         int | None,
         typer.Option(help="Servers that the parts are spread over; growth is then a server's."),
     ] = None,
-    hops: Annotated[int, typer.Option(help="How many hops of a part's growth to report.")] = 3,
+    hops: Annotated[int, typer.Option(help="Hops of a part's growth to report.")] = 3,
     batch: Annotated[
         int | None,
         typer.Option(
@@ -42,15 +42,17 @@ def profile(
     fanout: Annotated[
         str | None,
         typer.Option(
-            help="Neighbours per layer from the seeds outwards, as 15,10 or full (10 each)."
+            help="Neighbours per layer from the seeds outwards, as 15,10 or full. "
+            " [default: 10 each]"
         ),
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option(help="GNN layers of the mini-batches; default: as many as fanouts, or 3."),
+        typer.Option(help="GNN layers of the mini-batches.  [default: as many as fanouts, or 3]"),
     ] = None,
     hidden: Annotated[
-        int | None, typer.Option(help="Hidden width of the rows that a split sends (256).")
+        int | None,
+        typer.Option(help="Hidden width of the rows that a split sends.  [default: 256]"),
     ] = None,
     features: Features = None,
     labels: Labels = None,

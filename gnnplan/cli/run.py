@@ -19,25 +19,32 @@ def run(
         typer.Argument(metavar="PLAN", help="A plan.json; with --resume the run's own."),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs; default: the workload's.")
+        int | None, typer.Option(min=1, help="Epochs.  [default: the plan's]")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for all it leaves; must not hold a run. Default: one in runs/."),
+        typer.Option(
+            help="Folder for all it leaves; must not hold a run.  [default: a new one in runs/]"
+        ),
     ] = None,
     eval_every: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Evaluate every so many epochs and at the end (10; 0: at the end)."
+            min=0,
+            help="Evaluate every so many epochs, and at the end; 0: at the end.  [default: 10]",
         ),
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Seconds a rank waits for its peers before it gives up (30)."),
+        typer.Option(
+            min=1.0, help="Seconds a rank waits for its peers before it gives up.  [default: 30]"
+        ),
     ] = None,
     checkpoint_every: Annotated[
         int | None,
-        typer.Option(min=0, help="Epochs between checkpoints (10; 0: none); two are kept."),
+        typer.Option(
+            min=0, help="Epochs between checkpoints; 0: none; two are kept.  [default: 10]"
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -84,6 +91,7 @@ def run(
     from gnnplan.planner.graph.arrays import STAND_IN_LABELS
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.files import make_folder
+    from gnnplan.planner.vocabulary.units import show_count
 
     if resume is not None and out is not None:
         raise SpecError(
@@ -144,8 +152,8 @@ def run(
     options.write(out)
     onwards = f" after {last}" if last else ""
     say(
-        f"training {problem.stats.name} with {strategy} on {problem.ranks} ranks, {number}"
-        f" epochs{onwards}, into {out}"
+        f"training {problem.stats.name} with {strategy} on"
+        f" {show_count(problem.ranks, 'rank')}, {show_count(number, 'epoch')}{onwards}, into {out}"
     )
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
@@ -176,7 +184,7 @@ def rate_of(text: str) -> float | None:
 def show_run(out: Path, as_json: bool) -> None:
     """Print what a finished run left behind."""
     from gnnplan.planner.evidence.validate import show_rows
-    from gnnplan.planner.vocabulary.units import show_bytes, show_time
+    from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_time
 
     result = summary(out)
     if as_json:
@@ -188,12 +196,12 @@ def show_run(out: Path, as_json: bool) -> None:
     )
     sent = ", ".join(f"{k} {show_bytes(v)}" for k, v in result["bytes"].items()) or "nothing"
     print(
-        f"{result['epochs']} epochs, loss {result['first_loss']:.4f} -> {result['loss']:.4f} "
-        f" {scores}"
+        f"{show_count(result['epochs'], 'epoch')}, loss {result['first_loss']:.4f} ->"
+        f" {result['loss']:.4f}  {scores}"
     )
     print(
-        f"epoch {show_time(result['epoch_s'])} (median); sent per epoch: {sent}; "
-        f"peak memory {show_bytes(max(result['peak_rss_bytes']))} per rank"
+        f"median epoch {show_time(result['epoch_s'])} (without the first two); sent per epoch:"
+        f" {sent}; peak memory {show_bytes(max(result['peak_rss_bytes']))} per process"
     )
     if result["rows"]:
         print(f"rows of features: {show_rows(result['rows'])}")

@@ -30,7 +30,7 @@ def simulate(
         int,
         typer.Option(
             min=1,
-            help="Steps to play (epochs, if of several batches); the epoch is their steady state.",
+            help="Epochs to play (a full graph: a step each); the last ones are the steady state.",
         ),
     ] = 3,
     sweep: Annotated[
@@ -80,12 +80,17 @@ def simulate(
     """Play a plan's schedule in virtual time, perhaps on another cluster, with jitter or
     stragglers; sweep fields and see where the recommendation changes."""
     from gnnplan.planner.decision.plan import chosen, is_exact, question, read
-    from gnnplan.planner.evidence.validate import by_epoch, per_operation, predicted_per_operation
+    from gnnplan.planner.evidence.validate import (
+        by_epoch,
+        describe_operation,
+        per_operation,
+        predicted_per_operation,
+    )
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.files import make_folder
     from gnnplan.planner.vocabulary.progress import progress
     from gnnplan.planner.vocabulary.trace import write_traces
-    from gnnplan.planner.vocabulary.units import show_bytes, show_time
+    from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_time
     from gnnplan.simulator.flows import ByFlows
     from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
     from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
@@ -170,8 +175,10 @@ def simulate(
         return emit(result)
     cluster = problem.cluster
     print(
-        f"{strategy} on {cluster.name} ({cluster.servers} x {cluster.gpus_per_server}),"
-        f" {schedule.steps} steps, {len(schedule.tasks):,} tasks"
+        f"{strategy} on {cluster.name} ({show_count(cluster.servers, 'server')} x"
+        f" {cluster.gpus_per_server}), {show_count(steps, 'epoch')}"
+        + (f" of {show_count(batches, 'step')}" if batches > 1 else "")
+        + f", {show_count(len(schedule.tasks), 'task')}"
     )
     sent = ", ".join(f"{op} {show_bytes(nbytes)}" for op, nbytes in prediction.bytes.items())
     print(
@@ -186,10 +193,23 @@ def simulate(
             " repetitions)"
         )
     rows = [
-        [name, show_time(seconds), show_time(predicted_s[name]) if name in predicted_s else "-"]
+        [
+            describe_operation(name),
+            show_time(seconds),
+            show_time(predicted_s[name]) if name in predicted_s else "-",
+        ]
         for name, seconds in sorted(simulated_s.items(), key=lambda item: -item[1])
     ]
-    table("seconds per step (slowest rank)", ["operation", "simulated", "predicted"], rows)
+    totals_s = played.epoch_s(batches), float(prediction.epoch_s)
+    parts_s = sum(simulated_s.values()), sum(predicted_s.values())
+    rows.append(
+        [
+            "at the same time (-), waiting (+)",
+            *(show_time(total - parts) for total, parts in zip(totals_s, parts_s, strict=True)),
+        ]
+    )
+    rows.append(["epoch", *map(show_time, totals_s)])
+    table("per epoch, each operation on its slowest rank", ["", "simulated", "predicted"], rows)
     if trace:
         which = f" of the first repetition with {describe_noise(noise)}" if noise else ""
         print(f"traces{which} in {trace}; open them at ui.perfetto.dev")

@@ -12,7 +12,8 @@ from gnnplan.cli.common import Json, app, emit, must_be_playable, table
 if TYPE_CHECKING:
     from gnnplan.planner.evidence.runs import Run
 
-SHOWN = 0.02  # of the measured step: smaller operations are shown together, in one row
+SHOWN = 0.02  # of the measured step: of many runs, smaller operations are counted only
+SAME = 0.01  # simulated seconds that differ by less from the predicted ones are not shown
 
 
 @app.command()
@@ -117,7 +118,7 @@ def examine(directory: Path, cluster: str | None = None) -> Run:
 def show_run(strategy: str, result: dict[str, Any], device: str) -> None:
     """Print the comparison of one run: time, then bytes, memory and order, then the diagnosis."""
     from gnnplan.planner.evidence.validate import show_rows
-    from gnnplan.planner.vocabulary.units import show_bytes, show_time
+    from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 
     batches, epochs = result["batches"], result["epochs"]
     unit = "step" if batches == 1 else "epoch"
@@ -127,16 +128,16 @@ def show_run(strategy: str, result: dict[str, Any], device: str) -> None:
             f"note: this run was on {ran_on}, and its plan is for {planned} ({device}); compare"
             " bytes and order, not seconds and memory"
         )
-    steps = "" if batches == 1 else f" of {batches} steps"
-    print(f"{strategy}, {epochs} epochs{steps}; errors in % of the measured {unit}")
-    table(
-        "",
-        ["", "predicted", "simulated", "measured", "predicted error", "simulated error"],
-        [
-            time_row(row, result["step"], unit if row is result["step"] else row["operation"])
-            for row in [result["step"], *shown_operations(result["step"], result["operations"])]
-        ],
-    )
+    steps = "" if batches == 1 else f" of {show_count(batches, 'step')}"
+    print(f"{strategy}, {show_count(epochs, 'epoch')}{steps}; seconds per {unit}")
+    rows = [{**result["step"], "operation": unit}, *result["operations"]]
+    columns = ["", "predicted", "measured", "prediction off", f"share of {unit}"]
+    cells = [time_cells(row, result["step"]) for row in rows]
+    simulated = [simulated_cell(row) for row in rows]
+    if any(simulated):
+        columns.append("simulated, where it differs")
+        cells = [[*row, cell] for row, cell in zip(cells, simulated, strict=True)]
+    table("", columns, cells)
     exposed = result["exposed"]
     print(
         f"communication per {unit}: {show_time(exposed['measured_s'])} exposed (predicted"
@@ -147,10 +148,14 @@ def show_run(strategy: str, result: dict[str, Any], device: str) -> None:
         print(f"waiting for the sampler per {unit}: {show_time(result['sampler_wait_s'])}")
     print(f"bytes: {bytes_line(result['bytes'], epochs)}")
     memory = result["memory"]
-    of = "tensors" if memory["of"] == "data" else "the process"
+    if memory["of"] == "data":
+        of = "tensors only; `plan` adds the libraries, `run` shows the whole process"
+    else:
+        of = "the whole process with its libraries"
     print(
-        f"memory of the fullest rank ({of}): predicted {show_bytes(memory['predicted_bytes'])},"
-        f" measured peak {show_bytes(memory['measured_bytes'])} ({memory['error']:+.0%})"
+        f"memory of the fullest rank: predicted {show_bytes(memory['predicted_bytes'])}, measured"
+        f" peak {show_bytes(memory['measured_bytes'])} ({show_percent(memory['error'], sign=True)};"
+        f" {of})"
     )
     if result["rows"]:
         print(f"rows of features: {show_rows(result['rows'])}")
@@ -159,34 +164,29 @@ def show_run(strategy: str, result: dict[str, Any], device: str) -> None:
     print(f"diagnosis: {result['diagnosis']}")
 
 
-def shown_operations(
-    step: dict[str, Any], operations: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Operations above SHOWN of the step by any of their three times; the others as one row."""
-    sources = ("predicted_s", "simulated_s", "measured_s")
-    least_s = SHOWN * step["measured_s"]
-    shown = [row for row in operations if max(row[s] or 0.0 for s in sources) > least_s]
-    small = [row for row in operations if row not in shown]
-    if small:
-        together: dict[str, Any] = {"operation": f"other operations ({len(small)})"}
-        for source in sources:
-            together[source] = sum(row[source] or 0.0 for row in small)
-        shown.append(together)
-    return shown
+def time_cells(row: dict[str, Any], step: dict[str, Any]) -> list[str]:
+    """The cells of an operation's row: its times, how far they are apart, its share of the step."""
+    from gnnplan.planner.evidence.validate import describe_operation, show_error
+    from gnnplan.planner.vocabulary.units import show_percent, show_time
+
+    predicted_s, error = row["predicted_s"], row["predicted_error"]
+    return [
+        describe_operation(row["operation"]),
+        "-" if predicted_s is None else show_time(predicted_s),
+        show_time(row["measured_s"]),
+        "-" if error is None else show_error(error),
+        show_percent(row["measured_s"] / step["measured_s"]),
+    ]
 
 
-def time_row(row: dict[str, Any], step: dict[str, Any], name: str) -> list[str]:
-    """The cells of an operation's row: its times, and its errors as shares of the step."""
-    from gnnplan.planner.evidence.validate import share_of_step
+def simulated_cell(row: dict[str, Any]) -> str:
+    """Simulated seconds where they are more than SAME off the predicted ones."""
     from gnnplan.planner.vocabulary.units import show_time
 
-    times = [row["predicted_s"], row["simulated_s"], row["measured_s"]]
-    errors = [share_of_step(row, step, source) for source in ("predicted", "simulated")]
-    return [
-        name,
-        *("-" if seconds is None else show_time(seconds) for seconds in times),
-        *("-" if error is None else f"{round(100 * error):+d}%" for error in errors),
-    ]
+    simulated_s, predicted_s = row["simulated_s"], row["predicted_s"]
+    if simulated_s is None or abs(simulated_s - (predicted_s or 0.0)) <= SAME * simulated_s:
+        return ""
+    return show_time(simulated_s)
 
 
 def bytes_line(sizes: dict[str, Any], epochs: int) -> str:
@@ -220,7 +220,7 @@ def validate_runs(
     runs = []
     with progress() as notify:
         for directory in directories:
-            notify(f"comparing {directory}")
+            notify("comparing runs", str(directory))
             runs.append(examine(directory, cluster))
         result = summarise(runs)
         if refit:
@@ -237,6 +237,8 @@ def validate_runs(
 
 def show_runs(result: dict[str, Any], refit: Path | None) -> None:
     """Print the comparison of several runs: time, memory, bytes and order, choices, constants."""
+    from gnnplan.planner.vocabulary.units import show_count, show_percent
+
     count = result["runs"]
     if other := result["other_device"]:
         print(
@@ -247,27 +249,32 @@ def show_runs(result: dict[str, Any], refit: Path | None) -> None:
     by_share = sorted(result["operations"].items(), key=lambda item: -item[1]["share"])
     shown = [item for item in by_share if item[1]["share"] > SHOWN]
     table(
-        f"{count} runs, errors of each operation's seconds",
+        f"{show_count(count, 'run')}, errors of each operation's seconds",
         [
             "operation",
             "of the step",
             *(f"{source}: {figure}" for source in sources for figure in figures),
         ],
         [
-            [name, f"{row['share']:.0%}", *(cell for s in sources for cell in error_cells(row[s]))]
+            [
+                name,
+                show_percent(row["share"]),
+                *(cell for s in sources for cell in error_cells(row[s])),
+            ]
             for name, row in [("step", {**result["step"], "share": 1.0}), *shown]
         ],
     )
     if small := len(by_share) - len(shown):
-        print(f"other operations ({small}): {SHOWN:.0%} of the step or less each")
+        print(f"other operations ({small}): {show_percent(SHOWN)} of the step or less each")
     if memory := result["memory"]:
         print(
-            f"memory of the fullest rank: {memory['mean']:.1%} off on average, at most"
-            f" {memory['max']:.1%}"
+            f"memory of the fullest rank: {show_percent(memory['mean'], 1)} off on average, at most"
+            f" {show_percent(memory['max'], 1)}"
         )
     print(
         f"bytes as predicted in {result['bytes_equal']} of {count} runs, order as scheduled in"
-        f" {result['order_equal']}; the same run differs from itself by {result['noise']:.1%}"
+        f" {result['order_equal']}; the same run differs from itself by"
+        f" {show_percent(result['noise'], 1)}"
     )
     if result["rankings"]:
         show_rankings(result["rankings"], result["ranking"])
@@ -275,26 +282,30 @@ def show_runs(result: dict[str, Any], refit: Path | None) -> None:
         if one["slower"]:
             print(
                 f"{one['constant']}: {one['slower']:.2f} times as long as predicted,"
-                f" {abs(one['share']):.1%} of the epochs"
+                f" {show_percent(abs(one['share']), 1)} of the epochs"
             )
     if report := result.get("refit"):
         factors = ", ".join(f"{name} x {factor:.2f}" for name, factor in report["factors"].items())
         print(
             f"refit on {len(report['fitted'])} runs ({factors}); the other"
-            f" {len(report['scored'])} were {report['before']['mean']:.1%} off and are"
-            f" {report['after']['mean']:.1%} off; written to {refit}"
+            f" {len(report['scored'])} were {show_percent(report['before']['mean'], 1)} off and are"
+            f" {show_percent(report['after']['mean'], 1)} off; written to {refit}"
         )
 
 
 def error_cells(errors: dict[str, float] | None) -> list[str]:
     """Mean, 95th percentile and largest error."""
+    from gnnplan.planner.vocabulary.units import show_percent
+
     if errors is None:
         return ["-", "-", "-"]
-    return [f"{errors[figure]:.1%}" for figure in ("mean", "p95", "max")]
+    return [show_percent(errors[figure], 1) for figure in ("mean", "p95", "max")]
 
 
 def show_rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> None:
     """Print what each question's choice was, and what it cost."""
+
+    from gnnplan.planner.vocabulary.units import show_count, show_percent
 
     def order(tau: float | None) -> str:
         return "-" if tau is None else f"{tau:.2f}"
@@ -309,15 +320,15 @@ def show_rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> N
                 order(one["tau"]),
                 one["choice"],
                 one["fastest"],
-                f"{one['regret']:.1%}",
+                show_percent(one["regret"], 1),
             ]
             for one in rankings
         ],
     )
     print(
-        f"the choice was right, or within noise, in {together['right']:.0%} of"
-        f" {together['questions']} questions; regret {together['regret']:.1%} on average, tau"
-        f" {order(together['tau'])}"
+        f"the choice was right, or within noise, in {show_percent(together['right'])} of"
+        f" {show_count(together['questions'], 'question')}; regret"
+        f" {show_percent(together['regret'], 1)} on average, tau {order(together['tau'])}"
     )
 
 
@@ -332,6 +343,7 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     from gnnplan.planner.evidence.papers.published import evaluate_rows
     from gnnplan.planner.evidence.papers.rows import read
     from gnnplan.planner.vocabulary.progress import progress
+    from gnnplan.planner.vocabulary.units import show_percent
 
     rows = read(path)
     with progress() as notify:
@@ -347,7 +359,11 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
         f"{len(result['rows'])} of {len(rows)} figures predicted",
         ["metric", "rows", "mean error", "95 % have at most", "largest"],
         [
-            [metric, str(of["n"]), *(f"{of[figure]:.1%}" for figure in ("mape", "p95", "max"))]
+            [
+                metric,
+                str(of["n"]),
+                *(show_percent(of[figure], 1) for figure in ("mape", "p95", "max")),
+            ]
             for metric, of in summary.items()
         ],
     )

@@ -28,7 +28,7 @@ from gnnplan.planner.strategies.layerwise.granndis import FANOUT, MAX_HOP
 from gnnplan.planner.vocabulary import formulas
 from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_bytes, show_time
+from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 
 HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
 CLOSE = 0.1  # of two epochs, where no prediction has been compared with a run
@@ -87,13 +87,13 @@ def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
         if used < problem.ranks:
             out.append(
                 f"{used} of {problem.ranks} GPUs are faster than all: the graph gives more of them"
-                f" too little to do; on all of them the fastest is {other.strategy}, {slower:.0%}"
-                " slower"
+                f" too little to do; on all of them the fastest is {other.strategy},"
+                f" {show_percent(slower)} slower"
             )
         else:
             out.append(
                 f"All {used} GPUs are worth using: on {other.problem.ranks} of them the fastest is"
-                f" {other.strategy}, {slower:.0%} slower"
+                f" {other.strategy}, {show_percent(slower)} slower"
             )
     in_order = best.problem.seated(tuple(sorted(best.problem.cost.seats)))
     if in_order.seats != best.problem.seats:
@@ -101,7 +101,7 @@ def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
         if slower >= 0.005:  # computation may hide a stale exchange wherever the ranks sit
             out.append(
                 "Ranks sit where their traffic takes the fast links: in the order of the GPUs an"
-                f" epoch would be {slower:.0%} slower"
+                f" epoch would be {show_percent(slower)} slower"
             )
     return out
 
@@ -120,7 +120,8 @@ def tightest(best: Candidate) -> list[str]:
         return []
     first, *others = busiest_of_kind.values()
     words = ", ".join(
-        f"{describe_port(cluster, cost.seats, port)}: {busy_s[port] / busy_s[first]:.0%} of that"
+        f"{describe_port(cluster, cost.seats, port)}:"
+        f" {show_percent(busy_s[port] / busy_s[first])} of that"
         for port in others
     )
     return [
@@ -195,7 +196,8 @@ def why_not(found: SearchResult) -> list[str]:
         if fastest is not None:
             slower = float(fastest.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
             out.append(
-                f"{fastest.strategy} is {slower:.0%} slower: {largest_difference(fastest, best)}"
+                f"{fastest.strategy} is {show_percent(slower)} slower:"
+                f" {largest_difference(fastest, best)}"
             )
     return out
 
@@ -223,13 +225,13 @@ def within_noise(found: SearchResult) -> list[str]:
     if error is None or gap >= error:
         return []
     why = (
-        f"less than predictions were off when measured (median {error:.0%})"
+        f"less than predictions were off when measured (median {show_percent(error)})"
         if on_cpu
         else "and no prediction on such devices has been compared with a run"
     )
     return [
-        f"{first.strategy} and {second.strategy} differ by {gap:.1%}, {why}: run both for a few"
-        " epochs"
+        f"{first.strategy} and {second.strategy} differ by {show_percent(gap, 1)}, {why}: run both"
+        " for a few epochs"
     ]
 
 

@@ -20,7 +20,7 @@ from gnnplan.planner.strategies import FAMILIES, Strategy
 from gnnplan.planner.strategies.base import Memory, Prediction
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
 
@@ -149,7 +149,7 @@ def search(
         tried = 0
         for strategy in family.candidates(problem):
             tried += 1
-            notify(f"evaluating {strategy} on {problem.ranks} ranks")
+            notify("evaluating candidates", f"{strategy} on {show_count(problem.ranks, 'rank')}")
             if exact and not strategy.settle(problem).exact:
                 rejected.append(
                     (
@@ -192,7 +192,10 @@ def on_fewer(
             continue
         smaller, fitting = problem.seated(gpus), []
         for strategy in _candidates(smaller, exact):
-            notify(f"evaluating {strategy} on {len(gpus)} of {problem.ranks} GPUs")
+            notify(
+                "evaluating candidates",
+                f"{strategy} on {len(gpus)} of {show_count(problem.ranks, 'GPU')}",
+            )
             with suppress(SpecError, Infeasible):
                 fitting.append(evaluate_or_save_memory(seated(smaller, strategy), strategy))
         if fitting:

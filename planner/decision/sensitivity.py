@@ -18,7 +18,7 @@ from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent
 
 REACH = 8  # a bandwidth or the device's speed is asked about from an eighth to eight times
 STEPS = 96  # factors from 1 to there, 2.2 % apart
@@ -38,7 +38,7 @@ def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list
     out: list[str] = []
     if not best.stats.known and cluster.ranks > MOST_ESTIMATED:
         return out
-    notify("asking what would change the choice: links and devices")
+    notify("asking what would change the choice", "links and devices")
     if cluster.servers > 1 and cluster.inter_node:
         out += _of(
             found,
@@ -65,7 +65,7 @@ def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None)
     best = found.ranked[0]
     _, (doubled_s,) = _fastest(found, faster, [2.0])
     change = doubled_s / float(best.predicted.epoch_s) - 1
-    yield f"twice {name}: {round(100 * change) + 0:+d} %"
+    yield f"twice {name}: {show_percent(change, sign=True)}"
     for farthest, word in ((1 / REACH, "below"), (REACH, "above")):
         turn = _turn(found, faster, farthest)
         if turn is not None:
@@ -115,7 +115,7 @@ def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
 
     def winner(count: int) -> str:
         workload = problem.workload.model_copy(update={"layers": count})
-        notify(f"asking what would change the choice: {count} layers")
+        notify("asking what would change the choice", show_count(count, "layer"))
         asked = replace(problem, workload=workload, seats=(), _layouts={}, _batches={})
         try:
             return search(asked, exact, may_use_fewer=on_fewer).ranked[0].strategy.name

@@ -4,7 +4,7 @@ was close, what would change it.
     use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order
     sure      ...        how predictions compared with runs on such devices, if they were
     cost      ...        epoch, memory, bytes, dollars
-    close     ...        the runner-up, the fastest exact strategy, the fastest other family
+    close     ...        the runner-up, and the fastest exact strategy or other family
     change    ...        where another family takes over
 
 explain.py has all reasons.
@@ -12,6 +12,7 @@ explain.py has all reasons.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,9 +23,16 @@ from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
-from gnnplan.planner.vocabulary.units import show_bytes, show_dollars, show_time
+from gnnplan.planner.vocabulary.units import (
+    show_bytes,
+    show_count,
+    show_dollars,
+    show_percent,
+    show_time,
+)
 
 MOST_CHANGES = 2  # told
+WIDEST_RIVALS = 92  # columns: 'close' is one line of 100 with its label
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
@@ -53,15 +61,16 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
     best = found.ranked[0]
     used, device = best.problem.ranks, best.problem.cluster.device
     unit = "CPU rank" if device.kind == "cpu" else "GPU"
-    number = f"{used} of {problem.ranks}" if used < problem.ranks else f"{used}"
-    plural = "" if number == "1" else "s"
+    number = show_count(used, unit)
+    if used < problem.ranks:
+        number = f"{used} of {show_count(problem.ranks, unit)}"
     gradient = (
         "the gradient is exact"
         if best.strategy.exact
         else "it changes the gradient (--exact leaves such strategies out)"
     )
     asked = ", as --strategy asks" if found.forced else ""
-    return f"{best.strategy} on {number} {unit}{plural}{asked}; {seating(best)}; {gradient}"
+    return f"{best.strategy} on {number}{asked}; {seating(best)}; {gradient}"
 
 
 def seating(best: Candidate) -> str:
@@ -73,10 +82,10 @@ def seating(best: Candidate) -> str:
         servers = -(-len(seats) // each)
         if servers == 1:
             return "all ranks on one server, in order"
-        return f"{each} ranks on each of {servers} servers, in order"
+        return f"{show_count(each, 'rank')} on each of {servers} servers, in order"
     if len(seats) > MOST_LISTED:
         servers = len({seat // each for seat in seats})
-        return f"ranks on {servers} servers, not in order (--explain lists them)"
+        return f"ranks on {show_count(servers, 'server')}, not in order (--explain lists them)"
     return "placed: " + ", ".join(
         f"rank {rank} on server {seat // each} GPU {seat % each}" for rank, seat in enumerate(seats)
     )
@@ -93,7 +102,7 @@ def certainty(problem: Problem) -> str:
     elif errors:
         known = (
             f"on measured machines {len(errors)} epochs of CPU ranks over Gloo were off by"
-            f" {np.median(errors):.0%} in the median, {max(errors):.0%} at most"
+            f" {show_percent(np.median(errors))} in the median, {show_percent(max(errors))} at most"
         )
         words = [f"unknown, this machine has not been measured; {known}" if generic else known]
     else:
@@ -156,7 +165,8 @@ def alone(problem: Problem, best: Candidate) -> str:
 
 
 def rivals(found: SearchResult) -> str:
-    """The runner-up, the fastest exact strategy and the fastest other family, and why each lost."""
+    """The runner-up and why it lost; also the fastest exact strategy or other family, if it fits in
+    WIDEST_RIVALS columns."""
     if found.forced:
         return "nothing else was compared, since --strategy names one"
     best, *others = found.ranked
@@ -164,22 +174,26 @@ def rivals(found: SearchResult) -> str:
         return "nothing else fits"
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
-    words: dict[int, str] = {}
-    for kind, candidates in (("", others), ("exact: ", exact), ("another kind: ", families)):
-        if candidates and id(candidates[0]) not in words:
-            words[id(candidates[0])] = kind + _loss(candidates[0], best)
     if within_noise(found):
-        words[-1] = "the first two are too close to tell: run both for a few epochs"
-    return "; ".join(words.values())
+        why = ": too close to tell, run both for a few epochs"
+    else:
+        why = f" ({largest_difference(others[0], best)})"
+    told = textwrap.shorten(_loss(others[0], best), WIDEST_RIVALS - len(why), placeholder="...")
+    told += why
+    for kind, candidates in (("exact", exact), ("another kind", families)):
+        if candidates and candidates[0] is not others[0]:
+            more = f"{told}; {kind}: {_loss(candidates[0], best)}"
+            return more if len(more) <= WIDEST_RIVALS else told
+    return told
 
 
 def _loss(candidate: Candidate, best: Candidate) -> str:
     gap = float(candidate.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
     used = candidate.problem.ranks
-    where = f" on {used} GPUs" if used != best.problem.ranks else ""
+    where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
     if gap < 0.0005:
         return f"{candidate.strategy}{where} is as fast"
-    return f"{candidate.strategy}{where} +{gap:.1%} ({largest_difference(candidate, best)})"
+    return f"{candidate.strategy}{where} {show_percent(gap, 1, sign=True)}"
 
 
 def changes(found: SearchResult, turning_points: Sequence[str]) -> str:

@@ -137,7 +137,7 @@ def rows(
     out = []
     for at, problem in asked:
         where = ", ".join(f"{field}={value}" for field, value in at.items())
-        notify(where)
+        notify("sweeping", where)
         row: dict[str, Any] = {"at": at, "ranks": problem.ranks}
         try:
             found = search(problem, exact)
@@ -153,7 +153,7 @@ def rows(
             ),
             None,
         )
-        notify(f"{where}: playing {best.strategy}")
+        notify("sweeping", f"{where}: playing {best.strategy}")
         row |= {
             "best": str(best.strategy),
             "family": best.strategy.name,

@@ -29,11 +29,16 @@ from gnnplan.planner.vocabulary.trace import (
     recorded_order,
     transfer_times,
 )
+from gnnplan.planner.vocabulary.units import show_percent
 
 MAX_METRICS, MAX_RANK = 1 << 28, 1 << 28  # [B]
 TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
 # Operations that only wait: for a message to arrive, for the sampler. Nothing is predicted of them.
 WAITING = ("receive", "wait")
+# What operations with a direction move.
+MOVED = {"halo": "halo rows", "input_halo": "halo rows", "pipeline": "rows to the next stage"}
+MEASURE = "the machine's pace or its constants; run `gnnplan measure` and plan again"
+REPORT = "no machine's fault: please report it with the run's folder"
 _RANK_FILE = re.compile(r"rank(\d+)\.json")
 
 Row = dict[str, Any]  # one operation: its seconds (predicted, simulated, measured) and errors
@@ -50,6 +55,19 @@ def operation(label: str) -> str:
     """
     parts = label.split(":")
     return ":".join(parts[: 2 if len(parts) > 1 and parts[1] in ("f", "b") else 1])
+
+
+def describe_operation(name: str) -> str:
+    """The name with what it says.
+
+    >>> describe_operation("halo:f"), describe_operation("encode:b"), describe_operation("loss")
+    ('halo:f (halo rows, forward)', 'encode:b (backward)', 'loss')
+    """
+    op, _, way = name.partition(":")
+    if not way:
+        return name
+    words = [MOVED[op]] if op in MOVED else []
+    return f"{name} ({', '.join([*words, 'forward' if way == 'f' else 'backward'])})"
 
 
 def by_epoch(spans: Iterable[Span], batches: int) -> list[Span]:
@@ -217,7 +235,7 @@ def show_rows(rows: dict[str, int]) -> str:
     """
     total = sum(rows.values())
     return ", ".join(
-        f"{place} {100 * count / total:.0f} %" for place, count in rows.items() if count
+        f"{place} {show_percent(count / total)}" for place, count in rows.items() if count
     )
 
 
@@ -421,6 +439,19 @@ def share_of_step(row: Row, step: Row, source: str = "predicted") -> float | Non
     return float((row[f"{source}_s"] - row["measured_s"]) / step["measured_s"])
 
 
+def show_error(error: float) -> str:
+    """A relative error as people read it: a factor where the times differ by more than two.
+
+    >>> show_error(-0.22), show_error(29.0), show_error(-0.75), show_error(-1.0)
+    ('-22 %', '30x too long', '4.0x too short', '-100 %')
+    """
+    ratio = 1 + error
+    if ratio <= 0 or 0.5 <= ratio <= 2:
+        return show_percent(error, sign=True)
+    factor = max(ratio, 1 / ratio)
+    return f"{factor:.{0 if factor >= 10 else 1}f}x too {'long' if ratio > 1 else 'short'}"
+
+
 def diagnose(
     step: Row,
     rows: Sequence[Row],
@@ -432,11 +463,14 @@ def diagnose(
 ) -> str:
     """Which part of the prediction to doubt first, in words."""
     if not volume_equal:
-        return "the bytes counted are not the bytes predicted: the volume is wrong"
+        return f"the bytes counted are not the bytes predicted: the volume is wrong; {REPORT}"
     if disorder:
-        return f"operations ran in another order than scheduled: {disorder}"
+        return f"operations ran in another order than scheduled: {disorder}; {REPORT}"
     if not same_device:
-        return "volume and order are as planned; costs of another kind of device are not judged"
+        return (
+            "volume and order are as planned; costs of another kind of device are not judged: plan"
+            " for the one that it ran on"
+        )
     missed = step["predicted_error"]
     step_fits = abs(missed) <= TOLERANCE
     errors = {
@@ -444,20 +478,29 @@ def diagnose(
     }
     worst = max(errors, key=lambda name: abs(errors[name]), default=None)
     if worst is not None and abs(errors[worst]) > TOLERANCE:
+        own = next(row["predicted_error"] for row in rows if row["operation"] == worst)
         found = (
-            f"the prediction of `{worst}` is off most ({_percent(errors[worst])} of the {unit}):"
-            " its cost, not its volume or order"
+            f"the prediction of `{worst}` is off most ({show_error(own)}, that is"
+            f" {show_percent(errors[worst], sign=True)} of the {unit}): its cost, not its volume or"
+            " order"
         )
-        return f"{found}; the {unit} itself is {_percent(missed)} off" if step_fits else found
-    found = f"no operation is off by more than {100 * TOLERANCE:.0f} % of the {unit}"
+        if step_fits:
+            return f"{found}; the {unit} itself is {show_percent(missed, sign=True)} off"
+        return f"{found}: {MEASURE}"
+    found = f"no operation is off by more than {show_percent(TOLERANCE)} of the {unit}"
     if step_fits:
-        return found
+        return f"the prediction holds: {found}"
+    together = sum(errors.values())
     if abs(step["simulated_error"]) <= TOLERANCE:
-        cause = "the simulation has it right, so the closed form lacks waiting or contention"
+        cause = (
+            "the simulation has it right, so the closed form lacks waiting or contention; go by"
+            " `gnnplan simulate` for this plan"
+        )
+    elif abs(together) > TOLERANCE and (together > 0) == (missed > 0):
+        cause = f"many are, {show_percent(together, sign=True)} together: {MEASURE}"
     else:
-        cause = "doubt its waiting and overlap, not the cost of an operation"
-    return f"{found}, but the {unit} is {_percent(missed)} off: {cause}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:+.0f} %"
+        cause = (
+            "doubt its waiting and overlap, not the cost of an operation; the traces in the run's"
+            " folder show both (ui.perfetto.dev)"
+        )
+    return f"{found}, but the {unit} is {show_percent(missed, sign=True)} off: {cause}"

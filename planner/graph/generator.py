@@ -78,7 +78,7 @@ def community(source: str, given: Mapping[str, Any]) -> Graph:
         rng.random(vertices) < given["label_noise"], rng.integers(0, classes, vertices), label
     )
     masks = random_split(np.ones(vertices, bool), rng)
-    notes = ["generated"] + (
+    notes = ["a generated graph, not data: its classes and parts are easier than real ones"] + (
         [f"{filled:,} edges drawn uniformly: the communities were full"] if filled else []
     )
     stats = GraphStats(

@@ -51,9 +51,9 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
                 f"{source}: generated graphs are undirected; drop the flag that keeps direction"
             )
         return community(source, _numbers(source, query, COMMUNITY))
-    if head in datasets() and not query:
+    if (known := well_known(head)) and not query:
         return dataclasses.replace(
-            statistics(str(DATASETS / f"{head}.yaml"), directed), source=head
+            statistics(str(DATASETS / f"{known}.yaml"), directed), source=known
         )
     suffix = Path(head).suffix.lower()
     if suffix in (".yaml", ".yml"):
@@ -64,12 +64,24 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         return statistics(head, directed)
     if suffix == ".npz" or os.path.exists(head):
         return _from_files(source, head, query, directed)
+    is_path = os.path.dirname(head) not in ("", os.getcwd()) or suffix
     raise SpecError(
-        f"{source}: a graph is a .npz file, a folder of .npy files, another library's file or"
-        " folder, a .yaml file of statistics, the"
-        f" name of such a one that is here ({', '.join(datasets())}), or"
-        f" synthetic:community?vertices=...&edges=...{suggest(Path(head).name, datasets())}"
+        f"{source}: there is no such file or folder; a graph is a .npz file, a folder of .npy files,"
+        " another library's file or folder, a .yaml file of statistics,"
+        " synthetic:community?vertices=...&edges=..., or the name of a well-known graph"
+        + ("" if is_path else suggest(Path(head).name, datasets()))
     )
+
+
+def well_known(name: str) -> str | None:
+    """The name of the well-known graph, upper or lower case; None if there is none.
+
+    >>> well_known("REDDIT"), well_known("ogbn-papers100m"), well_known("g.npz")
+    ('reddit', 'ogbn-papers100M', None)
+    """
+    if os.path.exists(name):  # a folder of this name
+        return name if name in datasets() else None
+    return next((known for known in datasets() if known.lower() == name.lower()), None)
 
 
 def source_of(

@@ -92,7 +92,10 @@ def statistics(path: str, directed: bool) -> GraphStats:
         train_vertices=max(1, round(fraction * vertices)),
         multilabel=multilabel,
         hash=blake2b(repr(facts).encode(), digest_size=16).hexdigest(),
-        notes=("statistics only",),
+        notes=(
+            "only statistics of this graph are known: halos are estimated, and nothing can be"
+            " trained; give the graph itself (--graph FILE.npz) for both",
+        ),
         known=False,
         directed=directed,
         halo_rows=halo_rows,

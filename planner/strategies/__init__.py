@@ -16,7 +16,7 @@ from dataclasses import fields
 
 from gnnplan.planner.strategies.base import Prediction as Prediction
 from gnnplan.planner.strategies.base import Strategy as Strategy
-from gnnplan.planner.strategies.base import parse_call, read_size
+from gnnplan.planner.strategies.base import parse_call, read_list, read_size
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe as GNNPipe
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis as GraNNDis
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as GraphParallel
@@ -60,6 +60,13 @@ def named(name: str, knobs: dict[str, object]) -> Strategy:
                     f"{name}: {knob} is a size such as '2GB' or a number of bytes, not {value!r}"
                 )
             values[knob] = size
+        elif annotations[knob].startswith("tuple") and isinstance(value, str):
+            if (numbers := read_list(value)) is None:
+                raise SpecError(
+                    f"{name}: {knob} is a list such as (2, 1) or '4x8' (eight times 4), not"
+                    f" {value!r:.80}"
+                )
+            values[knob] = numbers
         elif not _suits(value, annotations[knob]):
             raise SpecError(f"{name}: {knob} is {annotations[knob]}, not {value!r}")
         else:  # JSON has lists where knobs are tuples

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +28,10 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Schedule
-from gnnplan.planner.vocabulary.units import kind, quantity
+from gnnplan.planner.vocabulary.units import kind, quantity, show_percent
+
+LONG = 4  # longer lists of a knob are written by what repeats
+MOST_NUMBERS = 100_000  # of such a list
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
 Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
@@ -63,7 +68,8 @@ class Prediction:
             "pipeline bubble": self.bubble_s,
         }
         largest = max(shares, key=lambda k: float(shares[k]))
-        return f"{largest} ({float(shares[largest]) / max(float(self.epoch_s), 1e-12):.0%})"
+        share = float(shares[largest]) / max(float(self.epoch_s), 1e-12)
+        return f"{largest} ({show_percent(share)})"
 
 
 @dataclass(frozen=True)
@@ -193,16 +199,49 @@ class Strategy(ABC):
     def __str__(self) -> str:
         """As --strategy takes it, without knobs at their defaults; `parse` gives back the same.
 
-        Sizes of 1 MB or more are printed with a unit (`show_size`).
+        Sizes of 1 MB or more are printed with a unit (`show_size`), long lists by what repeats
+        (`show_list`).
         """
         defaults = {f.name: f.default for f in dataclasses.fields(self)} | self.implied
         types = {f.name: f.type for f in dataclasses.fields(self)}
         written = ",".join(
-            f"{knob}={(show_size(value) if types[knob] == 'Bytes' else value)!r}"
+            f"{knob}={show_knob(value, str(types[knob]))!r}"
             for knob, value in self.knobs().items()
             if value != defaults[knob]
         )
         return f"{self.name}({written})" if written else self.name
+
+
+def show_knob(value: Any, annotation: str) -> Any:
+    """A knob's value as people write it."""
+    if annotation == "Bytes":
+        return show_size(value)
+    return show_list(value) if isinstance(value, tuple) else value
+
+
+def show_list(numbers: tuple[int, ...]) -> tuple[int, ...] | str:
+    """A list of more than LONG numbers as 'number x times', if `read_list` gives it back.
+
+    >>> show_list((4,) * 8), show_list((1, 3, 3, 3, 2)), show_list((4, 4))
+    ('4x8', '1,3x3,2', (4, 4))
+    """
+    if len(numbers) <= LONG:
+        return numbers
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ",".join(f"{number}x{times}" if times > 1 else f"{number}" for number, times in runs)
+
+
+def read_list(text: str) -> tuple[int, ...] | None:
+    """The numbers of a text such as '1,3x2'; None if it is no list.
+
+    >>> read_list("4x8"), read_list("1,3x2"), read_list("1;2"), read_list("1x9999999999")
+    ((4, 4, 4, 4, 4, 4, 4, 4), (1, 3, 3), None, None)
+    """
+    runs = [re.fullmatch(r"(\d{1,9})(?:x(\d{1,5}))?", run) for run in text.split(",")]
+    pairs = [(int(run[1]), int(run[2] or 1)) for run in runs if run]
+    if len(pairs) < len(runs) or sum(times for _, times in pairs) > MOST_NUMBERS:
+        return None
+    return tuple(number for number, times in pairs for _ in range(times))
 
 
 def show_size(nbytes: int) -> str | int:

@@ -1,18 +1,24 @@
-"""Lines on standard error that say what a command is doing: one every two seconds."""
+"""Lines on standard error that say what a command is doing, if it takes longer than two seconds."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 EVERY_S = 2.0
-Notify = Callable[[str], None]
 
 
-def silent(what: str) -> None:
+class Notify(Protocol):
+    """Is told the phase that a command is in, and what it looks at there."""
+
+    def __call__(self, phase: str, detail: str = "", /) -> None: ...
+
+
+def silent(phase: str, detail: str = "", /) -> None:
     """Say nothing, for callers whom nobody waits for."""
 
 
@@ -20,35 +26,39 @@ def silent(what: str) -> None:
 def progress(every_s: float = EVERY_S) -> Iterator[Notify]:
     """Gives a function that is called with what is being done now.
 
-    Every `every_s` seconds a line says it, with the seconds since the beginning. On a terminal the
-    line replaces the one before.
+    On a terminal one line says it, with the seconds of the phase, and is replaced every `every_s`
+    seconds. Elsewhere every phase of `every_s` seconds or more is one line when it ends.
     """
-    doing, over, started = "", threading.Event(), time.monotonic()
-    on_terminal, shown = sys.stderr.isatty(), False
+    on_terminal, over = sys.stderr.isatty(), threading.Event()
+    phase, detail, began = "", "", time.monotonic()
 
-    def notify(what: str) -> None:
-        nonlocal doing
-        doing = what
+    def notify(now: str, about: str = "", /) -> None:
+        nonlocal phase, detail, began
+        if now != phase:
+            end()
+            phase, began = now, time.monotonic()
+        detail = about
+
+    def end() -> None:
+        seconds = time.monotonic() - began
+        if phase and seconds >= every_s:
+            line = "\r\x1b[K" if on_terminal else f"{phase}: {seconds:.0f} s\n"
+            print(line, end="", file=sys.stderr, flush=True)
 
     def report() -> None:
-        nonlocal shown
         while not over.wait(every_s):
-            if doing:
-                line = f"{doing} ... {time.monotonic() - started:.0f} s"
-                print(
-                    f"\r\x1b[K{line}" if on_terminal else line,
-                    end="" if on_terminal else "\n",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                shown = True
+            if phase:
+                doing = f"{phase}: {detail}" if detail else phase
+                line = f"\r\x1b[K{doing} ... {time.monotonic() - began:.0f} s"
+                print(line, end="", file=sys.stderr, flush=True)
 
     reporter = threading.Thread(target=report, daemon=True)
-    reporter.start()
+    if on_terminal:
+        reporter.start()
     try:
         yield notify
     finally:
         over.set()
-        reporter.join()
-        if on_terminal and shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if on_terminal:
+            reporter.join()
+        end()

@@ -97,6 +97,25 @@ def show_time(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.1f} us"
 
 
+def show_percent(share: float, digits: int = 0, sign: bool = False) -> str:
+    """A share as people read it; a difference with its sign.
+
+    >>> show_percent(0.5), show_percent(-0.004, sign=True), show_percent(0.0534, 1, sign=True)
+    ('50 %', '+0 %', '+5.3 %')
+    """
+    shown = round(100 * float(share), digits) + 0.0  # no -0
+    return f"{shown:{'+' if sign else ''}.{digits}f} %"
+
+
+def show_count(count: int, thing: str) -> str:
+    """So many things, in words.
+
+    >>> show_count(1, "server"), show_count(2000, "server"), show_count(2, "batch")
+    ('1 server', '2,000 servers', '2 batches')
+    """
+    return f"{count:,} {thing}" + ("" if count == 1 else "es" if thing.endswith("tch") else "s")
+
+
 def show_dollars(value: float) -> str:
     """A price as people read it, to three digits or to the cent.
 

@@ -37,6 +37,7 @@ from gnnplan.planner.ownership.minibatch import (
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
 from gnnplan.planner.strategies.minibatch.step import ID, check_batches
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.units import show_count
 
 CACHED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of all rows
 HIGH = 95  # percentile
@@ -62,7 +63,7 @@ def probe(
         counts = [_counts([found]) for found in whole]
         by_ranks = {}
         for count in ranks:
-            notify(f"what {count} ranks share")
+            notify("comparing what ranks share", show_count(count, "rank"))
             by_ranks[str(count)] = {
                 "overlap": _overlap(counts, [_counts(parts) for parts in micro[count]]),
                 "hits": _hits(graph, workload, micro[count]),
@@ -104,7 +105,7 @@ def _drawn(
     for number, seeds in enumerate(seeds_of(graph, w.batch, w.seed, 0)[:MOST_BATCHES]):
         if drawn > MOST_EDGES:
             break
-        notify(f"drawing mini-batch {number + 1}")
+        notify("drawing mini-batches", str(number + 1))
         whole += frontiers(graph, w, seeds, 1, 0, number)
         for count in ranks:
             micro[count].append(
