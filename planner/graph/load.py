@@ -66,8 +66,8 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         return _from_files(source, head, query, directed)
     is_path = os.path.dirname(head) not in ("", os.getcwd()) or suffix
     raise SpecError(
-        f"{source}: there is no such file or folder; a graph is a .npz file, a folder of .npy files,"
-        " another library's file or folder, a .yaml file of statistics,"
+        f"{source}: there is no such file or folder; a graph is a .npz file, a folder of .npy"
+        " files, another library's file or folder, a .yaml file of statistics,"
         " synthetic:community?vertices=...&edges=..., or the name of a well-known graph"
         + ("" if is_path else suggest(Path(head).name, datasets()))
     )
@@ -106,6 +106,8 @@ def source_of(
 
 def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
     """The graph of a file or a folder, and of the files that its parameters name."""
+    if os.path.exists(head) and not os.path.isdir(head) and not os.path.isfile(head):
+        raise SpecError(f"{source}: is a pipe, a socket or a device; give a graph's file or folder")
     words: dict[str, str] = {}
     others = []
     for pair in query.split("&"):
