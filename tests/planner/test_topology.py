@@ -454,7 +454,7 @@ def test_a_plan_names_the_tightest_link():
             LEAVES,
             (
                 r"keeps (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(of other links"
-                r" .*NIC \d+.*: \d\d% of that\)$"
+                r" .*NIC \d+.*: \d\d % of that\)$"
             ),
         ),
         (None, r"keeps (NIC \d+ -> network 0|network 0 -> NIC \d+) busy longest$"),
