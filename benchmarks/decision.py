@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from gnnplan.cli.plan import call
+from gnnplan.api.planning import Answer
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 PARTS = {
@@ -40,7 +40,7 @@ def main(source: str, target: str) -> None:
             va="center",
             fontsize=9,
         )
-    names = [f"{call(each['strategy'])}{'' if each['exact'] else ' *'}" for each in candidates]
+    names = [f"{Answer.of(each).strategy}{'' if each['exact'] else ' *'}" for each in candidates]
     axes.set_yticks(range(len(candidates)), names, fontsize=9)
     axes.get_yticklabels()[-1].set_fontweight("bold")
     axes.set_xlim(0, 1.5 * max(each["predicted"]["epoch_s"] for each in candidates))

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from accuracy import gnnplan, write
 
-from gnnplan.cli.validate import examine
+from gnnplan.api.validation import examine
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.decision.search import evaluate
 from gnnplan.planner.evidence.runs import Run, summarise

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gnnplan.api.asking import problem_of
 from gnnplan.cli import app
-from gnnplan.cli.plan import ask
 from gnnplan.planner.decision.plan import make
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
@@ -105,7 +105,7 @@ def weighing(strategy: str) -> Callable[[Path], float]:
     """Settle and seat the strategy, predict its memory and time."""
 
     def timed(folder: Path) -> float:
-        problem = ask(str(folder), read_cluster(CLUSTER), WORKLOAD, [], GPUS, "metis", False)
+        problem = problem_of(str(folder), read_cluster(CLUSTER), WORKLOAD, [], GPUS, "metis", False)
         started = time.process_time()
         found = search(problem, forced=parse(strategy)).ranked[0]
         print(
@@ -205,7 +205,7 @@ PLAYED: dict[str, dict[str, object]] = {
 
 
 def on(graph: str, ranks: int, asked: dict[str, object]) -> Problem:
-    return ask(
+    return problem_of(
         graph,
         read_cluster(SERVER),
         read_workload(None, asked),

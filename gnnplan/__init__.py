@@ -1,3 +1,74 @@
-"""gnnplan: which parallel strategy to train a graph neural network with, and how well we knew."""
+"""gnnplan: which parallel strategy to train a graph neural network with, and how well we knew.
+
+    import gnnplan
+
+    plan = gnnplan.plan("graph.npz", "dgx_a100", model="gcn", layers=4, hidden=128)
+    plan                                        # what to use, how sure, what it costs
+    plan.best.strategy, plan.table, plan.explain()
+    plan.simulate(overrides={"inter_node.bandwidth": "10GB/s"})
+    plan.sweep({"servers": [1, 2, 4]})
+    run = plan.run(epochs=50)                   # on this machine's GPUs or cores
+    run.validate()                              # predicted, simulated and measured
+
+Everything that is listed here is public; what is imported from other modules may move. Errors are
+exceptions with the words that the command line prints: all are GnnplanError.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gnnplan.api.measuring import measure as measure
+    from gnnplan.api.planning import Answer as Answer
+    from gnnplan.api.planning import Plan as Plan
+    from gnnplan.api.planning import load_plan as load_plan
+    from gnnplan.api.planning import plan as plan
+    from gnnplan.api.running import Run as Run
+    from gnnplan.api.simulation import Simulation as Simulation
+    from gnnplan.api.simulation import Sweep as Sweep
+    from gnnplan.api.validation import Validation as Validation
+    from gnnplan.api.validation import Validations as Validations
+    from gnnplan.api.validation import validate as validate
+    from gnnplan.planner.cluster.spec import Cluster as Cluster
+    from gnnplan.planner.gnn.workload import Workload as Workload
+    from gnnplan.planner.graph.formats import convert as convert
+    from gnnplan.planner.vocabulary.errors import GnnplanError as GnnplanError
+    from gnnplan.planner.vocabulary.errors import Infeasible as Infeasible
+    from gnnplan.planner.vocabulary.errors import LostRank as LostRank
+    from gnnplan.planner.vocabulary.errors import Mismatch as Mismatch
+    from gnnplan.planner.vocabulary.errors import SpecError as SpecError
+    from gnnplan.planner.vocabulary.progress import progress as progress
 
 __version__ = "0.2.0.dev0"
+
+# where a public name is; it is imported when it is first used, so that `import gnnplan` is quick
+_HOMES = {
+    "api.measuring": ("measure",),
+    "api.planning": ("Answer", "Plan", "load_plan", "plan"),
+    "api.running": ("Run",),
+    "api.simulation": ("Simulation", "Sweep"),
+    "api.validation": ("Validation", "Validations", "validate"),
+    "planner.cluster.spec": ("Cluster",),
+    "planner.gnn.workload": ("Workload",),
+    "planner.graph.formats": ("convert",),
+    "planner.vocabulary.errors": (
+        "GnnplanError",
+        "Infeasible",
+        "LostRank",
+        "Mismatch",
+        "SpecError",
+    ),
+    "planner.vocabulary.progress": ("progress",),
+}
+__all__ = [name for names in _HOMES.values() for name in names]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"gnnplan.{home}"), name)
+    raise AttributeError(f"module 'gnnplan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

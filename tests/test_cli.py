@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from gnnplan import __version__
+from gnnplan.api.running import Run
+from gnnplan.api.view import Lines
 from gnnplan.cli import app, main
-from gnnplan.cli.run import summary
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 CLUSTER = """name: two
@@ -611,7 +612,7 @@ def test_a_runs_epoch_is_the_median_of_all_but_its_first_two(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rank = {"backend": "gloo", "bytes": {}, "setup_bytes": {}, "peak_rss_bytes": 1}
     (tmp_path / "rank0.json").write_text(json.dumps({**rank, "peak_bytes": None}))
-    assert summary(tmp_path)["epoch_s"] == 2.0
+    assert Run(tmp_path).document["epoch_s"] == 2.0
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -802,7 +803,7 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Ca
 def test_where_a_run_goes_by_default(
     plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from gnnplan.cli import run as verb
+    from gnnplan.api import running
     from gnnplan.executor.launch import launcher as launch
 
     monkeypatch.chdir(tmp_path)
@@ -811,7 +812,7 @@ def test_where_a_run_goes_by_default(
     monkeypatch.setattr(
         launch, "start", lambda *words: started.append((*words[:3], words[3].by_gpu))
     )
-    monkeypatch.setattr(verb, "show_run", lambda out, as_json: None)
+    monkeypatch.setattr(running, "Run", lambda out: Lines([]))
     assert gnnplan("run", plan_file).code == 0
     out = Path("runs/community-graph_parallel-2")
     assert started == [(out / "plan.json", out, launch.Options(), (0, 1))]

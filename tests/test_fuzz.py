@@ -29,9 +29,9 @@ from hypothesis import strategies as st
 import gnnplan.planner.graph.arrays as graphs
 import gnnplan.planner.graph.graph as graph_module
 from gnnplan import cli
-from gnnplan.cli.common import must_be_playable
-from gnnplan.cli.plan import ask
-from gnnplan.cli.validate import examine
+from gnnplan.api.asking import problem_of
+from gnnplan.api.simulation import must_be_playable
+from gnnplan.api.validation import examine
 from gnnplan.executor.launch.launcher import Options
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
@@ -897,7 +897,7 @@ def run_folder(tmp_path_factory) -> Path:
     """What a run of a small graph leaves behind, its measured traces those of the simulation."""
     folder = tmp_path_factory.mktemp("run")
     zipped(folder / "graph.npz", [(f"{name}.npy", npy(array)) for name, array in ARRAYS.items()])
-    problem = ask(
+    problem = problem_of(
         str(folder / "graph.npz"),
         read_cluster("local"),
         read_workload(None, {"layers": 2, "hidden": 8}),

@@ -1,4 +1,4 @@
-"""Who may import whom: simulator -> planner <- executor. The planner decides without torch and
+"""Who may import whom: cli -> api -> simulator -> planner <- executor. The planner decides without torch and
 simpy; help comes at once."""
 
 import ast
@@ -26,6 +26,7 @@ ROOMS = {
         "evidence",
     ],
     "simulator": [],
+    "api": ["view", "asking", "simulation", "validation", "running", "measuring", "planning"],
     "executor": [
         "modules",
         "layers",
@@ -40,17 +41,27 @@ ROOMS = {
 # In graph/formats other libraries read their own files: `library` imports one there by its name, when
 # such a file is read, and says how to install it where it is absent.
 FORBIDDEN = {
-    "planner": ("torch", "simpy", "dgl", "gnnplan.simulator", "gnnplan.executor", "gnnplan.cli"),
-    "simulator": ("torch", "dgl", "gnnplan.executor", "gnnplan.cli"),
-    "executor": ("simpy", "gnnplan.simulator", "gnnplan.cli"),
+    "planner": (
+        "torch",
+        "simpy",
+        "dgl",
+        "gnnplan.simulator",
+        "gnnplan.executor",
+        "gnnplan.api",
+        "gnnplan.cli",
+    ),
+    "simulator": ("torch", "dgl", "gnnplan.executor", "gnnplan.api", "gnnplan.cli"),
+    "executor": ("simpy", "gnnplan.simulator", "gnnplan.api", "gnnplan.cli"),
+    "api": ("gnnplan.cli",),
 }
 
 
 def sources() -> dict[str, Path]:
     """Our modules by their import names; the packages stand at the top level, and gnnplan/ links to
     them."""
-    places = [(ROOT / package, f"gnnplan.{package}") for package in ROOMS] + [
-        (ROOT / "gnnplan" / "cli", "gnnplan.cli")
+    places = [
+        (ROOT / ("" if (ROOT / package).is_dir() else "gnnplan") / package, f"gnnplan.{package}")
+        for package in (*ROOMS, "cli")
     ]
     return {
         ".".join((name, *path.relative_to(place).with_suffix("").parts)).removesuffix(

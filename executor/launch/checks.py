@@ -28,7 +28,14 @@ def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
     Returns the plan's document, its problem and its strategy. Raises SpecError, Mismatch.
     """
     document = read(plan)
-    problem = question(document)
+    return document, *trainable(question(document), chosen(document), str(plan))
+
+
+def trainable(problem: Problem, strategy: Strategy, plan: str) -> tuple[Problem, Strategy]:
+    """The problem and the settled strategy of a plan, which errors name `plan`.
+
+    Raises SpecError where it cannot be trained.
+    """
     name = problem.stats.name
     if not isinstance(problem.graph, Graph):
         raise SpecError(
@@ -40,9 +47,9 @@ def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
             f"{plan}: the graph {name} has no labelled training vertices; it can be"
             " planned and simulated, not trained; plan with a graph that has y"
         )
-    strategy = chosen(document).settle(problem)
+    strategy = strategy.settle(problem)
     strategy.check(problem)
-    return document, problem, strategy
+    return problem, strategy
 
 
 def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:

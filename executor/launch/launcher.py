@@ -22,6 +22,7 @@ from gnnplan.executor.launch.checks import (
     predicted_memory,
     prepare,
     started_by_launcher,
+    trainable,
 )
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
@@ -44,6 +45,7 @@ __all__ = [
     "prepare",
     "start",
     "started_by_launcher",
+    "trainable",
     "work",
 ]
 

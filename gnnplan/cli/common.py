@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from gnnplan.planner.problem.problem import Problem
+    from gnnplan.api.view import View
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,7 +26,6 @@ app = typer.Typer(
 )
 
 DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
-MOST_TASKS = 4_000_000  # of a simulation: beyond, it takes minutes and many GB
 GRAPH_HELP = (
     "a .npz, a folder of .npy, a file or folder of DGL, PyG, OGB, GraphBolt, GraphSAINT, SciPy,"
     " NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"
@@ -115,30 +114,20 @@ def numbers(text: str, option: str) -> list[int]:
         ) from None
 
 
+def show(answer: View) -> None:
+    """Print an answer for people on standard output."""
+    answer.print(width=_width())
+
+
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table for people on standard output."""
-    from rich.console import Console
-    from rich.table import Table
+    from gnnplan.api.view import Table, print_table
 
-    view = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        view.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
-        view.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(view)
+    print_table(Table(title, columns, rows), None, _width())
 
 
-def must_be_playable(problem: Problem, steps: int) -> None:
-    """Raise SpecError where so many steps have too many tasks to simulate.
+def _width() -> int | None:
+    """Columns of a line; None: as many as the terminal has."""
+    from gnnplan.api.view import WIDTH
 
-    Every rank has one task in every step at least, so this is known before a schedule is built.
-    """
-    from gnnplan.planner.vocabulary.errors import SpecError
-    from gnnplan.planner.vocabulary.units import show_count
-
-    if steps * problem.ranks > MOST_TASKS:
-        raise SpecError(
-            f"{show_count(steps, 'batch')} on {show_count(problem.ranks, 'rank')} are more than"
-            f" the {MOST_TASKS:,} tasks that can be played; use a larger"
-            " batch (--batch, --set batch=...)"
-        )
+    return None if sys.stdout.isatty() else WIDTH

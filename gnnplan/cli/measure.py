@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gnnplan.cli.common import Json, app, emit, say
-from gnnplan.cli.run import rate_of
 
 if TYPE_CHECKING:
     from gnnplan.planner.cluster.spec import Cluster
@@ -57,11 +56,11 @@ def measure(
     Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or,
     started by torchrun or srun, of real ones. Or read: gnnplan measure --cluster dgx_a100
     --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml"""
-    import yaml
-
+    from gnnplan.api import measuring as api
+    from gnnplan.api.running import rate_of
     from gnnplan.executor.launch import launcher as launch
     from gnnplan.executor.measure import measure as measuring
-    from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
+    from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable
 
     if output:
         must_be_writable(output)
@@ -76,17 +75,13 @@ def measure(
         found = measured
     else:
         found = measuring.measure(ranks, say, servers, rate, seconds)
-    text = yaml.safe_dump(found.model_dump(mode="json"), sort_keys=False)
     here = found.servers == 1 and not cluster  # files that are read describe another machine
-    if here:
-        write_atomically(cache_dir() / "local.yaml", text, parents=True)
-    if output:
-        write_atomically(output, text)
+    api.keep(found, output, local=here)
     if as_json:
         emit(found.model_dump(mode="json"))
     else:
-        print(text, end="")
-    kept = [f"kept as preset 'local' in {cache_dir() / 'local.yaml'}"] * here + [
+        print(found.to_yaml(), end="")
+    kept = [f"kept as preset 'local' in {cache_dir() / api.KEPT}"] * here + [
         f"written to {output}"
     ] * bool(output)
     say(" and ".join(kept) or "kept nowhere; -o FILE writes it")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, emit, say
+from gnnplan.cli.common import Json, app, emit, show
+
+if TYPE_CHECKING:
+    from gnnplan.api.running import Run
 
 
 @app.command()
@@ -86,12 +88,10 @@ def run(
 
     A run that was broken off: gnnplan run --resume DIR. Under torchrun restarts are torchrun's
     (--max-restarts 3), and go on from the last checkpoint too."""
+    from gnnplan.api.planning import load_plan
+    from gnnplan.api.running import Run, rate_of, train
     from gnnplan.executor.launch import launcher as launch
-    from gnnplan.planner.decision import plan as plans
-    from gnnplan.planner.graph.arrays import STAND_IN_LABELS
     from gnnplan.planner.vocabulary.errors import SpecError
-    from gnnplan.planner.vocabulary.files import make_folder
-    from gnnplan.planner.vocabulary.units import show_count
 
     if resume is not None and out is not None:
         raise SpecError(
@@ -102,17 +102,13 @@ def run(
         out, plan_file = resume, plan_file or resume / "plan.json"
     if plan_file is None:
         raise SpecError("run takes a PLAN (`gnnplan plan -o plan.json` makes one), or --resume DIR")
-    options = launch.Options.of(
-        out or Path(),
-        {
-            "epochs": epochs,
-            "eval_every": eval_every,
-            "timeout_s": timeout,
-            "checkpoint_every": checkpoint_every,
-            "staleness_errors": staleness_errors or None,
-        },
-        resume is not None,
-    )
+    given = {
+        "epochs": epochs,
+        "eval_every": eval_every,
+        "timeout_s": timeout,
+        "checkpoint_every": checkpoint_every,
+        "staleness_errors": staleness_errors or None,
+    }
     if launch.started_by_launcher():
         if restarts:
             raise SpecError(
@@ -129,108 +125,30 @@ def run(
                 "--out is needed when torchrun or srun starts the ranks, so that all of them write"
                 " to one folder"
             )
+        options = launch.Options.of(out, given, resume is not None)
         code = launch.follow(plan_file, out, options)
         if code == 0 and os.environ.get("RANK", "0") == "0":
-            show_run(out, as_json)
+            show_run(Run(out), as_json)
         launch.leave(code)
-    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
-    document, problem, strategy = launch.prepare(plan_file)
-    if out is None:
-        graph = problem.stats.name.split("?")[0].replace(":", "-").replace("/", "-")
-        stem = f"{graph}-{strategy.name}"
-        out = next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{stem}-{n}").exists())
-    number, last = options.epochs or problem.workload.epochs, 0
-    if resume is None:
-        launch.must_be_new(out)
-    else:
-        last = launch.last_of(out, problem, strategy)
-        launch.must_go_on(out, last, number)
-    launch.must_fit_here(problem)
-    strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
-    make_folder(out)
-    plans.write(out / "plan.json", document)
-    options.write(out)
-    onwards = f" after {last}" if last else ""
-    say(
-        f"training {problem.stats.name} with {strategy} on"
-        f" {show_count(problem.ranks, 'rank')}, {show_count(number, 'epoch')}{onwards}, into {out}"
+    if emulate is not None:
+        rate_of(emulate)  # a typing mistake is told before the graph is read
+    plan = load_plan(plan_file)
+    finished = train(
+        plan.document,
+        plan.problem,
+        plan.strategy,
+        out,
+        given | {"restarts": restarts},
+        emulate=emulate,
+        resume=resume is not None,
+        name=plan.name,
     )
-    stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
-    for note in stand_in:
-        say(f"note: {note}")
-    launch.start(out / "plan.json", out, replace(options, restarts=restarts), problem, servers)
-    show_run(out, as_json)
-    for note in stand_in:
-        say(f"note: {note}")
+    show_run(finished, as_json)
 
 
-def rate_of(text: str) -> float | None:
-    """The rate of an emulated NIC [B/s]; None for 'unshaped'.
-
-    Raises SpecError.
-    """
-    from gnnplan.planner.vocabulary.errors import SpecError
-    from gnnplan.planner.vocabulary.units import kind, quantity
-
-    if text == "unshaped":
-        return None
-    if kind(text) != "B/s":
-        raise SpecError(
-            f"--emulate {text!r} is not a rate such as 400Mbit/s or 50MB/s, nor 'unshaped'"
-        )
-    return quantity(text)
-
-
-def show_run(out: Path, as_json: bool) -> None:
+def show_run(finished: Run, as_json: bool) -> None:
     """Print what a finished run left behind."""
-    from gnnplan.planner.evidence.validate import show_rows
-    from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_time
-
-    result = summary(out)
     if as_json:
-        return emit(result)
-    scores = "  ".join(
-        f"{k} {result[f'{k}_accuracy']:.3f}"
-        for k in ("train", "val", "test")
-        if result[f"{k}_accuracy"] is not None
-    )
-    sent = ", ".join(f"{k} {show_bytes(v)}" for k, v in result["bytes"].items()) or "nothing"
-    print(
-        f"{show_count(result['epochs'], 'epoch')}, loss {result['first_loss']:.4f} ->"
-        f" {result['loss']:.4f}  {scores}"
-    )
-    print(
-        f"median epoch {show_time(result['epoch_s'])} (without the first two); sent per epoch:"
-        f" {sent}; peak memory {show_bytes(max(result['peak_rss_bytes']))} per process"
-    )
-    if result["rows"]:
-        print(f"rows of features: {show_rows(result['rows'])}")
-    print(f"in {out}; next: gnnplan validate {out}")
-
-
-def summary(out: Path) -> dict[str, Any]:
-    """What a run left behind, as one JSON document."""
-    from statistics import median
-
-    from gnnplan.planner.evidence.validate import read_run, rows_by_class
-
-    metrics, ranks = read_run(out)
-    sent: dict[str, int] = {}
-    for rank in ranks:
-        for op, nbytes in rank["bytes"].items():
-            sent[op] = sent.get(op, 0) + nbytes
-    last = metrics[-1]
-    return {
-        "out": str(out),
-        "epochs": len(metrics),
-        "first_loss": metrics[0]["loss"],
-        "loss": last["loss"],
-        **{f"{k}_accuracy": last[f"{k}_accuracy"] for k in ("train", "val", "test")},
-        "epoch_s": median(m["epoch_s"] for m in metrics[min(2, len(metrics) - 1) :]),
-        "backend": ranks[0]["backend"],
-        "bytes": {op: nbytes // len(metrics) for op, nbytes in sent.items()},
-        "setup_bytes": sum(sum(rank["setup_bytes"].values()) for rank in ranks),
-        "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks],
-        "peak_bytes": [rank["peak_bytes"] for rank in ranks],
-        "rows": rows_by_class(ranks),
-    }
+        emit(finished.document)
+    else:
+        show(finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gnnplan.planner.vocabulary.units import kind, quantity
@@ -46,3 +47,7 @@ class Spec(BaseModel):
     """A frozen model in which unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def to_yaml(self) -> str:
+        """The text of a file with all fields."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gnnplan.cli.validate import simulated_cell, time_cells
+from gnnplan.api.validation import simulated_cell, time_cells
 from gnnplan.planner.evidence.validate import (
     compare_memory,
     diagnose,

@@ -1,0 +1,12 @@
+"""What `import gnnplan` offers: a file per question, its answer as an object.
+
+asking.py      a graph, a GNN and a cluster, in any form a user has them -> Problem
+planning.py    plan() -> Plan
+simulation.py  Plan.simulate() -> Simulation, Plan.sweep() -> Sweep
+running.py     Plan.run() -> Run
+validation.py  validate() -> Validation, Validations
+measuring.py   measure() -> Cluster
+view.py        how answers show themselves, as text and HTML
+
+The command line prints these objects.
+"""

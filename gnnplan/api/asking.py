@@ -1,0 +1,182 @@
+"""The question: a graph, a GNN and a cluster, in any form that a user has them, as a Problem."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.evidence.papers.presets import read_fitted
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load, source_of, well_known
+from gnnplan.planner.graph.partition import METHODS
+from gnnplan.planner.problem.inputs import apply_overrides, checked, read_workload
+from gnnplan.planner.problem.problem import Problem, with_ranks
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import cache_dir
+from gnnplan.planner.vocabulary.progress import Notify, silent
+
+Overrides = Mapping[str, object] | Sequence[str]  # {'servers': 16}, or ['servers=16'] as --set
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem, and what a user should know of how it was read."""
+
+    problem: Problem
+    notes: tuple[str, ...]
+
+
+def ask(
+    graph: Any,
+    cluster: str | Path | Mapping[str, Any] | Cluster,
+    workload: str | Path | Mapping[str, Any] | Workload | None,
+    fields: Mapping[str, object],
+    *,
+    features: str | None = None,
+    labels: str | None = None,
+    split: str | None = None,
+    task: str | None = None,
+    overrides: Overrides = (),
+    ranks: int | None = None,
+    partitioner: str = "metis",
+    directed: bool = False,
+    notify: Notify = silent,
+) -> Question:
+    """The question that the arguments describe; see `gnnplan.plan` for each.
+
+    Raises SpecError.
+    """
+    name = source_name(graph)
+    notify(f"reading {name}")
+    given = {field: value for field, value in fields.items() if value is not None}
+    module = str(given.pop("model")) if ".py" in str(given.get("model", "")) else None
+    asked = workload_of(workload, given)
+    settings = settings_of(overrides)
+    machine, fitted = _cluster_of(cluster, asked.model)
+    source = source_of(name, features, labels, split, task)
+    problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed)
+    if module:
+        notify(f"reading {module}")
+        set_by_user = [*given, *(setting.partition("=")[0].strip() for setting in settings)]
+        problem = with_user_module(problem, module, set_by_user)
+        if problem.workload.model != asked.model:  # constants of a testbed may be its own
+            machine, fitted = _cluster_of(cluster, problem.workload.model)
+            machine, _ = apply_overrides(machine, asked, settings)
+            problem = replace(problem, cluster=with_ranks(machine, ranks))
+    return Question(problem, (*problem.stats.notes, *([fitted] if fitted else [])))
+
+
+def source_name(graph: Any) -> str:
+    """The name by which `load` finds a graph; an object is written to the cache first.
+
+    Raises SpecError.
+    """
+    if isinstance(graph, str | Path):
+        return str(graph)
+    if isinstance(graph, Graph):
+        return graph.stats.source
+    from gnnplan.planner.graph.formats import convert
+
+    # ranks are processes of their own and read the graph from a folder, which its content names
+    kept = cache_dir() / "graphs"
+    kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept) as folder:
+        made = Path(folder) / "graph"
+        convert(graph, made)
+        digest = hashlib.sha256()
+        for file in sorted(made.iterdir()):
+            digest.update(file.name.encode())
+            with file.open("rb") as stream:
+                while piece := stream.read(1 << 24):
+                    digest.update(piece)
+        target = kept / digest.hexdigest()[:16]
+        if not target.exists():
+            try:
+                os.rename(made, target)
+            except OSError:  # another process was first
+                if not target.exists():
+                    raise
+        shutil.rmtree(made, ignore_errors=True)
+    return str(target)
+
+
+def workload_of(
+    workload: str | Path | Mapping[str, Any] | Workload | None, fields: Mapping[str, object]
+) -> Workload:
+    """The workload of a file, a mapping or an object, with `fields` set.
+
+    Raises SpecError.
+    """
+    if workload is None or isinstance(workload, str | Path):
+        return read_workload(None if workload is None else str(workload), fields)
+    data = workload.model_dump() if isinstance(workload, Workload) else dict(workload)
+    base = checked(Workload, data, "workload: ")
+    return checked(Workload, base.model_dump() | dict(fields), "--", fields) if fields else base
+
+
+def _cluster_of(
+    cluster: str | Path | Mapping[str, Any] | Cluster, model: str
+) -> tuple[Cluster, str]:
+    """The cluster, and a note on constants that were fitted to print ('': none)."""
+    if isinstance(cluster, Cluster):
+        return cluster, ""
+    if isinstance(cluster, Mapping):
+        return checked(Cluster, cluster, "cluster: "), ""
+    return read_fitted(str(cluster), model)
+
+
+def settings_of(overrides: Overrides) -> list[str]:
+    """Overrides as 'field=value'."""
+    if isinstance(overrides, Mapping):
+        return [f"{field}={value}" for field, value in overrides.items()]
+    return list(overrides)
+
+
+def problem_of(
+    graph: str,
+    cluster: Cluster,
+    workload: Workload,
+    settings: Sequence[str],
+    ranks: int | None,
+    method: str,
+    directed: bool,
+) -> Problem:
+    """The problem of a graph by its name.
+
+    Raises SpecError.
+    """
+    if method not in METHODS:
+        raise SpecError(f"--partitioner {method!r}: use one of {', '.join(METHODS)}")
+    cluster, workload = apply_overrides(cluster, workload, settings)
+    cluster = with_ranks(cluster, ranks)
+    head, mark, query = graph.partition("?")
+    if not head.startswith("synthetic:") and not well_known(head):
+        graph = os.path.realpath(head) + mark + query  # a plan may be run from another folder
+    loaded = load(graph, directed)
+    stats = loaded.stats if isinstance(loaded, Graph) else loaded
+    if cluster.ranks > stats.vertices:
+        raise SpecError(
+            f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); "
+            f"use --ranks {stats.vertices} or less"
+        )
+    return Problem(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
+
+
+def with_user_module(problem: Problem, module: str, given: Sequence[str]) -> Problem:
+    """The problem with the user's module as its model; `given` are the fields that they set.
+
+    Raises SpecError.
+    """
+    from gnnplan.executor.modules.read import must_suit, read, with_module
+
+    user = read(module, problem.workload, problem.stats.features, problem.stats.classes)
+    must_suit(user, problem.stats.directed)
+    return replace(problem, workload=with_module(problem.workload, user, given))

@@ -1,0 +1,46 @@
+"""`measure`: the cluster that this machine is, or that servers emulated on it are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gnnplan.api.running import rate_of
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
+
+KEPT = "local.yaml"  # in the cache: the preset 'local'
+
+
+def measure(
+    ranks: int = 2,
+    *,
+    servers: int = 1,
+    emulate: str = "unshaped",
+    seconds: float = 0.2,
+    output: str | Path | None = None,
+    notify: Callable[[str], None] = lambda what: None,
+) -> Cluster:
+    """Measure this machine with all ranks active; takes a minute or two.
+
+    ranks: per server. servers: several are emulated on this machine (needs root), with NICs of the
+    rate `emulate`, as '400Mbit/s'. seconds: spent on each of some hundred numbers. output: a YAML
+    file for the result. One server is also kept as the preset 'local'. notify is told what is
+    measured. Raises SpecError, LostRank.
+    """
+    from gnnplan.executor.measure.measure import measure as measured_by_ranks
+
+    if output:
+        must_be_writable(Path(output))
+    found = measured_by_ranks(ranks, notify, servers, rate_of(emulate), seconds)
+    keep(found, Path(output) if output else None, local=servers == 1)
+    return found
+
+
+def keep(cluster: Cluster, output: Path | None, local: bool) -> None:
+    """Write a cluster file to `output`, and as the preset 'local' if it is this machine."""
+    text = cluster.to_yaml()
+    if local:
+        write_atomically(cache_dir() / KEPT, text, parents=True)
+    if output:
+        write_atomically(output, text)

@@ -1,0 +1,397 @@
+"""`plan`: which strategy, on which GPUs, and why; the answer is a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gnnplan.api.asking import Overrides, Question, ask
+from gnnplan.api.view import Lines, Table, View, of
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.search import search
+from gnnplan.planner.gnn.model import describe
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy, named, parse
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
+
+if TYPE_CHECKING:
+    from gnnplan.api.running import Run
+    from gnnplan.api.simulation import Simulation, Sweep
+
+MOST_LEADERS = 8  # rows of the table
+DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
+
+
+def plan(
+    graph: Any = DEFAULT_GRAPH,
+    cluster: str | Path | Mapping[str, Any] | Cluster = "local",
+    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    *,
+    exact: bool = False,
+    strategy: str | None = None,
+    ranks: int | None = None,
+    overrides: Overrides = (),
+    partitioner: str = "metis",
+    directed: bool = False,
+    features: str | None = None,
+    labels: str | None = None,
+    split: str | None = None,
+    task: str | None = None,
+    notify: Notify = silent,
+    **fields: Any,
+) -> Plan:
+    """Rank the strategies that fit, and recommend one with its rank placement and the reasons.
+
+    graph      a file or folder of any format that docs/how-to/bring-your-graph.md names, the name
+               of a well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a
+               networkx Graph, a SciPy sparse matrix, an edge_index [2, E]. Objects are written to
+               the cache, where ranks read them.
+    cluster    a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
+    workload   a YAML file, a mapping of fields, or a Workload
+    fields     of the workload: model='gcn' (or 'model.py:MyGNN'), layers=3, hidden=256, dropout,
+               mode='mini', batch, fanout=[15, 10], seed, epochs, lr and so on
+    exact      only strategies that leave the gradient as one process computes it
+    strategy   this one, as 'gnnpipe(stages=4)'; knobs may be left out
+    ranks      use so many, equally many per server; default: all GPUs, or fewer where it is faster
+    overrides  fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
+    features, labels, split, task   what the graph's file lacks, as on the command line
+    notify     is told what is being done (`gnnplan.progress`)
+
+    Raises SpecError where the input is wrong, Infeasible where nothing fits.
+
+    >>> import gnnplan
+    >>> found = gnnplan.plan("flickr", "dgx_a100", model="gcn", hidden=16, layers=2, exact=True)
+    >>> found.best.exact, found.best.gpus <= 8, len(found.table) == len(found.answers)
+    (True, True, True)
+    """
+    question = ask(
+        graph,
+        cluster,
+        workload,
+        fields,
+        features=features,
+        labels=labels,
+        split=split,
+        task=task,
+        overrides=overrides,
+        ranks=ranks,
+        partitioner=partitioner,
+        directed=directed,
+        notify=notify,
+    )
+    return answer(question, exact, strategy, ranks is None, notify)
+
+
+def answer(
+    question: Question,
+    exact: bool = False,
+    strategy: str | None = None,
+    may_use_fewer: bool = True,
+    notify: Notify = silent,
+) -> Plan:
+    """The plan of a question.
+
+    Raises SpecError, Infeasible.
+    """
+    forced = parse(strategy) if strategy is not None else None
+    found = search(question.problem, exact, forced, may_use_fewer=may_use_fewer, notify=notify)
+    document = documents.make(question.problem, found, exact, notify)
+    return Plan(document, question.problem.seated(documents.seats(document)))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan of a file that `Plan.write` or `gnnplan plan -o` made.
+
+    Raises SpecError where it is not a plan, Mismatch where another version made it.
+    """
+    return Plan(documents.read(path), name=str(path))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A strategy, and what is predicted of it."""
+
+    strategy: str  # as `strategy=` and --strategy take it
+    exact: bool
+    gpus: int
+    epoch_s: float  # [s]
+    memory_bytes: float  # of the fullest rank [B]
+    predicted: Mapping[str, Any]  # all that plan.json holds of it
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Answer:
+        """The answer of an entry of plan.json."""
+        predicted, strategy = found["predicted"], dict(found["strategy"])
+        call = str(named(strategy.pop("name"), strategy))
+        seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
+        return cls(call, found["exact"], found["gpus"], seconds, memory, predicted)
+
+
+class Plan(View):
+    """The answer to `plan`: `best`, the ranked `answers`, and all that plan.json holds."""
+
+    def __init__(
+        self, document: dict[str, Any], problem: Problem | None = None, name: str = "the plan"
+    ) -> None:
+        self.document = document  # of plan.json
+        self.name = name  # in errors
+        self._problem = problem
+
+    @property
+    def best(self) -> Answer:
+        """The recommended strategy."""
+        return Answer.of(self.document["best"])
+
+    @property
+    def answers(self) -> list[Answer]:
+        """All strategies that fit, the recommended one first."""
+        return [Answer.of(a) for a in (self.document["best"], *self.document["alternatives"])]
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """A row of numbers per answer; pandas.DataFrame takes it."""
+        return [
+            {
+                "strategy": a.strategy,
+                "exact": a.exact,
+                "gpus": a.gpus,
+                **{
+                    field: a.predicted[field]
+                    for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "bytes_total")
+                },
+                "memory_bytes": a.memory_bytes,
+                "bottleneck": a.predicted["bottleneck"],
+            }
+            for a in self.answers
+        ]
+
+    @property
+    def strategy(self) -> Strategy:
+        """The recommended strategy, as the planner knows it."""
+        return documents.chosen(self.document)
+
+    @property
+    def problem(self) -> Problem:
+        """The question, with ranks on the GPUs of the plan; a plan from a file loads its graph.
+
+        Raises SpecError, or Mismatch where the data have changed since.
+        """
+        if self._problem is None:
+            self._problem = documents.question(self.document)
+        return self._problem
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster.model_validate(self.document["cluster"])
+
+    @property
+    def workload(self) -> Workload:
+        return Workload.model_validate(self.document["workload"])
+
+    def write(self, path: str | Path) -> None:
+        """Write plan.json, which the command line takes too."""
+        documents.write(path, self.document)
+
+    def explain(self) -> Lines:
+        """All reasons: the placement, what binds, why others lost, what was rejected."""
+        return Lines(list(_reasons(self.document, self.cluster)))
+
+    def simulate(
+        self,
+        *,
+        steps: int = 3,
+        overrides: Overrides = (),
+        jitter: float = 0.0,
+        stragglers: Mapping[int, float] | None = None,
+        repetitions: int = 20,
+        seed: int = 0,
+        flows: bool = False,
+        trace: str | Path | None = None,
+        notify: Notify = silent,
+    ) -> Simulation:
+        """Play the schedule in virtual time, perhaps on another cluster or with noise.
+
+        steps: epochs; the last ones are the steady state. overrides: as of `plan`. jitter: standard
+        deviation of lognormal factors on computations. stragglers: {3: 2.0}, rank 3 computes twice
+        as long. repetitions: how often to play with noise. flows: each message has a fair share of
+        its links of its own. trace: a folder for a Kineto trace per rank. Raises SpecError,
+        Infeasible."""
+        from gnnplan.api.simulation import Simulation
+
+        return Simulation.of(
+            self.problem,
+            self.strategy,
+            documents.is_exact(self.document),
+            steps=steps,
+            overrides=overrides,
+            jitter=jitter,
+            stragglers=stragglers or {},
+            repetitions=repetitions,
+            seed=seed,
+            flows=flows,
+            trace=None if trace is None else Path(trace),
+            notify=notify,
+        )
+
+    def sweep(
+        self,
+        fields: Mapping[str, Iterable[object]] | Sequence[str],
+        *,
+        steps: int = 3,
+        overrides: Overrides = (),
+        jitter: float = 0.0,
+        stragglers: Mapping[int, float] | None = None,
+        repetitions: int = 20,
+        seed: int = 0,
+        notify: Notify = silent,
+    ) -> Sweep:
+        """Plan and play every combination of values, as {'servers': [1, 2, 4]}.
+
+        'device' takes the GPUs of presets. The other arguments are those of `simulate`. Raises
+        SpecError."""
+        from gnnplan.api.simulation import Sweep
+
+        return Sweep.of(
+            self.problem,
+            self.strategy,
+            documents.is_exact(self.document),
+            fields,
+            steps=steps,
+            overrides=overrides,
+            jitter=jitter,
+            stragglers=stragglers or {},
+            repetitions=repetitions,
+            seed=seed,
+            notify=notify,
+        )
+
+    def run(
+        self,
+        out: str | Path | None = None,
+        *,
+        epochs: int | None = None,
+        eval_every: int = 10,
+        timeout_s: float = 30.0,
+        checkpoint_every: int = 10,
+        restarts: int = 0,
+        emulate: str | None = None,
+        staleness_errors: bool = False,
+    ) -> Run:
+        """Train for real on ranks of this machine: NCCL on GPUs, Gloo elsewhere.
+
+        out: a new folder for all that it leaves; default: one in runs/. epochs: default: the
+        workload's. eval_every, checkpoint_every: epochs. timeout_s: that a rank waits for its
+        peers. restarts: of all ranks, when one is lost. emulate: '400Mbit/s' plays the plan's
+        servers on this machine with NICs of that rate (needs root). staleness_errors: measure how
+        stale rows are. Raises SpecError, and LostRank when no restart is left."""
+        options = {
+            "epochs": epochs,
+            "eval_every": eval_every,
+            "timeout_s": timeout_s,
+            "checkpoint_every": checkpoint_every,
+            "staleness_errors": staleness_errors,
+            "restarts": restarts,
+        }
+        return self._train(None if out is None else Path(out), options, emulate)
+
+    def resume(self, out: str | Path, **options: Any) -> Run:
+        """Go on with the run in `out` from its last checkpoint, with its options and those of `run`
+        that are given; `epochs` may ask for more. Raises SpecError, LostRank."""
+        return self._train(Path(out), options, options.pop("emulate", None), resume=True)
+
+    def _train(
+        self, out: Path | None, given: dict[str, Any], emulate: str | None, resume: bool = False
+    ) -> Run:
+        from gnnplan.api.running import train
+
+        return train(
+            self.document,
+            self.problem,
+            self.strategy,
+            out,
+            given,
+            emulate=emulate,
+            resume=resume,
+            name=self.name,
+        )
+
+    def blocks(self) -> list[str | Table]:
+        return [
+            _question(self.document, self.workload, self.cluster),
+            *(f"{label + ':':8}{line}" for label, line in self.document["summary"].items()),
+            _leaders(self.answers[:MOST_LEADERS], self.cluster),
+        ]
+
+
+def _question(document: Mapping[str, Any], workload: Workload, cluster: Cluster) -> str:
+    """What was asked, in a line."""
+    graph = document["graph"]
+    layers = describe(workload, graph["features"], graph["classes"]).layers
+    return (
+        f"{graph['name']}: {graph['vertices']:,} vertices, {graph['edges']:,} edges;"
+        f" {workload.module.name + ', ' if workload.module else ''}{workload.model}"
+        f" {show_count(workload.layers, 'layer')} x {layers[0].h_out}, dropout"  # SGC: classes
+        f" {workload.dropout:g}; {cluster.name}: {show_count(cluster.servers, 'server')} x"
+        f" {cluster.gpus_per_server} {cluster.device.name}"
+    )
+
+
+def _leaders(leaders: Sequence[Answer], cluster: Cluster) -> Table:
+    """The fastest answers."""
+    columns = [
+        "strategy",
+        "exact",
+        "epoch",
+        "bytes per epoch",
+        "set-up",
+        "memory/rank",
+        "bottleneck",
+    ]
+    rows = []
+    for leader in leaders:
+        predicted = leader.predicted
+        sent = predicted["bytes_by_link"].items()
+        links = ", ".join(f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in sent)
+        rows.append(
+            [
+                leader.strategy,
+                "yes" if leader.exact else "no",
+                show_time(leader.epoch_s),
+                links or "none",
+                show_bytes(predicted["setup_bytes"]),
+                show_bytes(leader.memory_bytes),
+                predicted["bottleneck"],
+            ]
+        )
+    if any(leader.gpus < cluster.ranks for leader in leaders):
+        columns.insert(1, "gpus")
+        for row, leader in zip(rows, leaders, strict=True):
+            row.insert(1, of(leader.gpus, cluster.ranks))
+    if cluster.price is not None:
+        columns.append("$/epoch")
+        for row, leader in zip(rows, leaders, strict=True):
+            row.append(show_dollars(leader.predicted["epoch_dollars"]))
+    return Table("leaders", columns, rows)
+
+
+def _reasons(document: Mapping[str, Any], cluster: Cluster) -> Iterable[str]:
+    """Placement, explanation, and why strategies were rejected."""
+    places, each = document["best"]["placement"], cluster.gpus_per_server
+    gpus = [place["server"] * each + place["gpu"] for place in places]
+    in_order = gpus == list(range(cluster.ranks))
+    on_server: dict[int, list[str]] = {}
+    for place in sorted(places, key=lambda place: int(place["gpu"])):
+        on_server.setdefault(place["server"], []).append(
+            str(place["rank"]) + ("" if in_order else f" on GPU {place['gpu']}")
+        )
+    servers = [f"server {server}: ranks {', '.join(r)}" for server, r in sorted(on_server.items())]
+    yield f"placement: {'; '.join(servers)}"
+    for line in document["explanation"]:
+        yield f"- {line}"
+    for item in document["rejected"]:
+        yield f"- not {item['strategy']}: {item['reason']}"

@@ -1,0 +1,168 @@
+"""`Plan.run`: training for real; the answer is a Run, a folder with all that training left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from gnnplan.api.view import View
+from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.evidence.validate import read_run, rows_by_class, show_rows
+from gnnplan.planner.graph.arrays import STAND_IN_LABELS
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import make_folder
+from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_count, show_time
+
+if TYPE_CHECKING:
+    from gnnplan.api.validation import Validation
+
+RUNS = Path("runs")  # where runs go that are given no folder
+
+
+class Run(View):
+    """A finished run, by its folder; usable wherever a path of the folder is."""
+
+    def __init__(self, out: str | Path) -> None:
+        self.out = Path(out)
+        self._metrics, self._ranks = read_run(self.out)
+
+    def __fspath__(self) -> str:
+        return str(self.out)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: a row per epoch; pandas.DataFrame takes it."""
+        return self._metrics
+
+    @property
+    def weights(self) -> Path:
+        """The trained parameters, as safetensors."""
+        return self.out / "weights.safetensors"
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What `gnnplan run --json` prints."""
+        metrics, ranks = self._metrics, self._ranks
+        sent: dict[str, int] = {}
+        for rank in ranks:
+            for op, nbytes in rank["bytes"].items():
+                sent[op] = sent.get(op, 0) + nbytes
+        last = metrics[-1]
+        return {
+            "out": str(self.out),
+            "epochs": len(metrics),
+            "first_loss": metrics[0]["loss"],
+            "loss": last["loss"],
+            **{f"{k}_accuracy": last[f"{k}_accuracy"] for k in ("train", "val", "test")},
+            "epoch_s": median(m["epoch_s"] for m in metrics[min(2, len(metrics) - 1) :]),
+            "backend": ranks[0]["backend"],
+            "bytes": {op: nbytes // len(metrics) for op, nbytes in sent.items()},
+            "setup_bytes": sum(sum(rank["setup_bytes"].values()) for rank in ranks),
+            "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks],
+            "peak_bytes": [rank["peak_bytes"] for rank in ranks],
+            "rows": rows_by_class(ranks),
+        }
+
+    def validate(self) -> Validation:
+        """Compare what was predicted, simulated and measured.
+
+        Raises SpecError.
+        """
+        from gnnplan.api.validation import Validation
+
+        return Validation.of(self.out)
+
+    def blocks(self) -> list[str]:
+        result = self.document
+        scores = "  ".join(
+            f"{k} {result[f'{k}_accuracy']:.3f}"
+            for k in ("train", "val", "test")
+            if result[f"{k}_accuracy"] is not None
+        )
+        sent = ", ".join(f"{k} {show_bytes(v)}" for k, v in result["bytes"].items()) or "nothing"
+        lines = [
+            f"{show_count(result['epochs'], 'epoch')}, loss {result['first_loss']:.4f} ->"
+            f" {result['loss']:.4f}  {scores}",
+            f"median epoch {show_time(result['epoch_s'])} (without the first two); sent per epoch:"
+            f" {sent}; peak memory {show_bytes(max(result['peak_rss_bytes']))} per process",
+        ]
+        if result["rows"]:
+            lines.append(f"rows of features: {show_rows(result['rows'])}")
+        return [*lines, f"in {self.out}; next: gnnplan validate {self.out}"]
+
+
+def train(
+    document: dict[str, Any],
+    problem: Problem,
+    strategy: Strategy,
+    out: Path | None,
+    given: Mapping[str, Any],
+    *,
+    emulate: str | None = None,
+    resume: bool = False,
+    name: str = "the plan",
+) -> Run:
+    """Start a plan's ranks on this machine, and wait for them.
+
+    document, problem, strategy: of the plan. given: options (executor/launch/options.py); None
+    where one was not given. resume: go on in `out`. Raises SpecError, and LostRank when no restart
+    is left."""
+    from gnnplan.executor.launch import launcher as launch
+
+    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
+    options = launch.Options.of(out or Path(), given, resume)
+    problem, strategy = launch.trainable(problem, strategy, name)
+    out = out or _new_folder(problem.stats.name, strategy.name)
+    number, last = options.epochs or problem.workload.epochs, 0
+    if resume:
+        last = launch.last_of(out, problem, strategy)
+        launch.must_go_on(out, last, number)
+    else:
+        launch.must_be_new(out)
+    launch.must_fit_here(problem)
+    strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
+    make_folder(out)
+    documents.write(out / "plan.json", document)
+    replace(options, restarts=0).write(out)
+    onwards = f" after {last}" if last else ""
+    _say(
+        f"training {problem.stats.name} with {strategy} on"
+        f" {show_count(problem.ranks, 'rank')}, {show_count(number, 'epoch')}{onwards}, into {out}"
+    )
+    stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
+    for note in stand_in:
+        _say(f"note: {note}")
+    launch.start(out / "plan.json", out, options, problem, servers)
+    for note in stand_in:
+        _say(f"note: {note}")
+    return Run(out)
+
+
+def _new_folder(graph: str, strategy: str) -> Path:
+    """A folder in RUNS that is not there yet."""
+    stem = f"{graph.split('?')[0].replace(':', '-').replace('/', '-')}-{strategy}"
+    return next(path for n in range(1, 10_000) if not (path := RUNS / f"{stem}-{n}").exists())
+
+
+def rate_of(text: str) -> float | None:
+    """The rate of an emulated NIC [B/s]; None for 'unshaped'.
+
+    Raises SpecError.
+    """
+    if text == "unshaped":
+        return None
+    if kind(text) != "B/s":
+        raise SpecError(
+            f"--emulate {text!r} is not a rate such as 400Mbit/s or 50MB/s, nor 'unshaped'"
+        )
+    return quantity(text)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

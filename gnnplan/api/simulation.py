@@ -1,0 +1,380 @@
+"""`Plan.simulate` plays a plan in virtual time; `Plan.sweep` plans and plays every combination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gnnplan.api.asking import Overrides, settings_of
+from gnnplan.api.view import Table, View, of
+from gnnplan.planner.decision.search import Candidate, search, seated
+from gnnplan.planner.decision.sweep import Axis, axes, changes, points, rows, to_csv
+from gnnplan.planner.evidence.papers.presets import read_fitted
+from gnnplan.planner.evidence.validate import (
+    by_epoch,
+    describe_operation,
+    per_operation,
+    predicted_per_operation,
+)
+from gnnplan.planner.problem.inputs import apply_overrides
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.files import make_folder, write_atomically
+from gnnplan.planner.vocabulary.progress import Notify
+from gnnplan.planner.vocabulary.schedule import Schedule
+from gnnplan.planner.vocabulary.trace import write_traces
+from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
+from gnnplan.simulator.flows import ByFlows
+from gnnplan.simulator.noise import Noise, epochs, percentiles
+from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
+
+MOST_TASKS = 4_000_000  # beyond, a simulation takes minutes and many GB
+
+
+class Simulation(View):
+    """A plan that was played: `epoch_s`, and by operation what was simulated and predicted."""
+
+    def __init__(self, document: dict[str, Any], title: str, steps: int, batches: int) -> None:
+        self.document = document
+        self._title, self._steps, self._batches = title, steps, batches
+
+    @classmethod
+    def of(
+        cls,
+        base: Problem,
+        strategy: Strategy,
+        exact: bool,
+        *,
+        steps: int,
+        overrides: Overrides,
+        jitter: float,
+        stragglers: Mapping[int, float],
+        repetitions: int,
+        seed: int,
+        flows: bool,
+        trace: Path | None,
+        notify: Notify,
+    ) -> Simulation:
+        """As `Plan.simulate` says."""
+        noise = Noise(jitter, stragglers, seed) if jitter or stragglers else None
+        problem, strategy = moved(base, strategy, settings_of(overrides), exact)
+        must_be_there(stragglers, problem.ranks)
+        batches = strategy.steps(problem)
+        must_be_playable(problem, batches)
+        schedule = strategy.schedule(problem, batches)
+        must_be_few(len(schedule.tasks), steps, repetitions if noise else None)
+        if trace:
+            make_folder(trace)
+        notify(f"writing the schedule of {strategy}")
+        prediction = strategy.predict(problem)
+        if steps > 1:
+            schedule = strategy.schedule(problem, steps * batches)
+        notify(f"playing {len(schedule.tasks):,} tasks")
+        cost = ByFlows.like(problem.cost) if flows else problem.cost
+        task_graph = TaskGraph(schedule, cost)
+        played = play(schedule, cost, task_graph=task_graph)
+        critical_path_s = critical_path(schedule, cost, task_graph)
+        serial_s = serial(schedule, cost, task_graph)
+        traced = played
+        if noise:
+            notify(f"playing {len(schedule.tasks):,} tasks {repetitions:,} times")
+            disturbed = epochs(schedule, cost, batches, noise, repetitions, task_graph)
+            if trace:
+                factors = noise.factors(schedule, repetition=0)
+                traced = play(schedule, cost, factors=factors, task_graph=task_graph)
+        if trace:
+            ranks = range(schedule.ranks)
+            write_traces(trace, traced.spans, ranks, schedule.ranks, "simulated", "simulator")
+        last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
+        steady = range(min(1, steps - 1), steps)
+        document: dict[str, Any] = {
+            "strategy": {"name": strategy.name, **strategy.knobs()},
+            "ranks": problem.ranks,
+            "steps": schedule.steps,
+            "tasks": len(schedule.tasks),
+            "simulated": {
+                "epoch_s": played.epoch_s(batches),
+                "end_s": played.end_s,
+                "critical_path_s": critical_path_s,
+                "serial_s": serial_s,
+                "bytes": schedule.bytes_by_op(last),
+                "operations": per_operation(by_epoch(played.spans, batches), steady),
+            },
+            "predicted": {
+                "epoch_s": float(prediction.epoch_s),
+                "bytes": prediction.bytes,
+                "operations": predicted_per_operation(prediction),
+            },
+            "trace": str(trace) if trace else None,
+        }
+        if noise:
+            document["noise"] = {
+                "jitter": noise.jitter,
+                "stragglers": {str(rank): times for rank, times in noise.stragglers.items()},
+                "seed": seed,
+                "repetitions": repetitions,
+                "epochs": len(disturbed),
+                **percentiles(disturbed),
+            }
+        cluster = problem.cluster
+        title = (
+            f"{strategy} on {cluster.name} ({show_count(cluster.servers, 'server')} x"
+            f" {cluster.gpus_per_server})"
+        )
+        return cls(document, title, steps, batches)
+
+    @property
+    def epoch_s(self) -> float:
+        """Simulated seconds of an epoch [s]."""
+        return float(self.document["simulated"]["epoch_s"])
+
+    def blocks(self) -> list[str | Table]:
+        simulated, predicted = self.document["simulated"], self.document["predicted"]
+        of_steps = f" of {show_count(self._batches, 'step')}" if self._batches > 1 else ""
+        sent = ", ".join(f"{op} {show_bytes(size)}" for op, size in predicted["bytes"].items())
+        totals_s = simulated["epoch_s"], predicted["epoch_s"]
+        lines: list[str | Table] = [
+            f"{self._title}, {show_count(self._steps, 'epoch')}{of_steps},"
+            f" {show_count(self.document['tasks'], 'task')}",
+            f"epoch simulated {show_time(totals_s[0])}, predicted {show_time(totals_s[1])};"
+            f" {sent or 'nothing sent'}",
+        ]
+        noise = self.document.get("noise")
+        if noise:
+            lines.append(
+                f"with {describe_noise(noise)} P50 {show_time(noise['p50_s'])}, P95"
+                f" {show_time(noise['p95_s'])} ({noise['epochs']:,} epochs in"
+                f" {noise['repetitions']:,} repetitions)"
+            )
+        simulated_s, predicted_s = simulated["operations"], predicted["operations"]
+        cells = [
+            [
+                describe_operation(name),
+                show_time(seconds),
+                show_time(predicted_s[name]) if name in predicted_s else "-",
+            ]
+            for name, seconds in sorted(simulated_s.items(), key=lambda item: -item[1])
+        ]
+        parts_s = sum(simulated_s.values()), sum(predicted_s.values())
+        rest = [show_time(all_ - some) for all_, some in zip(totals_s, parts_s, strict=True)]
+        cells.append(["at the same time (-), waiting (+)", *rest])
+        cells.append(["epoch", *map(show_time, totals_s)])
+        title = "per epoch, each operation on its slowest rank"
+        lines.append(Table(title, ["", "simulated", "predicted"], cells))
+        if trace := self.document["trace"]:
+            which = f" of the first repetition with {describe_noise(noise)}" if noise else ""
+            lines.append(f"traces{which} in {trace}; open them at ui.perfetto.dev")
+        return lines
+
+
+class Sweep(View):
+    """What was recommended at every combination of values: `rows`, and where that `changes`."""
+
+    def __init__(
+        self, swept: Sequence[Axis], strategy: str, exact: bool, found: list[dict[str, Any]]
+    ) -> None:
+        self.axes, self.strategy, self.exact, self.rows = swept, strategy, exact, found
+        self.changes = changes(swept, found)
+
+    @classmethod
+    def of(
+        cls,
+        base: Problem,
+        strategy: Strategy,
+        exact: bool,
+        fields: Mapping[str, Iterable[object]] | Sequence[str],
+        *,
+        steps: int,
+        overrides: Overrides,
+        jitter: float,
+        stragglers: Mapping[int, float],
+        repetitions: int,
+        seed: int,
+        notify: Notify,
+    ) -> Sweep:
+        """As `Plan.sweep` says."""
+        noise = Noise(jitter, stragglers, seed) if jitter or stragglers else None
+        if isinstance(fields, Mapping):
+            texts = [f"{field}={','.join(map(str, values))}" for field, values in fields.items()]
+        else:
+            texts = list(fields)
+        swept, model = axes(texts), base.workload.model
+        asked = points(
+            swept, base, settings_of(overrides), lambda name: read_fitted(name, model)[0]
+        )
+        for _, problem in asked:
+            must_be_there(stragglers, problem.ranks)
+        playing = Playing(steps, noise, repetitions)
+        return cls(swept, strategy.name, exact, rows(asked, strategy.name, playing, exact, notify))
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What `gnnplan simulate --sweep --json` prints."""
+        return {
+            "sweep": {axis.field: axis.values for axis in self.axes},
+            "strategy": self.strategy,
+            "exact": self.exact,
+            "rows": self.rows,
+            "changes": self.changes,
+        }
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the rows."""
+        write_atomically(Path(path), to_csv(self.axes, self.rows))
+
+    def blocks(self) -> list[str | Table]:
+        columns: list[tuple[str, str, Callable[[float], str]]] = [
+            ("predicted", "predicted_s", show_time),
+            ("simulated", "simulated_s", show_time),
+            ("P50", "p50_s", show_time),
+            ("P95", "p95_s", show_time),
+            ("bytes", "bytes_total", show_bytes),
+            ("$/epoch", "epoch_dollars", show_dollars),
+        ]
+        always = ("predicted_s", "simulated_s", "bytes_total")
+        columns = [c for c in columns if c[1] in always or any(c[1] in row for row in self.rows)]
+        columns.append((f"{self.strategy} simulated", "plan_simulated_s", show_time))
+        fields = [axis.field for axis in self.axes]
+        table = Table(
+            f"{', '.join(fields)} swept" + (", exact strategies only" if self.exact else ""),
+            [*fields, "ranks", "recommended", *(column for column, _, _ in columns)],
+            [
+                [
+                    *row["at"].values(),
+                    of(row["gpus"], row["ranks"]) if row["best"] else str(row["ranks"]),
+                    row["best"] or "nothing fits",
+                    *(show(row[key]) if key in row else "-" for _, key, show in columns),
+                ]
+                for row in self.rows
+            ],
+        )
+        lines = []
+        for turn in self.changes:
+            others = ", ".join(f"{field}={value}" for field, value in turn["with"].items())
+            lines.append(
+                f"the recommendation changes from {turn['from']} to {turn['to']} at"
+                f" {turn['field']}={turn['value']}{f' (with {others})' if others else ''}"
+            )
+        return [table, *(lines or ["the recommendation does not change over these values"])]
+
+
+def moved(
+    base: Problem, strategy: Strategy, settings: list[str], exact: bool
+) -> tuple[Problem, Strategy]:
+    """The plan's problem with overrides applied, and its strategy there.
+
+    Ranks keep their GPUs while servers and GPUs per server stay, and are seated anew if another
+    field of the cluster changes. On another number of ranks the best variant of the strategy's
+    family is taken.
+    """
+    problem = base
+    if settings:
+        before = base.cluster
+        cluster, workload = apply_overrides(before, base.workload, settings)
+        same_shape = (cluster.servers, cluster.gpus_per_server) == (
+            before.servers,
+            before.gpus_per_server,
+        )
+        seats = base.seats if same_shape else ()
+        problem = Problem(base.stats, base.graph, workload, cluster, base.method, seats)
+    if problem.ranks != base.ranks:
+        strategy = best_of_family(strategy, problem, exact)
+    else:
+        strategy = strategy.settle(problem)
+    strategy.check(problem)
+    if problem.cluster != base.cluster:
+        problem = seated(problem, strategy)
+    return problem, strategy
+
+
+def best_of_family(strategy: Strategy, problem: Problem, exact: bool) -> Strategy:
+    """The fastest variant of the strategy's family for this problem.
+
+    Raises Infeasible where none fits.
+    """
+    found = search(problem, exact, may_use_fewer=False)
+    for candidate in found.ranked:
+        if candidate.strategy.name == strategy.name:
+            return candidate.strategy
+    reasons = [reason for name, reason in found.rejected if name.startswith(strategy.name)]
+    raise Infeasible(
+        f"{strategy.name} cannot run there: {reasons[0] if reasons else 'no variant fits'}"
+    )
+
+
+def must_be_playable(problem: Problem, steps: int) -> None:
+    """Raise SpecError where so many steps have too many tasks to simulate.
+
+    Every rank has one task in every step at least, so this is known before a schedule is built.
+    """
+    if steps * problem.ranks > MOST_TASKS:
+        raise SpecError(
+            f"{show_count(steps, 'batch')} on {show_count(problem.ranks, 'rank')} are more than"
+            f" the {MOST_TASKS:,} tasks that can be played; use a larger"
+            " batch (--batch, --set batch=...)"
+        )
+
+
+def must_be_few(tasks: int, steps: int, repetitions: int | None) -> None:
+    """Raise SpecError where so many tasks would take minutes to play; None: played once."""
+    if tasks * steps * (repetitions or 1) <= MOST_TASKS:
+        return
+    most = max(1, MOST_TASKS // tasks)
+    if repetitions is None:
+        times, less = "", f"--steps {most}"
+    else:
+        times = f" {repetitions:,} times"
+        fewer_steps, fewer_times = min(steps, max(most // 2, 1)), max(most // steps, 1)
+        less = f"--steps {fewer_steps} --repetitions {fewer_times}"
+    raise SpecError(
+        f"--steps {steps:,} of {tasks:,} tasks each{times} are more than {MOST_TASKS:,} tasks;"
+        f" use {less} or less"
+    )
+
+
+def must_be_there(slow: Mapping[int, float], ranks: int) -> None:
+    """Raise SpecError where a straggler is none of the ranks."""
+    for rank in slow:
+        if rank >= ranks:
+            raise SpecError(
+                f"--straggler {rank}={slow[rank]:g}: there is no rank {rank} (ranks: {ranks},"
+                f" counted from 0); use rank {ranks - 1} or less"
+            )
+
+
+def describe_noise(noise: Mapping[str, Any]) -> str:
+    """The noise of a simulation's document in words."""
+    words = [f"jitter {noise['jitter']:g}"] if noise["jitter"] else []
+    words += [f"rank {rank} {times:g} times as slow" for rank, times in noise["stragglers"].items()]
+    return " and ".join(words)
+
+
+@dataclass(frozen=True)
+class Playing:
+    """How each recommendation of a sweep is played."""
+
+    steps: int
+    noise: Noise | None
+    repetitions: int
+
+    def __call__(self, candidate: Candidate) -> dict[str, float]:
+        """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
+        problem, strategy = candidate.problem, candidate.strategy
+        batches = strategy.steps(problem)
+        if batches * problem.ranks > MOST_TASKS:
+            return {}
+        once: Schedule = strategy.schedule(problem, batches)
+        if len(once.tasks) * self.steps * (self.repetitions if self.noise else 1) > MOST_TASKS:
+            return {}
+        schedule = strategy.schedule(problem, self.steps * batches)
+        task_graph = TaskGraph(schedule, problem.cost)
+        played = play(schedule, problem.cost, task_graph=task_graph)
+        out = {"simulated_s": played.epoch_s(batches)}
+        if self.noise:
+            out |= percentiles(
+                epochs(schedule, problem.cost, batches, self.noise, self.repetitions, task_graph)
+            )
+        return out

@@ -1,0 +1,350 @@
+"""`validate`: predicted, simulated and measured beside each other, of one run or of many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, overload
+
+from gnnplan.api.simulation import must_be_playable
+from gnnplan.api.view import Table, View
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.plan import chosen, question, read
+from gnnplan.planner.decision.search import evaluate
+from gnnplan.planner.evidence import runs as evidence
+from gnnplan.planner.evidence.validate import (
+    compare,
+    describe_operation,
+    read_run,
+    show_error,
+    show_rows,
+)
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.trace import read_traces
+from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
+from gnnplan.simulator.player import play
+
+SHOWN = 0.02  # of the measured step: of many runs, smaller operations are counted only
+SAME = 0.01  # simulated seconds that differ by less from the predicted ones are not shown
+
+
+@overload
+def validate(
+    runs: str | os.PathLike[str], *, cluster: str | None = None, notify: Notify = silent
+) -> Validation: ...
+
+
+@overload
+def validate(
+    runs: list[Any] | tuple[Any, ...],
+    *,
+    cluster: str | None = None,
+    refit: str | Path | None = None,
+    notify: Notify = silent,
+) -> Validations: ...
+
+
+def validate(
+    runs: str | os.PathLike[str] | list[Any] | tuple[Any, ...],
+    *,
+    cluster: str | None = None,
+    refit: str | Path | None = None,
+    notify: Notify = silent,
+) -> Validation | Validations:
+    """Compare what was predicted, simulated and measured.
+
+    runs: a finished run or its folder; or several: errors by operation, how right the ranking of
+    strategies was, and which constants to doubt. cluster: predict with this cluster's constants
+    instead of the plans'. refit: fit the constants to some of the runs, score them on the others,
+    and write the cluster file here. notify is told what is being done. Raises SpecError.
+    """
+    if isinstance(runs, str | os.PathLike):
+        if refit:
+            raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
+        return Validation.of(Path(runs), cluster)
+    return Validations.of([Path(run) for run in runs], cluster, refit, notify)
+
+
+def examine(directory: Path, cluster: str | None = None) -> evidence.Run:
+    """Predict and simulate what a run did, and compare.
+
+    `cluster`: a cluster file whose constants take the place of the plan's. Raises SpecError.
+    """
+    metrics, ranks = read_run(directory)
+    traces = read_traces(directory)
+    document = read(directory / "plan.json")
+    problem = question(document)
+    if cluster:
+        constants = evidence.same_shape(read_cluster(cluster), problem.cluster)
+        problem = replace(problem, cluster=constants)
+    candidate = evaluate(problem, chosen(document))
+    batches = candidate.strategy.steps(problem)
+    steps = min(len(metrics), 5) * batches
+    must_be_playable(problem, steps)
+    schedule = candidate.strategy.schedule(problem, steps)
+    played = play(schedule, problem.cost)
+    comparison = compare(
+        candidate, schedule, played.spans, played.epoch_s(batches), traces, metrics, ranks
+    )
+    planned = evidence.Planned(problem, candidate.strategy)
+    return evidence.Run.of(str(directory), planned, comparison, metrics)
+
+
+class Validation(View):
+    """One run beside its prediction; `ok`: bytes and order are as predicted."""
+
+    def __init__(self, strategy: str, device: str, document: dict[str, Any]) -> None:
+        self.strategy, self.device, self.document = strategy, device, document
+
+    @classmethod
+    def of(cls, folder: Path, cluster: str | None = None) -> Validation:
+        """As `validate` says."""
+        run = examine(folder, cluster)
+        assert run.planned
+        strategy, device = run.planned.strategy, run.planned.problem.cluster.device.name
+        named = {"name": strategy.name, **strategy.knobs()}
+        return cls(run.strategy, device, {**run.comparison, "strategy": named})
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.document["bytes"]["equal"] and self.document["order"]["equal"])
+
+    @property
+    def error(self) -> float:
+        """How far the predicted epoch is off the measured one: 0.1 is 10 % too long."""
+        step = self.document["step"]
+        return float(step["predicted_s"] / step["measured_s"] - 1)
+
+    def blocks(self) -> list[str | Table]:
+        """Time, then bytes, memory and order, then the diagnosis."""
+        result, lines = self.document, list[str | Table]()
+        batches, epochs = result["batches"], result["epochs"]
+        unit = "step" if batches == 1 else "epoch"
+        if not result["device"]["equal"]:
+            ran_on, planned = " and ".join(result["device"]["ran_on"]), result["device"]["planned"]
+            lines.append(
+                f"note: this run was on {ran_on}, and its plan is for {planned} ({self.device});"
+                " compare bytes and order, not seconds and memory"
+            )
+        steps = "" if batches == 1 else f" of {show_count(batches, 'step')}"
+        lines.append(f"{self.strategy}, {show_count(epochs, 'epoch')}{steps}; seconds per {unit}")
+        lines.append(_times(result, unit))
+        exposed = result["exposed"]
+        lines.append(
+            f"communication per {unit}: {show_time(exposed['measured_s'])} exposed (predicted"
+            f" {show_time(exposed['predicted_s'])}, simulated {show_time(exposed['simulated_s'])}),"
+            f" {show_time(result['hidden_s'])} hidden behind computation"
+        )
+        if result["sampler_wait_s"]:
+            lines.append(
+                f"waiting for the sampler per {unit}: {show_time(result['sampler_wait_s'])}"
+            )
+        lines.append(f"bytes: {_bytes_line(result['bytes'], epochs)}")
+        memory = result["memory"]
+        if memory["of"] == "data":
+            of = "tensors only; `plan` adds the libraries, `run` shows the whole process"
+        else:
+            of = "the whole process with its libraries"
+        lines.append(
+            f"memory of the fullest rank: predicted {show_bytes(memory['predicted_bytes'])},"
+            f" measured peak {show_bytes(memory['measured_bytes'])}"
+            f" ({show_percent(memory['error'], sign=True)}; {of})"
+        )
+        if result["rows"]:
+            lines.append(f"rows of features: {show_rows(result['rows'])}")
+        order = result["order"]["first_difference"] or "as scheduled on every rank and lane"
+        lines.append(f"order of operations: {order}")
+        lines.append(f"diagnosis: {result['diagnosis']}")
+        return lines
+
+
+def _times(result: dict[str, Any], unit: str) -> Table:
+    """Seconds of the step and of every operation."""
+    rows = [{**result["step"], "operation": unit}, *result["operations"]]
+    columns = ["", "predicted", "measured", "prediction off", f"share of {unit}"]
+    cells = [time_cells(row, result["step"]) for row in rows]
+    simulated = [simulated_cell(row) for row in rows]
+    if any(simulated):
+        columns.append("simulated, where it differs")
+        cells = [[*row, cell] for row, cell in zip(cells, simulated, strict=True)]
+    return Table("", columns, cells)
+
+
+def time_cells(row: dict[str, Any], step: dict[str, Any]) -> list[str]:
+    """The cells of an operation's row: its times, how far they are apart, its share of the step."""
+    predicted_s, error = row["predicted_s"], row["predicted_error"]
+    return [
+        describe_operation(row["operation"]),
+        "-" if predicted_s is None else show_time(predicted_s),
+        show_time(row["measured_s"]),
+        "-" if error is None else show_error(error),
+        show_percent(row["measured_s"] / step["measured_s"]),
+    ]
+
+
+def simulated_cell(row: dict[str, Any]) -> str:
+    """Simulated seconds where they are more than SAME off the predicted ones."""
+    simulated_s, predicted_s = row["simulated_s"], row["predicted_s"]
+    if simulated_s is None or abs(simulated_s - (predicted_s or 0.0)) <= SAME * simulated_s:
+        return ""
+    return show_time(simulated_s)
+
+
+def _bytes_line(sizes: dict[str, Any], epochs: int) -> str:
+    """Counted and predicted bytes, in words."""
+    counted, predicted = sum(sizes["counted"].values()), sum(sizes["predicted"].values())
+    verdict = "equal" if sizes["equal"] else "DIFFERENT"
+    if sizes["epochs"] < epochs:
+        verdict += (
+            f" in the {sizes['epochs']} epochs whose batches are known; the prediction is of the"
+            " first"
+        )
+    return (
+        f"counted {counted:,}, predicted {predicted:,}; set-up {sizes['setup_counted']:,} and"
+        f" {sizes['setup_predicted']:,}: {verdict}"
+    )
+
+
+class Validations(View):
+    """Several runs beside their predictions; `ok`: bytes and order of all are as predicted."""
+
+    def __init__(self, document: dict[str, Any], refit: Path | None = None) -> None:
+        self.document, self.refit = document, refit
+
+    @classmethod
+    def of(
+        cls,
+        folders: Sequence[Path],
+        cluster: str | None = None,
+        refit: str | Path | None = None,
+        notify: Notify = silent,
+    ) -> Validations:
+        """As `validate` says."""
+        fitted_file = Path(refit) if refit else None
+        if fitted_file:
+            must_be_writable(fitted_file)
+            if len(folders) < 2:
+                raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
+        runs = []
+        for folder in folders:
+            notify("comparing runs", str(folder))
+            runs.append(examine(folder, cluster))
+        document = evidence.summarise(runs)
+        if fitted_file:
+            notify("refitting")
+            fitted, document["refit"] = evidence.refit_cluster(runs)
+            write_atomically(fitted_file, fitted.to_yaml())
+        return cls(document, fitted_file)
+
+    @property
+    def ok(self) -> bool:
+        count = self.document["runs"]
+        return bool(self.document["bytes_equal"] == self.document["order_equal"] == count)
+
+    def refitted(self) -> Cluster:
+        """The cluster that `refit` wrote.
+
+        Raises SpecError where none was asked for.
+        """
+        if self.refit is None:
+            raise SpecError("no constants were fitted; give validate(runs, refit=FILE)")
+        return read_cluster(str(self.refit))
+
+    def blocks(self) -> list[str | Table]:
+        """Time, memory, bytes and order, choices, constants."""
+        result, lines = self.document, list[str | Table]()
+        count = result["runs"]
+        if other := result["other_device"]:
+            lines.append(
+                f"note: {len(other)} of {count} runs were on another kind of device than their"
+                f" plans are for ({other[0]}); compare bytes and order, not seconds and memory"
+            )
+        by_share = sorted(result["operations"].items(), key=lambda item: -item[1]["share"])
+        shown = [item for item in by_share if item[1]["share"] > SHOWN]
+        lines.append(_errors(result, shown))
+        if small := len(by_share) - len(shown):
+            lines.append(
+                f"other operations ({small}): {show_percent(SHOWN)} of the step or less each"
+            )
+        if memory := result["memory"]:
+            lines.append(
+                f"memory of the fullest rank: {show_percent(memory['mean'], 1)} off on average, at"
+                f" most {show_percent(memory['max'], 1)}"
+            )
+        lines.append(
+            f"bytes as predicted in {result['bytes_equal']} of {count} runs, order as scheduled in"
+            f" {result['order_equal']}; the same run differs from itself by"
+            f" {show_percent(result['noise'], 1)}"
+        )
+        if result["rankings"]:
+            lines += _rankings(result["rankings"], result["ranking"])
+        lines += [
+            f"{one['constant']}: {one['slower']:.2f} times as long as predicted,"
+            f" {show_percent(abs(one['share']), 1)} of the epochs"
+            for one in result["doubt"]
+            if one["slower"]
+        ]
+        if report := result.get("refit"):
+            factors = ", ".join(f"{name} x {by:.2f}" for name, by in report["factors"].items())
+            lines.append(
+                f"refit on {len(report['fitted'])} runs ({factors}); the other"
+                f" {len(report['scored'])} were {show_percent(report['before']['mean'], 1)} off and"
+                f" are {show_percent(report['after']['mean'], 1)} off; written to {self.refit}"
+            )
+        return lines
+
+
+def _errors(result: dict[str, Any], operations: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+    """Errors of the step's and of the operations' seconds."""
+    sources, figures = ("predicted", "simulated"), ("mean", "p95", "max")
+    titles = [f"{source}: {figure}" for source in sources for figure in figures]
+    rows = [("step", {**result["step"], "share": 1.0}), *operations]
+    return Table(
+        f"{show_count(result['runs'], 'run')}, errors of each operation's seconds",
+        ["operation", "of the step", *titles],
+        [
+            [
+                name,
+                show_percent(row["share"]),
+                *(cell for s in sources for cell in _error_cells(row[s])),
+            ]
+            for name, row in rows
+        ],
+    )
+
+
+def _error_cells(errors: dict[str, float] | None) -> list[str]:
+    """Mean, 95th percentile and largest error."""
+    if errors is None:
+        return ["-", "-", "-"]
+    return [show_percent(errors[figure], 1) for figure in ("mean", "p95", "max")]
+
+
+def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[str | Table]:
+    """What each question's choice was, and what it cost."""
+
+    def order(tau: float | None) -> str:
+        return "-" if tau is None else f"{tau:.2f}"
+
+    rows = [
+        [
+            one["question"],
+            str(one["strategies"]),
+            order(one["tau"]),
+            one["choice"],
+            one["fastest"],
+            show_percent(one["regret"], 1),
+        ]
+        for one in rankings
+    ]
+    return [
+        Table("choices", ["question", "strategies", "tau", "chosen", "fastest", "regret"], rows),
+        f"the choice was right, or within noise, in {show_percent(together['right'])} of"
+        f" {show_count(together['questions'], 'question')}; regret"
+        f" {show_percent(together['regret'], 1)} on average, tau {order(together['tau'])}",
+    ]

@@ -1,0 +1,93 @@
+"""How answers show themselves: lines and tables, as text and as HTML."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from typing import IO
+
+WIDTH = 140  # columns, where no terminal says how many it has
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; the first column is aligned to the left, the others to the right."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def html(self) -> str:
+        """The table in HTML."""
+        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows
+        )
+        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class View(ABC):
+    """An answer that shows itself, to `print`, to a Python prompt and to a notebook."""
+
+    @abstractmethod
+    def blocks(self) -> Sequence[str | Table]:
+        """Lines and tables, in order."""
+
+    def print(self, file: IO[str] | None = None, width: int | None = WIDTH) -> None:
+        """Print to `file`, default standard output; width None: the terminal's."""
+        for block in self.blocks():
+            if isinstance(block, Table):
+                print_table(block, file, width)
+            else:
+                print(block, file=file)
+
+    def __str__(self) -> str:
+        text = StringIO()
+        self.print(text)
+        return text.getvalue().rstrip("\n")
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return "\n".join(
+            block.html() if isinstance(block, Table) else f"<div>{escape(block)}</div>"
+            for block in self.blocks()
+        )
+
+
+class Lines(View):
+    """Lines of text."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = lines
+
+    def blocks(self) -> Sequence[str]:
+        return self.lines
+
+
+def print_table(table: Table, file: IO[str] | None, width: int | None) -> None:
+    """Print a table to `file`, default standard output; width None: the terminal's."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    view = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(table.columns):
+        view.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in table.rows:
+        view.add_row(*row)
+    Console(file=file, width=width, soft_wrap=False).print(view)
+
+
+def of(used: int, ranks: int) -> str:
+    """How many of the cluster's GPUs.
+
+    >>> of(4, 8), of(8, 8)
+    ('4 of 8', '8')
+    """
+    return f"{used} of {ranks}" if used < ranks else str(ranks)

@@ -1,0 +1,135 @@
+"""`import gnnplan`: the answers are those of the command line, and they show themselves."""
+
+import json
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from typer.testing import CliRunner
+
+import gnnplan
+from gnnplan.cli import app
+
+GRAPH, CLUSTER = "flickr", "p3_p100"  # by statistics: planned in no time, the same each time
+FIELDS = {"model": "sage", "layers": 2, "hidden": 8}
+OPTIONS = ("--model", "sage", "--layers", "2", "--hidden", "8")
+
+
+def command(*words: object) -> str:
+    """What a command prints on standard output."""
+    done = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_all_that_is_listed_is_there_and_documented():
+    assert {"plan", "load_plan", "validate", "measure", "convert"} <= set(gnnplan.__all__)
+    assert set(gnnplan.__all__) <= set(dir(gnnplan))
+    for name in gnnplan.__all__:
+        assert getattr(gnnplan, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'plant'"):
+        _ = gnnplan.plant
+
+
+def test_a_plan_of_python_is_the_plan_of_the_command_line(tmp_path: Path):
+    theirs = command("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "-o", tmp_path / "p")
+    plan = gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
+    plan.write(tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == (tmp_path / "p").read_text()
+    assert theirs.startswith(str(plan))
+    read = gnnplan.load_plan(tmp_path / "p")
+    assert str(read) == str(plan) == repr(plan)
+    assert read.answers == plan.answers and read.best == plan.answers[0]
+    assert [row["strategy"] for row in plan.table] == [a.strategy for a in plan.answers]
+    # every reason is there, and the answers are in the order of the document
+    assert all(f"- {line}" in str(plan.explain()) for line in plan.document["explanation"])
+    html = plan._repr_html_()
+    assert html.count("<tr>") == 1 + min(8, len(plan.answers)) and plan.best.strategy in html
+
+
+def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(tmp_path: Path):
+    plan = gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
+    plan.write(tmp_path / "p")
+    played = plan.simulate(jitter=0.1, stragglers={0: 2.0}, overrides={"hidden": 16})
+    noise = ("--jitter", "0.1", "--straggler", "0=2.0")
+    assert command("simulate", tmp_path / "p", *noise, "--set", "hidden=16").rstrip() == str(played)
+    document = command("simulate", tmp_path / "p", *noise, "--set", "hidden=16", "--json")
+    assert json.loads(document) == json.loads(json.dumps(played.document))
+    assert played.epoch_s == played.document["simulated"]["epoch_s"]
+    swept = plan.sweep({"hidden": [8, 512]})
+    assert command("simulate", tmp_path / "p", "--sweep", "hidden=8,512").rstrip() == str(swept)
+    assert [row["at"] for row in swept.rows] == [{"hidden": "8"}, {"hidden": "512"}]
+
+
+def test_inputs_are_files_mappings_and_objects(tmp_path: Path):
+    by_name = gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
+    cluster, workload = by_name.cluster, by_name.workload
+    (tmp_path / "cluster.yaml").write_text(cluster.to_yaml())
+    (tmp_path / "workload.yaml").write_text(workload.to_yaml())
+    for form in (cluster, cluster.model_dump(), tmp_path / "cluster.yaml"):
+        for work in (workload, FIELDS, tmp_path / "workload.yaml"):
+            assert gnnplan.plan(GRAPH, form, work).document == by_name.document
+    more = gnnplan.plan(GRAPH, cluster, workload, hidden=32, overrides={"layers": 3})
+    assert (more.workload.hidden, more.workload.layers) == (32, 3)
+
+
+def test_errors_are_exceptions_with_the_words_of_the_command_line():
+    with pytest.raises(gnnplan.SpecError, match=r"dgx_a10: neither a .yaml file nor a preset"):
+        gnnplan.plan(GRAPH, "dgx_a10")
+    with pytest.raises(gnnplan.SpecError, match=r"layer: not a field of a workload.*layers"):
+        gnnplan.plan(GRAPH, CLUSTER, layer=2)
+    with pytest.raises(gnnplan.Infeasible, match="memory"):
+        gnnplan.plan("ogbn-papers100M", "dgx_a100", overrides={"device.memory": "1GB"})
+    assert issubclass(gnnplan.Infeasible, gnnplan.GnnplanError)
+
+
+def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache: Path):
+    """A ring with chords as four libraries hold it: one graph, kept once per content."""
+    n = 60
+    src, dst = (
+        np.r_[np.arange(n), np.arange(n)],
+        np.r_[(np.arange(n) + 1) % n, (np.arange(n) + 7) % n],
+    )
+    matrix = scipy.sparse.coo_matrix((np.ones(2 * n), (src, dst)), (n, n))
+    ring = nx.DiGraph()
+    ring.add_nodes_from(range(n))
+    ring.add_edges_from(zip(src.tolist(), dst.tolist(), strict=True))
+    forms = [matrix, ring, torch.tensor(np.stack([src, dst])), np.stack([src, dst])]
+
+    def planned(graph: object) -> gnnplan.Plan:
+        options = {"task": "none", "features": "8", "strategy": "graph_parallel"}
+        return gnnplan.plan(graph, ranks=2, **options, **FIELDS)
+
+    plans = [planned(graph) for graph in forms]
+    assert {plan.document["graph"]["edges"] for plan in plans} == {4 * n}
+    assert len({plan.document["graph"]["hash"] for plan in plans}) == 1
+    before = sorted((own_cache / "graphs").iterdir())
+    planned(matrix)
+    assert sorted((own_cache / "graphs").iterdir()) == before
+    with pytest.raises(gnnplan.SpecError, match="a graph is a DGLGraph"):
+        gnnplan.plan(object(), "dgx_a100")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_from_an_object_in_memory_to_a_validated_run(tmp_path: Path):
+    edges = torch.randint(0, 200, (2, 2000), generator=torch.Generator().manual_seed(1))
+    plan = gnnplan.plan(
+        edges, ranks=2, task="none", features="8", strategy="graph_parallel", **FIELDS
+    )
+    run = plan.run(tmp_path / "run", epochs=3, checkpoint_every=2)
+    assert len(run.metrics) == run.document["epochs"] == 3 and run.weights.is_file()
+    report = gnnplan.validate(run)
+    assert report.ok and str(run.validate()) == str(report)
+    assert report.document["bytes"]["counted"] == report.document["bytes"]["predicted"]
+    step = report.document["step"]
+    assert report.error == pytest.approx(step["predicted_s"] / step["measured_s"] - 1)
+    assert str(report) == command("validate", run.out).rstrip()
+    assert gnnplan.validate([run]).document["runs"] == 1
+    with pytest.raises(gnnplan.SpecError, match="holds a run already"):
+        plan.run(tmp_path / "run")
+    onwards = gnnplan.load_plan(run.out / "plan.json").resume(run, epochs=4)
+    assert [row["epoch"] for row in onwards.metrics] == [1, 2, 3, 4]
