@@ -115,7 +115,7 @@ def plan(
     from gnnplan.planner.decision.search import search
     from gnnplan.planner.evidence.papers.presets import read_fitted
     from gnnplan.planner.graph.load import source_of
-    from gnnplan.planner.problem.inputs import apply_overrides, read_workload
+    from gnnplan.planner.problem.inputs import apply_overrides, ask_workload
     from gnnplan.planner.problem.problem import with_ranks
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
@@ -136,17 +136,16 @@ def plan(
     }
     with progress() as notify:
         notify(f"reading {graph}")
-        module = model if model and ".py" in model else None
-        asked = read_workload(workload, flags | {"model": None if module else model})
+        wanted = ask_workload(workload, flags)
+        asked, module = wanted.workload, wanted.module
         machine, fitted = read_fitted(cluster, asked.model)
         graph = source_of(graph, features, labels, split, task)
         settings = set_ or []
         problem = ask(graph, machine, asked, settings, ranks, partitioner, directed)
         if module:
             notify(f"reading {module}")
-            given = [name for name, value in flags.items() if value is not None]
-            given += [setting.partition("=")[0].strip() for setting in settings]
-            problem = with_user_module(problem, module, given)
+            given = [setting.partition("=")[0].strip() for setting in settings]
+            problem = with_user_module(problem, module, [*wanted.given, *given])
             if problem.workload.model != asked.model:  # constants of a testbed may be its own
                 machine, fitted = read_fitted(cluster, problem.workload.model)
                 machine, _ = apply_overrides(machine, asked, settings)
