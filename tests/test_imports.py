@@ -185,7 +185,18 @@ except SystemExit as end:
 
 
 # whoever imports one of these waits for it
-HEAVY = set("dgl networkx numpy pydantic pymetis rich safetensors scipy simpy torch yaml".split())
+HEAVY = {
+    "dgl",
+    "networkx",
+    "numpy",
+    "pydantic",
+    "pymetis",
+    "rich",
+    "scipy",
+    "simpy",
+    "torch",
+    "yaml",
+}
 
 
 @pytest.mark.processes

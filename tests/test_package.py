@@ -1,14 +1,12 @@
 """What `pip install` brings: the wheel holds every file of the package and nothing else, a source
 distribution makes the same wheel, and a newcomer who has only that can plan, run and validate."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 
