@@ -8,7 +8,7 @@ RUN ?= runs/demo
 # Images often set it; every process would compile torch anew, which takes longer than to import it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lint test quick nightly mutants bench clean
+.PHONY: demo lint test quick nightly mutants bench dist clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -48,5 +48,10 @@ bench: .venv/.installed  ## timings: ratios measured side by side, never asserte
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py ddp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py split
 
+dist: .venv/.installed  ## the source distribution, and the wheel that it makes, in dist/
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation > /dev/null
+	ls dist
+
 clean:
-	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -195,12 +195,34 @@ except SystemExit as end:
 """
 
 
+# whoever imports one of these waits for it
+HEAVY = {
+    "dgl",
+    "networkx",
+    "numpy",
+    "pydantic",
+    "pymetis",
+    "rich",
+    "scipy",
+    "simpy",
+    "torch",
+    "yaml",
+}
+
+
 @pytest.mark.processes
 def test_help_imports_nothing_heavy():
     """Under 150 ms is only possible without these; time itself is for the benchmark."""
     loaded = loaded_by(HELP)
     assert "gnnplan.cli" in loaded
-    assert not loaded & {"torch", "scipy", "simpy", "pydantic", "pymetis", "networkx", "dgl"}
+    assert not loaded & HEAVY
+
+
+@pytest.mark.processes
+def test_the_package_imports_nothing_heavy():
+    """`import gnnplan` costs a program that may not use it as good as nothing."""
+    loaded = loaded_by("import gnnplan; assert gnnplan.__version__")
+    assert not loaded & (HEAVY | {"typer"})
 
 
 TRAINS = """

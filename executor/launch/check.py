@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.read import is_module, read, state_of, with_module
+from gnnplan.executor.modules.read import read, state_of, with_module
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.model import describe
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import Workload, is_module
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import checked

@@ -57,15 +57,6 @@ class UserModule:
     by_in_degree: bool  # right on undirected graphs alone
 
 
-def is_module(model: str) -> bool:
-    """Whether `--model` names a file and not a kind of model.
-
-    >>> is_module("file.py:MyGNN"), is_module("gcn")
-    (True, False)
-    """
-    return ".py" in model
-
-
 def read(model: str, workload: Workload, features: int, classes: int) -> UserModule:
     """The module that `file.py:Name` stands for, for a graph of so many columns and classes.
 
@@ -74,7 +65,7 @@ def read(model: str, workload: Workload, features: int, classes: int) -> UserMod
     SpecError with file and line."""
     path, colon, name = model.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise SpecError(f"--model {model}: must read FILE.py:NAME, as model.py:MyGNN")
+        raise SpecError(f"model {model}: must read FILE.py:NAME, as model.py:MyGNN")
     file = Path(path).resolve()
     source = read_bytes(file, MAX_SOURCE)
     with torch.random.fork_rng(devices=[]):
@@ -116,7 +107,7 @@ def with_module(workload: Workload, user: UserModule, given: Iterable[str]) -> W
     for field in given:
         if field in user.fields and getattr(workload, field) != user.fields[field]:
             raise SpecError(
-                f"--{field}: {user.description.name} of {user.description.file} decides {field}"
+                f"{field}: {user.description.name} of {user.description.file} decides {field}"
                 f" ({field}: {getattr(workload, field)}, the module's: {user.fields[field]}); leave"
                 f" {field} out, or change the module"
             )

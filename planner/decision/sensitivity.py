@@ -107,6 +107,8 @@ def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
     problem, layers = best.problem, best.problem.workload.layers
     if problem.workload.mode == "mini":
         return  # another depth needs other fanouts, which nobody has given
+    if problem.workload.module:
+        return  # its depth is its own
     nothing_compared = len(found.ranked) + len(found.rejected) == 1
     if nothing_compared or not problem.stats.known or problem.stats.edges > MOST_EDGES:
         return

@@ -14,6 +14,15 @@ MOST = 10**12  # vertices, seeds of a batch, epochs
 MOST_BATCH_LAYERS = 1000  # of a mini-batch, which reaches one hop further by every layer
 
 
+def is_module(model: object) -> bool:
+    """Whether a model is named by a file, and is no kind of ours.
+
+    >>> is_module("file.py:MyGNN"), is_module("gcn")
+    (True, False)
+    """
+    return isinstance(model, str) and ".py" in model
+
+
 class Conflict(ValueError):
     """Values of several fields that do not go together.
 

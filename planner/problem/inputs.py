@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
-from gnnplan.planner.gnn.workload import Conflict, Workload
+from gnnplan.planner.gnn.workload import Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Document, Where, cache_dir, dotted, read_yaml, suggest
 
@@ -46,26 +47,65 @@ def read_cluster(name_or_path: str, overrides: Mapping[str, str] | None = None) 
     return _overridden(checked(Cluster, document.data, document), overrides or {})
 
 
-def read_workload(
-    path: str | None = None,
-    flags: Mapping[str, object] | None = None,
-    overrides: Mapping[str, str] | None = None,
-) -> Workload:
-    """A workload: the defaults, changed by the file, then by `flags`, then by `overrides`.
+@dataclass(frozen=True)
+class Asked:
+    """A workload as a user asks for it.
 
-    flags: values of options by field; None for an option that the user did not give. Raises
-    SpecError with file, line and field, or with the option."""
+    module: FILE.py:NAME of their own model, if they have one; the workload then lacks what the
+    module decides. given: the fields that they set."""
+
+    workload: Workload
+    module: str | None
+    given: tuple[str, ...]
+
+
+def ask_workload(path: str | None = None, flags: Mapping[str, object] | None = None) -> Asked:
+    """A workload: the defaults, changed by the file, then by `flags`.
+
+    flags: values of options by field; None for an option that the user did not give. A module in
+    the file stands relative to the file. Raises SpecError with file, line and field, or with the
+    option."""
     document = read_yaml(path) if path else Document("the defaults", {}, {})
-    workload = checked(Workload, document.data, document)
+    data, module = _without_module(document.data)
+    if module and path:
+        module = str(Path(path).resolve().parent / module)
+    workload = checked(Workload, data, document)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     for name in given:
         if name not in Workload.model_fields:
             raise SpecError(
                 f"--{name}: not a field of a workload{suggest(name, Workload.model_fields)}"
             )
+    if "model" in given:
+        given, module = _without_module(given)
     if given:
         workload = checked(Workload, workload.model_dump() | given, "--", given)
-    return _overridden(workload, overrides or {})
+    fields = dict.fromkeys([*data, *given])
+    return Asked(workload, module, tuple(map(str, fields)))
+
+
+def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | None]:
+    """The fields without a model that is the user's own, and that."""
+    if not is_module(fields.get("model")):
+        return dict(fields), None
+    return {name: value for name, value in fields.items() if name != "model"}, fields["model"]
+
+
+def read_workload(
+    path: str | None = None,
+    flags: Mapping[str, object] | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Workload:
+    """The workload of `ask_workload`, changed by `overrides`, where its model is one of ours.
+
+    Raises SpecError."""
+    asked = ask_workload(path, flags)
+    if asked.module:
+        raise SpecError(
+            f"model {asked.module}: a module of your own is read with its graph; use one of our"
+            " models here"
+        )
+    return _overridden(asked.workload, overrides or {})
 
 
 def apply_overrides(

@@ -4,6 +4,7 @@ Every module is compared with its own library's forward and torch's own training
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 from ranks import Case, Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
+from gnnplan.cli import app
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import must_suit, put, read, with_module
 from gnnplan.executor.ranks.rank import Rank
@@ -523,3 +526,32 @@ def test_a_file_that_has_changed_since_the_plan_is_not_trained(
         file.write("# more\n")
     with pytest.raises(SpecError, match="has changed since the plan was made"):
         run_ranks.alone(case)
+
+
+def planned(*words: object) -> dict[str, Any]:
+    """The plan that the command line makes for these options."""
+    done = CliRunner().invoke(app, ["plan", "--json", *map(str, words)], catch_exceptions=False)
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_a_workload_file_names_a_module_that_stands_beside_it(
+    tmp_path: Path, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It plans as --model does, from any folder; what the file sets the module must have."""
+    folder, elsewhere = tmp_path / "conf", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "model.py").write_text(MODULES["pyg sage"].replace("{p}", "0.25"))
+    (folder / "workload.yaml").write_text("model: model.py:M\nhidden: 16\nlr: 0.5\n")
+    monkeypatch.chdir(elsewhere)
+    common = ("--graph", graphs["rough"], "--ranks", 2, "--set", "gpus_per_server=2")
+    by_file = planned(*common, "--workload", "../conf/workload.yaml")
+    by_option = planned(*common, "--model", "../conf/model.py:M", "--set", "lr=0.5")
+    assert by_file["workload"] == by_option["workload"]
+    assert by_file["workload"]["module"]["file"] == str(folder / "model.py")
+    kept = planned(*common, "--workload", "../conf/workload.yaml", "--model", "gcn")
+    assert (kept["workload"]["model"], kept["workload"]["module"]) == ("gcn", None)
+    (folder / "workload.yaml").write_text("model: model.py:M\nhidden: 64\n")
+    with pytest.raises(SpecError, match=r"decides hidden .hidden: 64, the module's: 16.; leave"):
+        planned(*common, "--workload", "../conf/workload.yaml")
