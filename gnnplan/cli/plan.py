@@ -143,6 +143,8 @@ def plan(
         settings = set_ or []
         problem = ask(graph, machine, asked, settings, ranks, partitioner, directed)
         if module:
+            from gnnplan.executor.modules.read import with_user_module
+
             notify(f"reading {module}")
             given = [setting.partition("=")[0].strip() for setting in settings]
             problem = with_user_module(problem, module, [*wanted.given, *given])
@@ -198,18 +200,6 @@ def ask(
             f"use --ranks {stats.vertices} or less"
         )
     return Problem(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
-
-
-def with_user_module(problem: Problem, module: str, given: list[str]) -> Problem:
-    """The problem with the user's module as its model; `given` are the fields that they set.
-
-    Raises SpecError.
-    """
-    from gnnplan.executor.modules.read import must_suit, read, with_module
-
-    user = read(module, problem.workload, problem.stats.features, problem.stats.classes)
-    must_suit(user, problem.stats.directed)
-    return replace(problem, workload=with_module(problem.workload, user, given))
 
 
 def show_plan(problem: Problem, document: dict[str, Any], explain: bool) -> None:
