@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from gnnplan.planner.gnn.workload import Workload
@@ -54,8 +53,7 @@ def make(
 ) -> nn.Module:
     """The module itself, or what the class or function makes with what it requires.
 
-    file: that it is from, to name it in errors. torch's random numbers start from the workload's
-    seed. Raises SpecError."""
+    file: that it is from, to name it in errors. Raises SpecError."""
     where = f"{file}: " if file else ""
     if isinstance(found, nn.Module):
         return found
@@ -66,8 +64,7 @@ def make(
         )
     arguments = _arguments(where, name, found, workload, features, classes)
     shown = f"{name}({', '.join(map(str, arguments.values()))})"
-    with _blamed(file, f"{shown} cannot be made"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(workload.seed)
+    with _blamed(file, f"{shown} cannot be made"):
         made = found(**arguments)
     if not isinstance(made, nn.Module):
         raise SpecError(

@@ -70,7 +70,8 @@ def read(
     """The user's module, for a graph of so many columns and classes.
 
     A class or a function is called with what it requires: widths of the graph, and of `workload`
-    the fields in `ARGUMENTS`. torch's random numbers then start from the workload's seed.
+    the fields in `ARGUMENTS`. torch's random numbers start from the workload's seed, before a file
+    is executed.
 
     A live object may be from anywhere, a notebook's cell too: ranks read its parameters from a
     file, which is written to `folder` (default: modules/ in gnnplan's cache directory), under a
@@ -86,25 +87,29 @@ def read(
             raise SpecError(f"model {model}: must read FILE.py:NAME, as model.py:MyGNN")
         file = Path(path).resolve()
         sha256 = hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest()
-        module = make(in_file(file, name), name, file, workload, features, classes).to(dtype)
     else:
         name = getattr(model, "__name__", type(model).__name__)
-        module = make(model, name, None, workload, features, classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(workload.seed)
+        found = in_file(file, name) if file else model
+        module = make(found, name, file, workload, features, classes)
+    if file:
+        module = module.to(dtype)
     try:
         with _modes_kept(module):
             chain = follow(module)
         fields, own = described(chain, features, classes)
     except Unfit as unfit:
         raise SpecError(f"{f'{file}: ' if file else ''}{name}: {unfit}") from unfit
-    found = places(module, chain)
+    where = places(module, chain)
     if file is None:
-        start = Parameters(cast(module.state_dict(), dtype), found)
+        start = Parameters(cast(module.state_dict(), dtype), where)
         file, sha256 = start.keep(folder or cache_dir() / "modules", name)
     description = Module(
         file=str(file), name=name, sha256=sha256, features=features, classes=classes, **own
     )
     by_in_degree = any(step.convolution.by_in_degree for step in chain.steps)
-    return UserModule(module, fields, description, found, by_in_degree)
+    return UserModule(module, fields, description, where, by_in_degree)
 
 
 @contextmanager

@@ -383,6 +383,17 @@ def test_two_ranks_train_a_live_module_of_a_notebook(
         assert (theirs(name, module, graph) - logits).abs().max() > 0.1  # it has learnt something
 
 
+def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(tmp_path: Path) -> None:
+    """Its parameters are random numbers from the time at which the file is executed."""
+    source = MODULES["pyg sage"].replace("{p}", "0.0")
+    (tmp_path / "model.py").write_text(f"{source}\nmade = M({FEATURES}, {CLASSES})\n")
+    first, second = (
+        read(f"{tmp_path / 'model.py'}:made", Workload(seed=3), FEATURES, CLASSES).module
+        for _ in range(2)
+    )
+    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
+
+
 def test_a_live_class_is_made_with_the_graphs_widths_from_the_seed(
     tmp_path: Path, graphs: dict[str, str]
 ) -> None:
