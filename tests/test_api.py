@@ -69,9 +69,9 @@ def test_inputs_are_files_mappings_and_objects(tmp_path: Path):
     cluster, workload = by_name.cluster, by_name.workload
     (tmp_path / "cluster.yaml").write_text(cluster.to_yaml())
     (tmp_path / "workload.yaml").write_text(workload.to_yaml())
-    for form in (cluster, cluster.model_dump(), tmp_path / "cluster.yaml"):
-        for work in (workload, FIELDS, tmp_path / "workload.yaml"):
-            assert gnnplan.plan(GRAPH, form, work).document == by_name.document
+    forms = (cluster, cluster.model_dump(), tmp_path / "cluster.yaml")
+    for form, work in zip(forms, (workload, FIELDS, tmp_path / "workload.yaml"), strict=True):
+        assert gnnplan.plan(GRAPH, form, work).document == by_name.document
     more = gnnplan.plan(GRAPH, cluster, workload, hidden=32, overrides={"layers": 3})
     assert (more.workload.hidden, more.workload.layers) == (32, 3)
 
@@ -81,6 +81,8 @@ def test_errors_are_exceptions_with_the_words_of_the_command_line():
         gnnplan.plan(GRAPH, "dgx_a10")
     with pytest.raises(gnnplan.SpecError, match=r"layer: not a field of a workload.*layers"):
         gnnplan.plan(GRAPH, CLUSTER, layer=2)
+    with pytest.raises(gnnplan.SpecError, match="workload: hidden: must be greater"):
+        gnnplan.plan(GRAPH, CLUSTER, {"hidden": 0})
     with pytest.raises(gnnplan.Infeasible, match="memory"):
         gnnplan.plan("ogbn-papers100M", "dgx_a100", overrides={"device.memory": "1GB"})
     assert issubclass(gnnplan.Infeasible, gnnplan.GnnplanError)
@@ -133,3 +135,30 @@ def test_from_an_object_in_memory_to_a_validated_run(tmp_path: Path):
         plan.run(tmp_path / "run")
     onwards = gnnplan.load_plan(run.out / "plan.json").resume(run, epochs=4)
     assert [row["epoch"] for row in onwards.metrics] == [1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyG
+def test_a_live_module_is_planned_with_its_own_shape(own_cache: Path):
+    """A class of no file, as a notebook's cell makes it, and an instance of it."""
+    from torch_geometric.nn import GCNConv
+
+    class Mine(torch.nn.Module):
+        def __init__(self, in_channels: int, out_channels: int) -> None:
+            super().__init__()
+            self.first, self.second = GCNConv(in_channels, 24), GCNConv(24, out_channels)
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x, edge_index).relu(), edge_index)
+
+    by_class = gnnplan.plan(GRAPH, CLUSTER, model=Mine)
+    about = by_class.document["graph"]
+    by_object = gnnplan.plan(GRAPH, CLUSTER, model=Mine(about["features"], about["classes"]))
+    for found in (by_class, by_object):
+        assert (found.workload.model, found.workload.layers, found.workload.hidden) == (
+            "gcn",
+            2,
+            24,
+        )
+    assert by_class.best.epoch_s == by_object.best.epoch_s
+    with pytest.raises(gnnplan.SpecError, match=r"Mine.* decides hidden"):
+        gnnplan.plan(GRAPH, CLUSTER, model=Mine, hidden=8)

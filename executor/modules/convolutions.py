@@ -1,12 +1,9 @@
 """What the convolutions of PyTorch Geometric and DGL are among our layers.
 
 Each is told by the name of its library and its class, so neither library is imported here. `known`
-gives a convolution's kind (Workload.model), its widths, and where our layer has its parameters:
-
-    their parameter  ->  (our parameter, a view of ours that has their shape)
-
-A view reads and writes, so one table takes weights both ways. What a convolution may do beyond our
-layer has one allowed value in `_ONLY`; another value is refused by name."""
+gives a convolution's kind (Workload.model), its widths, and where our layer has its parameters.
+What a convolution may do beyond our layer has one allowed value in `_ONLY`; another value is
+refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Where = tuple[str, Callable[[Tensor], Tensor]]
+from gnnplan.executor.modules.parameters import Where
 
 
 class Unfit(Exception):
@@ -45,24 +42,6 @@ class Convolution:
     splits: bool = False  # the output is [N, heads, width]
     # it weighs a source by its in-degree, so that a directed graph has other weights than ours
     by_in_degree: bool = False
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.t()
-
-
-def _per_head(tensor: Tensor) -> Tensor:
-    """[heads, width] as [1, heads, width]."""
-    return tensor[None]
-
-
-def _half(number: int) -> Callable[[Tensor], Tensor]:
-    """[a_l | a_r] of each head [heads, 2 width] -> one of the two [1, heads, width]."""
-    return lambda tensor: tensor.chunk(2, 1)[number][None]
 
 
 # Attributes of a convolution, by library and class, and the value that our layer has.
@@ -165,18 +144,18 @@ def _one_output(conv: Any) -> None:
 
 
 def _pyg_gcn(conv: Any) -> Convolution:
-    weights: dict[str, Where] = {"lin.weight": ("weight", _same)}
+    weights: dict[str, Where] = {"lin.weight": Where("weight")}
     if conv.bias is not None:
-        weights["bias"] = ("bias", _same)
+        weights["bias"] = Where("bias")
     return Convolution("gcn", *_plain(conv), weights, bias=conv.bias is not None, by_in_degree=True)
 
 
 def _pyg_sage(conv: Any) -> Convolution:
     _needs_bias(conv, conv.lin_l.bias)
     weights: dict[str, Where] = {
-        "lin_l.weight": ("weight", _same),
-        "lin_l.bias": ("bias", _same),
-        "lin_r.weight": ("weight_self", _same),
+        "lin_l.weight": Where("weight"),
+        "lin_l.bias": Where("bias"),
+        "lin_r.weight": Where("weight_self"),
     }
     return Convolution("sage", *_plain(conv), weights)
 
@@ -186,44 +165,37 @@ def _pyg_gat(conv: Any) -> Convolution:
     _one_output(conv)
     h_in, width = _plain(conv)
     weights: dict[str, Where] = {
-        "lin.weight": ("weight", _same),
-        "att_src": ("attention", _half(0)),
-        "att_dst": ("attention", _half(1)),
-        "bias": ("bias", _same),
+        "lin.weight": Where("weight"),
+        "att_src": Where("attention", "left of each head"),
+        "att_dst": Where("attention", "right of each head"),
+        "bias": Where("bias"),
     }
     return Convolution("gat", h_in, conv.heads * width, weights, heads=conv.heads)
-
-
-def _halves(h_out: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Our weights of sources and of readers stand one above the other."""
-    return lambda tensor: tensor[:h_out], lambda tensor: tensor[h_out:]
 
 
 def _pyg_gatv2(conv: Any) -> Convolution:
     _needs_bias(conv, conv.bias)
     _one_output(conv)
     h_in, width = _plain(conv)
-    sources, readers = _halves(conv.heads * width)
     weights: dict[str, Where] = {
-        "lin_l.weight": ("weight", sources),
-        "lin_l.bias": ("bias_in", sources),
-        "lin_r.weight": ("weight", readers),
-        "lin_r.bias": ("bias_in", readers),
-        "att": ("attention", _per_head),
-        "bias": ("bias", _same),
+        "lin_l.weight": Where("weight", "upper half"),
+        "lin_l.bias": Where("bias_in", "upper half"),
+        "lin_r.weight": Where("weight", "lower half"),
+        "lin_r.bias": Where("bias_in", "lower half"),
+        "att": Where("attention", "per head"),
+        "bias": Where("bias"),
     }
     return Convolution("gatv2", h_in, conv.heads * width, weights, heads=conv.heads)
 
 
 def _dgl_gatv2(conv: Any) -> Convolution:
     _needs_bias(conv, conv.fc_src.bias)
-    sources, readers = _halves(conv._num_heads * conv._out_feats)
     weights: dict[str, Where] = {
-        "fc_src.weight": ("weight", sources),
-        "fc_src.bias": ("bias_in", sources),
-        "fc_dst.weight": ("weight", readers),
-        "fc_dst.bias": ("bias_in", readers),
-        "attn": ("attention", _per_head),
+        "fc_src.weight": Where("weight", "upper half"),
+        "fc_src.bias": Where("bias_in", "upper half"),
+        "fc_dst.weight": Where("weight", "lower half"),
+        "fc_dst.bias": Where("bias_in", "lower half"),
+        "attn": Where("attention", "per head"),
     }
     return _dgl_attention(conv, "gatv2", weights, bias=False)
 
@@ -246,10 +218,10 @@ def _gin(conv: Any, inner: str, activation: object = None) -> Convolution:
             f" writes {first.out_features}; make the two equal"
         )
     weights: dict[str, Where] = {
-        f"{inner}.0.weight": ("weight", _same),
-        f"{inner}.0.bias": ("bias", _same),
-        f"{inner}.2.weight": ("weight_out", _same),
-        f"{inner}.2.bias": ("bias_out", _same),
+        f"{inner}.0.weight": Where("weight"),
+        f"{inner}.0.bias": Where("bias"),
+        f"{inner}.2.weight": Where("weight_out"),
+        f"{inner}.2.bias": Where("bias_out"),
     }
     return Convolution(
         "gin",
@@ -270,7 +242,7 @@ def _dgl_gin(conv: Any) -> Convolution:
 
 
 def _pyg_gcn2(conv: Any) -> Convolution:
-    weights: dict[str, Where] = {"weight1": ("weight", _transposed)}
+    weights: dict[str, Where] = {"weight1": Where("weight", "transposed")}
     return Convolution(
         "gcnii",
         conv.channels,
@@ -284,9 +256,9 @@ def _pyg_gcn2(conv: Any) -> Convolution:
 
 def _sgc_weights(conv: Any, linear: str, hops: int) -> dict[str, Where]:
     """The first layer has the matrix, the last one the bias."""
-    weights: dict[str, Where] = {f"{linear}.weight": ("1.weight", _same)}
+    weights: dict[str, Where] = {f"{linear}.weight": Where("1.weight")}
     if getattr(conv, linear).bias is not None:
-        weights[f"{linear}.bias"] = (f"{hops}.bias", _same)
+        weights[f"{linear}.bias"] = Where(f"{hops}.bias")
     return weights
 
 
@@ -304,9 +276,9 @@ def _pyg_sgc(conv: Any) -> Convolution:
 def _dgl_gcn(conv: Any) -> Convolution:
     if conv.weight is None:
         raise Unfit("GraphConv has weight=False, and our layer has a matrix; use weight=True")
-    weights: dict[str, Where] = {"weight": ("weight", _transposed)}
+    weights: dict[str, Where] = {"weight": Where("weight", "transposed")}
     if conv.bias is not None:
-        weights["bias"] = ("bias", _same)
+        weights["bias"] = Where("bias")
     return Convolution(
         "gcn",
         conv._in_feats,
@@ -320,9 +292,9 @@ def _dgl_gcn(conv: Any) -> Convolution:
 def _dgl_sage(conv: Any) -> Convolution:
     _needs_bias(conv, conv.fc_self.bias)
     weights: dict[str, Where] = {
-        "fc_neigh.weight": ("weight", _same),
-        "fc_self.weight": ("weight_self", _same),
-        "fc_self.bias": ("bias", _same),
+        "fc_neigh.weight": Where("weight"),
+        "fc_self.weight": Where("weight_self"),
+        "fc_self.bias": Where("bias"),
     }
     return Convolution(
         "sage",
@@ -337,10 +309,10 @@ def _dgl_sage(conv: Any) -> Convolution:
 def _dgl_gat(conv: Any) -> Convolution:
     _needs_bias(conv, conv.bias)
     weights: dict[str, Where] = {
-        "fc.weight": ("weight", _same),
-        "attn_l": ("attention", _half(0)),
-        "attn_r": ("attention", _half(1)),
-        "bias": ("bias", _same),
+        "fc.weight": Where("weight"),
+        "attn_l": Where("attention", "left of each head"),
+        "attn_r": Where("attention", "right of each head"),
+        "bias": Where("bias"),
     }
     return _dgl_attention(conv, "gat", weights, bias=True)
 
@@ -360,7 +332,7 @@ def _dgl_attention(conv: Any, kind: str, weights: Mapping[str, Where], bias: boo
 
 
 def _dgl_gcn2(conv: Any) -> Convolution:
-    weights: dict[str, Where] = {"weight1": ("weight", _transposed)}
+    weights: dict[str, Where] = {"weight1": Where("weight", "transposed")}
     return Convolution(
         "gcnii",
         conv._in_feats,

@@ -17,7 +17,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
-from gnnplan.planner.problem.inputs import apply_overrides, checked, read_workload
+from gnnplan.planner.problem.inputs import Asked, apply_overrides, ask_workload, checked
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir
@@ -56,17 +56,20 @@ def ask(
     """
     name = source_name(graph)
     notify(f"reading {name}")
-    given = {field: value for field, value in fields.items() if value is not None}
-    module = str(given.pop("model")) if ".py" in str(given.get("model", "")) else None
-    asked = workload_of(workload, given)
+    own = fields.get("model")
+    live: Any = None if isinstance(own, str) else own  # a module, or its class
+    wanted = workload_of(workload, {**fields, "model": None} if live else fields)
+    asked, module = wanted.workload, live or wanted.module
     settings = settings_of(overrides)
     machine, fitted = _cluster_of(cluster, asked.model)
     source = source_of(name, features, labels, split, task)
     problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed)
     if module:
-        notify(f"reading {module}")
-        set_by_user = [*given, *(setting.partition("=")[0].strip() for setting in settings)]
-        problem = with_user_module(problem, module, set_by_user)
+        from gnnplan.executor.modules.read import with_user_module
+
+        notify("reading the model")
+        given = (setting.partition("=")[0].strip() for setting in settings)
+        problem = with_user_module(problem, module, [*wanted.given, *given])
         if problem.workload.model != asked.model:  # constants of a testbed may be its own
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)
@@ -110,16 +113,14 @@ def source_name(graph: Any) -> str:
 
 def workload_of(
     workload: str | Path | Mapping[str, Any] | Workload | None, fields: Mapping[str, object]
-) -> Workload:
+) -> Asked:
     """The workload of a file, a mapping or an object, with `fields` set.
 
     Raises SpecError.
     """
-    if workload is None or isinstance(workload, str | Path):
-        return read_workload(None if workload is None else str(workload), fields)
-    data = workload.model_dump() if isinstance(workload, Workload) else dict(workload)
-    base = checked(Workload, data, "workload: ")
-    return checked(Workload, base.model_dump() | dict(fields), "--", fields) if fields else base
+    if isinstance(workload, Workload):
+        workload = workload.model_dump()
+    return ask_workload(str(workload) if isinstance(workload, Path) else workload, fields)
 
 
 def _cluster_of(
@@ -168,15 +169,3 @@ def problem_of(
             f"use --ranks {stats.vertices} or less"
         )
     return Problem(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
-
-
-def with_user_module(problem: Problem, module: str, given: Sequence[str]) -> Problem:
-    """The problem with the user's module as its model; `given` are the fields that they set.
-
-    Raises SpecError.
-    """
-    from gnnplan.executor.modules.read import must_suit, read, with_module
-
-    user = read(module, problem.workload, problem.stats.features, problem.stats.classes)
-    must_suit(user, problem.stats.directed)
-    return replace(problem, workload=with_module(problem.workload, user, given))

@@ -59,17 +59,23 @@ class Asked:
     given: tuple[str, ...]
 
 
-def ask_workload(path: str | None = None, flags: Mapping[str, object] | None = None) -> Asked:
-    """A workload: the defaults, changed by the file, then by `flags`.
+def ask_workload(
+    source: str | Mapping[str, Any] | None = None, flags: Mapping[str, object] | None = None
+) -> Asked:
+    """A workload: the defaults, changed by `source`, then by `flags`.
 
-    flags: values of options by field; None for an option that the user did not give. A module in
-    the file stands relative to the file. Raises SpecError with file, line and field, or with the
-    option."""
-    document = read_yaml(path) if path else Document("the defaults", {}, {})
-    data, module = _without_module(document.data)
-    if module and path:
-        module = str(Path(path).resolve().parent / module)
-    workload = checked(Workload, data, document)
+    source: a YAML file, or fields. flags: values of options by field; None for an option that the
+    user did not give. A module in a file stands relative to the file. Raises SpecError with file,
+    line and field, or with the option."""
+    origin: Document | str
+    if isinstance(source, str):
+        origin = read_yaml(source)
+        data, module = _without_module(origin.data)
+        module = str(Path(source).resolve().parent / module) if module else None
+    else:
+        origin = "workload: "
+        data, module = _without_module(source or {})
+    workload = checked(Workload, data, origin)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     for name in given:
         if name not in Workload.model_fields:
@@ -80,8 +86,7 @@ def ask_workload(path: str | None = None, flags: Mapping[str, object] | None = N
         given, module = _without_module(given)
     if given:
         workload = checked(Workload, workload.model_dump() | given, "--", given)
-    fields = dict.fromkeys([*data, *given])
-    return Asked(workload, module, tuple(map(str, fields)))
+    return Asked(workload, module, tuple(map(str, dict.fromkeys([*data, *given]))))
 
 
 def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | None]:

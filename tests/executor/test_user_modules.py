@@ -20,7 +20,14 @@ from typer.testing import CliRunner
 
 from gnnplan.cli import app
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.read import must_suit, put, read, with_module
+from gnnplan.executor.modules.parameters import kept, put
+from gnnplan.executor.modules.read import (
+    must_suit,
+    read,
+    read_again,
+    with_module,
+    with_user_module,
+)
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.graph_parallel import open_worker
 from gnnplan.planner.gnn.workload import Workload
@@ -327,6 +334,96 @@ def test_two_ranks_train_a_graphsage_that_the_other_library_evaluates(
         logits = theirs(name, module, loaded(graphs["rough"]))
     assert (logits - before).abs().max() > 0.1  # it has learnt something
     torch.testing.assert_close(ours(case, result.weights), logits, rtol=1e-5, atol=1e-5)
+
+
+def live(name: str) -> Any:
+    """The class M, which no file has, as a notebook's cell makes it."""
+    cell: dict[str, Any] = {}
+    exec(MODULES[name].replace("{p}", "0.25"), cell)
+    return cell["M"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("name", ["pyg gatv2", "pyg gcn, batch norm", "dgl gat"])
+def test_two_ranks_train_a_live_module_of_a_notebook(
+    name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
+) -> None:
+    """They start from its parameters, have none of its code, and it evaluates what they leave."""
+    graph = loaded(graphs["rough"])
+    module = live(name)(FEATURES, CLASSES).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():  # as of an earlier training
+            parameter.add_(0.01)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    problem = Case("graph_parallel", graphs["rough"], {"dtype": "float64", "lr": 0.05}).problem(2)
+    problem = with_user_module(problem, module, folder=tmp_path)
+    assert not module.training and all(value.isfinite().all() for value in before.values())
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+    case = Case("graph_parallel", graphs["rough"], problem.workload.model_dump(), epochs=3)
+    (result,) = run_ranks(2, [case])
+    assert result.losses == pytest.approx(run_ranks.alone(case).losses, rel=1e-9)
+    start = kept(Path(problem.workload.module.file))
+    torch.testing.assert_close(start.state, {k: v.to(start.state[k]) for k, v in before.items()})
+    module.double().load_state_dict(result.weights)
+    with torch.no_grad():
+        logits = theirs(name, module, graph)
+    net = Net(problem.model, problem.workload)
+    put(net, start.places, result.weights)
+    rank = Rank(0, 1, torch.device("cpu"), "gloo")
+    alone = case.problem(1)
+    worker = open_worker(rank, alone, alone.layout(), ExchangeOptions(), net=net)
+    mine = worker.evaluate(0)
+    torch.testing.assert_close(
+        mine.log_softmax(1) if "batch norm" in name else mine, logits, rtol=1e-5, atol=1e-5
+    )
+    module.load_state_dict(before)
+    with torch.no_grad():
+        assert (theirs(name, module, graph) - logits).abs().max() > 0.1  # it has learnt something
+
+
+def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(tmp_path: Path) -> None:
+    """Its parameters are random numbers from the time at which the file is executed."""
+    source = MODULES["pyg sage"].replace("{p}", "0.0")
+    (tmp_path / "model.py").write_text(f"{source}\nmade = M({FEATURES}, {CLASSES})\n")
+    first, second = (
+        read(f"{tmp_path / 'model.py'}:made", Workload(seed=3), FEATURES, CLASSES).module
+        for _ in range(2)
+    )
+    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
+
+
+def test_a_live_class_is_made_with_the_graphs_widths_from_the_seed(
+    tmp_path: Path, graphs: dict[str, str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODULES["pyg sage"].replace("{p}", "0.25"))
+    workload = Workload(seed=7)
+    by_file = read(f"{tmp_path / 'model.py'}:M", workload, FEATURES, CLASSES)
+    by_class = read(live("pyg sage"), workload, FEATURES, CLASSES, tmp_path)
+    torch.testing.assert_close(by_class.module.state_dict(), by_file.module.state_dict())
+    assert by_class.fields == by_file.fields
+    with pytest.raises(SpecError, match=r"^M: conv reads rows of 9 numbers, and the graph has 12"):
+        read(live("pyg sgc")(9, CLASSES), workload, FEATURES, CLASSES, tmp_path)
+    with pytest.raises(SpecError, match=r"^M requires width, which we do not know"):
+
+        def M(width: int) -> nn.Module:
+            raise AssertionError
+
+        read(M, workload, FEATURES, CLASSES, tmp_path)
+
+
+def test_a_live_modules_file_that_is_gone_or_damaged_is_refused(tmp_path: Path) -> None:
+    user = read(live("pyg sage")(FEATURES, CLASSES), Workload(), FEATURES, CLASSES, tmp_path)
+    workload = with_module(Workload(), user, ())
+    file = Path(user.description.file)
+    assert file.parent == tmp_path and user.description.sha256.startswith(file.stem[2:])
+    file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(SpecError, match="has changed since the plan was made"):
+        read_again(workload)
+    file.unlink()
+    with pytest.raises(SpecError, match=r"cannot be read .No such file or directory.; plan again"):
+        read_again(workload)
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -1,0 +1,174 @@
+"""What a module that has been followed is as Workload fields, and where our Net has its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from gnnplan.executor.modules.convolutions import Unfit
+from gnnplan.executor.modules.follow import Chain, Gap, Step
+from gnnplan.executor.modules.make import ARGUMENTS
+from gnnplan.executor.modules.parameters import Where
+from gnnplan.planner.gnn.workload import ModuleLayer
+
+
+def described(chain: Chain, features: int, classes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The chain as fields of a Workload and of a Module. Raises Unfit."""
+    steps = chain.steps
+    kinds = list(dict.fromkeys(step.convolution.kind for step in steps))
+    if len(kinds) > 1:
+        raise Unfit(
+            f"its convolutions are of several kinds ({', '.join(kinds)}), and our models have one;"
+            f" use {kinds[0]} throughout"
+        )
+    kind = kinds[0]
+    _must_fit_graph(chain, features, classes)
+    _must_be_whole(chain, kind)
+    gaps = [step.gap for step in steps]
+    relus = {gap.relu for gap in gaps[1:]}
+    if len(relus) > 1:
+        raise Unfit("there is ReLU after some convolutions and not after others; use it after all")
+    layers = _sgc(steps) if kind == "sgc" else [_layer(step) for step in steps]
+    norms = {gap.norm for gap in gaps} - {"none"}
+    if len(norms) > 1:
+        raise Unfit("it has batch norms and layer norms, and our models have one kind; use one")
+    fields: dict[str, Any] = {
+        "model": kind,
+        "layers": len(layers),
+        "hidden": layers[0].h_out,
+        "dropout": _dropout(chain),
+        "norm": norms.pop() if norms else "none",
+    }
+    if kind in ("gat", "gatv2"):
+        fields["heads"] = layers[0].heads
+    if kind == "gcnii":
+        fields |= _gcnii(steps)
+    return fields, {"layers": tuple(layers), "relu": not (relus and not relus.pop())}
+
+
+def _layer(step: Step) -> ModuleLayer:
+    return ModuleLayer(
+        h_in=step.convolution.h_in,
+        h_out=step.convolution.h_out,
+        heads=step.convolution.heads,
+        middle=step.convolution.middle,
+        norm=step.gap.norm,
+        drops=bool(step.gap.p),
+        bias=step.convolution.bias,
+    )
+
+
+def _must_fit_graph(chain: Chain, features: int, classes: int) -> None:
+    first, last = chain.steps[0], chain.steps[-1]
+    reads, reader = first.convolution.h_in, first.name
+    if chain.encoder:
+        reads, reader = chain.encoder.h_in, chain.encoder.name
+    writes, writer = last.convolution.h_out, last.name
+    if chain.decoder:
+        writes, writer = chain.decoder.h_out, chain.decoder.name
+    if reads != features:
+        raise Unfit(
+            f"{reader} reads rows of {reads} numbers, and the graph has {features} features; make"
+            f" the two equal, by a parameter named {ARGUMENTS['features'][1]} for instance"
+        )
+    if writes != classes:
+        raise Unfit(
+            f"{writer} writes rows of {writes} numbers, and the graph has {classes} classes; make"
+            f" the two equal, by a parameter named {ARGUMENTS['classes'][1]} for instance"
+        )
+
+
+def _must_be_whole(chain: Chain, kind: str) -> None:
+    """A GCNII has its two Linears, other models have none."""
+    if kind != "gcnii":
+        linear = chain.encoder or chain.decoder
+        if linear:
+            where = "before the first" if chain.encoder else "after the last"
+            raise Unfit(
+                f"{linear.name} is a Linear {where} convolution, which models of {kind} have not;"
+                " let the convolutions read the features and write the classes, or use GCN2Conv"
+            )
+        if chain.steps[0].gap.relu or chain.steps[0].gap.norm != "none":
+            raise Unfit(
+                f"the features go through ReLU or a norm before {chain.steps[0].name}; do that to"
+                " the graph's features beforehand"
+            )
+        return
+    if not (chain.encoder and chain.decoder):
+        raise Unfit("GCN2Conv stands between two Linears here; add the one that is missing")
+    if not all(step.gap.relu for step in chain.steps) or not chain.decoder.gap.relu:
+        raise Unfit("GCN2Conv and the Linear before it end in ReLU here; add it after each")
+    ends = {bool(chain.encoder.gap.p), bool(chain.decoder.gap.p)}
+    if _dropout(chain) and ends != {True}:
+        raise Unfit("there is dropout before some layers and not before both Linears; add it there")
+
+
+def _dropout(chain: Chain) -> float:
+    """The one p of all dropouts. Raises Unfit."""
+    ends = [linear.gap for linear in (chain.encoder, chain.decoder) if linear]
+    found = {gap.p for gap in [*(step.gap for step in chain.steps), *ends] if gap.p}
+    if len(found) > 1:
+        raise Unfit(
+            f"it has dropouts of {', '.join(f'{p:g}' for p in sorted(found))}, and our models have"
+            " one p; use one"
+        )
+    return found.pop() if found else 0.0
+
+
+def _sgc(steps: Iterable[Step]) -> list[ModuleLayer]:
+    """One SGConv of K hops as K layers."""
+    first, *others = steps
+    if others:
+        raise Unfit(
+            f"{others[0].name} is a second SGConv, and our SGC is one; raise K, or use GCNConv"
+        )
+    conv = first.convolution
+    layers = [
+        ModuleLayer(
+            h_in=conv.h_in if hop == 0 else conv.h_out,
+            h_out=conv.h_out,
+            drops=hop == 0 and bool(first.gap.p),
+            bias=conv.bias,
+        )
+        for hop in range(conv.hops)
+    ]
+    return layers
+
+
+def _gcnii(steps: Iterable[Step]) -> dict[str, float]:
+    """alpha, and theta of beta_l = log(theta / l + 1). Raises Unfit if layers differ in them."""
+    convolutions = [step.convolution for step in steps]
+    alpha, theta = convolutions[0].alpha, float(f"{math.expm1(convolutions[0].beta):.12g}")
+    for number, conv in enumerate(convolutions, 1):
+        if conv.alpha != alpha or not math.isclose(conv.beta, math.log(theta / number + 1)):
+            raise Unfit(
+                f"GCN2Conv {number} has alpha {conv.alpha:g} and beta {conv.beta:g}, and the first"
+                f" one says alpha {alpha:g} and beta {math.log(theta / number + 1):g}; give all the"
+                " same alpha and theta, and number layers from 1"
+            )
+    return {"alpha": alpha, "theta": theta}
+
+
+def places(module: nn.Module, chain: Chain) -> dict[str, Where]:
+    """Where our Net has each parameter and buffer of the module, by their name there."""
+    out: dict[str, Where] = {}
+
+    def norm(gap: Gap, at: str) -> None:
+        if gap.module:
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                if name in module.get_submodule(gap.module).state_dict():
+                    out[f"{gap.module}.{name}"] = Where(f"{at}.{name}")
+
+    for number, step in enumerate(chain.steps, 1):
+        norm(step.gap, f"layers.{number}.norm")
+        at = "layers" if step.convolution.kind == "sgc" else f"layers.{number}"
+        for name, where in step.convolution.weights.items():
+            out[f"{step.name}.{name}"] = where.under(at)
+    for place, linear in (("encoder", chain.encoder), ("decoder", chain.decoder)):
+        if linear:
+            for name in ("weight", "bias"):
+                out[f"{linear.name}.{name}"] = Where(f"{place}.{name}")
+    return out

@@ -1,0 +1,143 @@
+"""Makes a user's module: of a file, of a class or of a function.
+
+The file is executed, which is why the user names it: as `--model file.py:MyGNN`, in a plan that
+they run."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import suggest
+
+# Names of parameters that a module is made with, as PyG, DGL and their examples call them.
+ARGUMENTS = {
+    "features": ("features", "in_channels", "in_feats", "in_dim", "in_size", "num_features"),
+    "classes": ("classes", "out_channels", "out_feats", "out_dim", "out_size", "num_classes"),
+    "hidden": ("hidden", "hidden_channels", "hid_feats", "hidden_dim", "hid_size", "h_feats"),
+    "layers": ("layers", "num_layers", "n_layers"),
+    "heads": ("heads", "num_heads"),
+    "dropout": ("dropout",),
+}
+
+
+def in_file(file: Path, name: str) -> object:
+    """What a name in a file stands for. Raises SpecError."""
+    with _blamed(file, f"{file} cannot be executed"):
+        code = _execute(file)
+    found = getattr(code, name, None)
+    if found is None:
+        names = [
+            key
+            for key, value in vars(code).items()
+            if isinstance(value, nn.Module)
+            or (isinstance(value, type) and issubclass(value, nn.Module))
+        ]
+        raise SpecError(f"{file} has no {name}{suggest(name, names)}")
+    return found
+
+
+def make(
+    found: object, name: str, file: Path | None, workload: Workload, features: int, classes: int
+) -> nn.Module:
+    """The module itself, or what the class or function makes with what it requires.
+
+    file: that it is from, to name it in errors. Raises SpecError."""
+    where = f"{file}: " if file else ""
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        raise SpecError(
+            f"{where}{name} is a {type(found).__name__}; name a torch.nn.Module, a class of"
+            " one, or a function that makes one"
+        )
+    arguments = _arguments(where, name, found, workload, features, classes)
+    shown = f"{name}({', '.join(map(str, arguments.values()))})"
+    with _blamed(file, f"{shown} cannot be made"):
+        made = found(**arguments)
+    if not isinstance(made, nn.Module):
+        raise SpecError(
+            f"{where}{name} makes a {type(made).__name__}; let it make a torch.nn.Module"
+        )
+    return made
+
+
+def _execute(file: Path) -> ModuleType:
+    """The file as a module; files beside it can be imported by it."""
+    spec = importlib.util.spec_from_file_location(f"gnnplan_user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = code
+    sys.path.insert(0, str(file.parent))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the libraries that it imports
+            spec.loader.exec_module(code)
+    finally:
+        sys.path.remove(str(file.parent))
+    return code
+
+
+class _blamed:
+    """Turns what the user's code raises into a SpecError with its line."""
+
+    def __init__(self, file: Path | None, what: str) -> None:
+        self.file, self.what = file, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, (KeyboardInterrupt, SpecError)):
+            return
+        lines = [
+            str(frame.lineno)
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(self.file)
+        ]
+        if isinstance(error, SyntaxError):
+            lines = [str(error.lineno)]
+        words = str(error).strip().splitlines() or [""]
+        place = f"{self.file}{f', line {lines[-1]}' if lines else ''}: " if self.file else ""
+        raise SpecError(
+            f"{place}{self.what} ({type(error).__name__}: {words[0]:.200}); run it with python to"
+            " see more"
+        ) from error
+
+
+def _arguments(
+    where: str,
+    name: str,
+    factory: Callable[..., object],
+    workload: Workload,
+    features: int,
+    classes: int,
+) -> dict[str, Any]:
+    """What the factory requires, by its parameters' names."""
+    values = workload.model_dump() | {"features": features, "classes": classes}
+    by_name = {alias: values[field] for field, names in ARGUMENTS.items() for alias in names}
+    out: dict[str, Any] = {}
+    for parameter in inspect.signature(factory).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        of_graph = parameter.name in (*ARGUMENTS["features"], *ARGUMENTS["classes"])
+        if parameter.default is not parameter.empty and not of_graph:
+            continue
+        if parameter.name not in by_name:
+            raise SpecError(
+                f"{where}{name} requires {parameter.name}, which we do not know; give it a"
+                f" default, or one of the names {', '.join(by_name)}"
+            )
+        out[parameter.name] = by_name[parameter.name]
+    return out

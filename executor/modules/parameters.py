@@ -1,0 +1,121 @@
+"""The parameters of a user's module: where our Net has them, and how a live module's are kept.
+
+A module of a file is made anew by every rank. A live one (an object in Python) is not: its
+parameters and their places are saved, and ranks need neither its code nor its library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import write_atomically
+
+# Views of a tensor of ours that have the shape of theirs. A view reads and writes, so that one
+# table takes weights both ways.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda ours: ours,
+    "transposed": Tensor.t,
+    "per head": lambda ours: ours[None],  # [heads, width] as [1, heads, width]
+    # [a_l | a_r] of each head [heads, 2 width] as one of the two [1, heads, width]
+    "left of each head": lambda ours: ours.chunk(2, 1)[0][None],
+    "right of each head": lambda ours: ours.chunk(2, 1)[1][None],
+    # of sources and of readers, which stand one above the other
+    "upper half": lambda ours: ours.chunk(2)[0],
+    "lower half": lambda ours: ours.chunk(2)[1],
+}
+SUFFIX = ".safetensors"  # of a live module's file
+KEY = "places"  # in its metadata
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where our Net, or one of its layers, has a tensor of the user's module."""
+
+    name: str
+    view: str = "whole"
+
+    def under(self, prefix: str) -> Where:
+        """The same of a Net that has the layer at `prefix`."""
+        return Where(f"{prefix}.{self.name}", self.view)
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The tensor, in the user's shape, among ours."""
+        return VIEWS[self.view](tensors[self.name])
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The state_dict that training starts from, and where our Net has its tensors.
+
+    A tensor without a place takes no part in training."""
+
+    state: Mapping[str, Tensor]
+    places: Mapping[str, Where]
+
+    def fill(self, net: nn.Module) -> None:
+        """Give our Net these parameters."""
+        put(net, self.places, self.state)
+
+    def trained(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our Net's weights as the state_dict of the user's module."""
+        return {
+            name: self.places[name].of(ours).to(value.dtype).contiguous()
+            if name in self.places
+            else value.contiguous()
+            for name, value in self.state.items()
+        }
+
+    def keep(self, folder: Path, name: str) -> tuple[Path, str]:
+        """Write a file that `kept` reads; its path and its SHA-256, which its name has too.
+
+        Raises SpecError."""
+        places = {key: astuple(where) for key, where in sorted(self.places.items())}
+        data = save(
+            {key: value.cpu().clone().contiguous() for key, value in self.state.items()},
+            {KEY: json.dumps(places)},
+        )
+        sha256 = hashlib.sha256(data).hexdigest()
+        path = folder.resolve() / f"{name}-{sha256[:12]}{SUFFIX}"
+        if not path.exists():
+            write_atomically(path, data, parents=True)
+        return path, sha256
+
+
+def put(net: nn.Module, places: Mapping[str, Where], state: Mapping[str, Tensor]) -> None:
+    """Copy a state_dict of the user's module into our Net, as far as it holds these tensors.
+
+    A Net that is cut by columns (P3) has smaller ones, and is filled from a whole Net."""
+    ours = net.state_dict()
+    for name, where in places.items():
+        if where.name in ours and where.of(ours).shape == state[name].shape:
+            where.of(ours).copy_(state[name])
+
+
+def kept(path: Path) -> Parameters:
+    """The parameters in a file of `keep`. Raises SpecError."""
+    try:
+        with safe_open(path, "pt") as file:
+            places = json.loads((file.metadata() or {})[KEY])
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return Parameters(state, {name: Where(*where) for name, where in places.items()})
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise SpecError(
+            f"{path}: holds no parameters of a module ({error}); plan again, from the module"
+        ) from error
+
+
+def cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state_dict with its floating numbers in another type."""
+    return {
+        name: value.detach().to(dtype) if value.is_floating_point() else value.detach()
+        for name, value in state.items()
+    }
