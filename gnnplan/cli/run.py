@@ -18,6 +18,13 @@ def run(
         Path | None,
         typer.Argument(metavar="PLAN", help="A plan.json; with --resume the run's own."),
     ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Another candidate of the plan, as `plan` prints it; NEXT is its fastest"
+            " alternative.  [default: the plan's recommendation]"
+        ),
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs.  [default: the plan's]")
     ] = None,
@@ -98,6 +105,11 @@ def run(
             "--out is of a new run, and --resume goes on in the folder of one; leave one of"
             " them out"
         )
+    if resume is not None and strategy is not None:
+        raise SpecError(
+            "--strategy is of a new run, and --resume goes on with the strategy of one; leave one"
+            " of them out"
+        )
     if resume is not None:
         out, plan_file = resume, plan_file or resume / "plan.json"
     if plan_file is None:
@@ -129,30 +141,30 @@ def run(
                 "--out is needed when torchrun or srun starts the ranks, so that all of them write"
                 " to one folder"
             )
-        code = launch.follow(plan_file, out, options)
+        code = launch.follow(plan_file, out, options, strategy)
         if code == 0 and os.environ.get("RANK", "0") == "0":
             show_run(out, as_json)
         launch.leave(code)
     servers = None if emulate is None else launch.Emulated(rate_of(emulate))
-    document, problem, strategy = launch.prepare(plan_file)
+    document, problem, chosen = launch.prepare(plan_file, strategy)
     if out is None:
         graph = problem.stats.name.split("?")[0].replace(":", "-").replace("/", "-")
-        stem = f"{graph}-{strategy.name}"
+        stem = f"{graph}-{chosen.name}"
         out = next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{stem}-{n}").exists())
     number, last = options.epochs or problem.workload.epochs, 0
     if resume is None:
         launch.must_be_new(out)
     else:
-        last = launch.last_of(out, problem, strategy)
+        last = launch.last_of(out, problem, chosen)
         launch.must_go_on(out, last, number)
     launch.must_fit_here(problem)
-    strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
+    chosen.schedule(problem, 1)  # makes the partitions, which the ranks then read
     make_folder(out)
     plans.write(out / "plan.json", document)
     options.write(out)
     onwards = f" after {last}" if last else ""
     say(
-        f"training {problem.stats.name} with {strategy} on"
+        f"training {problem.stats.name} with {chosen} on"
         f" {show_count(problem.ranks, 'rank')}, {show_count(number, 'epoch')}{onwards}, into {out}"
     )
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
