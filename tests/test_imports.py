@@ -35,6 +35,7 @@ ROOMS = {
         "train",
         "launch",
         "measure",
+        "emit",
     ],
 }
 # In graph/formats other libraries read their own files: `library` imports one there by its name, when
