@@ -9,5 +9,6 @@ Open
     train.py     for the loop over epochs
     launch/      for starting ranks on servers, and saying what went wrong
     measure/     for measuring the numbers of a cluster file
+    emit/        for launch files, and partitions in other libraries' formats
 
 A room imports those above it in this list, and the planner."""

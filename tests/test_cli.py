@@ -819,6 +819,31 @@ def test_where_a_run_goes_by_default(
     assert json.loads((out / "plan.json").read_text()) == json.loads(plan_file.read_text())
 
 
+def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(
+    gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
+    That a run of it is predicted right is tested with the launch files (test_launch_files.py)."""
+    from gnnplan.cli import run as verb
+    from gnnplan.executor.launch import launcher as launch
+
+    monkeypatch.chdir(tmp_path)
+    plan = gnnplan(
+        "plan", "--graph", GRAPH, "--ranks", 2, "--hidden", 8, "-o", "plan.json", "--json"
+    ).document
+    monkeypatch.setattr(launch, "start", lambda *words: None)
+    monkeypatch.setattr(verb, "show_run", lambda out, as_json: None)
+    answer = gnnplan("run", "plan.json", "--strategy", "NEXT", "--out", "run")
+    assert answer.code == 0, answer.err
+    second = plan["alternatives"][0]
+    kept = json.loads(Path("run/plan.json").read_text())["best"]
+    assert kept["strategy"] == second["strategy"] and kept["predicted"] == second["predicted"]
+    answer = gnnplan("run", "plan.json", "--strategy", "gnnpipe(chunks=77)", "--out", "other")
+    assert answer.code == 2 and "the plan holds" in answer.err and not Path("other").exists()
+    answer = gnnplan("run", "--resume", "run", "--strategy", "NEXT")
+    assert answer.code == 2 and "--resume goes on with the strategy of one" in answer.err
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [

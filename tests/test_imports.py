@@ -36,6 +36,7 @@ ROOMS = {
         "train",
         "launch",
         "measure",
+        "emit",
     ],
 }
 # In graph/formats other libraries read their own files: `library` imports one there by its name, when

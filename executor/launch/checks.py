@@ -12,7 +12,7 @@ from typing import Any
 
 from gnnplan.executor.ranks.checkpoint import Checkpoints, latest
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
-from gnnplan.planner.decision.plan import chosen, question, read
+from gnnplan.planner.decision.plan import chosen, question, read, seats
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -22,13 +22,20 @@ from gnnplan.planner.vocabulary.units import show_bytes
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 
 
-def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
+def prepare(plan: Path, choice: str | None = None) -> tuple[dict[str, Any], Problem, Strategy]:
     """Read a plan and check that its problem can be trained.
 
-    Returns the plan's document, its problem and its strategy. Raises SpecError, Mismatch.
+    choice: another candidate of the plan, which takes the place of the best. Returns the plan's
+    document, its problem and its strategy. Raises SpecError, Mismatch.
     """
     document = read(plan)
-    return document, *trainable(question(document), chosen(document), str(plan))
+    problem = question(document)
+    if choice is not None:
+        from gnnplan.planner.decision.choose import choose
+
+        document = choose(document, problem, choice)
+        problem = problem.seated(seats(document))
+    return document, *trainable(problem, chosen(document), str(plan))
 
 
 def trainable(problem: Problem, strategy: Strategy, plan: str) -> tuple[Problem, Strategy]:

@@ -57,12 +57,13 @@ def work(plan: Path, out: Path, options: Options) -> int:
     return failure.exit_code
 
 
-def follow(plan: Path, out: Path, options: Options) -> int:
+def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -> int:
     """Be the rank that torchrun or srun made of this process.
 
-    Returns the exit code. If the rank fails it says why on standard error.
+    choice: another candidate of the plan than its best. Returns the exit code. If the rank fails
+    it says why on standard error.
     """
-    process = _Process(plan, out, options, prepared=False)
+    process = _Process(plan, out, options, prepared=False, choice=choice)
     failure = process.run()
     if failure is None:
         return 0
@@ -78,9 +79,12 @@ def follow(plan: Path, out: Path, options: Options) -> int:
 class _Process:
     """One attempt of a rank to train, and what is known when it fails."""
 
-    def __init__(self, plan: Path, out: Path, options: Options, prepared: bool) -> None:
+    def __init__(
+        self, plan: Path, out: Path, options: Options, prepared: bool, choice: str | None = None
+    ) -> None:
         """prepared: the launcher has made `out` and written the plan and the options there."""
         self.plan, self.out, self.options, self.prepared = plan, out, options, prepared
+        self.choice = choice
         self.resumes = options.resume or attempt() != "0"
         self.restarted = attempt() != "0"
         self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
@@ -107,7 +111,7 @@ class _Process:
         from gnnplan.executor.train import device_mismatch, train
 
         self.activity.begin("phase", "start")
-        document, problem, strategy = prepare(self.plan)
+        document, problem, strategy = prepare(self.plan, self.choice)
         self._take_place(document, problem)
         must_meet()
         rank = self.rank = open_rank(self.options.timeout_s, problem)

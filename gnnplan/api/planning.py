@@ -202,6 +202,16 @@ class Plan(View):
         """All reasons: the placement, what binds, why others lost, what was rejected."""
         return Lines(list(_reasons(self.document, self.cluster)))
 
+    def choose(self, strategy: str) -> Plan:
+        """The plan with another of its answers as the best, without planning anew.
+
+        strategy: 'NEXT', the fastest alternative, or one as `answers` name it. Raises SpecError.
+        """
+        from gnnplan.planner.decision.choose import choose
+
+        document = choose(self.document, self.problem, strategy)
+        return Plan(document, self.problem.seated(documents.seats(document)), self.name)
+
     def simulate(
         self,
         *,

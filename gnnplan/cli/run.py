@@ -20,6 +20,13 @@ def run(
         Path | None,
         typer.Argument(metavar="PLAN", help="A plan.json; with --resume the run's own."),
     ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Another candidate of the plan, as `plan` prints it; NEXT is its fastest"
+            " alternative.  [default: the plan's recommendation]"
+        ),
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs.  [default: the plan's]")
     ] = None,
@@ -98,6 +105,11 @@ def run(
             "--out is of a new run, and --resume goes on in the folder of one; leave one of"
             " them out"
         )
+    if resume is not None and strategy is not None:
+        raise SpecError(
+            "--strategy is of a new run, and --resume goes on with the strategy of one; leave one"
+            " of them out"
+        )
     if resume is not None:
         out, plan_file = resume, plan_file or resume / "plan.json"
     if plan_file is None:
@@ -126,13 +138,15 @@ def run(
                 " to one folder"
             )
         options = launch.Options.of(out, given, resume is not None)
-        code = launch.follow(plan_file, out, options)
+        code = launch.follow(plan_file, out, options, strategy)
         if code == 0 and os.environ.get("RANK", "0") == "0":
             show_run(Run(out), as_json)
         launch.leave(code)
     if emulate is not None:
         rate_of(emulate)  # a typing mistake is told before the graph is read
     plan = load_plan(plan_file)
+    if strategy is not None:
+        plan = plan.choose(strategy)
     finished = train(
         plan.document,
         plan.problem,

@@ -6,6 +6,7 @@
     sensitivity.py  which links, devices and depths would change the choice
     sweep.py        the decision at many values of some fields
     plan.py         plan.json, written and read
+    choose.py       another candidate of a plan as its best
 
 The room may import every room of the planner but evidence/.
 """

@@ -56,15 +56,16 @@ def make(
         "cluster": problem.cluster.model_dump(mode="json"),
         "partitioner": problem.method,
         "exact": exact,
-        "best": {**_answer(best), "placement": best.strategy.placement(best.problem)},
-        "alternatives": [_answer(candidate) for candidate in found.ranked[1:]],
+        "best": {**answer(best), "placement": best.strategy.placement(best.problem)},
+        "alternatives": [answer(candidate) for candidate in found.ranked[1:]],
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(problem, found, turning_points),
         "explanation": explain(problem, found, exact, notify, turning_points),
     }
 
 
-def _answer(candidate: Candidate) -> dict[str, Any]:
+def answer(candidate: Candidate) -> dict[str, Any]:
+    """What a plan says of a candidate, JSON-ready."""
     p = candidate.predicted
     return {
         # through JSON, which turns tuples into the lists that a file has
@@ -201,8 +202,16 @@ def chosen(document: dict[str, Any]) -> Strategy:
 
     Raises SpecError.
     """
+    return strategy_of(document["best"])
+
+
+def strategy_of(answer: dict[str, Any]) -> Strategy:
+    """The strategy of one of a plan's answers, the best or an alternative.
+
+    Raises SpecError.
+    """
     try:
-        knobs = dict(document["best"]["strategy"])
+        knobs = dict(answer["strategy"])
         return named(str(knobs.pop("name")), knobs)
     except (KeyError, TypeError, ValueError):
         raise SpecError(

@@ -846,7 +846,7 @@ def test_an_absent_library_is_named_with_pips_command(
 ):
     path = str(write(tmp_path))
     monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(SpecError, match=rf"{absent} reads this format and .*pip install"):
+    with pytest.raises(SpecError, match=rf"{absent} is needed for this format and .*pip install"):
         load(path)
 
 

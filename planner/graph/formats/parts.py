@@ -35,11 +35,12 @@ MASKS = ("train_mask", "val_mask", "test_mask")
 # names of features and labels in other libraries' graphs, the likeliest first
 FEATURES = ("x", "feat", "feature", "features")
 LABELS = ("y", "label", "labels")
-# where pip finds a library that reads its own format
+# where pip finds a library that reads and writes its own format
 PACKAGES = {
     "dgl": "'gnnplan[dgl]'",
-    "pyarrow.parquet": "'gnnplan[formats]'",
+    "pyarrow": "'gnnplan[formats]'",
     "torch": "torch",
+    "torch_geometric": "'gnnplan[pyg]'",
     "networkx": "networkx",
 }
 
@@ -72,9 +73,9 @@ def library(name: str) -> ModuleType:
             return importlib.import_module(name)
     except (ImportError, OSError) as error:  # OSError: a library of theirs does not load
         raise SpecError(
-            f"{name} reads this format and cannot be imported"
+            f"{name} is needed for this format and cannot be imported"
             f" ({str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__});"
-            f" pip install {PACKAGES[name]}"
+            f" pip install {PACKAGES[name.partition('.')[0]]}"
         ) from error
 
 

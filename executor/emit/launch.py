@@ -1,0 +1,172 @@
+"""Launch files of a plan: bash scripts for torchrun and Slurm."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from gnnplan import __version__
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.plan import chosen, seats
+from gnnplan.planner.graph.load import FILE_OPTIONS, well_known
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_count, show_time
+
+LONGEST_NAME = 40  # characters; Kubernetes allows 63 with what it adds
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch file needs of a plan."""
+
+    plan: Path
+    name: str  # of the job: lower case, digits and dashes
+    strategy: str
+    servers: int
+    ranks: int  # per server
+    gpus: int  # per server, all that it has; 0: ranks on CPUs
+    epoch_s: float  # as predicted [s]
+    files: tuple[Path, ...]  # of the graph and of the user's model
+
+    @classmethod
+    def of(cls, path: Path, document: dict[str, Any]) -> Launch:
+        """From a plan's file and its document. Raises SpecError where it cannot be launched."""
+        about, cluster = document["graph"], Cluster.model_validate(document["cluster"])
+        head, _, query = about["source"].partition("?")
+        if not about.get("known", True) or well_known(head):
+            raise SpecError(
+                f"{path}: the graph {head} is known by statistics only and cannot be trained; plan"
+                " with a graph file"
+            )
+        per_server = Counter(seat // cluster.gpus_per_server for seat in seats(document))
+        if len(set(per_server.values())) > 1:
+            raise SpecError(
+                f"{path}: servers have {', '.join(map(str, per_server.values()))} ranks, and"
+                " launchers start equally many on each; plan again"
+            )
+        files = [] if head.startswith("synthetic:") else [head]
+        files += [value for name, value in parse_qsl(query) if name in FILE_OPTIONS and value]
+        if module := document["workload"].get("module"):
+            files.append(module["file"])
+        path = path.resolve()
+        for one in (str(path), *files):
+            if not one.isprintable():
+                raise SpecError(f"{one!r}: a launch file cannot name it; rename it and plan again")
+        strategy = chosen(document)
+        graph = Path(head).name.replace("synthetic:", "")
+        name = re.sub(r"[^a-z0-9]+", "-", f"{graph}-{strategy.name}".lower()).strip("-")
+        return cls(
+            path,
+            name[-LONGEST_NAME:].strip("-"),
+            str(strategy),
+            len(per_server),
+            next(iter(per_server.values())),
+            0 if cluster.device.kind == "cpu" else cluster.gpus_per_server,
+            float(document["best"]["predicted"]["epoch_s"]),
+            tuple(Path(one) for one in files if not one.isdecimal()),
+        )
+
+    def header(self, target: str, *assumptions: str, usage: str) -> str:
+        """The comment at the top of a launch file: what it does, how to use it, what it assumes."""
+        where = show_count(self.ranks, "rank")
+        where += f" on each of {self.servers} servers" if self.servers > 1 else " of one server"
+        lines = [
+            f"{self.strategy} on {where}; {show_time(self.epoch_s)} per epoch predicted.",
+            f"Written by `gnnplan emit --for {target}` (gnnplan {__version__}).",
+            "",
+            *usage.splitlines(),
+            "",
+            "It assumes",
+            *(f"- {line}" for line in assumptions),
+        ]
+        return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+    def where_files_lie(self) -> list[str]:
+        """Assumptions about the plan, the graph and the model."""
+        words = [f"the plan in {self.plan}"]
+        if self.files:
+            words.append(f"where the plan says: {', '.join(map(str, self.files))}")
+        return words
+
+
+def torchrun(launch: Launch) -> str:
+    """A bash script that starts the ranks of a server with torchrun."""
+    several = launch.servers > 1
+    usage = "Start it with: bash FILE [more options of gnnplan run]"
+    if several:
+        usage = (
+            f"Start it on each of {launch.servers} servers, with its number NODE_RANK from 0 and"
+            " the first server's\naddress:\n"
+            "    MASTER_ADDR=first-server NODE_RANK=0 bash FILE [more options of gnnplan run]"
+        )
+    assumptions = [
+        "gnnplan in the environment of the `torchrun` that is found first",
+        *launch.where_files_lie(),
+    ]
+    if launch.gpus:
+        assumptions.append(f"{launch.gpus} GPUs that nobody else uses, on each server")
+    if several:
+        assumptions += [
+            "port MASTER_PORT (29500) of the first server, reachable by all; no common disk",
+        ]
+    where = "--standalone"
+    if several:
+        where = (
+            f'--nnodes {launch.servers} --node-rank "${{NODE_RANK:?is the number of this server}}"'
+            ' \\\n    --master-addr "${MASTER_ADDR:?is the address of server 0}"'
+            ' --master-port "${MASTER_PORT:-29500}"'
+        )
+    return (
+        "#!/usr/bin/env bash\n"
+        + launch.header("torchrun", *assumptions, usage=usage)
+        + _settings(launch, f"runs/{launch.name}")
+        + f"exec torchrun {where} \\\n    --nproc-per-node {launch.ranks}"
+        + ' -m gnnplan run "$plan" --out "$out" "$@"\n'
+    )
+
+
+def slurm(launch: Launch) -> str:
+    """An sbatch script that starts all ranks with srun."""
+    asked = [
+        f"--job-name={launch.name}",
+        f"--nodes={launch.servers}",
+        f"--ntasks-per-node={launch.ranks}",
+        *([f"--gpus-per-node={launch.gpus}"] if launch.gpus else []),
+        "--exclusive",
+        "--output=%x-%j.log",
+    ]
+    header = launch.header(
+        "slurm",
+        "gnnplan in the environment of the `python` that is found first",
+        *launch.where_files_lie(),
+        "a folder runs/ on a disk of all servers, or one on each: the run goes there",
+        usage="Submit it with: sbatch FILE [more options of gnnplan run]\n"
+        "Add what your cluster asks for: sbatch --partition=.. --account=.. --time=.. FILE",
+    )
+    return (
+        "#!/usr/bin/env bash\n"
+        + "".join(f"#SBATCH {line}\n" for line in asked)
+        + "#\n"
+        + header
+        + _settings(launch, f"runs/{launch.name}-", "$SLURM_JOB_ID")
+        + 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))\n"
+        "export MASTER_ADDR MASTER_PORT\n"
+        'exec srun --kill-on-bad-exit=1 python -m gnnplan run "$plan" --out "$out" "$@"\n'
+    )
+
+
+def _settings(launch: Launch, out: str, more: str = "") -> str:
+    """What both scripts set. more: of the folder's name, as bash has it."""
+    return (
+        "set -euo pipefail\n"
+        f"plan={shlex.quote(str(launch.plan))}\n"
+        f"out={shlex.quote(out)}{more}  # must not hold a run yet\n"
+        # a folder named gnnplan where the script starts must not hide the package
+        "export PYTHONSAFEPATH=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}\n"
+    )

@@ -1,0 +1,177 @@
+"""The graph of a plan in a part per rank, in the files of other libraries.
+
+Their own code writes them, with our assignment where it would call METIS. Parts count in the order
+of the GPUs: part k is what torchrun's rank k has."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+
+from gnnplan.planner.graph.formats.mapped import must_be_new
+from gnnplan.planner.graph.formats.parts import library
+from gnnplan.planner.graph.graph import Graph, must_fit
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import GraNNDis, Strategy
+from gnnplan.planner.vocabulary.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COPIES = 4  # of the graph and its features that a writer holds at once, about
+GRAPH_NAME = "graph"
+
+
+def assignment(problem: Problem, strategy: Strategy) -> tuple[np.ndarray, str | None]:
+    """The part of each vertex, int64 [N], and a note where the strategy itself owns no vertices."""
+    own = strategy.layout(problem) if isinstance(strategy, GraNNDis) else problem.layout()
+    assert isinstance(own, Layout)
+    part = np.argsort(problem.by_gpu)  # of each rank
+    if strategy.family in ("graph_parallel", "granndis"):
+        return part[own.owner], None
+    return part[own.owner], (
+        f"{strategy.name} gives no rank vertices of its own; the parts are the partitioner's"
+        f" ({problem.method})"
+    )
+
+
+def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
+    """Write DistDGL's partition: a part per server, a trainer per rank, and graph.json.
+
+    Returns a note or None. Raises SpecError where DGL is absent.
+    """
+    dgl, partition = library("dgl"), library("dgl.distributed.partition")
+    import torch
+
+    graph = _graph(problem)
+    assigned, told = assignment(problem, strategy)
+    per_server = _per_server(problem)
+    src, dst = _edges(graph)
+    whole = dgl.graph((src, dst), num_nodes=graph.stats.vertices)
+    # DGL numbers vertices anew, so that those of a part follow each other
+    ids = torch.arange(graph.stats.vertices)
+    data = {"feat": _features(graph), "label": _tensor(graph.y), **_masks(graph), "orig_id": ids}
+    whole.ndata.update(data)
+    ours = torch.from_numpy(assigned)
+    with (
+        _complete(folder) as temporary,
+        patch.object(partition, "metis_partition_assignment", lambda *_, **__: ours),
+        contextlib.redirect_stdout(io.StringIO()),  # timings
+    ):
+        dgl.distributed.partition_graph(
+            whole,
+            GRAPH_NAME,
+            problem.ranks // per_server,
+            str(temporary),
+            num_hops=1,
+            num_trainers_per_machine=per_server,
+        )
+    return told
+
+
+def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
+    """Write the folder of PyG's Partitioner, a part per rank, with label.pt and split.pt beside it.
+
+    Returns a note or None. Raises SpecError where PyG is absent.
+    """
+    data, writer = library("torch_geometric.data"), library("torch_geometric.distributed.partition")
+    import torch
+
+    graph = _graph(problem)
+    if problem.ranks == 1:
+        raise SpecError("PyG's Partitioner writes two parts or more, and the plan has one rank")
+    assigned, told = assignment(problem, strategy)
+    ours = torch.from_numpy(assigned)
+
+    class Clusters(writer.ClusterData):  # type: ignore[misc, name-defined]
+        """PyG's clusters, by our assignment."""
+
+        def _metis(self, *_: Any) -> Tensor:
+            return ours
+
+    whole = data.Data(
+        x=_features(graph),
+        edge_index=torch.stack(_edges(graph)),
+        num_nodes=graph.stats.vertices,
+    )
+    with (
+        _complete(folder) as temporary,
+        patch.object(writer, "ClusterData", Clusters),
+        contextlib.redirect_stderr(io.StringIO()),  # 'Computing METIS partitioning...'
+    ):
+        writer.Partitioner(whole, problem.ranks, str(temporary)).generate_partition()
+        torch.save(_tensor(graph.y), temporary / "label.pt")
+        torch.save(_masks(graph), temporary / "split.pt")
+    return told
+
+
+@contextlib.contextmanager
+def _complete(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` when all of it is written. Raises SpecError."""
+    must_be_new(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        temporary.rename(folder)
+    except OSError as error:
+        raise SpecError(
+            f"{folder}: cannot be written ({error.strerror or error}); choose another place or"
+            " free it"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _graph(problem: Problem) -> Graph:
+    """The problem's graph. Raises SpecError where it is not there or exceeds memory."""
+    graph, stats = problem.graph, problem.stats
+    if graph is None:
+        raise SpecError(
+            f"the graph {stats.name} is known by statistics only, so it has no parts; plan with a"
+            " graph file"
+        )
+    nbytes = 4.0 * stats.vertices * stats.features + 16.0 * stats.edges
+    must_fit(stats.source, "to write its parts", COPIES * nbytes)
+    return graph
+
+
+def _per_server(problem: Problem) -> int:
+    counts = set(Counter(problem.servers).values())
+    if len(counts) > 1:
+        raise SpecError(
+            f"servers have {' or '.join(map(str, sorted(counts)))} ranks, and DistDGL starts"
+            " equally many trainers on each; plan again"
+        )
+    return counts.pop()
+
+
+def _edges(graph: Graph) -> tuple[Tensor, Tensor]:
+    """Sources and destinations, int64 [E] each."""
+    dst = np.repeat(np.arange(graph.stats.vertices), np.diff(graph.indptr))
+    return _tensor(graph.indices.astype(np.int64)), _tensor(dst)
+
+
+def _features(graph: Graph) -> Tensor:
+    return _tensor(graph.x if isinstance(graph.x, np.ndarray) else graph.x.toarray())
+
+
+def _masks(graph: Graph) -> dict[str, Tensor]:
+    masks = {"train_mask": graph.train, "val_mask": graph.val, "test_mask": graph.test}
+    return {name: _tensor(mask) for name, mask in masks.items()}
+
+
+def _tensor(array: Any) -> Tensor:
+    import torch
+
+    return torch.from_numpy(np.array(array))  # a copy: ours are read-only

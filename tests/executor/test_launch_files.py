@@ -1,0 +1,243 @@
+"""Launch files: they parse, satisfy the schemas of those who read them, and train what the plan
+says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from gnnplan.cli import app
+from gnnplan.cli.emit import FILES
+from gnnplan.cli.run import summary
+from gnnplan.cli.validate import examine
+from gnnplan.executor.emit.kubernetes import kubernetes
+from gnnplan.executor.emit.launch import Launch, slurm, torchrun
+from gnnplan.planner.decision.plan import read
+from gnnplan.planner.vocabulary.errors import SpecError
+
+SERVERS = """\
+servers: 2
+gpus_per_server: {each}
+device: {{kind: {kind}, memory: 24GB, gemm: 10TFLOP/s, memory_bandwidth: 500GB/s}}
+intra_node: {{bandwidth: 10GB/s, latency: 5us}}
+inter_node: {{bandwidth: 1GB/s, latency: 20us}}
+"""
+Plan = Callable[..., Path]
+# What these tests need of srun: a process per task, with Slurm's variables.
+SRUN = """#!/usr/bin/env bash
+shift  # --kill-on-bad-exit
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NODEID=$task SLURM_STEP_NUM_TASKS=2 \\
+        SLURM_NTASKS_PER_NODE=1 "$@" &
+done
+wait -n && wait -n
+"""
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A graph in a file, whose name a shell would take apart."""
+    rng, n = np.random.default_rng(0), 60
+    path = tmp_path_factory.mktemp("my data") / "it's $HOME.npz"
+    np.savez(
+        path,
+        src=rng.integers(0, n, 300),
+        dst=rng.integers(0, n, 300),
+        x=rng.standard_normal((n, 8)).astype("f4"),
+        y=rng.integers(0, 3, n),
+        train_mask=np.ones(n, bool),
+        val_mask=np.ones(n, bool),
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(graph: Path) -> Plan:
+    """plan(words of `gnnplan plan`) -> a plan beside the graph."""
+
+    def make(*words: object) -> Path:
+        path = graph.parent / "plan.json"
+        asked = ["plan", "--graph", graph, "--hidden", 8, "--layers", 2, *words, "-o", path]
+        app([str(word) for word in asked], standalone_mode=False)
+        return path
+
+    return make
+
+
+def two_servers(plan: Plan, folder: Path, kind: str, each: int) -> Path:
+    cluster = folder / "cluster.yaml"
+    cluster.write_text(SERVERS.format(kind=kind, each=each))
+    return plan("--cluster", cluster, "--ranks", 2 * each, "--strategy", "graph_parallel")
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    """With this environment's torchrun and python, and commands of `tmp_path` before them."""
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+def must_be_as_planned(run: Path, path: Path, place: int) -> None:
+    """Two epochs of a candidate of the plan, with the bytes that the plan says."""
+    document = read(path)
+    candidate = [document["best"], *document["alternatives"]][place]
+    left = summary(run)
+    assert left["epochs"] == 2 and left["bytes"] == candidate["predicted"]["bytes"]
+    assert read(run / "plan.json")["best"]["strategy"] == candidate["strategy"]
+    assert examine(run).comparison["bytes"]["equal"]
+
+
+@pytest.mark.processes
+def test_scripts_are_bash_and_name_every_file(plan: Plan, graph: Path, tmp_path: Path):
+    path = two_servers(plan, tmp_path, "cuda", 2)
+    launch = Launch.of(path, read(path))
+    assert (launch.servers, launch.ranks, launch.gpus) == (2, 2, 2)
+    for text in (torchrun(launch), slurm(launch)):
+        comments = [line for line in text.splitlines() if line.startswith("# ")]
+        assert any(str(graph) in line for line in comments)
+        assert any(str(path) in line for line in comments)
+        checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+        assert checked.returncode == 0 and not checked.stderr
+        told = subprocess.run(
+            ["bash", "-c", text.split("\nexport")[0] + '\nprintf "%s" "$plan"'],
+            capture_output=True,
+            text=True,
+            env={"SLURM_JOB_ID": "7"},
+        )
+        assert told.stdout == str(path), told.stderr
+    asked = [line for line in slurm(launch).splitlines() if line.startswith("#SBATCH")]
+    for option in ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"):
+        assert f"#SBATCH {option}" in asked
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_manifest_is_what_kubernetes_takes(plan: Plan, graph: Path, tmp_path: Path, kind: str):
+    validator = pytest.importorskip("kubernetes_validate")
+    path = two_servers(plan, tmp_path, kind, 2)
+    text = kubernetes(Launch.of(path, read(path)), read(path), "registry/gnnplan:1")
+    documents = list(yaml.safe_load_all(text))
+    for document in documents:
+        validator.validate(document, validator.latest_version(), strict=True)
+    config, service, job = documents
+    assert json.loads(config["data"]["plan.json"]) == read(path)
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry/gnnplan:1"
+    units: dict[str, Any] = {"cuda": {"limits": {"nvidia.com/gpu": 2}}}
+    assert container["resources"] == units.get(kind, {"requests": {"cpu": 2}})
+    assert str(graph.parent) in [mount["mountPath"] for mount in container["volumeMounts"]]
+    with pytest.raises(validator.ValidationError):  # the schema is not empty
+        job["spec"]["completions"] = "two"
+        validator.validate(job, validator.latest_version(), strict=True)
+
+
+def test_what_cannot_be_launched(plan: Plan, tmp_path: Path):
+    path = two_servers(plan, tmp_path, "cuda", 2)
+    document = read(path)
+    document["best"]["placement"] = document["best"]["placement"][:3]
+    with pytest.raises(SpecError, match="servers have"):
+        Launch.of(path, document)
+    document = read(path)
+    document["graph"]["known"] = False
+    with pytest.raises(SpecError, match="known by statistics only"):
+        Launch.of(path, document)
+    document = read(path)
+    document["explanation"] = ["x" * 2_000_000]
+    with pytest.raises(SpecError, match="a ConfigMap holds"):
+        kubernetes(Launch.of(path, document), document, None)
+
+
+@pytest.mark.parametrize("target", FILES)
+def test_the_verb_writes_what_it_prints(
+    plan: Plan, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+):
+    path, out = two_servers(plan, tmp_path, "cpu", 1), tmp_path / "file"
+    capsys.readouterr()
+    app(["emit", str(path), "--for", target], standalone_mode=False)
+    printed = capsys.readouterr().out
+    app(["emit", str(path), "--for", target, "-o", str(out)], standalone_mode=False)
+    assert out.read_text() == printed and printed.startswith("#")
+    assert f"written to {out}; next: " in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_torchrun_trains_what_the_plan_says(plan: Plan, tmp_path: Path):
+    """And its runner-up: more options of `gnnplan run` go through."""
+    path = plan("--ranks", 2)
+    script = tmp_path / "launch.sh"
+    script.write_text(torchrun(Launch.of(path, read(path))))
+    words = ["--epochs", "2", "--strategy", "NEXT", "--out", "run"]
+    done = subprocess.run(
+        ["bash", script, *words],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "arning" not in done.stderr
+    must_be_as_planned(tmp_path / "run", path, 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_torchrun_on_two_servers(plan: Plan, tmp_path: Path):
+    path = two_servers(plan, tmp_path, "cpu", 1)
+    script = tmp_path / "launch.sh"
+    script.write_text(torchrun(Launch.of(path, read(path))))
+    begun = [
+        subprocess.Popen(
+            ["bash", script, "--epochs", "2", "--out", "run"],
+            cwd=tmp_path,
+            env=environment(tmp_path, NODE_RANK=node, MASTER_ADDR="127.0.0.1", MASTER_PORT="29517"),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in "01"
+    ]
+    try:
+        for process in begun:
+            _, said = process.communicate(timeout=100)
+            assert process.returncode == 0, said
+    finally:
+        for process in begun:
+            process.kill()
+    must_be_as_planned(tmp_path / "run", path, 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_sbatch_on_two_servers(plan: Plan, tmp_path: Path):
+    """Slurm itself is not here: srun is a few lines that start a process per task."""
+    path = two_servers(plan, tmp_path, "cpu", 1)
+    script = tmp_path / "job.sh"
+    script.write_text(slurm(Launch.of(path, read(path))))
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    assert shutil.which("srun", path=str(tmp_path))
+    done = subprocess.run(
+        ["bash", script, "--epochs", "2"],
+        cwd=tmp_path,
+        env=environment(tmp_path, SLURM_JOB_ID="9518", SLURM_JOB_NODELIST="one,two"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.endswith("-9518")
+    must_be_as_planned(run, path, 0)

@@ -1,0 +1,144 @@
+"""Partitions for other libraries: what their own code reads back is the plan's assignment, with the
+plan's rows, labels and edges."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from gnnplan.executor.emit import partitions
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy, parse
+from gnnplan.planner.vocabulary.errors import SpecError
+
+GRAPH = "synthetic:community?vertices=90&edges=600&features=5&classes=3&seed=1"
+SEATS = (0, 2, 3, 1)  # ranks 0 and 3 sit on server 0
+CLUSTER = Cluster.model_validate(
+    {
+        "servers": 2,
+        "gpus_per_server": 2,
+        "device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"},
+        "intra_node": {"bandwidth": "2GB/s"},
+        "inter_node": {"bandwidth": "1GB/s"},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    problem: Problem
+    strategy: Strategy
+    graph: Graph
+
+    @property
+    def gpu(self) -> np.ndarray:
+        """The GPU of the rank that owns each vertex [N]."""
+        return np.array(SEATS)[partition(self.graph, 4)]
+
+    @property
+    def edges(self) -> set[tuple[int, int]]:
+        dst = np.repeat(np.arange(self.graph.stats.vertices), np.diff(self.graph.indptr))
+        return set(zip(self.graph.indices.tolist(), dst.tolist(), strict=True))
+
+
+@pytest.fixture
+def asked() -> Iterator[Asked]:
+    graph = load(GRAPH)
+    assert isinstance(graph, Graph)
+    workload = Workload(model="gcn", layers=2, hidden=8)
+    problem = Problem(graph.stats, graph, workload, CLUSTER, "metis", seats=SEATS)
+    with warnings.catch_warnings():  # of the libraries
+        warnings.simplefilter("ignore")
+        yield Asked(problem, parse("graph_parallel"), graph)
+
+
+def needed(name: str) -> ModuleType:
+    try:
+        return partitions.library(name)
+    except SpecError as error:
+        pytest.skip(str(error))
+
+
+def test_dgl_reads_a_part_per_server_and_a_trainer_per_rank(asked: Asked, tmp_path: Path):
+    dgl = needed("dgl")
+    assert partitions.distdgl(asked.problem, asked.strategy, tmp_path / "parts") is None
+    parts = [
+        dgl.distributed.load_partition(str(tmp_path / "parts" / "graph.json"), server)
+        for server in range(2)
+    ]
+    orig = np.concatenate([rows["_N/orig_id"].numpy() for _, rows, *_ in parts])  # by DGL's ids
+    found = np.concatenate([rows["_N/trainer_id"].numpy() for _, rows, *_ in parts])
+    assert np.array_equal(found, asked.gpu[orig])
+    edges: set[tuple[int, int]] = set()
+    for server, (part, rows, _, book, *_) in enumerate(parts):
+        inner = part.ndata["_ID"][part.ndata["inner_node"].bool()]
+        assert (asked.gpu[orig[inner]] // 2 == server).all()
+        assert (book.nid2partid(inner) == server).all()
+        for name, whole in (
+            ("feat", asked.graph.x),
+            ("label", asked.graph.y),
+            ("train_mask", asked.graph.train),
+        ):
+            assert np.array_equal(rows[f"_N/{name}"].numpy(), np.asarray(whole)[orig[inner]])
+        own = part.edata["inner_edge"].bool()
+        src, dst = (orig[part.ndata["_ID"][end[own]]].tolist() for end in part.edges())
+        edges |= set(zip(src, dst, strict=True))
+    assert edges == asked.edges
+
+
+def test_pyg_reads_a_part_per_rank(asked: Asked, tmp_path: Path):
+    distributed = needed("torch_geometric.distributed")
+    folder = tmp_path / "parts"
+    assert partitions.pyg(asked.problem, asked.strategy, folder) is None
+    edges: list[tuple[int, int]] = []
+    for part in range(4):
+        store = distributed.LocalGraphStore.from_partition(str(folder), part)
+        rows = distributed.LocalFeatureStore.from_partition(str(folder), part)
+        assert np.array_equal(store.node_pb.numpy(), asked.gpu)
+        ids = rows.get_global_id(group_name=None).numpy()
+        assert sorted(ids) == np.flatnonzero(asked.gpu == part).tolist()
+        x = rows.get_tensor(group_name=None, attr_name="x").numpy()
+        assert np.array_equal(x, asked.graph.x[ids])
+        src, dst = store.get_edge_index(edge_type=None, layout="coo")
+        assert (asked.gpu[dst.numpy()] == part).all()
+        edges += zip(src.tolist(), dst.tolist(), strict=True)
+    assert len(edges) == len(set(edges)) and set(edges) == asked.edges
+    assert np.array_equal(torch.load(folder / "label.pt").numpy(), asked.graph.y)
+    assert np.array_equal(torch.load(folder / "split.pt")["train_mask"].numpy(), asked.graph.train)
+
+
+def test_what_fails_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And names the extra that is missing."""
+    needed("torch_geometric")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SpecError, match="already there"):
+        partitions.pyg(asked.problem, asked.strategy, tmp_path / "there")
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(SpecError, match=r"cannot be written \(full\)"):
+        partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
+    with pytest.raises(SpecError, match=r"pip install 'gnnplan\[pyg\]'"):
+        partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
+
+
+def test_a_strategy_that_owns_no_vertices_says_so(asked: Asked):
+    assigned, told = partitions.assignment(asked.problem, parse("gnnpipe(stages=4)"))
+    assert np.array_equal(assigned, asked.gpu)
+    assert told and "gnnpipe gives no rank vertices of its own" in told
+    preloading = parse("granndis").settle(asked.problem)
+    assigned, told = partitions.assignment(asked.problem, preloading)
+    assert told is None and len(np.unique(assigned)) == 4
