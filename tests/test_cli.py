@@ -824,7 +824,7 @@ def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(
 ):
     """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
     That a run of it is predicted right is tested with the launch files (test_launch_files.py)."""
-    from gnnplan.cli import run as verb
+    from gnnplan.api import running
     from gnnplan.executor.launch import launcher as launch
 
     monkeypatch.chdir(tmp_path)
@@ -832,7 +832,7 @@ def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(
         "plan", "--graph", GRAPH, "--ranks", 2, "--hidden", 8, "-o", "plan.json", "--json"
     ).document
     monkeypatch.setattr(launch, "start", lambda *words: None)
-    monkeypatch.setattr(verb, "show_run", lambda out, as_json: None)
+    monkeypatch.setattr(running, "Run", lambda out: Lines([]))
     answer = gnnplan("run", "plan.json", "--strategy", "NEXT", "--out", "run")
     assert answer.code == 0, answer.err
     second = plan["alternatives"][0]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import MODEL_HELP, Json, app, emit, table
+from gnnplan.cli.common import MODEL_HELP, Json, app, print_json, table
 
 
 @app.command()
@@ -35,7 +35,7 @@ def check(
     )
     differs = [verdict.strategy for verdict in found if verdict.answer == "differs"]
     if as_json:
-        emit({"model": model, "strategies": checking.as_documents(found), "differs": differs})
+        print_json({"model": model, "strategies": checking.as_documents(found), "differs": differs})
     else:
         rows = [
             [v.strategy, v.answer, "-" if v.gap is None else f"{v.gap:.0e}", v.reason]

@@ -94,7 +94,7 @@ def say(line: str = "") -> None:
     print(line, file=sys.stderr)
 
 
-def emit(document: dict[str, Any]) -> None:
+def print_json(document: dict[str, Any]) -> None:
     """Print a JSON document on standard output."""
     print(json.dumps(document, indent=1, allow_nan=False))
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Features, Json, Labels, Split, app, emit, say
+from gnnplan.cli.common import Features, Json, Labels, Split, app, print_json, say
 
 
 @app.command()
@@ -50,7 +50,7 @@ def convert(
         notify(f"reading {source} ({kind})")
         vertices, edges, notes = write(source, folder, Extras(features, labels, split), trust)
     if as_json:
-        return emit(
+        return print_json(
             {
                 "source": source,
                 "format": kind,

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, say
-from gnnplan.cli.common import emit as print_json
+from gnnplan.cli.common import Json, app, print_json, say
 
 FILES = ("torchrun", "slurm", "kubernetes")
 FOLDERS = ("distdgl", "pyg")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, emit, say
+from gnnplan.cli.common import Json, app, print_json, say
 
 if TYPE_CHECKING:
     from gnnplan.planner.cluster.spec import Cluster
@@ -78,7 +78,7 @@ def measure(
     here = found.servers == 1 and not cluster  # files that are read describe another machine
     api.keep(found, output, local=here)
     if as_json:
-        emit(found.model_dump(mode="json"))
+        print_json(found.model_dump(mode="json"))
     else:
         print(found.to_yaml(), end="")
     kept = [f"kept as preset 'local' in {cache_dir() / api.KEPT}"] * here + [

@@ -20,7 +20,7 @@ from gnnplan.cli.common import (
     Split,
     Task,
     app,
-    emit,
+    print_json,
     say,
     show,
 )
@@ -149,7 +149,7 @@ def plan(
     if output:
         found.write(output)
     if as_json:
-        return emit(found.document)
+        return print_json(found.document)
     show(found)
     if explain:
         show(found.explain())

@@ -17,8 +17,8 @@ from gnnplan.cli.common import (
     Split,
     Task,
     app,
-    emit,
     numbers,
+    print_json,
     table,
 )
 
@@ -94,7 +94,7 @@ def profile(
         if batch is not None:
             document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)), notify)
     if as_json:
-        return emit(document)
+        return print_json(document)
     about = document["graph"]
     print(
         f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges,"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, emit, show
+from gnnplan.cli.common import Json, app, print_json, show
 
 if TYPE_CHECKING:
     from gnnplan.api.running import Run
@@ -163,6 +163,6 @@ def run(
 def show_run(finished: Run, as_json: bool) -> None:
     """Print what a finished run left behind."""
     if as_json:
-        emit(finished.document)
+        print_json(finished.document)
     else:
         show(finished)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, Set, app, emit, show
+from gnnplan.cli.common import Json, Set, app, print_json, show
 
 
 @app.command()
@@ -112,7 +112,7 @@ def simulate(
     if csv and isinstance(found, Sweep):
         found.to_csv(csv)
     if as_json:
-        return emit(found.document)
+        return print_json(found.document)
     show(found)
     if csv:
         print(f"written to {csv}")

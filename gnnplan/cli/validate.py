@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, emit, show, table
+from gnnplan.cli.common import Json, app, print_json, show, table
 
 
 @app.command()
@@ -63,7 +63,7 @@ def validate(
         else:
             found = Validations.of(directories, cluster, refit, notify)
     if as_json:
-        emit(found.document)
+        print_json(found.document)
     else:
         show(found)
     if not found.ok:
@@ -87,7 +87,7 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
             leave_one_out(rows) if left_out else evaluate_rows(rows, gave_a_constant, calibrated)
         )
     if as_json:
-        return emit(result)
+        return print_json(result)
     summary = dict(result["summary"])
     winner = summary.pop("winner")
     table(
