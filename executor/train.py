@@ -22,7 +22,7 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import scores
 from gnnplan.executor.layers.kernels import Shapes, has_onednn
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.read import state_of
+from gnnplan.executor.modules.read import read_again, state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, resident
@@ -129,7 +129,10 @@ class _Training:
         epochs: int,
         checkpoints: Checkpoints | None,
     ) -> None:
-        has_onednn()  # loads oneDNN now: its memory belongs to the process, not to the training
+        # oneDNN and the library of a user's module: their memory belongs to the process
+        has_onednn()
+        if problem.workload.module:
+            read_again(problem.workload)
         self.watch = MemoryWatch(rank.device)
         self.rank, self.problem, self.out, self.epochs = rank, problem, out, epochs
         self.checkpoints = checkpoints

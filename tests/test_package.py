@@ -1,12 +1,16 @@
 """What `pip install` brings: the wheel holds every file of the package and nothing else, a source
 distribution makes the same wheel, and a newcomer who has only that can plan, run and validate."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
+from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 
@@ -96,3 +100,133 @@ def test_the_package_says_what_it_is_and_links_nowhere_into_the_repository(wheel
 def test_the_repository_makes_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path):
     """`pip install .` follows the links, a source distribution has copied them."""
     assert names(build(sources, tmp_path, "--wheel")) == names(wheel)
+
+
+# -- a newcomer with nothing but the wheel -----------------------------------------------------
+
+# Planetoid's usual script
+SCRIPT = """\
+import torch
+import torch.nn.functional as F
+from torch_geometric.nn import GCNConv
+
+
+class GCN(torch.nn.Module):
+    def __init__(self, in_channels, hidden_channels, out_channels):
+        super().__init__()
+        self.conv1 = GCNConv(in_channels, hidden_channels)
+        self.conv2 = GCNConv(hidden_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, p=0.5, training=self.training)
+        x = self.conv1(x, edge_index).relu()
+        x = F.dropout(x, p=0.5, training=self.training)
+        return self.conv2(x, edge_index)
+
+
+def train(data, epochs=100):
+    model = GCN(data.num_features, 16, int(data.y.max()) + 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+    for epoch in range(epochs):
+        model.train()
+        optimizer.zero_grad()
+        out = model(data.x, data.edge_index)
+        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    right = model(data.x, data.edge_index).argmax(dim=-1) == data.y
+    return float(right[data.test_mask].float().mean())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(train(torch.load("data.pt", weights_only=False)))
+"""
+GRAPH = """\
+import torch
+from torch_geometric.data import Data
+from torch_geometric.utils import stochastic_blockmodel_graph
+
+torch.manual_seed(0)
+classes, vertices = 5, 2000
+inside = torch.full((classes, classes), 0.0005).fill_diagonal_(0.008)
+edges = stochastic_blockmodel_graph([vertices // classes] * classes, inside)
+y = torch.arange(classes).repeat_interleave(vertices // classes)
+x = torch.nn.functional.one_hot(y).float().repeat(1, 10) + 2 * torch.randn(vertices, 50)
+turn = torch.randperm(vertices)
+masks = {"train_mask": turn < 400, "val_mask": turn // 400 == 1, "test_mask": turn >= 800}
+torch.save(Data(x=x, edge_index=edges, y=y, **masks), "data.pt")
+"""
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel and today's dependencies, which an index need not give
+    again. A `.pth` file of a folder that is named by one is not read: no editable install is."""
+    pytest.importorskip("torch_geometric")
+    folder = tmp_path_factory.mktemp("newcomer") / "venv"
+    venv.create(folder)
+    (here,) = folder.glob("lib/python*/site-packages")
+    (here / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    install = ["install", "--quiet", "--no-index", "--no-deps", "--ignore-installed", str(wheel)]
+    for words in (install, ["check"]):
+        subprocess.run([*pip, *words], check=True, timeout=100)
+    return folder
+
+
+@pytest.fixture
+def run(environment: Path, tmp_path: Path) -> Run:
+    """run('gnnplan', 'plan', ...) of the environment, in an empty folder."""
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def call(program: str, *words: str) -> str:
+        result = subprocess.run(
+            [str(environment / "bin" / program), *words],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "Warning" not in result.stderr
+        return result.stdout
+
+    return call
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_who_has_only_the_wheel_plans_trains_and_validates(run: Run, environment: Path):
+    where = run("python", "-c", "import gnnplan; print(gnnplan.__file__)")
+    assert Path(where).is_relative_to(environment)
+    run("gnnplan", "plan", "-o", "plan.json")
+    run("gnnplan", "simulate", "plan.json")
+    run("gnnplan", "run", "plan.json", "--epochs", "3", "--out", "trained")
+    assert "diagnosis:" in run("gnnplan", "validate", "trained")
+    # files that only `plan --graph NAME --cluster NAME` and `validate --published` read
+    assert "predicted" in run(
+        "gnnplan", "plan", "--graph", "reddit", "--cluster", "dgx_a100", "--json"
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_script_of_pyg_is_planned_and_trained_as_it_is(run: Run, tmp_path: Path):
+    """Three commands after the script that everybody has: on two ranks it learns what it learned,
+    bytes and memory are as planned, and its library's memory is not counted as training's."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run("python", "-c", GRAPH)
+    alone = float(run("python", "script.py"))
+    ask = ("--graph", "data.pt", "--model", "script.py:GCN", "--hidden", "16", "--ranks", "2")
+    run("gnnplan", "plan", *ask, "-o", "plan.json")
+    run("gnnplan", "run", "plan.json", "--epochs", "100", "--out", "trained")
+    found = json.loads(run("gnnplan", "validate", "trained", "--json"))
+    assert found["bytes"]["equal"]
+    assert abs(found["memory"]["error"]) < 0.15
+    last = json.loads((tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert alone > 0.8 and last["test_accuracy"] == pytest.approx(alone, abs=0.03)

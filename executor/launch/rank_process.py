@@ -235,10 +235,13 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
 
     first: epochs that an earlier process has trained.
     """
-    started, shown = time.monotonic(), 0.0
+    started: float | None = None  # of the first epoch: set-up says nothing about those to come
+    shown = 0.0
 
     def report(row: dict[str, Any]) -> None:
-        nonlocal shown
+        nonlocal shown, started
+        if started is None:
+            started = time.monotonic() - row["epoch_s"]
         renews = sys.stderr.isatty()
         is_last = row["epoch"] == epochs
         if not is_last and time.monotonic() - shown < (0.1 if renews else 5.0):
