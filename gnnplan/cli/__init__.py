@@ -1,5 +1,4 @@
-"""The command line: a file per verb (convert, profile, check, plan, simulate, run, validate,
-measure).
+"""The command line: a file per verb.
 
 common.py has what the verbs share. Every verb imports what it needs when it is called, so that
 --help comes at once.
@@ -18,7 +17,17 @@ import typer
 from gnnplan.cli.common import app, emit, say
 
 # in the order of --help
-for _verb in ("convert", "profile", "check", "plan", "simulate", "run", "validate", "measure"):
+for _verb in (
+    "convert",
+    "profile",
+    "check",
+    "plan",
+    "simulate",
+    "run",
+    "validate",
+    "report",
+    "measure",
+):
     import_module(f"gnnplan.cli.{_verb}")
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from gnnplan.planner.problem.problem import Problem
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,7 +23,6 @@ app = typer.Typer(
 )
 
 DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
-MOST_TASKS = 4_000_000  # of a simulation: beyond, it takes minutes and many GB
 GRAPH_HELP = (
     "a .npz, a folder of .npy, a file or folder of DGL, PyG, OGB, GraphBolt, GraphSAINT, SciPy,"
     " NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"
@@ -126,19 +122,3 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         view.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(view)
-
-
-def must_be_playable(problem: Problem, steps: int) -> None:
-    """Raise SpecError where so many steps have too many tasks to simulate.
-
-    Every rank has one task in every step at least, so this is known before a schedule is built.
-    """
-    from gnnplan.planner.vocabulary.errors import SpecError
-    from gnnplan.planner.vocabulary.units import show_count
-
-    if steps * problem.ranks > MOST_TASKS:
-        raise SpecError(
-            f"{show_count(steps, 'batch')} on {show_count(problem.ranks, 'rank')} are more than"
-            f" the {MOST_TASKS:,} tasks that can be played; use a larger"
-            " batch (--batch, --set batch=...)"
-        )

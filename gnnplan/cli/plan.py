@@ -104,6 +104,13 @@ def plan(
             help="Print all reasons: what binds, why the others lost, what was rejected.",
         ),
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the plan as a page too; `gnnplan report` adds what runs measured.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rank the strategies that fit and recommend one, with its rank placement and the reasons.
@@ -123,6 +130,11 @@ def plan(
 
     if output:
         must_be_writable(output)
+    if report:
+        from gnnplan.report.page import must_have_plotly
+
+        must_be_writable(report)
+        must_have_plotly()
     forced = parse(strategy) if strategy is not None else None
     flags = {
         "model": model,
@@ -158,10 +170,17 @@ def plan(
         document = plans.make(problem, found, exact, notify)
     if output:
         plans.write(output, document)
+    if report:
+        from gnnplan.report import report as write_report
+
+        with progress() as notify:
+            write_report(document, output=report, notify=notify)
     if as_json:
         return emit(document)
     show_plan(problem, document, explain)
     show_next(output, problem)
+    if report:
+        print(f"drawn in {report}; open it with a browser")
 
 
 def ask(

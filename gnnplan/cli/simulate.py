@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import MOST_TASKS, Json, Set, app, emit, must_be_playable, table
+from gnnplan.cli.common import Json, Set, app, emit, table
 from gnnplan.cli.plan import of
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def simulate(
     from gnnplan.simulator.flows import ByFlows
     from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
     from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
+    from gnnplan.simulator.replay import must_be_playable
 
     slow = stragglers(straggler or [])
     noise = Noise(jitter, slow, seed) if jitter or slow else None
@@ -269,6 +270,7 @@ def best_of_family(strategy: Strategy, problem: Problem, exact: bool) -> Strateg
 def must_be_few(tasks: int, steps: int, repetitions: int | None) -> None:
     """Raise SpecError where so many tasks would take minutes to play; None: played once."""
     from gnnplan.planner.vocabulary.errors import SpecError
+    from gnnplan.simulator.replay import MOST_TASKS
 
     if tasks * steps * (repetitions or 1) <= MOST_TASKS:
         return
@@ -316,6 +318,7 @@ class Playing:
         """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
         from gnnplan.simulator.noise import epochs, percentiles
         from gnnplan.simulator.player import TaskGraph, play
+        from gnnplan.simulator.replay import MOST_TASKS
 
         problem, strategy = candidate.problem, candidate.strategy
         batches = strategy.steps(problem)

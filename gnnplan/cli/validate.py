@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import Json, app, emit, must_be_playable, table
-
-if TYPE_CHECKING:
-    from gnnplan.planner.evidence.runs import Run
+from gnnplan.cli.common import Json, app, emit, table
 
 SHOWN = 0.02  # of the measured step: of many runs, smaller operations are counted only
 SAME = 0.01  # simulated seconds that differ by less from the predicted ones are not shown
@@ -51,6 +48,7 @@ def validate(
     printed, beside what the model predicts of them."""
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.files import must_be_writable
+    from gnnplan.simulator.replay import replay
 
     if (not directories) == (published is None):
         raise SpecError("validate takes the folders of runs, or --published FILE.csv")
@@ -67,7 +65,7 @@ def validate(
             raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
     if len(directories) > 1:
         return validate_runs(directories, cluster, refit, as_json)
-    run = examine(directories[0], cluster)
+    run = replay(directories[0], cluster).run
     assert run.planned
     strategy = run.planned.strategy
     result = {**run.comparison, "strategy": {"name": strategy.name, **strategy.knobs()}}
@@ -77,39 +75,6 @@ def validate(
         show_run(run.strategy, result, run.planned.problem.cluster.device.name)
     if not (result["bytes"]["equal"] and result["order"]["equal"]):
         raise typer.Exit(1)
-
-
-def examine(directory: Path, cluster: str | None = None) -> Run:
-    """Predict and simulate what a run did, and compare.
-
-    `cluster`: a cluster file whose constants take the place of the plan's. Raises SpecError.
-    """
-    from dataclasses import replace
-
-    from gnnplan.planner.decision.plan import chosen, question, read
-    from gnnplan.planner.decision.search import evaluate
-    from gnnplan.planner.evidence.runs import Planned, Run, same_shape
-    from gnnplan.planner.evidence.validate import compare, read_run
-    from gnnplan.planner.problem.inputs import read_cluster
-    from gnnplan.planner.vocabulary.trace import read_traces
-    from gnnplan.simulator.player import play
-
-    metrics, ranks = read_run(directory)
-    traces = read_traces(directory)
-    document = read(directory / "plan.json")
-    problem = question(document)
-    if cluster:
-        problem = replace(problem, cluster=same_shape(read_cluster(cluster), problem.cluster))
-    candidate = evaluate(problem, chosen(document))
-    batches = candidate.strategy.steps(problem)
-    steps = min(len(metrics), 5) * batches
-    must_be_playable(problem, steps)
-    schedule = candidate.strategy.schedule(problem, steps)
-    played = play(schedule, problem.cost)
-    comparison = compare(
-        candidate, schedule, played.spans, played.epoch_s(batches), traces, metrics, ranks
-    )
-    return Run.of(str(directory), Planned(problem, candidate.strategy), comparison, metrics)
 
 
 # -- one run ---------------------------------------------------------------------------------------
@@ -216,12 +181,13 @@ def validate_runs(
     from gnnplan.planner.evidence.runs import refit_cluster, summarise
     from gnnplan.planner.vocabulary.files import write_atomically
     from gnnplan.planner.vocabulary.progress import progress
+    from gnnplan.simulator.replay import replay
 
     runs = []
     with progress() as notify:
         for directory in directories:
             notify("comparing runs", str(directory))
-            runs.append(examine(directory, cluster))
+            runs.append(replay(directory, cluster).run)
         result = summarise(runs)
         if refit:
             notify("refitting")
