@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,6 +310,19 @@ class Plan(View):
             "restarts": restarts,
         }
         return self._train(None if out is None else Path(out), options, emulate)
+
+    def report(
+        self,
+        output: str | Path,
+        runs: Sequence[str | os.PathLike[str]] = (),
+        notify: Notify = silent,
+    ) -> Path:
+        """Draw the plan, and what runs of it measured, as one HTML page that opens offline.
+
+        Raises SpecError."""
+        from gnnplan.report import report
+
+        return report(self.document, [Path(run) for run in runs], Path(output), notify)
 
     def resume(self, out: str | Path, **options: Any) -> Run:
         """Go on with the run in `out` from its last checkpoint, with its options and those of `run`
