@@ -387,7 +387,7 @@ def test_every_piece_of_yaml_as_a_value_and_as_a_key(tmp_path, piece):
             obeys(name, lambda read=read, name=name: read(str(tmp_path / name)))
 
 
-@settings(shared, max_examples=examples(60))
+@settings(shared, max_examples=examples(40))
 @given(data=st.data())
 def test_any_allowed_question_has_an_answer(tmp_path, data):
     """What the files say may be absurd and yet allowed: then planning answers, or says what does
