@@ -86,6 +86,14 @@ def run(
             "true ones, per layer and epoch, into rank*.json.",
         ),
     ] = False,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write loss, accuracies, seconds, bytes and memory of every epoch for TensorBoard"
+            " here.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when
@@ -122,9 +130,12 @@ def run(
             "timeout_s": timeout,
             "checkpoint_every": checkpoint_every,
             "staleness_errors": staleness_errors or None,
+            "tensorboard": tensorboard and str(tensorboard.absolute()),
         },
         resume is not None,
     )
+    if options.tensorboard:
+        launch.must_be_installed()
     if launch.started_by_launcher():
         if restarts:
             raise SpecError(
