@@ -1,5 +1,5 @@
-"""The command line: a file per verb (convert, profile, check, plan, simulate, run, validate, emit,
-measure).
+"""The command line: a file per verb (convert, profile, check, plan, simulate, run, validate, trace,
+emit, measure).
 
 common.py has what the verbs share. Every verb imports what it needs when it is called, so that
 --help comes at once.
@@ -26,6 +26,7 @@ for _verb in (
     "simulate",
     "run",
     "validate",
+    "trace",
     "emit",
     "measure",
 ):
