@@ -25,6 +25,7 @@ for _verb in (
     "simulate",
     "run",
     "validate",
+    "trace",
     "emit",
     "report",
     "measure",
