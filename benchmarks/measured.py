@@ -38,12 +38,12 @@ from typing import Any
 import numpy as np
 from accuracy import gnnplan, write
 
-from gnnplan.api.validation import examine
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.decision.search import evaluate
 from gnnplan.planner.evidence.runs import Run, summarise
 from gnnplan.planner.evidence.validate import compare_operations, fullest, per_operation
 from gnnplan.simulator.player import play
+from gnnplan.simulator.replay import replay
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
 ROWS = TRACES / "runs.csv"
@@ -229,7 +229,7 @@ def run(datasets: Path, problems: list[str]) -> None:
                     strategy,
                     measured.stem,
                     paces + around,
-                    examine(Path(out)),
+                    replay(Path(out)).run,
                 )
                 done[problem, name(*cluster), strategy] += 1
 

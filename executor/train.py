@@ -25,7 +25,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
 from gnnplan.executor.ranks.learner import Gradients, Learner
-from gnnplan.executor.ranks.memory import MemoryWatch, resident
+from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank, now
 from gnnplan.executor.strategies import minibatch, open_worker, p3
 from gnnplan.planner.evidence.validate import MAX_METRICS
@@ -289,7 +289,7 @@ def _row(
     counts, tested: right and all predictions [3, 2] of the training pass and of the evaluation; NaN
     if this epoch is not evaluated. `train_accuracy` is that of the training pass, with dropout and
     staleness. val and test are measured with the weights that the epoch leaves. The epoch ends with
-    its last rank.
+    its last rank; `peak_memory_bytes` is of the fullest rank so far.
     """
     numbers = torch.cat(
         [
@@ -299,12 +299,12 @@ def _row(
             torch.tensor([float(sent)], dtype=torch.float64),
         ]
     )
-    slowest = torch.tensor([seconds], dtype=torch.float64)
+    largest = torch.tensor([seconds, peak(rank.device)], dtype=torch.float64)
     if rank.world > 1:
-        numbers, slowest = numbers.to(rank.wire_device), slowest.to(rank.wire_device)
+        numbers, largest = numbers.to(rank.wire_device), largest.to(rank.wire_device)
         dist.all_reduce(numbers)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        numbers, slowest = numbers.cpu(), slowest.cpu()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        numbers, largest = numbers.cpu(), largest.cpu()
     train = scores(numbers[1:7].view(3, 2))[0]
     evaluated = scores(numbers[7:13].view(3, 2)) if not numbers[7:13].isnan().any() else [None] * 3
     return {
@@ -313,8 +313,9 @@ def _row(
         "train_accuracy": train,
         "val_accuracy": evaluated[1],
         "test_accuracy": evaluated[2],
-        "epoch_s": float(slowest),
+        "epoch_s": float(largest[0]),
         "bytes": int(numbers[13]),
+        "peak_memory_bytes": int(largest[1]),
     }
 
 

@@ -30,8 +30,6 @@ import gnnplan.planner.graph.arrays as graphs
 import gnnplan.planner.graph.graph as graph_module
 from gnnplan import cli
 from gnnplan.api.asking import problem_of
-from gnnplan.api.simulation import must_be_playable
-from gnnplan.api.validation import examine
 from gnnplan.executor.launch.launcher import Options
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
@@ -49,6 +47,7 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, Mismatch, SpecError
 from gnnplan.planner.vocabulary.files import read_json
 from gnnplan.planner.vocabulary.trace import read_traces, write_traces
 from gnnplan.simulator.player import play
+from gnnplan.simulator.replay import must_be_playable, replay
 
 SECONDS = 10.0  # of CPU that one reading may take; they take milliseconds
 MEMORY = 2 << 30  # [B] that it may map beside what is there
@@ -388,7 +387,7 @@ def test_every_piece_of_yaml_as_a_value_and_as_a_key(tmp_path, piece):
             obeys(name, lambda read=read, name=name: read(str(tmp_path / name)))
 
 
-@settings(shared, max_examples=examples(60))
+@settings(shared, max_examples=examples(40))
 @given(data=st.data())
 def test_any_allowed_question_has_an_answer(tmp_path, data):
     """What the files say may be absurd and yet allowed: then planning answers, or says what does
@@ -968,7 +967,7 @@ def run(run_folder, tmp_path) -> Path:
 
 def answer(folder: Path) -> None:
     """All that `validate` does, down to the JSON."""
-    json.dumps(examine(folder).comparison, allow_nan=False)
+    json.dumps(replay(folder).run.comparison, allow_nan=False)
 
 
 def test_the_run_that_is_spoilt_is_a_good_one(run):

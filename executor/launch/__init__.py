@@ -11,6 +11,7 @@ Which file to open:
     emulation.py      local ranks in network namespaces that play servers
     blame.py          which rank failed first, from exit codes and notes
     roll_call.py      the same under torchrun or srun, where no launcher of ours watches
+    scalars.py        a run's metrics for TensorBoard
     out_of_memory.py  what to say when memory runs out
 
 This room may import all rooms of the executor except measure/.

@@ -27,6 +27,7 @@ from gnnplan.executor.launch.checks import (
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
 from gnnplan.executor.launch.rank_process import follow, leave, work
+from gnnplan.executor.launch.scalars import must_be_installed
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import latest, stored
 from gnnplan.planner.decision.plan import read
@@ -39,6 +40,7 @@ __all__ = [
     "follow",
     "last_of",
     "leave",
+    "must_be_installed",
     "must_be_new",
     "must_fit_here",
     "must_go_on",

@@ -31,6 +31,7 @@ class Options:
     checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
     resume: bool = False  # go on from the last checkpoint in the run's folder
     restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, when one is lost
+    tensorboard: str | None = None  # folder of TensorBoard's event files
 
     @classmethod
     def of(cls, out: Path, given: Mapping[str, Any], resume: bool) -> Options:

@@ -13,8 +13,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from gnnplan.executor.launch.checks import must_be_new, must_go_on, predicted_me
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, found, ran_out
 from gnnplan.executor.launch.roll_call import roll_call
+from gnnplan.executor.launch.scalars import Scalars
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import Checkpoints, latest, question
 from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, open_rank
@@ -132,16 +133,17 @@ class _Process:
         if mismatch and rank.rank == 0:
             sys.stderr.write(f"note: {mismatch}\n")
         self.activity.begin("phase", "set-up")
-        train(
-            rank,
-            problem,
-            strategy,
-            self.out,
-            epochs,
-            self.options.eval_every,
-            _progress_line(epochs, first),
-            checkpoints,
-        )
+        with _reports(epochs, first, self.options.tensorboard, rank.rank) as report:
+            train(
+                rank,
+                problem,
+                strategy,
+                self.out,
+                epochs,
+                self.options.eval_every,
+                report,
+                checkpoints,
+            )
         if rank.world > 1:
             # the first rank that ends may read what all ranks have left
             torch.distributed.barrier()
@@ -228,6 +230,24 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+@contextmanager
+def _reports(
+    epochs: int, first: int, tensorboard: str | None, rank: int
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Tells the user of epochs on standard error, and TensorBoard where it is asked for."""
+    line = _progress_line(epochs, first)
+    if tensorboard is None or rank != 0:
+        yield line
+        return
+    with closing(Scalars(tensorboard, first)) as scalars:
+
+        def report(row: dict[str, Any]) -> None:
+            line(row)
+            scalars.add(row)
+
+        yield report
 
 
 def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:

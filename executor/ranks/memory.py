@@ -70,6 +70,13 @@ def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def peak(device: torch.device) -> int:
+    """Memory filled at the fullest moment so far [B]: torch's on the GPU, else this process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def free_memory() -> float:
     """Memory that new processes may fill without swapping [B]; else half of all memory."""
     with suppress(OSError):

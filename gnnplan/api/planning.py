@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,6 +293,7 @@ class Plan(View):
         restarts: int = 0,
         emulate: str | None = None,
         staleness_errors: bool = False,
+        tensorboard: str | Path | None = None,
     ) -> Run:
         """Train for real on ranks of this machine: NCCL on GPUs, Gloo elsewhere.
 
@@ -299,7 +301,8 @@ class Plan(View):
         workload's. eval_every, checkpoint_every: epochs. timeout_s: that a rank waits for its
         peers. restarts: of all ranks, when one is lost. emulate: '400Mbit/s' plays the plan's
         servers on this machine with NICs of that rate (needs root). staleness_errors: measure how
-        stale rows are. Raises SpecError, and LostRank when no restart is left."""
+        stale rows are. tensorboard: a folder for every epoch's scalars. Raises SpecError, and
+        LostRank when no restart is left."""
         options = {
             "epochs": epochs,
             "eval_every": eval_every,
@@ -307,8 +310,22 @@ class Plan(View):
             "checkpoint_every": checkpoint_every,
             "staleness_errors": staleness_errors,
             "restarts": restarts,
+            "tensorboard": None if tensorboard is None else str(Path(tensorboard).absolute()),
         }
         return self._train(None if out is None else Path(out), options, emulate)
+
+    def report(
+        self,
+        output: str | Path,
+        runs: Sequence[str | os.PathLike[str]] = (),
+        notify: Notify = silent,
+    ) -> Path:
+        """Draw the plan, and what runs of it measured, as one HTML page that opens offline.
+
+        Raises SpecError."""
+        from gnnplan.report import report
+
+        return report(self.document, [Path(run) for run in runs], Path(output), notify)
 
     def resume(self, out: str | Path, **options: Any) -> Run:
         """Go on with the run in `out` from its last checkpoint, with its options and those of `run`

@@ -117,6 +117,8 @@ def train(
 
     servers = None if emulate is None else launch.Emulated(rate_of(emulate))
     options = launch.Options.of(out or Path(), given, resume)
+    if options.tensorboard:
+        launch.must_be_installed()
     problem, strategy = launch.trainable(problem, strategy, name)
     out = out or _new_folder(problem.stats.name, strategy.name)
     number, last = options.epochs or problem.workload.epochs, 0

@@ -30,8 +30,7 @@ from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollar
 from gnnplan.simulator.flows import ByFlows
 from gnnplan.simulator.noise import Noise, epochs, percentiles
 from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
-
-MOST_TASKS = 4_000_000  # beyond, a simulation takes minutes and many GB
+from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
 
 class Simulation(View):
@@ -303,19 +302,6 @@ def best_of_family(strategy: Strategy, problem: Problem, exact: bool) -> Strateg
     raise Infeasible(
         f"{strategy.name} cannot run there: {reasons[0] if reasons else 'no variant fits'}"
     )
-
-
-def must_be_playable(problem: Problem, steps: int) -> None:
-    """Raise SpecError where so many steps have too many tasks to simulate.
-
-    Every rank has one task in every step at least, so this is known before a schedule is built.
-    """
-    if steps * problem.ranks > MOST_TASKS:
-        raise SpecError(
-            f"{show_count(steps, 'batch')} on {show_count(problem.ranks, 'rank')} are more than"
-            f" the {MOST_TASKS:,} tasks that can be played; use a larger"
-            " batch (--batch, --set batch=...)"
-        )
 
 
 def must_be_few(tasks: int, steps: int, repetitions: int | None) -> None:

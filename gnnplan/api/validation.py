@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
-from gnnplan.api.simulation import must_be_playable
 from gnnplan.api.view import Table, View
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.plan import chosen, question, read
-from gnnplan.planner.decision.search import evaluate
 from gnnplan.planner.evidence import runs as evidence
 from gnnplan.planner.evidence.validate import (
-    compare,
     describe_operation,
-    read_run,
     show_error,
     show_rows,
 )
@@ -25,9 +19,8 @@ from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.trace import read_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
-from gnnplan.simulator.player import play
+from gnnplan.simulator.replay import replay
 
 SHOWN = 0.02  # of the measured step: of many runs, smaller operations are counted only
 SAME = 0.01  # simulated seconds that differ by less from the predicted ones are not shown
@@ -70,31 +63,6 @@ def validate(
     return Validations.of([Path(run) for run in runs], cluster, refit, notify)
 
 
-def examine(directory: Path, cluster: str | None = None) -> evidence.Run:
-    """Predict and simulate what a run did, and compare.
-
-    `cluster`: a cluster file whose constants take the place of the plan's. Raises SpecError.
-    """
-    metrics, ranks = read_run(directory)
-    traces = read_traces(directory)
-    document = read(directory / "plan.json")
-    problem = question(document)
-    if cluster:
-        constants = evidence.same_shape(read_cluster(cluster), problem.cluster)
-        problem = replace(problem, cluster=constants)
-    candidate = evaluate(problem, chosen(document))
-    batches = candidate.strategy.steps(problem)
-    steps = min(len(metrics), 5) * batches
-    must_be_playable(problem, steps)
-    schedule = candidate.strategy.schedule(problem, steps)
-    played = play(schedule, problem.cost)
-    comparison = compare(
-        candidate, schedule, played.spans, played.epoch_s(batches), traces, metrics, ranks
-    )
-    planned = evidence.Planned(problem, candidate.strategy)
-    return evidence.Run.of(str(directory), planned, comparison, metrics)
-
-
 class Validation(View):
     """One run beside its prediction; `ok`: bytes and order are as predicted."""
 
@@ -104,7 +72,7 @@ class Validation(View):
     @classmethod
     def of(cls, folder: Path, cluster: str | None = None) -> Validation:
         """As `validate` says."""
-        run = examine(folder, cluster)
+        run = replay(folder, cluster).run
         assert run.planned
         strategy, device = run.planned.strategy, run.planned.problem.cluster.device.name
         named = {"name": strategy.name, **strategy.knobs()}
@@ -233,7 +201,7 @@ class Validations(View):
         runs = []
         for folder in folders:
             notify("comparing runs", str(folder))
-            runs.append(examine(folder, cluster))
+            runs.append(replay(folder, cluster).run)
         document = evidence.summarise(runs)
         if fitted_file:
             notify("refitting")

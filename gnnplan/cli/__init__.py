@@ -1,5 +1,4 @@
-"""The command line: a file per verb (convert, profile, check, plan, simulate, run, validate, emit,
-measure).
+"""The command line: a file per verb.
 
 common.py has what the verbs share. Every verb imports what it needs when it is called, so that
 --help comes at once.
@@ -26,7 +25,9 @@ for _verb in (
     "simulate",
     "run",
     "validate",
+    "trace",
     "emit",
+    "report",
     "measure",
 ):
     import_module(f"gnnplan.cli.{_verb}")

@@ -98,6 +98,13 @@ def plan(
             help="Print all reasons: what binds, why the others lost, what was rejected.",
         ),
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the plan as a page too; `gnnplan report` adds what runs measured.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rank the strategies that fit and recommend one, with its rank placement and the reasons.
@@ -114,6 +121,11 @@ def plan(
 
     if output:
         must_be_writable(output)
+    if report:
+        from gnnplan.report.page import must_have_plotly
+
+        must_be_writable(report)
+        must_have_plotly()
     if strategy is not None:
         parse(strategy)  # a typing mistake is told before the graph is read
     fields = {
@@ -148,6 +160,9 @@ def plan(
         found = answer(question, exact, strategy, may_use_fewer=ranks is None, notify=notify)
     if output:
         found.write(output)
+    if report:
+        with progress() as notify:
+            found.report(report, notify=notify)
     if as_json:
         return print_json(found.document)
     show(found)
@@ -160,6 +175,8 @@ def plan(
             f" and what was rejected ({len(rejected)})"
         )
     show_next(output, question.problem)
+    if report:
+        print(f"drawn in {report}; open it with a browser")
 
 
 def show_next(path: Path | None, problem: Problem) -> None:

@@ -88,6 +88,14 @@ def run(
             "true ones, per layer and epoch, into rank*.json.",
         ),
     ] = False,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write loss, accuracies, seconds, bytes and memory of every epoch for TensorBoard"
+            " here.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when
@@ -120,6 +128,7 @@ def run(
         "timeout_s": timeout,
         "checkpoint_every": checkpoint_every,
         "staleness_errors": staleness_errors or None,
+        "tensorboard": tensorboard and str(tensorboard.absolute()),
     }
     if launch.started_by_launcher():
         if restarts:
@@ -138,6 +147,8 @@ def run(
                 " to one folder"
             )
         options = launch.Options.of(out, given, resume is not None)
+        if options.tensorboard:
+            launch.must_be_installed()
         code = launch.follow(plan_file, out, options, strategy)
         if code == 0 and os.environ.get("RANK", "0") == "0":
             show_run(Run(out), as_json)

@@ -117,6 +117,14 @@ class AllReduces:
     def _hops(self) -> dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]]:
         return {}
 
+    def between(self, sent: float, group: Sequence[int]) -> np.ndarray:
+        """Bytes from rank to rank [ranks, ranks] of an all-reduce, `sent` over all hops [B]."""
+        reduction, flows_by_phase = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))
+        out = np.zeros((len(self.seats),) * 2)
+        for phase, (source, target, share) in zip(reduction.phases, flows_by_phase, strict=True):
+            np.add.at(out, (source, target), share * phase.units)
+        return np.asarray(out * (sent / max(out.sum(), 1.0)))
+
     def bytes_by_link(self, sent: int, group: Sequence[int]) -> dict[Placement, int]:
         """Where the bytes of an all-reduce pass, `sent` over all hops [B].
 

@@ -207,6 +207,10 @@ class Cost:
         """Where the bytes of an all-reduce pass, `sent` over all hops [B]."""
         return self._all_reduces.bytes_by_link(sent, group)
 
+    def reduced_between(self, sent: float, group: Sequence[int]) -> np.ndarray:
+        """Bytes from rank to rank [ranks, ranks] of an all-reduce, `sent` over all hops [B]."""
+        return self._all_reduces.between(sent, group)
+
     # -- ranks on a CPU, which share cores; shared_cores.py says how
 
     @property

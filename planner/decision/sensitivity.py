@@ -47,7 +47,7 @@ def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list
             cluster.inter_node.bandwidth,
         )
     if cluster.gpus_per_server > 1:
-        inside = ["intra_node", *(name for name in ("island", "switch") if getattr(cluster, name))]
+        inside = inside_servers(cluster)
         # of several links there is no one bandwidth to name
         bandwidth = None if len(inside) > 1 else cluster.intra_node.bandwidth
         out += _of(
@@ -60,10 +60,15 @@ def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list
     return out + list(_depths(found, exact, notify))
 
 
+def inside_servers(cluster: Cluster) -> list[str]:
+    """The names of the links inside its servers."""
+    return ["intra_node", *(name for name in ("island", "switch") if getattr(cluster, name))]
+
+
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
     """What doubling one number of the cluster gives, and where another family takes over."""
     best = found.ranked[0]
-    _, (doubled_s,) = _fastest(found, faster, [2.0])
+    _, (doubled_s,) = fastest(found, faster, [2.0])
     change = doubled_s / float(best.predicted.epoch_s) - 1
     yield f"twice {name}: {show_percent(change, sign=True)}"
     for farthest, word in ((1 / REACH, "below"), (REACH, "above")):
@@ -79,14 +84,14 @@ def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None)
 def _turn(found: SearchResult, faster: Scaled, farthest: float) -> tuple[float, Candidate] | None:
     """The factor nearest to 1 at which another family is the fastest, and its candidate."""
     factors = np.geomspace(1, farthest, STEPS + 1)[1:]
-    winners, _ = _fastest(found, faster, factors)
+    winners, _ = fastest(found, faster, factors)
     for factor, winner in zip(factors, winners, strict=True):
         if winner.strategy.name != found.ranked[0].strategy.name:
             return float(factor), winner
     return None
 
 
-def _fastest(
+def fastest(
     found: SearchResult, faster: Scaled, factors: Sequence[float] | NDArray[np.float64]
 ) -> tuple[list[Candidate], NDArray[np.float64]]:
     """With the number multiplied by each factor: the fastest candidate, and its epoch [s]."""

@@ -18,7 +18,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gnnplan.planner.decision.explain import largest_difference, measured_errors, within_noise
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.explain import (
+    largest_difference,
+    measured_errors,
+    prediction_error,
+    within_noise,
+)
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
@@ -91,10 +97,18 @@ def seating(best: Candidate) -> str:
     )
 
 
+def doubt(cluster: Cluster) -> float | None:
+    """Median |predicted / measured - 1| on machines like this one; None where that is unknown.
+
+    Runs were on CPU ranks only, on machines that `gnnplan measure` had measured.
+    """
+    generic = set(cluster.provenance.values()) == {GENERIC}
+    return None if generic or cluster.device.kind != "cpu" else prediction_error()
+
+
 def certainty(problem: Problem) -> str:
     """How far predictions were off on such devices, and where the cluster's numbers come from."""
     cluster, errors = problem.cluster, measured_errors()
-    generic = set(cluster.provenance.values()) == {GENERIC}
     if cluster.device.kind != "cpu":
         words = [
             "not measured on such devices: no prediction has been compared with a run on CUDA yet"
@@ -104,7 +118,8 @@ def certainty(problem: Problem) -> str:
             f"on measured machines {len(errors)} epochs of CPU ranks over Gloo were off by"
             f" {show_percent(np.median(errors))} in the median, {show_percent(max(errors))} at most"
         )
-        words = [f"unknown, this machine has not been measured; {known}" if generic else known]
+        unknown = "unknown, this machine has not been measured; "
+        words = [unknown + known if doubt(cluster) is None else known]
     else:
         words = ["not measured: no prediction has been compared with a run"]
     words.append(f"the cluster's numbers: {sources(cluster.provenance)}")

@@ -81,14 +81,7 @@ class Run:
     ) -> Run:
         """`metrics`: the lines of metrics.jsonl, one per epoch."""
         problem, cluster = planned.problem, planned.problem.cluster
-        question = " ".join(
-            (
-                problem.stats.hash,
-                problem.workload.model_dump_json(),
-                cluster.model_dump_json(exclude={"provenance"}),
-                problem.method,
-            )
-        )
+        question = question_of(problem)
         epochs_s = tuple(float(row["epoch_s"]) for row in metrics[min(WARM_UP, len(metrics) - 1) :])
         strategy = str(planned.strategy)
         name = question_name(problem)
@@ -98,6 +91,18 @@ class Run:
     def measured_s(self) -> float:
         """Median seconds of an epoch [s]."""
         return float(self.comparison["step"]["measured_s"])
+
+
+def question_of(problem: Problem) -> str:
+    """Equal for problems whose strategies can be ranked: graph, workload, cluster, partitioner."""
+    return " ".join(
+        (
+            problem.stats.hash,
+            problem.workload.model_dump_json(),
+            problem.cluster.model_dump_json(exclude={"provenance"}),
+            problem.method,
+        )
+    )
 
 
 def question_name(problem: Problem) -> str:

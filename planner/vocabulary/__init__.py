@@ -2,6 +2,7 @@
 
     schedule.py   tasks, their work, and what they wait for
     trace.py      what happened when: spans, and the files that Perfetto opens
+    hta.py        the same for Holistic Trace Analysis
     errors.py     errors that a user sees, and their exit codes
     units.py      quantities as people write them: '25GB/s'
     spec.py       the base of specifications, and the types of their fields

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import make_folder, read_json
+from gnnplan.planner.vocabulary.files import make_folder, read_json, write_atomically
 
 # From top to bottom in a viewer.
 LANE_ORDER = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
@@ -135,6 +135,24 @@ def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
             " traces"
         )
     return world, [_span(path, rank, i, event) for i, event in enumerate(events)]
+
+
+def merge_traces(directory: str | Path, path: str | Path) -> None:
+    """Write one file with the events of all ranks of a folder, a process per rank.
+
+    Raises SpecError if the folder does not hold the traces of exactly one run.
+    """
+    read_traces(directory)
+    documents = [_load(file) for _, file in sorted(_files(Path(directory)).items())]
+    first = documents[0]
+    merged = {
+        **{name: value for name, value in first.items() if name != "traceEvents"},
+        "distributedInfo": {
+            name: value for name, value in first["distributedInfo"].items() if name != "rank"
+        },
+        "traceEvents": [event for document in documents for event in document["traceEvents"]],
+    }
+    write_atomically(path, json.dumps(merged, allow_nan=False, separators=(",", ":")))
 
 
 def trace_of(directory: Path, rank: int) -> Path:

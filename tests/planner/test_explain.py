@@ -272,7 +272,7 @@ def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode: s
     assert cluster.collectives and cluster.device.memory_rates and cluster.device.edge_rate
     workload = Workload(model="gat", layers=2, hidden=16, dropout=0.5, mode=mode, batch=64)
     found = search(Problem(graph.stats, graph, workload, cluster), may_use_fewer=False)
-    factors = np.array([0.25, 1.0, 4.0])
+    factors = np.array([0.25, 4.0])
 
     def epoch_s(candidate: Candidate, there: Cluster) -> np.ndarray:
         asked = replace(candidate.problem, cluster=there)
@@ -286,4 +286,4 @@ def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode: s
         for candidate in found.ranked:
             at_once = epoch_s(candidate, scaled(cluster, factors[:, np.newaxis]))
             one_by_one = [epoch_s(candidate, scaled(cluster, factor)) for factor in factors]
-            assert np.broadcast_to(at_once, 3) == pytest.approx(np.concatenate(one_by_one))
+            assert np.broadcast_to(at_once, 2) == pytest.approx(np.concatenate(one_by_one))

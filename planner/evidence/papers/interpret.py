@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -103,7 +103,13 @@ Params = Mapping[str, Any]  # as strategy_params has them
 
 def testbed(row: Row) -> Cluster:
     """The row's whole testbed, as its preset says."""
-    return read_cluster(row["testbed"])
+    return _preset(row["testbed"])
+
+
+@cache
+def _preset(name: str) -> Cluster:
+    """To fit a testbed's constants asks for it hundreds of times, and its YAML takes longest."""
+    return read_cluster(name)
 
 
 def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:

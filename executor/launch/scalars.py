@@ -1,0 +1,56 @@
+"""A run's metrics as TensorBoard's scalars, epoch by epoch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import make_folder
+
+# a field of metrics.jsonl -> TensorBoard's tag
+TAGS = {
+    "loss": "loss",
+    "train_accuracy": "accuracy/train",
+    "val_accuracy": "accuracy/val",
+    "test_accuracy": "accuracy/test",
+    "epoch_s": "epoch/seconds",
+    "bytes": "epoch/bytes sent",
+    "peak_memory_bytes": "memory/peak bytes",
+}
+WITHIN = 5  # [s] in which TensorBoard sees an epoch
+
+
+def must_be_installed() -> None:
+    """Raise SpecError where TensorBoard is absent."""
+    if find_spec("tensorboard") is None:
+        raise SpecError(
+            "--tensorboard needs TensorBoard, which is not installed; pip install"
+            " 'gnnplan[tensorboard]'"
+        )
+
+
+class Scalars:
+    """Writes rows of metrics.jsonl into an event file; rank 0 has one.
+
+    first: epochs that an earlier process has trained. What it wrote of later ones is no longer
+    shown. Raises SpecError if the folder cannot be made.
+    """
+
+    def __init__(self, folder: str, first: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes half a second
+
+        make_folder(Path(folder))
+        self.writer = SummaryWriter(
+            folder, purge_step=first + 1 if first else None, flush_secs=WITHIN
+        )
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add an epoch; an epoch that is not evaluated has no accuracies."""
+        for field, tag in TAGS.items():
+            if row[field] is not None:
+                self.writer.add_scalar(tag, row[field], row["epoch"])
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,57 @@
+"""`gnnplan trace`: the traces of all ranks, for Perfetto or Holistic Trace Analysis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gnnplan.cli.common import app
+
+VIEWERS = ("perfetto", "hta")
+
+
+@app.command("trace")
+def view_traces(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A run's folder, or one that `gnnplan simulate --trace` wrote."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="DEST", help="The file; for hta a new folder."),
+    ],
+    viewer: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="VIEWER",
+            help="perfetto: one file with all ranks, for https://ui.perfetto.dev; hta: a folder for"
+            " Holistic Trace Analysis.",
+        ),
+    ] = "perfetto",
+) -> None:
+    """Put the traces of all ranks into one file, or write them as GPU kernels for Holistic Trace
+    Analysis.
+
+    A run on several servers leaves its traces there; copy them into one folder first.
+    """
+    from gnnplan.planner.graph.formats.mapped import must_be_new
+    from gnnplan.planner.vocabulary.errors import SpecError
+    from gnnplan.planner.vocabulary.files import must_be_writable, suggest
+    from gnnplan.planner.vocabulary.hta import write_for_hta
+    from gnnplan.planner.vocabulary.trace import merge_traces
+
+    if viewer not in VIEWERS:
+        raise SpecError(f"--for {viewer!r} is unknown{suggest(viewer, VIEWERS)}")
+    if viewer == "hta":
+        must_be_new(output)
+        write_for_hta(directory, output)
+        print(f"written to {output}; next: TraceAnalysis(trace_dir={str(output)!r}) in Python")
+    else:
+        must_be_writable(output)
+        merge_traces(directory, output)
+        print(f"written to {output}; next: open it at https://ui.perfetto.dev")

@@ -1,0 +1,13 @@
+"""A plan and its runs as one HTML page that opens offline.
+
+facts.py       what is drawn: the plan predicted and played again, its runs, where it flips
+decision.py    pictures of the choice: epochs, memory, where another strategy wins
+timeline.py    what each rank does when, simulated and measured
+traffic.py     who sends whom, and over which links
+outcome.py     pictures of runs: errors by operation, losses
+page.py        `report`: the pictures in page.html
+"""
+
+from gnnplan.report.page import report
+
+__all__ = ["report"]

@@ -1,0 +1,195 @@
+"""What a report draws, gathered once: the plan predicted and played again, its runs, and which
+strategy wins elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.cluster import scaling
+from gnnplan.planner.decision import plan as plans
+from gnnplan.planner.decision.search import Candidate, evaluate, search
+from gnnplan.planner.decision.sensitivity import (
+    MOST_EDGES,
+    MOST_ESTIMATED,
+    REACH,
+    fastest,
+    inside_servers,
+)
+from gnnplan.planner.evidence.runs import question_of
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import named
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.schedule import Schedule
+from gnnplan.planner.vocabulary.trace import Span
+from gnnplan.planner.vocabulary.units import show_count
+from gnnplan.simulator.player import play
+from gnnplan.simulator.replay import Replay, must_be_playable, replay
+
+MOST_TASKS = 400_000  # of an epoch that are played: some seconds
+FACTORS = np.geomspace(1 / REACH, REACH, 5)  # of the link's bandwidth
+WIDTHS = (0.25, 0.5, 1, 2, 4)  # times the plan's hidden width
+
+
+class Absent(Exception):
+    """A picture cannot be drawn of this plan; the message says why, for the page."""
+
+
+@dataclass(frozen=True)
+class Leader:
+    """A candidate of the plan, as its document has it."""
+
+    name: str
+    exact: bool
+    gpus: int
+    predicted: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Flips:
+    """The winner at each hidden width (rows) and bandwidth (columns)."""
+
+    link: str
+    bandwidths: list[float]  # [B/s]
+    widths: list[int]
+    winners: list[list[Candidate]]
+    seconds: list[list[float]]  # of their epochs [s]
+    shrunk: str  # why there is one width only; or empty
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A plan, and the runs that answer its question."""
+
+    document: dict[str, Any]
+    candidate: Candidate  # its choice, predicted again
+    runs: list[Replay]
+    notify: Notify = silent
+
+    @property
+    def problem(self) -> Problem:
+        return self.candidate.problem
+
+    @property
+    def same(self) -> list[Replay]:
+        """The runs of the plan's own strategy."""
+        return [one for one in self.runs if one.run.strategy == str(self.candidate.strategy)]
+
+    @cached_property
+    def batches(self) -> int:
+        """Steps of an epoch."""
+        return self.candidate.strategy.steps(self.problem)
+
+    @cached_property
+    def leaders(self) -> list[Leader]:
+        """The plan's candidates, the fastest first."""
+        return [_leader(one) for one in (self.document["best"], *self.document["alternatives"])]
+
+    @cached_property
+    def epoch(self) -> Schedule:
+        """All tasks of one epoch. Raises Absent where they are too many."""
+        strategy, problem = self.candidate.strategy, self.problem
+        try:
+            must_be_playable(problem, self.batches)
+        except SpecError as error:
+            raise Absent(str(error)) from error
+        schedule = strategy.schedule(problem, self.batches)
+        if len(schedule.tasks) > MOST_TASKS:
+            raise Absent(f"an epoch has {len(schedule.tasks):,} tasks, more than {MOST_TASKS:,}")
+        return schedule
+
+    @cached_property
+    def simulated(self) -> list[Span]:
+        """The spans of some steps, the last of which is in the steady state. Raises Absent."""
+        steps = 3 if self.batches == 1 else min(self.batches, 6)
+        if len(self.epoch.tasks) / self.batches * steps > MOST_TASKS:
+            raise Absent(f"{show_count(steps, 'step')} have more than {MOST_TASKS:,} tasks")
+        self.notify("playing the schedule")
+        schedule = self.candidate.strategy.schedule(self.problem, steps)
+        return play(schedule, self.problem.cost).spans
+
+    @cached_property
+    def flips(self) -> Flips:
+        """Which strategy wins on slower and faster links, at other hidden widths. Raises Absent."""
+        whole = replace(self.problem, seats=())
+        cluster, workload = whole.cluster, whole.workload
+        if cluster.ranks == 1:
+            raise Absent("one rank sends nothing, so no link matters")
+        if not whole.stats.known and cluster.ranks > MOST_ESTIMATED:
+            raise Absent(f"more than {MOST_ESTIMATED} GPUs would take minutes")
+        between = cluster.servers > 1 and cluster.inter_node
+        links = ["inter_node"] if between else inside_servers(cluster)
+        link = "between servers" if between else "inside servers"
+        shrunk = ""
+        if workload.module:
+            shrunk = "the model's own module fixes its width"
+        elif whole.stats.known and whole.stats.edges > MOST_EDGES:
+            shrunk = f"other widths of a graph of more than {MOST_EDGES:,} edges take minutes"
+        times = (1.0,) if shrunk else WIDTHS
+        widths = sorted({max(1, round(workload.hidden * factor)) for factor in times})
+        winners: list[list[Candidate]] = []
+        seconds: list[list[float]] = []
+        for width in widths:
+            self.notify("asking where the answer flips", f"hidden width {width}")
+            asked = replace(whole, workload=workload.model_copy(update={"hidden": width}))
+            try:
+                found = search(asked, plans.is_exact(self.document))
+            except Infeasible:
+                winners.append([])
+                seconds.append([])
+                continue
+            best, taken = fastest(found, lambda c, f: scaling.links(c, f, links), FACTORS)
+            winners.append(best)
+            seconds.append(taken.tolist())
+        bandwidth = getattr(cluster, links[-1]).bandwidth
+        return Flips(link, (FACTORS * bandwidth).tolist(), widths, winners, seconds, shrunk)
+
+
+def gather(
+    plan: dict[str, Any] | str | Path, folders: Sequence[str | Path], notify: Notify = silent
+) -> Facts:
+    """The facts of a plan and of finished runs.
+
+    Raises SpecError where the plan or a folder is none, or where a run answers another question.
+    """
+    notify("reading the plan")
+    document = plan if isinstance(plan, dict) else plans.read(plan)
+    problem = plans.question(document)
+    for field in ("alternatives", "summary"):
+        if field not in document:
+            raise SpecError(f"the plan has no {field}; make it again with `gnnplan plan`")
+    runs = []
+    for folder in folders:
+        notify("comparing runs", str(folder))
+        run = replay(Path(folder))
+        assert run.run.planned
+        if question_of(run.run.planned.problem) != question_of(problem):
+            raise SpecError(
+                f"{folder} is a run of another question (graph, workload, cluster or partitioner);"
+                f" give runs of this plan, as `gnnplan run plan.json --out {folder}` makes them"
+            )
+        runs.append(run)
+    facts = Facts(document, evaluate(problem, plans.chosen(document)), runs, notify)
+    assert facts.leaders  # checks them
+    return facts
+
+
+def _leader(answer: Any) -> Leader:
+    """Raises SpecError where it is not what `gnnplan plan` writes."""
+    try:
+        knobs = dict(answer["strategy"])
+        predicted = answer["predicted"]
+        for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "memory_bytes"):
+            float(predicted[field])
+        name = str(named(str(knobs.pop("name")), knobs))
+        return Leader(name, bool(answer["exact"]), int(answer["gpus"]), predicted)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecError(
+            f"a candidate of the plan lacks or garbles {error}; make it again with `gnnplan plan`"
+        ) from error

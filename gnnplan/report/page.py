@@ -1,0 +1,154 @@
+"""The page: a plan's summary, its pictures, and their numbers as folded tables, in one file.
+
+plotly.js is in the page once, compressed, so that it opens offline and is small."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from gnnplan import __version__
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.units import show_count
+from gnnplan.report.facts import Absent, Facts, gather
+
+if TYPE_CHECKING:
+    from gnnplan.report.picture import Picture
+
+PAGE = Path(__file__).with_name("page.html")
+MOST_ROWS = 400  # of a table
+
+
+def report(
+    plan: dict[str, Any] | str | Path,
+    runs: Sequence[str | Path] = (),
+    output: str | Path = "report.html",
+    notify: Notify = silent,
+) -> Path:
+    """Write the page of a plan (its document or file) and of finished runs of it; returns its path.
+
+    Raises SpecError where the plan or a run cannot be read, or plotly is absent; then no file is
+    written.
+    """
+    output = Path(output)
+    must_be_writable(output)
+    must_have_plotly()
+    facts = gather(plan, runs, notify)
+    pictures, absent = draw(facts, notify)
+    notify("writing the page")
+    write_atomically(output, page(facts, pictures, absent))
+    return output
+
+
+def must_have_plotly() -> None:
+    """Raise SpecError where plotly is not installed."""
+    if find_spec("plotly") is None:
+        raise SpecError("a report needs plotly, which is absent: pip install 'gnnplan[report]'")
+
+
+def draw(facts: Facts, notify: Notify = silent) -> tuple[list[Picture], dict[str, str]]:
+    """The pictures, and by title why others are absent."""
+    from gnnplan.report import decision
+    from gnnplan.report.timeline import timeline
+
+    makers: list[tuple[str, Callable[[Facts], Picture]]] = [
+        ("What an epoch is made of", decision.epochs),
+        ("Who does what when", timeline),
+        ("What memory holds", decision.memory),
+        ("Where the answer flips", decision.flips),
+    ]
+    pictures, absent = [], {}
+    for title, maker in makers:
+        notify("drawing", title)
+        try:
+            pictures.append(maker(facts))
+        except Absent as reason:
+            absent[title] = f"Not drawn: {reason}."
+    return pictures, absent
+
+
+def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> str:
+    """The text of the page."""
+    import plotly.io as pio
+    from plotly.offline import get_plotlyjs
+
+    clear = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+    templates = {
+        name: pio.templates[source].update(layout=clear).to_plotly_json()
+        for name, source in (("light", "plotly_white"), ("dark", "plotly_dark"))
+    }
+    figures = {picture.key: json.loads(picture.figure.to_json()) for picture in pictures}
+    missing = [
+        f'<section class="absent"><h2>{_text(title)}</h2><p>{_text(reason)}</p></section>'
+        for title, reason in absent.items()
+    ]
+    packed = gzip.compress(get_plotlyjs().encode(), mtime=0)
+    return Template(PAGE.read_text(encoding="utf-8")).substitute(
+        title=_text(f"{question(facts)}: report"),
+        heading=_text(question(facts)),
+        summary="\n".join(
+            f"<dt>{_text(name)}</dt><dd>{_text(line)}</dd>"
+            for name, line in facts.document["summary"].items()
+        ),
+        sections="\n".join([*map(_section, pictures), *missing]),
+        tables="\n".join(map(_table, pictures)),
+        footer=_text(f"gnnplan {__version__}; everything is in this file, nothing is fetched."),
+        pictures=_json(figures),
+        templates=_json(templates),
+        plotly=base64.b64encode(packed).decode(),
+    )
+
+
+def question(facts: Facts) -> str:
+    """Graph, model and cluster, as a heading."""
+    problem = facts.problem
+    workload, cluster = problem.workload, problem.cluster
+    model = f"{workload.module.name}, " if workload.module else ""
+    return (
+        f"{problem.stats.name.split('?')[0]}, {model}{workload.model}"
+        f" {show_count(workload.layers, 'layer')} x {workload.hidden}, on {cluster.name}:"
+        f" {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"
+        f" {cluster.device.name}"
+    )
+
+
+def _section(picture: Picture) -> str:
+    return (
+        f"<section><h2>{_text(picture.title)}</h2><p>{_text(picture.see)}</p>"
+        f'<div class="plot" id="{picture.key}" role="img" aria-label="{_text(picture.alt)}"></div>'
+        "</section>"
+    )
+
+
+def _table(picture: Picture) -> str:
+    """The numbers of a picture, folded."""
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    rows = [row("td", cells) for cells in picture.rows[:MOST_ROWS]]
+    left_out = len(picture.rows) - len(rows)
+    return (
+        f"<details><summary>Numbers: {_text(picture.title)}</summary><div class='wide'><table>"
+        f"<thead>{row('th', picture.columns)}</thead><tbody>{''.join(rows)}</tbody></table></div>"
+        + (f"<p>{left_out:,} more rows are left out.</p>" if left_out else "")
+        + "</details>"
+    )
+
+
+def _text(words: str) -> str:
+    return html.escape(words)
+
+
+def _json(value: Any) -> str:
+    """JSON inside a script element, which '</' would end."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")

@@ -1,0 +1,95 @@
+"""Traces for Holistic Trace Analysis, which reads what Kineto writes of GPUs.
+
+A span becomes a kernel on a stream, one stream per lane: computation by its label, communication as
+ncclKernel_<label>, loads as Memcpy. HTA finds the kernels of a step by their launches, so each has
+one, made up, at its start; what a host does (sampling) is an operator on the CPU. Times are whole
+microseconds, for HTA cuts fractions off."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gnnplan.planner.vocabulary.files import make_folder, write_atomically
+from gnnplan.planner.vocabulary.trace import LANE_ORDER, Span, read_traces
+
+HOST_THREAD = 0
+_STEP = re.compile(r":s-?\d+$")  # the end of a label
+
+
+def write_for_hta(directory: str | Path, folder: str | Path) -> list[Path]:
+    """Write a `rank<r>.json` for each rank of a folder of traces; returns their paths.
+
+    `folder` must hold no other .json: HTA takes each for a trace. Raises SpecError.
+    """
+    spans = read_traces(directory)
+    ranks = sorted({span.rank for span in spans})
+    start = min((span.start for span in spans), default=0.0)
+    make_folder(Path(folder))
+    paths = []
+    for rank in ranks:
+        own = sorted((span for span in spans if span.rank == rank), key=lambda span: span.start)
+        paths.append(Path(folder) / f"rank{rank}.json")
+        document = {
+            "schemaVersion": 1,
+            "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": len(ranks)},
+            "baseTimeNanoseconds": round(start * 1e9),
+            "traceEvents": [*_steps(own, start), *_kernels(own, start)],
+        }
+        # HTA looks for '"rank": 0' with a space
+        write_atomically(paths[-1], json.dumps(document, allow_nan=False))
+    return paths
+
+
+def _steps(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
+    """A ProfilerStep from the first span of a step to that of the next; set-up is none."""
+    first: dict[int, float] = {}
+    for span in spans:
+        if span.step >= 0:
+            first.setdefault(span.step, span.start)
+    ends = [*list(first.values())[1:], max((span.end for span in spans), default=start)]
+    for (step, begin), end in zip(first.items(), ends, strict=True):
+        yield _event(spans[0].rank, HOST_THREAD, "user_annotation", f"ProfilerStep#{step}") | _time(
+            begin, end, start
+        )
+
+
+def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
+    streams = {lane: number for number, lane in enumerate(LANE_ORDER, 1)}
+    for number, span in enumerate(spans, 1):
+        name = _STEP.sub("", span.label)
+        if span.lane == "host":
+            yield _event(span.rank, HOST_THREAD, "cpu_op", name) | _time(
+                span.start, span.end, start
+            )
+            continue
+        stream = streams.setdefault(span.lane, len(streams) + 1)
+        if span.lane == "copy":
+            category, name = "gpu_memcpy", f"Memcpy HtoD {name}"
+        elif span.lane == "compute":
+            category = "kernel"
+        else:
+            category, name = "kernel", f"ncclKernel_{name}"
+        launch = _event(span.rank, HOST_THREAD, "cuda_runtime", "cudaLaunchKernel")
+        yield launch | _time(span.start, span.start, start) | {"args": {"correlation": number}}
+        args = {
+            "device": span.rank,
+            "stream": stream,
+            "correlation": number,
+            "bytes": span.nbytes,
+        }
+        kernel = _event(span.rank, stream, category, name)
+        yield kernel | _time(span.start, span.end, start) | {"args": args}
+
+
+def _event(rank: int, thread: int, category: str, name: str) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread, "args": {}}
+
+
+def _time(begin: float, end: float, start: float) -> dict[str, int]:
+    """Whole microseconds since `start`. Both ends are rounded, so spans that meet still do."""
+    first, last = round((begin - start) * 1e6), round((end - start) * 1e6)
+    return {"ts": first, "dur": last - first}

@@ -1,0 +1,87 @@
+"""What TensorBoard and other trackers are told of a run is what the run has recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gnnplan.cli import app
+from gnnplan.executor.launch import scalars
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.rank_process import follow
+from gnnplan.planner.vocabulary.errors import SpecError
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "track-a-run.md"
+GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
+TAGS = {
+    "loss": "loss",
+    "accuracy/train": "train_accuracy",
+    "accuracy/val": "val_accuracy",
+    "accuracy/test": "test_accuracy",
+    "epoch/seconds": "epoch_s",
+    "epoch/bytes sent": "bytes",
+    "memory/peak bytes": "peak_memory_bytes",
+}
+
+
+@pytest.fixture(scope="module")
+def reader() -> ModuleType:
+    return pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_tensorboard_reads_what_a_run_recorded(
+    reader: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run of one rank in this process, and its resumption; and the guide's way to follow it."""
+    monkeypatch.delenv("RANK", raising=False)
+    plan, out, board = (tmp_path / name for name in ("plan.json", "run", "board"))
+    asked = ["plan", "--graph", GRAPH, "--ranks", 1, "--hidden", 8, "--layers", 2, "-o", plan]
+    asked += ["--strategy", "graph_parallel"]
+    app([str(word) for word in asked], standalone_mode=False)
+    options = Options(epochs=4, eval_every=3, checkpoint_every=2, tensorboard=str(board))
+    assert follow(plan, out, options) == 0
+    again = Options(6, 3, checkpoint_every=2, tensorboard=str(board), resume=True)
+    assert follow(plan, out, again) == 0
+    rows = rows_of(out)
+    assert len(rows) == 6 and all(row["peak_memory_bytes"] > 1e6 for row in rows)
+    events = reader.EventAccumulator(str(board)).Reload()
+    assert set(events.Tags()["scalars"]) == set(TAGS)
+    for tag, field in TAGS.items():
+        expected = {row["epoch"]: row[field] for row in rows if row[field] is not None}
+        found = {event.step: event.value for event in events.Scalars(tag)}
+        assert found == pytest.approx(expected), tag
+    assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6]
+
+    (code, *_) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    followed: dict[str, Any] = {}
+    exec(code, followed)
+    assert list(followed["epochs"](str(out))) == rows
+
+
+def test_epochs_after_the_checkpoint_are_written_anew(reader: ModuleType, tmp_path: Path):
+    """A rank is lost in epoch 4; all go on from epoch 2."""
+    row = dict.fromkeys(scalars.TAGS, 1.0)
+    first = scalars.Scalars(str(tmp_path), 0)
+    for epoch in (1, 2, 3):
+        first.add({**row, "epoch": epoch})
+    first.close()
+    second = scalars.Scalars(str(tmp_path), 2)
+    second.add({**row, "epoch": 3, "loss": 2.0})
+    second.close()
+    events = reader.EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_an_absent_tensorboard_is_named_with_pips_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scalars, "find_spec", lambda _: None)
+    with pytest.raises(SpecError, match=r"pip install 'gnnplan\[tensorboard\]'"):
+        scalars.must_be_installed()

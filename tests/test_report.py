@@ -1,0 +1,179 @@
+"""The report: one file that opens offline, whose pictures add up to the plan's numbers."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gnnplan.cli import main
+from gnnplan.planner.decision import plan as plans
+from gnnplan.planner.vocabulary.trace import Span
+from gnnplan.report import decision, page, report
+from gnnplan.report.facts import Facts, gather
+from gnnplan.report.timeline import MOST_MARKS, marks, steady, thinned, timeline
+
+GRAPH = "synthetic:community?vertices=400&edges=4000&features=8&classes=3&seed=0"
+CLUSTER = """name: two
+servers: 2
+gpus_per_server: 2
+device: {kind: cpu, memory: 600MB, gemm: 50GFLOP/s, memory_bandwidth: 5GB/s}
+intra_node: {bandwidth: 1GB/s, latency: 50us}
+inter_node: {bandwidth: 100MB/s, latency: 90us}
+"""
+MOST_BYTES = 5e6  # of a page
+
+
+def gnnplan(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["gnnplan", *map(str, words)])
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "cluster.yaml").write_text(CLUSTER)
+    with pytest.MonkeyPatch.context() as patch:
+        options = f"--cluster {folder}/cluster.yaml --layers 2 --hidden 16 -o {folder}/plan.json"
+        assert gnnplan(patch, "plan", "--graph", GRAPH, *options.split()) == 0
+    return folder / "plan.json"
+
+
+@pytest.fixture(scope="module")
+def facts(plan: Path) -> Facts:
+    return gather(plan, [])
+
+
+class Outside(HTMLParser):
+    """Addresses that a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_is_one_small_file_that_fetches_nothing(plan: Path, tmp_path: Path):
+    output = report(plan, output=tmp_path / "report.html")
+    text = output.read_text(encoding="utf-8")
+    outside = Outside()
+    outside.feed(text)
+    assert outside.found == []
+    style = re.search(r"<style>(.*?)</style>", text, re.S)
+    assert style and "url(" not in style[1] and "@import" not in style[1]
+    assert 1e6 < output.stat().st_size <= MOST_BYTES
+    document = plans.read(plan)
+    for line in document["summary"].values():
+        assert page._text(line) in text
+    pictures = json.loads(re.search(r'id="pictures">(.*?)</script>', text, re.S)[1])
+    for key in pictures:
+        assert re.search(rf'id="{key}" role="img" aria-label="[^"]{{40,}}"', text), key
+
+
+def test_bars_add_up_to_epochs(facts: Facts):
+    drawn = decision.epochs(facts).figure
+    bars = [trace for trace in drawn.data if trace.type == "bar"]
+    unit = {"ms of an epoch": 1e3, "s of an epoch": 1.0, "µs of an epoch": 1e6}
+    scale = unit[drawn.layout.xaxis.title.text]
+    answers = [facts.document["best"], *facts.document["alternatives"]]
+    for place, answer in enumerate(answers[: decision.MOST_BARS]):
+        together = sum(bar.x[place] for bar in bars) / scale
+        assert together == pytest.approx(answer["predicted"]["epoch_s"], rel=1e-9)
+
+
+def test_memory_adds_up_to_what_the_plan_says(facts: Facts):
+    drawn = decision.memory(facts).figure
+    scale = {"MB": 1e6, "GB": 1e9}[drawn.layout.yaxis.title.text]
+    fullest = max(sum(bar.y[rank] for bar in drawn.data) for rank in range(facts.problem.ranks))
+    said = facts.document["best"]["predicted"]["memory_bytes"]
+    assert fullest * scale == pytest.approx(said, rel=1e-3)
+
+
+def test_the_timeline_shows_one_epoch_of_every_rank_and_lane(facts: Facts):
+    window = steady("simulated", facts.simulated, 1)
+    assert window.seconds == pytest.approx(facts.document["best"]["predicted"]["epoch_s"], rel=0.3)
+    drawn = {(mark.rank, mark.lane) for mark in marks(window)}
+    assert drawn == {(span.rank, span.lane) for span in facts.simulated}
+    assert all(0 <= mark.start <= mark.end <= window.seconds for mark in marks(window))
+    ranks = {label.split()[0] for label in timeline(facts).figure.layout.yaxis.ticktext}
+    assert ranks == {str(rank) for rank in range(facts.problem.ranks)}
+
+
+def test_what_no_screen_shows_is_joined_and_nothing_else():
+    spans = [Span(f"forward:c{i}:s0", "forward", 0, "compute", i, i + 0.5) for i in range(4)]
+    assert [mark.label for mark in thinned(spans, 0.1)] == [f"forward:c{i}" for i in range(4)]
+    [first, last] = thinned(spans, 1.6)
+    assert (first.start, first.end, first.label) == (0, 1.5, "2 operations")
+    assert (last.start, last.end) == (2, 3.5)
+    many = [
+        Span(f"forward:c{i}:s0", "forward", rank, "compute", i, i + 0.5)
+        for rank in range(8)
+        for i in range(3_000)
+    ]
+    assert len(marks(steady("long", many, 1))) <= MOST_MARKS
+
+
+def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        words = "plan --graph reddit --cluster gnnpipe_a5000 --model gcn --layers 32 --hidden 100"
+        forced = ["--strategy", "gnnpipe(stages=8,chunks=32)", "-o", tmp_path / "plan.json"]
+        assert gnnplan(patch, *words.split(), *forced) == 0
+    facts = gather(tmp_path / "plan.json", [])
+    pictures = [decision.epochs(facts), timeline(facts), decision.memory(facts)]
+    assert len(page.page(facts, pictures, {}).encode()) <= MOST_BYTES
+
+
+def test_without_plotly_the_error_says_what_to_install(
+    plan: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
+    assert gnnplan(monkeypatch, "report", plan, "-o", tmp_path / "report.html") == 2
+    assert "plotly" in (err := capsys.readouterr().err) and "pip install 'gnnplan[report]'" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def no_plan(folder: Path, document: dict) -> None:
+    (folder / "bad.json").write_text('{"graph": 1}')
+
+
+def no_candidates(folder: Path, document: dict) -> None:
+    document["alternatives"] = [{"strategy": {"name": "gnnpipe"}}]
+    (folder / "bad.json").write_text(json.dumps(document))
+
+
+def no_json(folder: Path, document: dict) -> None:
+    (folder / "bad.json").write_text("plan")
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (no_plan, "not a plan"),
+        (no_json, "not JSON"),
+        (no_candidates, "lacks or garbles 'exact'|lacks or garbles 'predicted'"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(
+    spoil,
+    said: str,
+    plan: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    spoil(tmp_path, plans.read(plan))
+    output = tmp_path / "out" / "report.html"
+    output.parent.mkdir()
+    assert gnnplan(monkeypatch, "report", tmp_path / "bad.json", "-o", output) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert list(output.parent.iterdir()) == []
