@@ -18,7 +18,7 @@ from gnnplan.planner.decision.sensitivity import (
     MOST_EDGES,
     MOST_ESTIMATED,
     REACH,
-    fastest,
+    best_at,
     inside_servers,
 )
 from gnnplan.planner.evidence.runs import question_of
@@ -144,7 +144,7 @@ class Facts:
                 winners.append([])
                 seconds.append([])
                 continue
-            best, taken = fastest(found, lambda c, f: scaling.links(c, f, links), FACTORS)
+            best, taken = best_at(found, lambda c, f: scaling.links(c, f, links), FACTORS)
             winners.append(best)
             seconds.append(taken.tolist())
         bandwidth = getattr(cluster, links[-1]).bandwidth

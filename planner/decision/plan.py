@@ -36,7 +36,7 @@ def make(
     from gnnplan.planner.decision.sensitivity import sentences
     from gnnplan.planner.decision.summary import summarise
 
-    best = found.ranked[0]
+    best = found.best
     turning_points = sentences(found, exact, notify)
     return {
         "gnnplan": __version__,
@@ -57,7 +57,7 @@ def make(
         "partitioner": problem.method,
         "exact": exact,
         "best": {**answer(best), "placement": best.strategy.placement(best.problem)},
-        "alternatives": [answer(candidate) for candidate in found.ranked[1:]],
+        "alternatives": [answer(candidate) for candidate in found.others],
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(problem, found, turning_points),
         "explanation": explain(problem, found, exact, notify, turning_points),

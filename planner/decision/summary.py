@@ -20,6 +20,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.explain import (
+    doubted,
     largest_difference,
     measured_errors,
     prediction_error,
@@ -52,7 +53,7 @@ def summarise(
 
     `turning_points` is what `sensitivity.sentences` says.
     """
-    best = found.ranked[0]
+    best = found.best
     return {
         "use": recommendation(problem, found),
         "sure": certainty(problem),
@@ -64,7 +65,7 @@ def summarise(
 
 def recommendation(problem: Problem, found: SearchResult) -> str:
     """The strategy, how many GPUs it uses and where its ranks sit."""
-    best = found.ranked[0]
+    best = found.best
     used, device = best.problem.ranks, best.problem.cluster.device
     unit = "CPU rank" if device.kind == "cpu" else "GPU"
     number = show_count(used, unit)
@@ -180,13 +181,19 @@ def alone(problem: Problem, best: Candidate) -> str:
 
 
 def rivals(found: SearchResult) -> str:
-    """The runner-up and why it lost; also the fastest exact strategy or other family, if it fits in
-    WIDEST_RIVALS columns."""
+    """The lossy strategy that was passed over, or the runner-up and why it lost.
+
+    After a runner-up also the fastest exact strategy or other family, if it fits in WIDEST_RIVALS
+    columns.
+    """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
-    best, *others = found.ranked
+    best, others = found.best, found.others
     if not others:
         return "nothing else fits"
+    if found.passed_over:
+        told, strategy = doubted(others[0], best), others[0].strategy
+        return told if len(told) <= WIDEST_RIVALS else told.replace(str(strategy), strategy.name)
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
     if within_noise(found):
