@@ -602,6 +602,40 @@ def test_weights_are_those_of_every_layer(trained: dict[str, Trained]):
     assert (trained["two"].out / "weights.safetensors").stat().st_mode & 0o044
 
 
+def test_a_report_shows_what_runs_measured(
+    trained: dict[str, Trained], gnnplan: Call, tmp_path: Path
+):
+    """Losses are the file's, errors are validate's, and the measured epoch is under the simulated
+    one."""
+    two, again = trained["two"].out, trained["torchrun"].out
+    output = tmp_path / "report.html"
+    answer = gnnplan("report", two / "plan.json", two, again, "-o", output, "--json")
+    assert answer.code == 0 and answer.document["report"] == str(output)
+    text = output.read_text(encoding="utf-8")
+    pictures = json.loads(re.search(r'id="pictures">(.*?)</script>', text, re.S)[1])
+    losses = [line for line in pictures["losses"]["data"] if line["yaxis"] == "y"]
+    assert [line["y"] for line in losses] == [trained["two"].losses, trained["torchrun"].losses]
+    told = gnnplan("validate", two, "--json").document
+    bars = pictures["errors"]["data"][0]
+    assert (bars["name"], bars["y"][0]) == (str(two), "whole epoch")
+    assert bars["x"][0] == pytest.approx(100 * told["step"]["predicted_error"], abs=1e-3)
+    assert {line["yaxis"] for line in pictures["timeline"]["data"]} == {"y", "y2"}
+    diamonds = pictures["epochs"]["data"][-1]
+    assert (diamonds["name"], diamonds["y"]) == ("measured", [0])
+
+
+def test_a_report_refuses_a_run_of_another_plan(
+    trained: dict[str, Trained], gnnplan: Call, tmp_path: Path
+):
+    output = tmp_path / "report.html"
+    plan, other = trained["two"].out / "plan.json", trained["three"].out
+    answer = gnnplan("report", plan, other, "-o", output)
+    assert answer.code == 2 and f"{other} is a run of another question" in answer.err
+    answer = gnnplan("report", plan, tmp_path, "-o", output)
+    assert answer.code == 2 and "is not a finished run" in answer.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_runs_epoch_is_the_median_of_all_but_its_first_two(tmp_path: Path):
     """The first two warm up; a slow one among the others says nothing of an epoch."""
     accuracies = {f"{part}_accuracy": None for part in ("train", "val", "test")}

@@ -278,8 +278,18 @@ def flips(facts: Facts) -> Picture:
             )
         ],
         110 + 56 * len(widths),
-        xaxis={"type": "category", "fixedrange": True, "title": f"bandwidth {found.link}"},
-        yaxis={"type": "category", "fixedrange": True, "title": "hidden width"},
+        xaxis={
+            "type": "category",
+            "fixedrange": True,
+            "showgrid": False,
+            "title": f"bandwidth {found.link}",
+        },
+        yaxis={
+            "type": "category",
+            "fixedrange": True,
+            "showgrid": False,
+            "title": "hidden width",
+        },
     )
     here = len(FACTORS) // 2, widths.index(str(facts.problem.workload.hidden))
     box = {"x0": here[0] - 0.44, "x1": here[0] + 0.44, "y0": here[1] - 0.4, "y1": here[1] + 0.4}
