@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from gnnplan.cli.common import app, emit, say
+from gnnplan.cli.common import app, say
+from gnnplan.cli.common import emit as print_json  # a verb has the name emit here
 
 # in the order of --help
 for _verb in (
@@ -56,7 +57,7 @@ def main() -> NoReturn:
         if not hasattr(error, "format_message") or not hasattr(error, "show"):
             raise
         if "--json" in sys.argv[1:]:
-            emit({"error": error.format_message(), "exit_code": 2})
+            print_json({"error": error.format_message(), "exit_code": 2})
         error.show()  # a wrong option: typer prints the verb's usage on standard error
         code = 2
     if code == 130:
@@ -68,6 +69,6 @@ def main() -> NoReturn:
 def fail(message: str, code: int) -> int:
     """Print an error for people, and as JSON for programs that asked for it."""
     if "--json" in sys.argv[1:]:
-        emit({"error": message, "exit_code": code})
+        print_json({"error": message, "exit_code": code})
     say(f"error: {message}")
     return code
