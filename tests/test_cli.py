@@ -439,7 +439,7 @@ def test_help_of_every_verb_comes_without_heavy_imports():
     program = """
 import sys
 from gnnplan.cli import main
-for verb in [], ["profile"], ["check"], ["plan"], ["simulate"], ["run"], ["validate"], ["measure"]:
+for verb in [], ["profile"], ["check"], ["plan"], ["simulate"], ["run"], ["validate"], ["trace"], ["emit"], ["measure"]:
     sys.argv = ["gnnplan", *verb, "--help"]
     try:
         main()
@@ -464,6 +464,20 @@ assert not {"torch", "scipy", "numpy", "simpy", "pymetis", "networkx", "dgl"} & 
         "--partitioner",
     ):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("gnnplan em", ["emit"]), ("gnnplan run --strat", ["--strategy"])]
+)
+def test_a_shell_completes_verbs_and_options(
+    words: str, offered: list[str], gnnplan: Call, monkeypatch: pytest.MonkeyPatch
+):
+    """As the line that `gnnplan --install-completion` writes for bash asks."""
+    monkeypatch.setenv("_GNNPLAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    answer = gnnplan()
+    assert answer.code == 0 and answer.out.split() == offered and not answer.err
 
 
 # -- training --------------------------------------------------------------------------------------
