@@ -1,10 +1,15 @@
 """Documents say what is true: their links lead somewhere, every field is explained, and nothing long."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import gnnplan
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import NAMES
@@ -50,3 +55,34 @@ def test_no_document_or_code_names_a_file_that_is_gone():
             r"`((?:planner|executor|simulator|tests|benchmarks|traces)/[\w/.-]+)`", text
         ):
             assert (ROOT / path).exists(), f"{document.relative_to(ROOT)} names {path}"
+
+
+def test_every_public_name_is_in_the_reference_of_python():
+    text = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: gnnplan\.(\w+)$", text, re.MULTILINE)) == set(gnnplan.__all__)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_the_site_is_whole_and_fetches_nothing(tmp_path: Path):
+    """`--strict` refuses links that lead nowhere, and pages that the navigation leaves out."""
+    pytest.importorskip("mkdocs")
+    for name in ("mkdocs.yml", "docs"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    site = tmp_path / "build" / "site"
+    pages = [path.read_text(encoding="utf-8") for path in site.rglob("*.html")]
+    fetched = r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^\s>]*"
+    assert len(pages) > 30 and not [found for page in pages for found in re.findall(fetched, page)]
+    verbs = (site / "reference" / "command-line" / "index.html").read_text(encoding="utf-8")
+    assert all(f'id="gnnplan-{verb}"' in verbs for verb in ("plan", "simulate", "run", "validate"))
+    api = (site / "reference" / "python" / "index.html").read_text(encoding="utf-8")
+    assert all(f'id="gnnplan.{name}"' in api for name in gnnplan.__all__)

@@ -48,21 +48,21 @@ def plan(
 ) -> Plan:
     """Rank the strategies that fit, and recommend one with its rank placement and the reasons.
 
-    graph      a file or folder of any format that docs/how-to/bring-your-graph.md names, the name
-               of a well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a
-               networkx Graph, a SciPy sparse matrix, an edge_index [2, E]. Objects are written to
-               the cache, where ranks read them.
-    cluster    a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
-    workload   a YAML file, a mapping of fields, or a Workload
-    fields     of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
-               seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live
-               torch.nn.Module or its class, whose parameters training starts from
-    exact      only strategies that leave the gradient as one process computes it
-    strategy   this one, as 'gnnpipe(stages=4)'; knobs may be left out
-    ranks      use so many, equally many per server; default: all GPUs, or fewer where it is faster
-    overrides  fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
-    features, labels, split, task   what the graph's file lacks, as on the command line
-    notify     is told what is being done (`gnnplan.progress`)
+    - graph: a file or folder of any format that docs/how-to/bring-your-graph.md names, the name of
+      a well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a networkx Graph, a
+      SciPy sparse matrix, an edge_index [2, E]. Objects are written to the cache, where ranks read
+      them.
+    - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
+    - workload: a YAML file, a mapping of fields, or a Workload
+    - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
+      seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or
+      its class, whose parameters training starts from
+    - exact: only strategies that leave the gradient as one process computes it
+    - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
+    - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
+    - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
+    - features, labels, split, task: what the graph's file lacks, as on the command line
+    - notify: is told what is being done (`gnnplan.progress`)
 
     Raises SpecError where the input is wrong, Infeasible where nothing fits.
 
