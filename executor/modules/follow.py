@@ -7,10 +7,7 @@ chain begins and ends with a Linear, and its convolutions also read the first on
 
 from __future__ import annotations
 
-import itertools
 import operator
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +22,8 @@ from gnnplan.executor.modules.convolutions import (
     known,
     library,
 )
+from gnnplan.executor.modules.trace import dropout_of, place, traced
 from gnnplan.planner.gnn.workload import Residual
-
-MOST_LAYERS = 1000  # of a loop over a list that forward is given
 
 
 @dataclass(frozen=True)
@@ -91,92 +87,21 @@ class Chain:
     decoder: Linear | None
 
 
-class _Tracer(fx.Tracer):
-    """Convolutions, norms and torch's modules are single nodes; lists may be looped over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.record_stack_traces = True
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, (nn.Sequential, nn.ModuleList)):
-            return False
-        of_library = ("torch.nn", "torch_geometric.nn.norm", "dgl.nn.pytorch")
-        return is_convolution(m) or type(m).__module__.startswith(of_library)
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """A list that forward is given, as a graph per layer: its items, in `zip` with layers."""
-        for i in itertools.count():
-            if i == MOST_LAYERS:
-                raise Unfit(
-                    f"a loop over {obj.node.name} never ends where nothing else says how long it"
-                    " is; loop over the layers"
-                )
-            yield obj[i]  # type: ignore[index]
-
-
 def follow(module: nn.Module) -> Chain:
     """The module's forward as a chain of layers.
 
     Raises Unfit, with the line of the file where something does not fit."""
     module.train()
-    graph = _trace(module)
+    graph = traced(module)
     module.eval()
-    for node in _trace(module).nodes:
-        if node.target is F.dropout and _dropout(node)[1]:
+    for node in traced(module).nodes:
+        if node.target is F.dropout and dropout_of(node)[1]:
             raise Unfit(
-                f"{_place(node)}F.dropout drops in evaluation too, unless it is told; write"
+                f"{place(node)}F.dropout drops in evaluation too, unless it is told; write"
                 " training=self.training"
             )
     module.train()
     return _Walk(module).walk(graph)
-
-
-def _trace(module: nn.Module) -> fx.Graph:
-    try:
-        graph = _Tracer().trace(module)
-    except Unfit:
-        raise
-    except Exception as error:  # whatever the user's forward raises on a stand-in for rows
-        words = str(error).strip().splitlines() or [""]
-        line = _line_of(error, module)
-        raise Unfit(
-            f"{line}torch.fx cannot follow forward of {type(module).__name__}"
-            f" ({type(error).__name__}: {words[0]:.120}); a forward that it can follow calls"
-            " modules and functions, and branches on nothing that is computed"
-        ) from error
-    for node in reversed(graph.nodes):
-        if not node.users and node.op not in ("output", "placeholder"):
-            graph.erase_node(node)  # its value is not used
-    return graph
-
-
-def _line_of(error: BaseException, module: nn.Module) -> str:
-    """'line 12: ' where forward raised, '' if that is unknown."""
-    code = getattr(type(module).forward, "__code__", None)
-    found, step = "", error.__traceback__
-    while step is not None:
-        if code is not None and step.tb_frame.f_code.co_filename == code.co_filename:
-            found = f"line {step.tb_lineno}: "
-        step = step.tb_next
-    return found
-
-
-def _place(node: fx.Node) -> str:
-    """'line 12: ', from the innermost line that is no library's."""
-    lines = [
-        number
-        for path, number in re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
-        if "site-packages" not in path
-    ]
-    return f"line {lines[-1]}: " if lines else ""
-
-
-def _dropout(node: fx.Node) -> tuple[float, bool]:
-    """(p, whether it drops) of a call of F.dropout(input, p, training, inplace)."""
-    values = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
-    p: Any = values.get("p", 0.5)
-    return float(p), bool(values.get("training", True))
 
 
 class _Input:
@@ -208,7 +133,7 @@ class _Walk:
                 if isinstance(first, fx.Node) and self.in_place(node):
                     self.values[first] = self.values[node]
             except Unfit as unfit:
-                raise Unfit(f"{_place(node)}{unfit}") from unfit
+                raise Unfit(f"{place(node)}{unfit}") from unfit
         raise AssertionError("a graph ends with its output")
 
     def in_place(self, node: fx.Node) -> bool:
@@ -244,7 +169,7 @@ class _Walk:
             )
         rows = self.rows(first, str(node.name))
         if name == "dropout":
-            p, drops = _dropout(node)
+            p, drops = dropout_of(node)
             return self.then(rows, Op("drop", p=p, mask=node.name)) if drops and p else rows
         if name in ("relu", "relu_"):
             return self.then(rows, Op("relu"))

@@ -132,7 +132,14 @@ def test_footprint_is_what_torch_allocates(model: dict[str, Any], p: float, laye
 
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize(
-    "model", [model for model in MODELS if model["model"] in ("gcn", "sage", "gat", "gatv2", "gin")]
+    "model",
+    [
+        {"model": "gcn", "norm": "layer"},
+        {"model": "sage"},
+        {"model": "gat", "heads": 2},
+        {"model": "gin"},
+    ],
+    ids=str,
 )
 def test_footprint_of_a_residual(model: dict[str, Any], residual: Residual) -> None:
     """Peaks of the way back to 20 %: a sum's gradient may be freed before its last use is told."""
