@@ -144,6 +144,9 @@ def test_what_no_screen_shows_is_joined_and_nothing_else():
     [first, last] = thinned(spans, 1.6)
     assert (first.start, first.end, first.label) == (0, 1.5, "2 operations")
     assert (last.start, last.end) == (2, 3.5)
+    short = Span("loss:s0", "loss", 0, "compute", 0, 0.1)
+    long = Span("forward:l1:s0", "forward", 0, "compute", 0.1, 9)
+    assert [mark.label for mark in thinned([short, long], 0.5)] == ["loss", "forward:l1"]
     many = [
         Span(f"forward:c{i}:s0", "forward", rank, "compute", i, i + 0.5)
         for rank in range(8)
@@ -260,7 +263,7 @@ def test_a_browser_draws_every_picture(width: int, scheme: str, plan: Path, tmp_
             lambda _: ask(plots.format("[data-drawn]")) == ask(plots.format(""))
         )
         assert ask(plots.format("")) == 6
-        drawn = "[...document.querySelectorAll('.plot')].every(p => p.querySelector('svg .plot'))"
+        drawn = "[...document.querySelectorAll('.plot')].every(p => p.querySelector('.trace, .hm'))"
         assert ask(drawn)
         assert browser.get_log("browser") == []
         page_width = "document.documentElement.{}Width"

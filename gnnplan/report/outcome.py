@@ -12,7 +12,7 @@ from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COLOURS, Picture, figure
 
-MOST_OPERATIONS = 12
+MOST_OPERATIONS = 8
 NO_RUNS = (
     "it needs a finished run; train with `gnnplan run plan.json --out run`, then"
     " `gnnplan report plan.json run`"
