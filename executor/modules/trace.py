@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,13 @@ MOST_LAYERS = 1000  # of a loop over a list that forward is given
 class _Tracer(fx.Tracer):
     """Convolutions, norms and torch's modules are single nodes; lists may be looped over."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.record_stack_traces = True
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Also notes the lines that made it. fx notes them too, if it is asked to, but imports
+        torch's compiler for that: a second and more of every rank's start."""
+        node = super().create_node(*args, **kwargs)
+        lines = [line for line in traceback.extract_stack() if line.filename != __file__]
+        node.stack_trace = "".join(traceback.format_list(lines))
+        return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, (nn.Sequential, nn.ModuleList)):

@@ -4,6 +4,7 @@ step to the next."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import time
@@ -117,9 +118,15 @@ RESIDUALS = [
 ]
 
 
-@pytest.mark.parametrize("layer", [1, 2, 3])
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model.values())))
+@pytest.mark.parametrize(
+    ("model", "p", "layer"),
+    covered(
+        list(itertools.product(MODELS, (0.0, 0.5), (1, 2, 3))),
+        # dropout with every kind of layer
+        lambda row: {(str(row[0]), row[2]), (row[0]["model"], *row[1:])},
+    ),
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
 def test_footprint_is_what_torch_allocates(model: dict[str, Any], p: float, layer: int) -> None:
     """What is kept to 0.1 %, peaks to 5 %: leaves out indices that operations make for themselves,
     and small numbers per row."""
@@ -419,6 +426,9 @@ def test_predicted_memory_of_a_processs_first_batches(
     assert fullest_of_batches(case) == pytest.approx(first.fullest(), rel=0.05)
 
 
+STEPS = 4
+
+
 @glibc
 @pytest.mark.parametrize(
     ("strategy", "workload"),
@@ -426,7 +436,12 @@ def test_predicted_memory_of_a_processs_first_batches(
         ("graph_parallel", {"model": "gcn", "norm": "batch"}),
         ("graph_parallel(checkpoint=True)", {"model": "resgcn"}),
         ("graph_parallel", {"model": "gat"}),
-        ("gnnpipe(stages=1,chunks=3)", {"model": "gcnii"}),
+        pytest.param(
+            # its history of gradients and its checkpoints come below
+            "gnnpipe(stages=1,chunks=3)",
+            {"model": "gcnii"},
+            marks=pytest.mark.nightly,
+        ),
         ("gnnpipe(stages=1,chunks=3,historical_gradients=True)", {"model": "gcnii"}),
         ("gnnpipe(stages=1,chunks=3,checkpoint=True)", {"model": "resgcn"}),
         ("granndis(batches=2)", {"model": "sage"}),
@@ -451,10 +466,10 @@ def test_a_step_leaves_nothing_behind(strategy: str, workload: dict[str, Any]) -
     gc.disable()
     try:
         watch, before = MemoryWatch(torch.device("cpu")), allocated()
-        for step in range(4, 12):
+        for step in range(4, 4 + STEPS):
             worker.step(step)
         left, most = (allocated() or 0) - (before or 0), watch.stop()
     finally:
         gc.enable()
     assert most is not None and most > 4e6
-    assert left < 1e-3 * 8 * most
+    assert left < 1e-3 * STEPS * most

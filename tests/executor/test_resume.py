@@ -34,18 +34,25 @@ MINI = {
     "hidden": 6,
     "dropout": 0.3,
 }
-CASES = [
-    Case("graph_parallel", "rough", FULL),
+
+
+def at_night(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.nightly)
+
+
+CASES = [  # those at night are part of others
+    at_night(Case("graph_parallel", "rough", FULL)),
     Case(
         "graph_parallel(narrow=True,checkpoint=True)",
         "rough",
         {**FULL, "model": "gcn", "norm": "batch"},
     ),
     *(
-        Case(name, "rough", FULL, staleness_errors=True)
-        for name in ("pipegcn", "pipegcn_f", "pipegcn_g", "pipegcn_gf")
+        at_night(Case(name, "rough", FULL, staleness_errors=True))
+        for name in ("pipegcn", "pipegcn_f", "pipegcn_g")
     ),
-    Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"}),
+    Case("pipegcn_gf", "rough", FULL, staleness_errors=True),
+    at_night(Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"})),
     Case("gnnpipe(stages=2,chunks=4)", "rough", FULL),
     Case(
         "gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True)",
@@ -53,13 +60,13 @@ CASES = [
         {**FULL, "model": "gat", "heads": 2},
     ),
     Case("gnnpipe(stages=1,chunks=3)", "rough", {**FULL, "model": "gcnii"}),
-    Case("granndis", "rough", FULL, servers=2),
+    at_night(Case("granndis", "rough", FULL, servers=2)),
     Case("granndis(max_hop=1,fanout=3,batches=3)", "rough", FULL, servers=2),
     Case("data_parallel(prefetch=2)", "rough", MINI),
     Case("data_parallel(cache=480)", "rough", MINI),
     Case("gsplit", "rough", MINI),
-    Case("p3", "rough", MINI),
-    Case("p3(pipelined=True)", "rough", MINI),
+    at_night(Case("p3", "rough", MINI)),
+    at_night(Case("p3(pipelined=True)", "rough", MINI)),
     Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2}),
     # one batch per epoch: batches under way are of several epochs
     Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Case, Ranks
+from ranks import Case, ForkServer, Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -820,3 +820,38 @@ def test_a_workload_file_names_a_module_that_stands_beside_it(
     (folder / "workload.yaml").write_text("model: model.py:M\nhidden: 64\n")
     with pytest.raises(SpecError, match=r"decides hidden .hidden: 64, the module's: 16.; leave"):
         planned(*common, "--workload", "../conf/workload.yaml")
+
+
+READS = """
+import sys
+from gnnplan.executor.modules.read import read
+from gnnplan.planner.gnn.workload import Workload
+read(sys.argv[1] + ":M", Workload(), 8, 4)
+assert "torch._inductor" not in sys.modules
+"""
+OWN = """
+from dgl.nn import GraphConv
+from torch import nn
+
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GraphConv(in_feats, out_feats)
+
+    def forward(self, g, x):
+        return self.a(g, x)
+"""
+
+
+def test_a_module_is_read_without_torchs_compiler(tmp_path: Path, fork_server: ForkServer) -> None:
+    """torch.fx had imported it to say from which line a node is: every rank started a second
+    later."""
+    pytest.importorskip("dgl", exc_type=ImportError)
+    (tmp_path / "model.py").write_text(OWN)
+    (tmp_path / "program.py").write_text(READS)
+    words = [str(tmp_path / "program.py"), str(tmp_path / "model.py")]
+    process = fork_server.start(words, {}, tmp_path / "stderr")
+    try:
+        assert process.ended(60)[0] == 0, (tmp_path / "stderr").read_text()
+    finally:
+        process.close()
