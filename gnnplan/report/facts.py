@@ -50,6 +50,10 @@ class Leader:
     gpus: int
     predicted: dict[str, Any]
 
+    def seconds(self, part: str) -> float:
+        """Its epoch_s, compute_s, comm_s or bubble_s [s]."""
+        return float(self.predicted[part])
+
 
 @dataclass(frozen=True)
 class Flips:
@@ -185,7 +189,7 @@ def _leader(answer: Any) -> Leader:
     try:
         knobs = dict(answer["strategy"])
         predicted = answer["predicted"]
-        for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "memory_bytes"):
+        for field in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
             float(predicted[field])
         name = str(named(str(knobs.pop("name")), knobs))
         return Leader(name, bool(answer["exact"]), int(answer["gpus"]), predicted)
