@@ -2,14 +2,18 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import gnnplan
+from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import NAMES
@@ -55,6 +59,32 @@ def test_no_document_or_code_names_a_file_that_is_gone():
             r"`((?:planner|executor|simulator|tests|benchmarks|traces)/[\w/.-]+)`", text
         ):
             assert (ROOT / path).exists(), f"{document.relative_to(ROOT)} names {path}"
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """The words of every `gnnplan VERB ...` in a document's blocks."""
+    text = document.read_text(encoding="utf-8")
+    for block in re.findall(r"^```(?:console|bash)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if found := re.match(r"(?:\$ |srun.* -m )?gnnplan (.*)", line):
+                yield shlex.split(found[1], comments=True)
+
+
+def test_commands_in_documents_have_options_that_exist():
+    """An option that was renamed stayed in a how-to; the commands of tutorials run at night."""
+    verbs = get_command(app).commands
+    known = {name: {o for p in verb.params for o in p.opts} for name, verb in verbs.items()}
+    count = 0
+    for document in DOCUMENTS:
+        if document.name == "CHANGELOG.md":
+            continue
+        for verb, *words in commands(document):
+            if verb.startswith("-"):
+                continue
+            used = {word.partition("=")[0] for word in words if word.startswith("-")} - {"--help"}
+            assert verb in known and used <= known[verb], f"{document.name}: {verb} {words}"
+            count += 1
+    assert count > 50
 
 
 def test_every_public_name_is_in_the_reference_of_python():

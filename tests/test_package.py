@@ -166,6 +166,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with the wheel and today's dependencies, which an index need not give
     again. A `.pth` file of a folder that is named by one is not read: no editable install is."""
     pytest.importorskip("torch_geometric")
+    pytest.importorskip("plotly")
     folder = tmp_path_factory.mktemp("newcomer") / "venv"
     venv.create(folder)
     (here,) = folder.glob("lib/python*/site-packages")
@@ -217,7 +218,7 @@ def test_who_has_only_the_wheel_plans_trains_and_validates(run: Run, environment
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_script_of_pyg_is_planned_and_trained_as_it_is(run: Run, tmp_path: Path):
-    """Three commands after the script that everybody has: on two ranks it learns what it learned,
+    """Four commands after the script that everybody has: on two ranks it learns what it learned,
     bytes and memory are as planned, and its library's memory is not counted as training's."""
     (tmp_path / "script.py").write_text(SCRIPT)
     run("python", "-c", GRAPH)
@@ -228,5 +229,7 @@ def test_a_script_of_pyg_is_planned_and_trained_as_it_is(run: Run, tmp_path: Pat
     found = json.loads(run("gnnplan", "validate", "trained", "--json"))
     assert found["bytes"]["equal"]
     assert abs(found["memory"]["error"]) < 0.15
+    run("gnnplan", "report", "plan.json", "trained")
+    assert "<html" in (tmp_path / "report.html").read_text()[:1000]
     last = json.loads((tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()[-1])
     assert alone > 0.8 and last["test_accuracy"] == pytest.approx(alone, abs=0.03)
