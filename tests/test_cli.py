@@ -438,8 +438,8 @@ def test_help_of_every_verb_comes_without_heavy_imports():
     program = """
 import sys
 from gnnplan.cli import main
-for verb in [], ["profile"], ["check"], ["plan"], ["simulate"], ["run"], ["validate"], ["measure"]:
-    sys.argv = ["gnnplan", *verb, "--help"]
+for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate", "measure":
+    sys.argv = ["gnnplan", *verb.split(), "--help"]
     try:
         main()
     except SystemExit as end:
@@ -454,12 +454,14 @@ assert not {"torch", "scipy", "numpy", "simpy", "pymetis", "networkx", "dgl"} & 
         "profile",
         "plan",
         "simulate",
+        "tune",
         "run",
         "validate",
         "measure",
         "Exit codes",
         "--sweep",
         "--eval-every",
+        "--share",
         "--partitioner",
     ):
         assert word in done.stdout

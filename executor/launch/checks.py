@@ -29,20 +29,25 @@ def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
     """
     document = read(plan)
     problem = question(document)
+    must_be_trainable(problem, f"{plan}: ")
+    strategy = chosen(document).settle(problem)
+    strategy.check(problem)
+    return document, problem, strategy
+
+
+def must_be_trainable(problem: Problem, where: str = "") -> None:
+    """Raise SpecError if the graph is known by statistics only, or has no labels."""
     name = problem.stats.name
     if not isinstance(problem.graph, Graph):
         raise SpecError(
-            f"{plan}: the graph {name} is known by statistics only and cannot be trained;"
+            f"{where}the graph {name} is known by statistics only and cannot be trained;"
             " plan with a graph file"
         )
     if problem.stats.classes == 0 or problem.stats.train_vertices == 0:
         raise SpecError(
-            f"{plan}: the graph {name} has no labelled training vertices; it can be"
+            f"{where}the graph {name} has no labelled training vertices; it can be"
             " planned and simulated, not trained; plan with a graph that has y"
         )
-    strategy = chosen(document).settle(problem)
-    strategy.check(problem)
-    return document, problem, strategy
 
 
 def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_bytes, write_atomi
 
 MAX_FILE = 1 << 16  # [B]
 MOST = 10**9  # epochs, restarts, seconds
-NOT_INHERITED = ("resume", "restarts")  # each call of `gnnplan run` says these anew
+NOT_INHERITED = ("resume", "restarts", "quiet")  # each call of `gnnplan run` says these anew
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Options:
     checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
     resume: bool = False  # go on from the last checkpoint in the run's folder
     restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, when one is lost
+    quiet: bool = False  # no lines about epochs
 
     @classmethod
     def of(cls, out: Path, given: Mapping[str, Any], resume: bool) -> Options:

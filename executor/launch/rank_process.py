@@ -135,7 +135,7 @@ class _Process:
             self.out,
             epochs,
             self.options.eval_every,
-            _progress_line(epochs, first),
+            (lambda row: None) if self.options.quiet else _progress_line(epochs, first),
             checkpoints,
         )
         if rank.world > 1:

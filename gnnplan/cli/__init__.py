@@ -1,4 +1,4 @@
-"""The command line: a file per verb (convert, profile, check, plan, simulate, run, validate,
+"""The command line: a file per verb (convert, profile, check, plan, simulate, tune, run, validate,
 measure).
 
 common.py has what the verbs share. Every verb imports what it needs when it is called, so that
@@ -18,7 +18,8 @@ import typer
 from gnnplan.cli.common import app, emit, say
 
 # in the order of --help
-for _verb in ("convert", "profile", "check", "plan", "simulate", "run", "validate", "measure"):
+_VERBS = ("convert", "profile", "check", "plan", "simulate", "tune", "run", "validate", "measure")
+for _verb in _VERBS:
     import_module(f"gnnplan.cli.{_verb}")
 
 

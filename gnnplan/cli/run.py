@@ -87,10 +87,8 @@ def run(
     A run that was broken off: gnnplan run --resume DIR. Under torchrun restarts are torchrun's
     (--max-restarts 3), and go on from the last checkpoint too."""
     from gnnplan.executor.launch import launcher as launch
-    from gnnplan.planner.decision import plan as plans
     from gnnplan.planner.graph.arrays import STAND_IN_LABELS
     from gnnplan.planner.vocabulary.errors import SpecError
-    from gnnplan.planner.vocabulary.files import make_folder
     from gnnplan.planner.vocabulary.units import show_count
 
     if resume is not None and out is not None:
@@ -137,8 +135,7 @@ def run(
     document, problem, strategy = launch.prepare(plan_file)
     if out is None:
         graph = problem.stats.name.split("?")[0].replace(":", "-").replace("/", "-")
-        stem = f"{graph}-{strategy.name}"
-        out = next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{stem}-{n}").exists())
+        out = launch.new_folder(f"{graph}-{strategy.name}")
     number, last = options.epochs or problem.workload.epochs, 0
     if resume is None:
         launch.must_be_new(out)
@@ -146,10 +143,6 @@ def run(
         last = launch.last_of(out, problem, strategy)
         launch.must_go_on(out, last, number)
     launch.must_fit_here(problem)
-    strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
-    make_folder(out)
-    plans.write(out / "plan.json", document)
-    options.write(out)
     onwards = f" after {last}" if last else ""
     say(
         f"training {problem.stats.name} with {strategy} on"
@@ -158,7 +151,8 @@ def run(
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         say(f"note: {note}")
-    launch.start(out / "plan.json", out, replace(options, restarts=restarts), problem, servers)
+    options = replace(options, restarts=restarts)
+    launch.begin(document, problem, strategy, out, options, servers)
     show_run(out, as_json)
     for note in stand_in:
         say(f"note: {note}")
