@@ -440,7 +440,7 @@ def test_help_of_every_verb_comes_without_heavy_imports():
     program = """
 import sys
 from gnnplan.cli import main
-for verb in [], ["profile"], ["check"], ["plan"], ["simulate"], ["run"], ["validate"], ["trace"], ["emit"], ["measure"]:
+for verb in [], ["profile"], ["check"], ["plan"], ["simulate"], ["tune"], ["run"], ["validate"], ["trace"], ["emit"], ["measure"]:
     sys.argv = ["gnnplan", *verb, "--help"]
     try:
         main()
@@ -456,12 +456,14 @@ assert not {"torch", "scipy", "numpy", "simpy", "pymetis", "networkx", "dgl"} & 
         "profile",
         "plan",
         "simulate",
+        "tune",
         "run",
         "validate",
         "measure",
         "Exit codes",
         "--sweep",
         "--eval-every",
+        "--share",
         "--partitioner",
     ):
         assert word in done.stdout
@@ -644,7 +646,7 @@ def test_a_report_refuses_a_run_of_another_plan(
     trained: dict[str, Trained], gnnplan: Call, tmp_path: Path
 ):
     output = tmp_path / "report.html"
-    plan, other = trained["two"].out / "plan.json", trained["three"].out
+    plan, other = trained["two"].out / "plan.json", trained["one"].out
     answer = gnnplan("report", plan, other, "-o", output)
     assert answer.code == 2 and f"{other} is a run of another question" in answer.err
     answer = gnnplan("report", plan, tmp_path, "-o", output)

@@ -197,7 +197,9 @@ def why_not(found: SearchResult) -> list[str]:
         if fastest is None:
             continue
         slower = float(fastest.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
-        if slower < 0:
+        if slower < 0 and found.measured:
+            out.append(f"{fastest.strategy} is faster by prediction, but the choice was measured")
+        elif slower < 0:
             out += [doubted(fastest, best)] if fastest is not found.others[0] else []
         else:
             out.append(
@@ -232,7 +234,7 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
 
 def within_noise(found: SearchResult) -> list[str]:
     """Whether the first two are closer than predictions are known to be right."""
-    if len(found.ranked) < 2:
+    if len(found.ranked) < 2 or found.measured:
         return []
     first, second = found.best, found.others[0]
     gap = float(second.predicted.epoch_s) / float(first.predicted.epoch_s) - 1
@@ -254,7 +256,7 @@ def within_noise(found: SearchResult) -> list[str]:
     )
     return [
         f"{first.strategy} and {second.strategy} differ by {show_percent(gap, 1)}, {why}: run both"
-        " for a few epochs"
+        " for a few epochs (gnnplan tune)"
     ]
 
 

@@ -59,17 +59,19 @@ class Candidate:
 class SearchResult:
     """Candidates from fastest to slowest, and (strategy, reason) of those that were rejected.
 
-    `forced`: one strategy was asked for, and nothing was compared.
+    `forced`: one strategy was asked for, and nothing was compared. `measured`: the candidate that
+    runs have shown to be best (`gnnplan tune`).
     """
 
     ranked: list[Candidate]
     rejected: list[tuple[str, str]]
     forced: bool = False
+    measured: Candidate | None = None
 
     @property
     def best(self) -> Candidate:
         """The candidate that is recommended (recommendation.py)."""
-        return recommend(self.ranked)
+        return self.measured or recommend(self.ranked)
 
     @property
     def others(self) -> list[Candidate]:
@@ -79,7 +81,7 @@ class SearchResult:
 
     @property
     def passed_over(self) -> list[Candidate]:
-        """Candidates that are predicted to be faster than the best: all are lossy."""
+        """Candidates that are predicted to be faster than the best."""
         best_s = float(self.best.predicted.epoch_s)
         return [c for c in self.others if float(c.predicted.epoch_s) < best_s]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.recommendation import recommended
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.search import Candidate, SearchResult, recommend, search
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.progress import Notify, silent
@@ -32,11 +32,14 @@ def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list
     """What doubling a number gives, and where another family wins.
 
     As 'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins', 'at 8
-    layers or fewer ..'. Empty for statistics on more than MOST_ESTIMATED GPUs.
+    layers or fewer ..'. Empty for statistics on more than MOST_ESTIMATED GPUs, and where runs have
+    decided otherwise than predictions would.
     """
     best = found.best.problem
     cluster = best.cluster
     out: list[str] = []
+    if found.measured and found.measured is not recommend(found.ranked):
+        return out
     if not best.stats.known and cluster.ranks > MOST_ESTIMATED:
         return out
     notify("asking what would change the choice", "links and devices")

@@ -77,6 +77,7 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
         else "it changes the gradient (--exact leaves such strategies out)"
     )
     asked = ", as --strategy asks" if found.forced else ""
+    asked = ", as measured" if found.measured else asked
     return f"{best.strategy} on {number}{asked}; {seating(best)}; {gradient}"
 
 
@@ -197,7 +198,7 @@ def rivals(found: SearchResult) -> str:
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
     if within_noise(found):
-        why = ": too close to tell, run both for a few epochs"
+        why = ": too close to tell, try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
     told = textwrap.shorten(_loss(others[0], best), WIDEST_RIVALS - len(why), placeholder="...")
@@ -222,6 +223,8 @@ def changes(found: SearchResult, turning_points: Sequence[str]) -> str:
     """Where another family takes over, of links, devices and depths."""
     if len(found.ranked) < 2:
         return "unknown, since only one strategy was compared"
+    if found.measured and not turning_points:
+        return "not asked, since runs have decided otherwise than predictions would"
     if not turning_points:
         return "not asked of an estimate on so many GPUs"
     wins = [sentence for sentence in turning_points if sentence.endswith("wins")]

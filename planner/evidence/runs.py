@@ -199,8 +199,7 @@ def noise(runs: Sequence[Run]) -> float:
     """How much the median epoch of the same run usually differs, as a share of it.
 
     Repeated runs give it directly, as their standard deviation over their mean. Without any, it is
-    the uncertainty of a median: 1.25 standard errors, with the standard deviation estimated as the
-    interquartile range over 1.35.
+    the usual `median_error`.
     """
     repeated = [
         [run.measured_s for run in same]
@@ -210,12 +209,18 @@ def noise(runs: Sequence[Run]) -> float:
     if repeated:
         return median(float(np.std(same, ddof=1)) / mean(same) for same in repeated)
 
-    def of_one_run(epochs_s: Sequence[float]) -> float:
-        low, high = np.quantile(epochs_s, (0.25, 0.75))
-        deviation = (high - low) / 1.35
-        return float(1.25 * deviation / np.sqrt(len(epochs_s)) / median(epochs_s))
+    return median(median_error(run.epochs_s) for run in runs)
 
-    return median(of_one_run(run.epochs_s) for run in runs)
+
+def median_error(epochs_s: Sequence[float]) -> float:
+    """The uncertainty of the median of a run's epochs, as a share of it.
+
+    1.25 standard errors, with the standard deviation estimated as the interquartile range over
+    1.35.
+    """
+    low, high = np.quantile(epochs_s, (0.25, 0.75))
+    deviation = (high - low) / 1.35
+    return float(1.25 * deviation / np.sqrt(len(epochs_s)) / median(epochs_s))
 
 
 def ranking(runs: Sequence[Run]) -> dict[str, Any]:
