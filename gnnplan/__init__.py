@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gnnplan.api.planning import Plan as Plan
     from gnnplan.api.planning import load_plan as load_plan
     from gnnplan.api.planning import plan as plan
+    from gnnplan.api.planning import tune as tune
     from gnnplan.api.running import Run as Run
     from gnnplan.api.simulation import Simulation as Simulation
     from gnnplan.api.simulation import Sweep as Sweep
@@ -44,7 +45,7 @@ __version__ = "0.2.0.dev0"
 # where a public name is; it is imported when it is first used, so that `import gnnplan` is quick
 _HOMES = {
     "api.measuring": ("measure",),
-    "api.planning": ("Answer", "Plan", "load_plan", "plan"),
+    "api.planning": ("Answer", "Plan", "load_plan", "plan", "tune"),
     "api.running": ("Run",),
     "api.simulation": ("Simulation", "Sweep"),
     "api.validation": ("Validation", "Validations", "validate"),

@@ -133,6 +133,8 @@ def test_from_an_object_in_memory_to_a_validated_run(tmp_path: Path):
     assert gnnplan.validate([run]).document["runs"] == 1
     with pytest.raises(gnnplan.SpecError, match="holds a run already"):
         plan.run(tmp_path / "run")
+    tuned = gnnplan.tune(plan, tmp_path / "tuned")  # nothing to compare: --strategy named it
+    assert tuned.best == plan.best and "--strategy names one" in tuned.document["tuned"]["why"]
     onwards = gnnplan.load_plan(run.out / "plan.json").resume(run, epochs=4)
     assert [row["epoch"] for row in onwards.metrics] == [1, 2, 3, 4]
 

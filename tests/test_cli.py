@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from examples import NIGHT
 
 from gnnplan import __version__
 from gnnplan.api.running import Run
@@ -157,8 +158,8 @@ def test_plan(gnnplan: Call, tmp_path: Path):
         == sum(best["predicted"]["bytes_by_link"].values())
     )
     assert [place["rank"] for place in best["placement"]] == [0, 1]
-    times = [answer["predicted"]["epoch_s"] for answer in [best, *document["alternatives"]]]
-    assert times == sorted(times) and len(times) > 3
+    times = [answer["predicted"]["epoch_s"] for answer in document["alternatives"]]
+    assert times == sorted(times) and len(times) > 2
     families = {answer["strategy"]["name"] for answer in document["alternatives"]}
     assert {"graph_parallel", "gnnpipe"} <= families | {best["strategy"]["name"]}
     assert all(set(item) == {"strategy", "reason"} for item in document["rejected"])
@@ -439,7 +440,7 @@ def test_help_of_every_verb_comes_without_heavy_imports():
     program = """
 import sys
 from gnnplan.cli import main
-for verb in [], ["profile"], ["check"], ["plan"], ["simulate"], ["run"], ["validate"], ["measure"]:
+for verb in [], ["profile"], ["check"], ["plan"], ["simulate"], ["tune"], ["run"], ["validate"], ["trace"], ["emit"], ["measure"]:
     sys.argv = ["gnnplan", *verb, "--help"]
     try:
         main()
@@ -455,15 +456,31 @@ assert not {"torch", "scipy", "numpy", "simpy", "pymetis", "networkx", "dgl"} & 
         "profile",
         "plan",
         "simulate",
+        "tune",
         "run",
         "validate",
         "measure",
         "Exit codes",
         "--sweep",
         "--eval-every",
+        "--share",
         "--partitioner",
     ):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("gnnplan em", ["emit"]), ("gnnplan run --strat", ["--strategy"])]
+)
+def test_a_shell_completes_verbs_and_options(
+    words: str, offered: list[str], gnnplan: Call, monkeypatch: pytest.MonkeyPatch
+):
+    """As the line that `gnnplan --install-completion` writes for bash asks."""
+    monkeypatch.setenv("_GNNPLAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    answer = gnnplan()
+    assert answer.code == 0 and answer.out.split() == offered and not answer.err
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -477,8 +494,9 @@ RUNS = {  # name -> ranks, strategy, words before 'run'
         "graph_parallel",
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gnnplan"],
     ),
-    "three": (3, "gnnpipe(stages=3,chunks=1)", ["-m", "gnnplan"]),
 }
+if NIGHT:
+    RUNS["three"] = (3, "gnnpipe(stages=3,chunks=1)", ["-m", "gnnplan"])
 
 
 class Trained(NamedTuple):
@@ -497,7 +515,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """The same question, trained by real ranks in four ways at once."""
+    """The same question, trained by real ranks in these ways at once."""
     folder = tmp_path_factory.mktemp("trained")
     env = os.environ | {"GNNPLAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     begun = {}
@@ -583,7 +601,7 @@ def test_run_says_one_document_and_leaves_all_files(trained: dict[str, Trained])
 def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(trained: dict[str, Trained]):
     one = trained["one"].losses
     assert len(set(one)) == EPOCHS
-    for name in ("two", "three"):
+    for name in RUNS:
         assert trained[name].losses == pytest.approx(one, rel=1e-4), name
     # to the last bit: the same ranks, twice
     assert trained["torchrun"].losses == trained["two"].losses
@@ -600,6 +618,40 @@ def test_weights_are_those_of_every_layer(trained: dict[str, Trained]):
         assert all(bool(value.isfinite().all()) for value in state.values())
     # as the umask says, not only for the owner
     assert (trained["two"].out / "weights.safetensors").stat().st_mode & 0o044
+
+
+def test_a_report_shows_what_runs_measured(
+    trained: dict[str, Trained], gnnplan: Call, tmp_path: Path
+):
+    """Losses are the file's, errors are validate's, and the measured epoch is under the simulated
+    one."""
+    two, again = trained["two"].out, trained["torchrun"].out
+    output = tmp_path / "report.html"
+    answer = gnnplan("report", two / "plan.json", two, again, "-o", output, "--json")
+    assert answer.code == 0 and answer.document["report"] == str(output)
+    text = output.read_text(encoding="utf-8")
+    pictures = json.loads(re.search(r'id="pictures">(.*?)</script>', text, re.S)[1])
+    losses = [line for line in pictures["losses"]["data"] if line["yaxis"] == "y"]
+    assert [line["y"] for line in losses] == [trained["two"].losses, trained["torchrun"].losses]
+    told = gnnplan("validate", two, "--json").document
+    bars = pictures["errors"]["data"][0]
+    assert (bars["name"], bars["y"][0]) == (str(two), "whole epoch")
+    assert bars["x"][0] == pytest.approx(100 * told["step"]["predicted_error"], abs=1e-3)
+    assert {line["yaxis"] for line in pictures["timeline"]["data"]} == {"y", "y2"}
+    diamonds = pictures["epochs"]["data"][-1]
+    assert (diamonds["name"], diamonds["y"]) == ("measured", [0])
+
+
+def test_a_report_refuses_a_run_of_another_plan(
+    trained: dict[str, Trained], gnnplan: Call, tmp_path: Path
+):
+    output = tmp_path / "report.html"
+    plan, other = trained["two"].out / "plan.json", trained["one"].out
+    answer = gnnplan("report", plan, other, "-o", output)
+    assert answer.code == 2 and f"{other} is a run of another question" in answer.err
+    answer = gnnplan("report", plan, tmp_path, "-o", output)
+    assert answer.code == 2 and "is not a finished run" in answer.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_runs_epoch_is_the_median_of_all_but_its_first_two(tmp_path: Path):
@@ -1626,7 +1678,7 @@ def test_nothing_fits(forced: list[str], gnnplan: Call):
 def test_more_servers_as_the_remedy(gnnplan: Call):
     words = [
         "--graph",
-        "synthetic:community?vertices=20000&edges=200000&features=64&classes=8&seed=0",
+        "synthetic:community?vertices=20000&edges=60000&features=64&classes=8&seed=0",
         "--cluster",
         "gnnpipe_a5000",
         "--hidden",

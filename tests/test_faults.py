@@ -38,7 +38,7 @@ def plan(folder: Path, ranks: int, *more: str) -> Path:
 def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
     """At any moment: between two operations the one that ended last is named."""
     victim = 0  # who writes the metrics
-    run = start(plan(tmp_path, 3, "--strategy", "gnnpipe"), "--epochs", str(FOREVER), "--json")
+    run = start(plan(tmp_path, 2, "--strategy", "gnnpipe"), "--epochs", str(FOREVER), "--json")
     run.until_training()
     os.kill(run.rank(victim), signal.SIGKILL)
     assert run.ended() == 4, run.stderr

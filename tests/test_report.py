@@ -2,17 +2,19 @@
 
 import json
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gnnplan.cli import main
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.vocabulary.trace import Span
-from gnnplan.report import decision, page, report
-from gnnplan.report.facts import Facts, gather
+from gnnplan.report import decision, page, report, traffic
+from gnnplan.report.facts import FACTORS, Facts, gather
 from gnnplan.report.timeline import MOST_MARKS, marks, steady, thinned, timeline
 
 GRAPH = "synthetic:community?vertices=400&edges=4000&features=8&classes=3&seed=0"
@@ -75,6 +77,8 @@ def test_the_page_is_one_small_file_that_fetches_nothing(plan: Path, tmp_path: P
     pictures = json.loads(re.search(r'id="pictures">(.*?)</script>', text, re.S)[1])
     for key in pictures:
         assert re.search(rf'id="{key}" role="img" aria-label="[^"]{{40,}}"', text), key
+    assert set(pictures) == {"epochs", "timeline", "memory", "matrix", "links", "flips"}
+    assert text.count("gnnplan run plan.json --out run") == 2  # how to get the other two
 
 
 def test_bars_add_up_to_epochs(facts: Facts):
@@ -96,6 +100,34 @@ def test_memory_adds_up_to_what_the_plan_says(facts: Facts):
     assert fullest * scale == pytest.approx(said, rel=1e-3)
 
 
+def test_the_matrix_adds_up_to_the_bytes_and_links_carry_them(facts: Facts):
+    said = facts.document["best"]["predicted"]
+    sent = traffic.sent_between(facts.candidate, facts.epoch)
+    assert sent.sum() == pytest.approx(said["bytes_total"], rel=1e-12)
+    [field] = traffic.matrix(facts).figure.data
+    scale = {"kB": 1e3, "MB": 1e6}[field.colorbar.title.text]
+    assert np.sum(field.z) * scale == pytest.approx(said["bytes_total"], rel=1e-4)
+    servers = np.array(facts.problem.servers)
+    between = sent[servers[:, None] != servers].sum()
+    assert between == pytest.approx(said["bytes_by_link"]["inter_node"], rel=1e-9)
+    loads = traffic.loads(facts.candidate, sent)
+    assert sum(one.nbytes for one in loads if one.port[0] == "nic_out") == pytest.approx(between)
+    drawn = traffic.links(facts).figure.data
+    assert {"rank 0", "rank 3", "NIC 1", "network 0"} <= set(drawn[-1].hovertext)
+
+
+def test_the_framed_field_is_the_plan(facts: Facts):
+    found = facts.flips
+    here = found.widths.index(facts.problem.workload.hidden), len(FACTORS) // 2
+    assert found.winners[here[0]][here[1]].strategy == facts.candidate.strategy
+    said = facts.document["best"]["predicted"]["epoch_s"]
+    assert found.seconds[here[0]][here[1]] == pytest.approx(said, rel=1e-9)
+    for row in found.seconds:  # a faster link never makes the fastest epoch longer
+        assert row == sorted(row, reverse=True)
+    [field] = decision.flips(facts).figure.data
+    assert np.shape(field.z) == (len(found.widths), len(FACTORS))
+
+
 def test_the_timeline_shows_one_epoch_of_every_rank_and_lane(facts: Facts):
     window = steady("simulated", facts.simulated, 1)
     assert window.seconds == pytest.approx(facts.document["best"]["predicted"]["epoch_s"], rel=0.3)
@@ -112,6 +144,9 @@ def test_what_no_screen_shows_is_joined_and_nothing_else():
     [first, last] = thinned(spans, 1.6)
     assert (first.start, first.end, first.label) == (0, 1.5, "2 operations")
     assert (last.start, last.end) == (2, 3.5)
+    short = Span("loss:s0", "loss", 0, "compute", 0, 0.1)
+    long = Span("forward:l1:s0", "forward", 0, "compute", 0.1, 9)
+    assert [mark.label for mark in thinned([short, long], 0.5)] == ["loss", "forward:l1"]
     many = [
         Span(f"forward:c{i}:s0", "forward", rank, "compute", i, i + 0.5)
         for rank in range(8)
@@ -126,7 +161,13 @@ def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path: Path):
         forced = ["--strategy", "gnnpipe(stages=8,chunks=32)", "-o", tmp_path / "plan.json"]
         assert gnnplan(patch, *words.split(), *forced) == 0
     facts = gather(tmp_path / "plan.json", [])
-    pictures = [decision.epochs(facts), timeline(facts), decision.memory(facts)]
+    pictures = [
+        decision.epochs(facts),
+        timeline(facts),
+        decision.memory(facts),
+        traffic.matrix(facts),
+        traffic.links(facts),
+    ]
     assert len(page.page(facts, pictures, {}).encode()) <= MOST_BYTES
 
 
@@ -177,3 +218,59 @@ def test_bad_input_is_named_and_leaves_nothing(
     assert gnnplan(monkeypatch, "report", tmp_path / "bad.json", "-o", output) == 2
     assert re.search(said, capsys.readouterr().err)
     assert list(output.parent.iterdir()) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_draws_every_picture(width: int, scheme: str, plan: Path, tmp_path: Path):
+    """Chromium, offline: no error on its console, every picture drawn, nothing to scroll sideways."""
+    programs = shutil.which("chromium"), shutil.which("chromedriver")
+    if None in programs:
+        pytest.skip("needs chromium and chromedriver")
+    from selenium import webdriver
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    output = report(plan, output=tmp_path / "report.html")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options, webdriver.ChromeService(programs[1]))
+    try:
+        browser.execute_cdp_cmd("Network.enable", {})
+        browser.execute_cdp_cmd(
+            "Network.emulateNetworkConditions",
+            {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
+        )
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+        )
+        browser.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+        )
+        browser.get(output.as_uri())
+
+        def ask(words: str) -> object:
+            return browser.execute_script(f"return {words}")
+
+        plots = "document.querySelectorAll('.plot{}').length"
+        WebDriverWait(browser, 60).until(
+            lambda _: ask(plots.format("[data-drawn]")) == ask(plots.format(""))
+        )
+        assert ask(plots.format("")) == 6
+        drawn = "[...document.querySelectorAll('.plot')].every(p => p.querySelector('.trace, .hm'))"
+        assert ask(drawn)
+        assert browser.get_log("browser") == []
+        page_width = "document.documentElement.{}Width"
+        assert ask(page_width.format("scroll")) <= ask(page_width.format("client")) <= width
+        background = ask("getComputedStyle(document.body).backgroundColor")
+        assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 26)"}[scheme]
+        templates = "document.querySelector('.plot').layout.template.layout.font.color"
+        assert ask(templates) == {"light": "#2a3f5f", "dark": "#f2f5fa"}[scheme]
+    finally:
+        browser.quit()

@@ -58,11 +58,10 @@ class Launch:
             if not one.isprintable():
                 raise SpecError(f"{one!r}: a launch file cannot name it; rename it and plan again")
         strategy = chosen(document)
-        graph = Path(head).name.replace("synthetic:", "")
-        name = re.sub(r"[^a-z0-9]+", "-", f"{graph}-{strategy.name}".lower()).strip("-")
+        graph = Path(head).stem.removeprefix("synthetic:")
         return cls(
             path,
-            name[-LONGEST_NAME:].strip("-"),
+            _name(f"{graph}-{strategy.name}"),
             str(strategy),
             len(per_server),
             next(iter(per_server.values())),
@@ -92,6 +91,16 @@ class Launch:
         if self.files:
             words.append(f"where the plan says: {', '.join(map(str, self.files))}")
         return words
+
+
+def _name(words: str) -> str:
+    """A name of a job as Kubernetes takes it: lower case, digits and dashes, a letter first.
+
+    >>> _name("3D mesh_2-pipegcn")
+    'd-mesh-2-pipegcn'
+    """
+    plain = re.sub(r"[^a-z0-9]+", "-", words.lower())[-LONGEST_NAME:]
+    return re.sub(r"^[^a-z]+|-+$", "", plain)
 
 
 def torchrun(launch: Launch) -> str:

@@ -62,10 +62,10 @@ def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     ids = torch.arange(graph.stats.vertices)
     data = {"feat": _features(graph), "label": _tensor(graph.y), **_masks(graph), "orig_id": ids}
     whole.ndata.update(data)
-    ours = torch.from_numpy(assigned)
+    ours = _Assignment(assigned)
     with (
         _complete(folder) as temporary,
-        patch.object(partition, "metis_partition_assignment", lambda *_, **__: ours),
+        patch.object(partition, "metis_partition_assignment", ours),
         contextlib.redirect_stdout(io.StringIO()),  # timings
     ):
         dgl.distributed.partition_graph(
@@ -76,6 +76,7 @@ def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
             num_hops=1,
             num_trainers_per_machine=per_server,
         )
+        ours.must_be_taken(dgl.__name__)
     return told
 
 
@@ -91,13 +92,13 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     if problem.ranks == 1:
         raise SpecError("PyG's Partitioner writes two parts or more, and the plan has one rank")
     assigned, told = assignment(problem, strategy)
-    ours = torch.from_numpy(assigned)
+    ours = _Assignment(assigned)
 
     class Clusters(writer.ClusterData):  # type: ignore[misc, name-defined]
         """PyG's clusters, by our assignment."""
 
         def _metis(self, *_: Any) -> Tensor:
-            return ours
+            return ours()
 
     whole = data.Data(
         x=_features(graph),
@@ -110,9 +111,29 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
         contextlib.redirect_stderr(io.StringIO()),  # 'Computing METIS partitioning...'
     ):
         writer.Partitioner(whole, problem.ranks, str(temporary)).generate_partition()
+        ours.must_be_taken("torch_geometric")
         torch.save(_tensor(graph.y), temporary / "label.pt")
         torch.save(_masks(graph), temporary / "split.pt")
     return told
+
+
+class _Assignment:
+    """Stands where a library calls METIS, and gives the plan's parts."""
+
+    def __init__(self, assigned: np.ndarray) -> None:
+        self.assigned, self.taken = assigned, False
+
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
+        self.taken = True
+        return _tensor(self.assigned)
+
+    def must_be_taken(self, name: str) -> None:
+        """Raise SpecError if the library has not called it: then the parts are not the plan's."""
+        if not self.taken and self.assigned.any():
+            raise SpecError(
+                f"this version of {name} partitions graphs in another way than those that gnnplan"
+                " knows; see pyproject.toml for their versions"
+            )
 
 
 @contextlib.contextmanager

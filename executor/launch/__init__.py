@@ -3,6 +3,7 @@
 Which file to open:
 
     launcher.py       starts local ranks and waits for them; the names that the command line uses
+    tune.py           runs the few strategies that are within doubt, and plans by what they took
     options.py        how a plan is run: epochs, timeout, checkpoints
     checks.py         what is refused before any process starts
     rank_process.py   one rank's process, from its plan to its exit code

@@ -43,20 +43,25 @@ def trainable(problem: Problem, strategy: Strategy, plan: str) -> tuple[Problem,
 
     Raises SpecError where it cannot be trained.
     """
+    must_be_trainable(problem, f"{plan}: ")
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    return problem, strategy
+
+
+def must_be_trainable(problem: Problem, where: str = "") -> None:
+    """Raise SpecError if the graph is known by statistics only, or has no labels."""
     name = problem.stats.name
     if not isinstance(problem.graph, Graph):
         raise SpecError(
-            f"{plan}: the graph {name} is known by statistics only and cannot be trained;"
+            f"{where}the graph {name} is known by statistics only and cannot be trained;"
             " plan with a graph file"
         )
     if problem.stats.classes == 0 or problem.stats.train_vertices == 0:
         raise SpecError(
-            f"{plan}: the graph {name} has no labelled training vertices; it can be"
+            f"{where}the graph {name} has no labelled training vertices; it can be"
             " planned and simulated, not trained; plan with a graph that has y"
         )
-    strategy = strategy.settle(problem)
-    strategy.check(problem)
-    return problem, strategy
 
 
 def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:

@@ -30,13 +30,16 @@ from gnnplan.executor.launch.rank_process import follow, leave, work
 from gnnplan.executor.launch.scalars import must_be_installed
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import latest, stored
-from gnnplan.planner.decision.plan import read
+from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError
+from gnnplan.planner.vocabulary.files import make_folder
 
 __all__ = [
     "Emulated",
     "Options",
+    "begin",
     "follow",
     "last_of",
     "leave",
@@ -44,6 +47,7 @@ __all__ = [
     "must_be_new",
     "must_fit_here",
     "must_go_on",
+    "new_folder",
     "prepare",
     "start",
     "started_by_launcher",
@@ -52,11 +56,36 @@ __all__ = [
 ]
 
 
+def new_folder(name: str) -> Path:
+    """The first folder runs/NAME-1, runs/NAME-2 .. that does not exist."""
+    return next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{name}-{n}").exists())
+
+
 @dataclass(frozen=True)
 class Emulated:
     """Servers played by this machine, with NICs of `rate` [B/s]; None: unshaped."""
 
     rate: float | None
+
+
+def begin(
+    document: dict[str, Any],
+    problem: Problem,
+    strategy: Strategy,
+    out: Path,
+    options: Options,
+    emulate: Emulated | None = None,
+) -> None:
+    """Train with a plan's strategy in a folder that gets all that a run leaves.
+
+    `document` is the plan, `strategy` its choice, settled. Raises SpecError, LostRank.
+    """
+    must_fit_here(problem)
+    strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
+    make_folder(out)
+    write(out / "plan.json", document)
+    options.write(out)
+    start(out / "plan.json", out, options, problem, emulate)
 
 
 def start(

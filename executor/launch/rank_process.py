@@ -133,7 +133,7 @@ class _Process:
         if mismatch and rank.rank == 0:
             sys.stderr.write(f"note: {mismatch}\n")
         self.activity.begin("phase", "set-up")
-        with _reports(epochs, first, self.options.tensorboard, rank.rank) as report:
+        with _reports(epochs, first, self.options, rank.rank) as report:
             train(
                 rank,
                 problem,
@@ -234,14 +234,14 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def _reports(
-    epochs: int, first: int, tensorboard: str | None, rank: int
+    epochs: int, first: int, options: Options, rank: int
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Tells the user of epochs on standard error, and TensorBoard where it is asked for."""
-    line = _progress_line(epochs, first)
-    if tensorboard is None or rank != 0:
+    line = (lambda row: None) if options.quiet else _progress_line(epochs, first)
+    if options.tensorboard is None or rank != 0:
         yield line
         return
-    with closing(Scalars(tensorboard, first)) as scalars:
+    with closing(Scalars(options.tensorboard, first)) as scalars:
 
         def report(row: dict[str, Any]) -> None:
             line(row)

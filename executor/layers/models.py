@@ -190,7 +190,7 @@ def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tens
 
 
 class _SplitLayer(nn.Module):
-    """What the layers below have in common: `Layer`, but for `project` and `update`."""
+    """What the layers below have in common: `Layer`, but for `project` and `combine`."""
 
     projects_first: bool
     linear = True
@@ -201,6 +201,11 @@ class _SplitLayer(nn.Module):
         self.activates = shape.activates
         self.drops = shape.drops
         self.norm = norm_of(shape.norm, shape.h_in)
+        self.residual = shape.residual
+        if shape.residual and shape.residual.linear:
+            self.weight_residual = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
+            bias = torch.zeros(shape.h_out)
+            self.bias_residual = nn.Parameter(bias) if shape.residual.bias else None
 
     @overload
     def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor: ...
@@ -218,10 +223,25 @@ class _SplitLayer(nn.Module):
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         return aggregate(block, rows)
 
+    def combine(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        """`update` without a residual, which is what a kind of layer says."""
+        raise NotImplementedError
+
     def update(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
-        raise NotImplementedError
+        residual = self.residual
+        if residual is None:
+            return self.combine(gathered, rows, x, x0, relu)
+        out = self.combine(gathered, rows, x, x0, relu and residual.after_relu)
+        own = rows if residual.of == "prepared" else x
+        if residual.linear:
+            own = linear(own, self.weight_residual, self.bias_residual)
+        assert isinstance(own, Tensor)  # the first layer's is a product, of sparse features too
+        out = out + own
+        return out.relu_() if relu and not residual.after_relu else out
 
     def _gathers(self, rows: FeatureRows) -> Tensor:
         """What `gather` reads of prepared rows."""
@@ -266,7 +286,7 @@ class GCNLayer(_SplitLayer):
         assert self.weight is not None
         return linear(rows, self.weight)
 
-    def update(
+    def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         if self.weight is not None and not self.projects_first:
@@ -299,7 +319,7 @@ class SAGELayer(_SplitLayer):
     def project(self, rows: FeatureRows) -> Tensor:
         return linear(rows, self.weight)
 
-    def update(
+    def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         if not self.projects_first:
@@ -335,7 +355,7 @@ class GCNIILayer(_SplitLayer):
         self.alpha, self.beta = alpha, math.log(theta / number + 1)
         self.weight = nn.Parameter(torch.empty(shape.h_out, shape.h_in))
 
-    def update(
+    def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         assert x0 is not None
@@ -386,7 +406,7 @@ class GATLayer(_SplitLayer):
             1,
         )
 
-    def update(
+    def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         return self.apply(gathered, relu)
@@ -441,7 +461,7 @@ class GATv2Layer(_SplitLayer):
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         return attend_pairs(block, rows, self.attention)
 
-    def update(
+    def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         if self.bias is None:
@@ -468,7 +488,7 @@ class GINLayer(_SplitLayer):
     def project(self, rows: FeatureRows) -> Tensor:
         return linear(rows, self.weight)
 
-    def update(
+    def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         if self.projects_first:
@@ -499,7 +519,7 @@ class GENLayer(_SplitLayer):
         messages = (rows if self.activates else rows.relu()) + 1e-7
         return softmax_aggregate(block, messages) if self.softmax else aggregate(block, messages)
 
-    def update(
+    def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         assert isinstance(rows, Tensor) and isinstance(x, Tensor)

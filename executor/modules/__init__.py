@@ -3,7 +3,8 @@
 Open
     read.py           for `with_user_module`: a file or a live module -> a problem
     make.py           for how a file is executed, and what a class is called with
-    follow.py         for how torch.fx's graph of `forward` becomes layers
+    trace.py          for torch.fx's graph of `forward`
+    follow.py         for how this graph becomes layers
     convolutions.py   for what each convolution of PyG and DGL is among our layers
     describe.py       for what these layers are as Workload fields
     parameters.py     for where our Net has which parameter, and a live module's file

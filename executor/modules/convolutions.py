@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnnplan.executor.modules.parameters import Where
+from gnnplan.planner.gnn.workload import Residual
 
 
 class Unfit(Exception):
@@ -40,6 +41,7 @@ class Convolution:
     drops: float = 0.0
     activation: object = None
     splits: bool = False  # the output is [N, heads, width]
+    residual: Residual | None = None
     # it weighs a source by its in-degree, so that a directed graph has other weights than ours
     by_in_degree: bool = False
 
@@ -57,14 +59,12 @@ _ONLY: dict[tuple[str, str], dict[str, Any]] = {
         "add_self_loops": True,
         "dropout": 0.0,
         "edge_dim": None,
-        "residual": False,
         "negative_slope": 0.2,
     },
     ("torch_geometric", "GATv2Conv"): {
         "add_self_loops": True,
         "dropout": 0.0,
         "edge_dim": None,
-        "residual": False,
         "negative_slope": 0.2,
         "share_weights": False,
     },
@@ -73,10 +73,9 @@ _ONLY: dict[tuple[str, str], dict[str, Any]] = {
     ("torch_geometric", "GINConv"): {"aggr": "add"},
     ("dgl", "GraphConv"): {"_norm": "both"},
     ("dgl", "SAGEConv"): {"_aggre_type": "mean", "norm": None},
-    ("dgl", "GATConv"): {"attn_drop.p": 0.0, "res_fc": None, "leaky_relu.negative_slope": 0.2},
+    ("dgl", "GATConv"): {"attn_drop.p": 0.0, "leaky_relu.negative_slope": 0.2},
     ("dgl", "GATv2Conv"): {
         "attn_drop.p": 0.0,
-        "res_fc": None,
         "leaky_relu.negative_slope": 0.2,
         "share_weights": False,
     },
@@ -170,7 +169,25 @@ def _pyg_gat(conv: Any) -> Convolution:
         "att_dst": Where("attention", "right of each head"),
         "bias": Where("bias"),
     }
-    return Convolution("gat", h_in, conv.heads * width, weights, heads=conv.heads)
+    residual = _inner_residual(conv, "res", weights)
+    return Convolution(
+        "gat", h_in, conv.heads * width, weights, heads=conv.heads, residual=residual
+    )
+
+
+def _inner_residual(
+    conv: Any, name: str, weights: dict[str, Where], bias: str = "bias_residual"
+) -> Residual | None:
+    """What a convolution adds by itself; puts its parameters into `weights`, its bias at `bias`."""
+    inner = getattr(conv, name)
+    if inner is None:
+        return None
+    if not hasattr(inner, "weight"):  # DGL's Identity
+        return Residual()
+    weights[f"{name}.weight"] = Where("weight_residual")
+    if inner.bias is not None:
+        weights[f"{name}.bias"] = Where(bias)
+    return Residual(linear=True, bias=inner.bias is not None and bias == "bias_residual")
 
 
 def _pyg_gatv2(conv: Any) -> Convolution:
@@ -185,7 +202,10 @@ def _pyg_gatv2(conv: Any) -> Convolution:
         "att": Where("attention", "per head"),
         "bias": Where("bias"),
     }
-    return Convolution("gatv2", h_in, conv.heads * width, weights, heads=conv.heads)
+    residual = _inner_residual(conv, "res", weights)
+    return Convolution(
+        "gatv2", h_in, conv.heads * width, weights, heads=conv.heads, residual=residual
+    )
 
 
 def _dgl_gatv2(conv: Any) -> Convolution:
@@ -197,7 +217,7 @@ def _dgl_gatv2(conv: Any) -> Convolution:
         "fc_dst.bias": Where("bias_in", "lower half"),
         "attn": Where("attention", "per head"),
     }
-    return _dgl_attention(conv, "gatv2", weights, bias=False)
+    return _dgl_attention(conv, "gatv2", weights, False, _inner_residual(conv, "res_fc", weights))
 
 
 def _gin(conv: Any, inner: str, activation: object = None) -> Convolution:
@@ -307,17 +327,22 @@ def _dgl_sage(conv: Any) -> Convolution:
 
 
 def _dgl_gat(conv: Any) -> Convolution:
-    _needs_bias(conv, conv.bias)
+    _needs_bias(conv, getattr(conv.res_fc, "bias", None) if conv.bias is None else conv.bias)
     weights: dict[str, Where] = {
         "fc.weight": Where("weight"),
         "attn_l": Where("attention", "left of each head"),
         "attn_r": Where("attention", "right of each head"),
-        "bias": Where("bias"),
     }
-    return _dgl_attention(conv, "gat", weights, bias=True)
+    if conv.bias is not None:
+        weights["bias"] = Where("bias")
+    # where it multiplies its residual, DGL's one bias is that of the product
+    residual = _inner_residual(conv, "res_fc", weights, bias="bias")
+    return _dgl_attention(conv, "gat", weights, True, residual)
 
 
-def _dgl_attention(conv: Any, kind: str, weights: Mapping[str, Where], bias: bool) -> Convolution:
+def _dgl_attention(
+    conv: Any, kind: str, weights: Mapping[str, Where], bias: bool, residual: Residual | None
+) -> Convolution:
     return Convolution(
         kind,
         conv._in_src_feats,
@@ -328,6 +353,7 @@ def _dgl_attention(conv: Any, kind: str, weights: Mapping[str, Where], bias: boo
         drops=conv.feat_drop.p,
         activation=conv.activation,
         splits=True,
+        residual=residual,
     )
 
 

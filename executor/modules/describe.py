@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,26 @@ def described(chain: Chain, features: int, classes: int) -> tuple[dict[str, Any]
     _must_fit_graph(chain, features, classes)
     _must_be_whole(chain, kind)
     gaps = [step.gap for step in steps]
-    relus = {gap.relu for gap in gaps[1:]}
+    if steps[0].residual and not steps[0].residual.linear:
+        raise Unfit(
+            f"the features themselves are added to the rows of {steps[0].name}, and our first layer"
+            " adds a product of them; use a Linear of the features"
+        )
+    for step, after in pairwise(steps):
+        if after.gap.relu and step.residual and step.residual.after_relu:
+            raise Unfit(
+                f"ReLU before the sum after {step.name} and after it, and our layers have one;"
+                " leave one out"
+            )
+    relus = {
+        after.gap.relu or bool(step.residual and step.residual.after_relu)
+        for step, after in pairwise(steps)
+    }
+    last = steps[-1].residual
+    if last and last.after_relu:
+        raise Unfit(
+            f"ReLU after {steps[-1].name}, and our last layer puts out logits; leave it out"
+        )
     if len(relus) > 1:
         raise Unfit("there is ReLU after some convolutions and not after others; use it after all")
     layers = _sgc(steps) if kind == "sgc" else [_layer(step) for step in steps]
@@ -58,6 +78,7 @@ def _layer(step: Step) -> ModuleLayer:
         norm=step.gap.norm,
         drops=bool(step.gap.p),
         bias=step.convolution.bias,
+        residual=step.residual,
     )
 
 
@@ -167,6 +188,10 @@ def places(module: nn.Module, chain: Chain) -> dict[str, Where]:
         at = "layers" if step.convolution.kind == "sgc" else f"layers.{number}"
         for name, where in step.convolution.weights.items():
             out[f"{step.name}.{name}"] = where.under(at)
+        if step.skip and step.residual:
+            out[f"{step.skip}.weight"] = Where(f"{at}.weight_residual")
+            if step.residual.bias:
+                out[f"{step.skip}.bias"] = Where(f"{at}.bias_residual")
     for place, linear in (("encoder", chain.encoder), ("decoder", chain.decoder)):
         if linear:
             for name in ("weight", "bias"):

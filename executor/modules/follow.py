@@ -1,15 +1,13 @@
 """Follows a module's `forward` by torch.fx, and says which layers it is.
 
 A module that we can train is a chain. Rows go from convolution to convolution; between two of them
-they may get a norm, ReLU and dropout, in this order or with the last two exchanged. GCNII's chain
-begins and ends with a Linear, and its convolutions also read the first one's output."""
+they may get a norm, ReLU and dropout, in this order or with the last two exchanged. To a
+convolution's output the rows that it reads may be added (a residual), or a Linear of them. GCNII's
+chain begins and ends with a Linear, and its convolutions also read the first one's output."""
 
 from __future__ import annotations
 
-import itertools
 import operator
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +22,8 @@ from gnnplan.executor.modules.convolutions import (
     known,
     library,
 )
-
-MOST_LAYERS = 1000  # of a loop over a list that forward is given
+from gnnplan.executor.modules.trace import dropout_of, place, traced
+from gnnplan.planner.gnn.workload import Residual
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,14 @@ class Op:
     name: str
     module: str = ""  # of a norm: its name in the user's module
     p: float = 0.0  # of dropout
+    mask: str = ""  # of dropout: the node that draws it
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A value of forward: rows of a convolution, of the features or of a Linear."""
+    """A value of forward: rows of a convolution, of the features, of a Linear or of a sum."""
 
-    source: str  # its name in the user's module; '': the features
+    source: str  # its name in the user's module, of a sum in the graph; '': the features
     width: int | None  # None: the features, whose width the first layer says
     ops: tuple[Op, ...] = ()
     heads: int = 0  # [N, heads, .] and not [N, width]
@@ -64,6 +63,9 @@ class Step:
     name: str  # in the user's module
     convolution: Convolution
     gap: Gap
+    reads: Rows
+    residual: Residual | None = None
+    skip: str = ""  # of a residual with a product: the Linear's name
 
 
 @dataclass(frozen=True)
@@ -83,32 +85,6 @@ class Chain:
     steps: tuple[Step, ...]
     encoder: Linear | None
     decoder: Linear | None
-    relu_after_encoder: bool
-    relu_after_last: bool
-
-
-class _Tracer(fx.Tracer):
-    """Convolutions, norms and torch's modules are single nodes; lists may be looped over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.record_stack_traces = True
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, (nn.Sequential, nn.ModuleList)):
-            return False
-        of_library = ("torch.nn", "torch_geometric.nn.norm", "dgl.nn.pytorch")
-        return is_convolution(m) or type(m).__module__.startswith(of_library)
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """A list that forward is given, as a graph per layer: its items, in `zip` with layers."""
-        for i in itertools.count():
-            if i == MOST_LAYERS:
-                raise Unfit(
-                    f"a loop over {obj.node.name} never ends where nothing else says how long it"
-                    " is; loop over the layers"
-                )
-            yield obj[i]  # type: ignore[index]
 
 
 def follow(module: nn.Module) -> Chain:
@@ -116,63 +92,16 @@ def follow(module: nn.Module) -> Chain:
 
     Raises Unfit, with the line of the file where something does not fit."""
     module.train()
-    graph = _trace(module)
+    graph = traced(module)
     module.eval()
-    for node in _trace(module).nodes:
-        if node.target is F.dropout and _dropout(node)[1]:
+    for node in traced(module).nodes:
+        if node.target is F.dropout and dropout_of(node)[1]:
             raise Unfit(
-                f"{_place(node)}F.dropout drops in evaluation too, unless it is told; write"
+                f"{place(node)}F.dropout drops in evaluation too, unless it is told; write"
                 " training=self.training"
             )
     module.train()
     return _Walk(module).walk(graph)
-
-
-def _trace(module: nn.Module) -> fx.Graph:
-    try:
-        graph = _Tracer().trace(module)
-    except Unfit:
-        raise
-    except Exception as error:  # whatever the user's forward raises on a stand-in for rows
-        words = str(error).strip().splitlines() or [""]
-        line = _line_of(error, module)
-        raise Unfit(
-            f"{line}torch.fx cannot follow forward of {type(module).__name__}"
-            f" ({type(error).__name__}: {words[0]:.120}); a forward that it can follow calls"
-            " modules and functions, and branches on nothing that is computed"
-        ) from error
-    for node in reversed(graph.nodes):
-        if not node.users and node.op not in ("output", "placeholder"):
-            graph.erase_node(node)  # its value is not used
-    return graph
-
-
-def _line_of(error: BaseException, module: nn.Module) -> str:
-    """'line 12: ' where forward raised, '' if that is unknown."""
-    code = getattr(type(module).forward, "__code__", None)
-    found, step = "", error.__traceback__
-    while step is not None:
-        if code is not None and step.tb_frame.f_code.co_filename == code.co_filename:
-            found = f"line {step.tb_lineno}: "
-        step = step.tb_next
-    return found
-
-
-def _place(node: fx.Node) -> str:
-    """'line 12: ', from the innermost line that is no library's."""
-    lines = [
-        number
-        for path, number in re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
-        if "site-packages" not in path
-    ]
-    return f"line {lines[-1]}: " if lines else ""
-
-
-def _dropout(node: fx.Node) -> tuple[float, bool]:
-    """(p, whether it drops) of a call of F.dropout(input, p, training, inplace)."""
-    values = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
-    p: Any = values.get("p", 0.5)
-    return float(p), bool(values.get("training", True))
 
 
 class _Input:
@@ -189,7 +118,9 @@ class _Walk:
         self.modules = dict(module.named_modules(remove_duplicate=False))
         self.values: dict[fx.Node, Value] = {}
         self.steps: list[Step] = []
-        self.linears: list[Linear] = []
+        self.linears: dict[str, tuple[nn.Linear, Rows]] = {}  # with what they read
+        self.encoder: Linear | None = None
+        self.head = ""  # whose rows the next convolution reads
         self.used: set[int] = set()
 
     def walk(self, graph: fx.Graph) -> Chain:
@@ -198,9 +129,21 @@ class _Walk:
                 if node.op == "output":
                     return self.finish(node.args[0])
                 self.values[node] = self.value(node)
+                first = node.args[0] if node.args else None
+                if isinstance(first, fx.Node) and self.in_place(node):
+                    self.values[first] = self.values[node]
             except Unfit as unfit:
-                raise Unfit(f"{_place(node)}{unfit}") from unfit
+                raise Unfit(f"{place(node)}{unfit}") from unfit
         raise AssertionError("a graph ends with its output")
+
+    def in_place(self, node: fx.Node) -> bool:
+        """Whether a node changes its first argument, so that who reads this reads the result."""
+        if node.op == "call_module":
+            return bool(getattr(self.modules[str(node.target)], "inplace", False))
+        name = node.target if isinstance(node.target, str) else node.target.__name__
+        last = {"relu": 1, "dropout": 3}.get(name)
+        given = last is not None and len(node.args) > last and node.args[last]
+        return name in ("relu_", "add_", "iadd") or bool(given or node.kwargs.get("inplace"))
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -218,22 +161,24 @@ class _Walk:
                 return _Input()
             if node.op == "call_method" and target == "local_var":  # of a DGL graph
                 return _Input()
-        rows = self.rows(first, str(node.name))
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if name in ("cat", "concat", "concatenate", "stack", "hstack"):
+            raise Unfit(
+                f"rows of several layers meet here ({name}), and our layers hand their rows to the"
+                " next one alone; add a layer's inputs to its output instead (a residual)"
+            )
+        rows = self.rows(first, str(node.name))
         if name == "dropout":
-            p, drops = _dropout(node)
-            return self.then(rows, Op("drop", p=p)) if drops and p else rows
+            p, drops = dropout_of(node)
+            return self.then(rows, Op("drop", p=p, mask=node.name)) if drops and p else rows
         if name in ("relu", "relu_"):
             return self.then(rows, Op("relu"))
         if name == "log_softmax":
             return self.then(rows, Op("softmax"))
         if name in ("flatten", "mean", "squeeze", "view", "reshape") and rows.heads:
             return self.joined(rows, name, node)
-        if name in ("add", "iadd", "add_", "cat", "concat", "concatenate", "stack", "hstack"):
-            raise Unfit(
-                f"rows of several layers meet here ({name}), and our layers hand their rows to the"
-                " next one alone; leave the sum out, or use GCN2Conv, which adds the first rows"
-            )
+        if name in ("add", "iadd", "add_"):
+            return self.added(node)
         raise Unfit(
             f"{name} of rows is nothing that our layers do; between convolutions use a norm, ReLU"
             " and dropout"
@@ -272,6 +217,50 @@ class _Walk:
             )
         return replace(rows, heads=0)
 
+    def added(self, node: fx.Node) -> Rows:
+        """The sum of a convolution's rows with those that it reads, or with a Linear of them."""
+        terms = [self.values.get(term) for term in node.args if isinstance(term, fx.Node)]
+        found = [term for term in terms if isinstance(term, Rows) and term.source == self.head]
+        if not self.steps or len(terms) != 2 or node.kwargs or len(found) != 1:
+            raise Unfit(
+                f"rows meet here that are not a layer's output and its inputs ({node.name}); add to"
+                " the rows of a convolution those that it reads, or a Linear of them"
+            )
+        out, step, name = found[0], self.steps[-1], self.steps[-1].name
+        other = terms[1] if terms[0] is out else terms[0]
+        own = Rows("", None) if isinstance(other, _Input) else other
+        assert own is not None
+        if step.residual or out.source != name:
+            raise Unfit(f"a second sum after {name}, and our layers have one; leave one out")
+        if any(op.name != "relu" for op in out.ops) or out.heads:
+            what = "rows of several heads (.flatten(1))" if out.heads else out.ops[0].name
+            raise Unfit(f"{what} between {name} and its sum; put that after the sum")
+        skip = ""
+        if own.source in self.linears and own.source != step.reads.source:
+            linear, reads = self.linears[own.source]
+            if own.ops:
+                raise Unfit(f"{own.ops[0].name} between {own.source} and its sum; leave it out")
+            skip, own = own.source, reads
+        inputs = () if step.gap.norm != "none" or not step.gap.relu else (Op("relu"),)
+        if own.source != step.reads.source or own.ops not in (step.reads.ops, inputs):
+            raise Unfit(
+                f"{skip or 'the sum'} takes other rows than {name} reads; give it these, before or"
+                " after their norm, ReLU and dropout"
+            )
+        if step.convolution.kind in ("gcnii", "sgc"):
+            raise Unfit(f"{name} is of a kind without residuals; leave the sum out")
+        width = linear.out_features if skip else own.width
+        _must_fit(width, step.convolution.h_out, f"the sum after {name}")
+        residual = Residual(
+            of="prepared" if own.ops == step.reads.ops else "inputs",
+            linear=bool(skip),
+            bias=bool(skip) and linear.bias is not None,
+            after_relu=bool(out.ops),
+        )
+        self.steps[-1] = replace(step, residual=residual, skip=skip)
+        self.head = node.name
+        return Rows(node.name, step.convolution.h_out)
+
     # -- modules ---------------------------------------------------------------------------------
 
     def call_module(self, node: fx.Node) -> Value:
@@ -283,7 +272,7 @@ class _Walk:
         if isinstance(module, nn.Identity):
             return rows
         if isinstance(module, nn.Dropout):
-            return self.then(rows, Op("drop", p=module.p)) if module.p else rows
+            return self.then(rows, Op("drop", p=module.p, mask=node.name)) if module.p else rows
         if isinstance(module, nn.ReLU):
             return self.then(rows, Op("relu"))
         if isinstance(module, nn.LogSoftmax):
@@ -312,19 +301,20 @@ class _Walk:
 
     def linear(self, rows: Rows, name: str, module: nn.Linear) -> Rows:
         self.once(module, name)
-        if module.bias is None:
-            raise Unfit(f"{name} is a Linear without bias, and ours have one; use bias=True")
         if rows.heads:
             raise Unfit(f"{name} reads rows of several heads; write .flatten(1) before it")
         _must_fit(rows.width, module.in_features, name)
-        if not self.steps and (rows.source or self.linears):
-            raise Unfit(f"{name} is a second Linear before the first convolution; use one")
-        if self.steps and rows.source != self.steps[-1].name:
-            raise Unfit(f"{name} does not read the last convolution; read that")
-        self.linears.append(
-            Linear(name, module.in_features, module.out_features, self.gap(rows, name))
-        )
+        self.linears[name] = module, rows
         return Rows(name, module.out_features)
+
+    def end(self, name: str) -> Linear:
+        """A Linear as encoder or decoder."""
+        module, rows = self.linears[name]
+        if module.bias is None:
+            raise Unfit(f"{name} is a Linear without bias, and ours have one; use bias=True")
+        if not self.steps and rows.source:
+            raise Unfit(f"{name} is a second Linear before the first convolution; use one")
+        return Linear(name, module.in_features, module.out_features, self.gap(rows, name))
 
     def convolve(self, node: fx.Node, name: str, module: nn.Module) -> Rows:
         self.once(module, name)
@@ -344,30 +334,27 @@ class _Walk:
         rows = self.rows(arguments[0], name)
         if rows.heads:
             raise Unfit(f"{name} reads rows of several heads; write .flatten(1) before it")
-        if rows.source != (before := self.last()):
+        if not self.steps and rows.source in self.linears:
+            self.encoder, self.head = self.end(rows.source), rows.source
+        if rows.source != self.head:
             raise Unfit(
                 f"{name} reads rows of {rows.source or 'the features'}, not of"
-                f" {before or 'the features'}; layers stand one behind the other here"
+                f" {self.head or 'the features'}; layers stand one behind the other here"
             )
         _must_fit(rows.width, conv.h_in, name)
         if conv.kind == "gcnii":
             self.reads_initial(arguments[1 if library(module) != "dgl" else 2], name)
         if conv.drops:
-            rows = self.then(rows, Op("drop", p=conv.drops))
-        self.steps.append(Step(name, conv, self.gap(rows, name)))
+            rows = self.then(rows, Op("drop", p=conv.drops, mask=node.name))
+        self.steps.append(Step(name, conv, self.gap(rows, name), rows, conv.residual))
+        self.head = name
         out = Rows(name, conv.h_out, heads=conv.heads if conv.splits else 0)
         return self.then(out, Op("relu")) if activation_of(conv.activation) else out
 
-    def last(self) -> str:
-        if self.steps:
-            return self.steps[-1].name
-        return self.linears[0].name if self.linears else ""
-
     def reads_initial(self, argument: object, name: str) -> None:
         initial = self.rows(argument, name)
-        if not self.linears or initial != Rows(
-            self.linears[0].name, self.linears[0].h_out, (Op("relu"),)
-        ):
+        first = self.encoder
+        if not first or initial != Rows(first.name, first.h_out, (Op("relu"),)):
             raise Unfit(
                 f"{name} mixes in other rows than ReLU of the first Linear; write x = x0 ="
                 " lin(x).relu() before the convolutions"
@@ -400,14 +387,10 @@ class _Walk:
         rows = self.rows(output, "the output")
         if not self.steps:
             raise Unfit("no convolution of torch_geometric.nn or dgl.nn is called; use one")
-        encoder = decoder = None
-        after = [linear for linear in self.linears if linear.name == rows.source]
-        before = [linear for linear in self.linears if linear not in after]
-        if before:
-            encoder = before[0]
-        if after:
-            decoder = after[0]
-        elif rows.source != self.steps[-1].name:
+        decoder = None
+        if rows.source in self.linears and self.linears[rows.source][1].source == self.head:
+            decoder = self.end(rows.source)
+        elif rows.source != self.head:
             raise Unfit(f"the output is not that of {self.steps[-1].name}; return its rows")
         if rows.heads > 1:
             raise Unfit("the output has several heads; use one in the last layer")
@@ -417,9 +400,7 @@ class _Walk:
                 f"the output is {ops[0]} of the last layer, and our last layer puts out logits;"
                 " return these"
             )
-        first = self.steps[0].gap.relu if encoder else False
-        last = decoder.gap.relu if decoder else False
-        return Chain(tuple(self.steps), encoder, decoder, first, last)
+        return Chain(tuple(self.steps), self.encoder, decoder)
 
 
 def norm_in(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -80,7 +80,7 @@ class CoBatches(Resumable):
                 degrees,
             )
             self.kept = [layer.gather(block, x)]
-            if problem.workload.model == "sage":
+            if problem.model.layers[0].reads_own:
                 self.kept.append(x[: ids.size].clone())
         self.place = np.full(layout.graph.stats.vertices, -1)
         self.place[ids] = np.arange(ids.size)

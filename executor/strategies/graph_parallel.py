@@ -125,7 +125,7 @@ class Worker(Resumable):
         if self.shapes.aggregate_cached(1):
             assert isinstance(self.features, Tensor)
             self.cached = self.net.layer(1).gather(self.blocks[1], self.features)
-            reads_own = self.problem.workload.model == "sage"
+            reads_own = self.shapes.layers[0].reads_own
             self.features = self.features[: self.blocks[1].n_dst if reads_own else 0].clone()
 
     # -- one step ---------------------------------------------------------------------------------

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.view import View
-from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.evidence.validate import read_run, rows_by_class, show_rows
 from gnnplan.planner.graph.arrays import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import make_folder
 from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_count, show_time
 
 if TYPE_CHECKING:
     from gnnplan.api.validation import Validation
-
-RUNS = Path("runs")  # where runs go that are given no folder
 
 
 class Run(View):
@@ -120,18 +115,15 @@ def train(
     if options.tensorboard:
         launch.must_be_installed()
     problem, strategy = launch.trainable(problem, strategy, name)
-    out = out or _new_folder(problem.stats.name, strategy.name)
+    if out is None:
+        graph = problem.stats.name.split("?")[0].replace(":", "-").replace("/", "-")
+        out = launch.new_folder(f"{graph}-{strategy.name}")
     number, last = options.epochs or problem.workload.epochs, 0
     if resume:
         last = launch.last_of(out, problem, strategy)
         launch.must_go_on(out, last, number)
     else:
         launch.must_be_new(out)
-    launch.must_fit_here(problem)
-    strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
-    make_folder(out)
-    documents.write(out / "plan.json", document)
-    replace(options, restarts=0).write(out)
     onwards = f" after {last}" if last else ""
     _say(
         f"training {problem.stats.name} with {strategy} on"
@@ -140,16 +132,10 @@ def train(
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         _say(f"note: {note}")
-    launch.start(out / "plan.json", out, options, problem, servers)
+    launch.begin(document, problem, strategy, out, options, servers)
     for note in stand_in:
         _say(f"note: {note}")
     return Run(out)
-
-
-def _new_folder(graph: str, strategy: str) -> Path:
-    """A folder in RUNS that is not there yet."""
-    stem = f"{graph.split('?')[0].replace(':', '-').replace('/', '-')}-{strategy}"
-    return next(path for n in range(1, 10_000) if not (path := RUNS / f"{stem}-{n}").exists())
 
 
 def rate_of(text: str) -> float | None:

@@ -23,6 +23,7 @@ for _verb in (
     "check",
     "plan",
     "simulate",
+    "tune",
     "run",
     "validate",
     "trace",

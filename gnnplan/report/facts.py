@@ -18,7 +18,7 @@ from gnnplan.planner.decision.sensitivity import (
     MOST_EDGES,
     MOST_ESTIMATED,
     REACH,
-    fastest,
+    best_at,
     inside_servers,
 )
 from gnnplan.planner.evidence.runs import question_of
@@ -49,6 +49,10 @@ class Leader:
     exact: bool
     gpus: int
     predicted: dict[str, Any]
+
+    def seconds(self, part: str) -> float:
+        """Its epoch_s, compute_s, comm_s or bubble_s [s]."""
+        return float(self.predicted[part])
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class Facts:
                 winners.append([])
                 seconds.append([])
                 continue
-            best, taken = fastest(found, lambda c, f: scaling.links(c, f, links), FACTORS)
+            best, taken = best_at(found, lambda c, f: scaling.links(c, f, links), FACTORS)
             winners.append(best)
             seconds.append(taken.tolist())
         bandwidth = getattr(cluster, links[-1]).bandwidth
@@ -185,7 +189,7 @@ def _leader(answer: Any) -> Leader:
     try:
         knobs = dict(answer["strategy"])
         predicted = answer["predicted"]
-        for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "memory_bytes"):
+        for field in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
             float(predicted[field])
         name = str(named(str(knobs.pop("name")), knobs))
         return Leader(name, bool(answer["exact"]), int(answer["gpus"]), predicted)

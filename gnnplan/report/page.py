@@ -57,14 +57,18 @@ def must_have_plotly() -> None:
 
 def draw(facts: Facts, notify: Notify = silent) -> tuple[list[Picture], dict[str, str]]:
     """The pictures, and by title why others are absent."""
-    from gnnplan.report import decision
+    from gnnplan.report import decision, outcome, traffic
     from gnnplan.report.timeline import timeline
 
     makers: list[tuple[str, Callable[[Facts], Picture]]] = [
         ("What an epoch is made of", decision.epochs),
         ("Who does what when", timeline),
         ("What memory holds", decision.memory),
+        ("Who sends whom", traffic.matrix),
+        ("Which links are busy", traffic.links),
         ("Where the answer flips", decision.flips),
+        ("Where the prediction was off", outcome.errors),
+        ("What training achieved", outcome.losses),
     ]
     pictures, absent = [], {}
     for title, maker in makers:

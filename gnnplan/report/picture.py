@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,21 +10,16 @@ import plotly.graph_objects as go
 
 COMPUTATION, COMMUNICATION, WAITING = "#4c78a8", "#f58518", "#9d9d9d"
 MEASURED, DOUBT = "#e45756", "#8250df"
-# Categories in their order: plotly's T10, readable on white and on black.
+# plotly's T10: readable on white and on black
 COLOURS = (
-    "#4c78a8",
-    "#f58518",
-    "#54a24b",
-    "#b279a2",
-    "#72b7b2",
-    "#e45756",
-    "#eeca3b",
-    "#9d755d",
-    "#ff9da6",
-    "#bab0ac",
+    *("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2"),
+    *("#e45756", "#eeca3b", "#9d755d", "#ff9da6", "#bab0ac"),
 )
-# From nothing to the most; transparent, so that it suits a light and a dark page.
+# from nothing to the most; transparent, so that it suits a light and a dark page
 SHADES = [[0, "rgba(76,120,168,0.06)"], [1, "rgba(76,120,168,1)"]]
+TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+MOST_READ = 3  # rows of the table that are read out in place of the picture
 
 
 @dataclass(frozen=True)
@@ -32,50 +28,62 @@ class Picture:
 
     key: str  # its id in the page
     title: str
-    see: str  # what to see, in a sentence or two
-    alt: str  # what it shows, for those who do not see it
-    figure: Any
+    see: str  # what to see
+    figure: go.Figure
     columns: list[str]
     rows: list[list[str]]
 
+    @property
+    def alt(self) -> str:
+        """The picture for those who do not see it: its first numbers, and where all of them are."""
+        read = "; ".join(
+            ", ".join(f"{name} {cell}" for name, cell in zip(self.columns, row, strict=True))
+            for row in self.rows[:MOST_READ]
+        )
+        return f"{self.title}: {read}. All numbers are in the table below."
 
-def figure(traces: list[Any], height: int, **layout: Any) -> go.Figure:
-    """A figure as wide as the page, without a template: page.html sets the light or dark one."""
+
+def figure(traces: Any, height: int, **layout: Any) -> go.Figure:
+    """A figure as wide as the page, from traces or a figure; it does not zoom.
+
+    It has no template: page.html sets the light or the dark one.
+    """
     out = go.Figure(traces)
-    common = {
-        "template": None,
-        "height": height,
-        "autosize": True,
-        "margin": {"l": 8, "r": 8, "t": 36, "b": 8},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom"},
-        "font": {"size": 12},
-        "dragmode": False,
-    }
-    out.update_layout(**common)
-    out.update_layout(**layout)
-    out.update_xaxes(automargin=True)
-    out.update_yaxes(automargin=True)
-    return out
+    out.update_layout(
+        template=None,
+        height=height,
+        autosize=True,
+        margin={"l": 8, "r": 8, "t": 36, "b": 8},
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
+        font_size=12,
+        dragmode=False,
+    )
+    out.update_xaxes(automargin=True, fixedrange=True)
+    out.update_yaxes(automargin=True, fixedrange=True)
+    return out.update_layout(**layout)
 
 
-def time_unit(most: float) -> tuple[str, float]:
-    """The unit for seconds up to `most`, and how many of it a second has.
+def categories(drawn: go.Figure, x: str, y: str, **y_axis: Any) -> go.Figure:
+    """The figure with axes of names instead of numbers."""
+    drawn.update_xaxes(type="category", showgrid=False, title_text=x)
+    return drawn.update_yaxes(type="category", showgrid=False, title_text=y, **y_axis)
 
-    >>> time_unit(0.3), time_unit(12.0)
-    (('ms', 1000.0), ('s', 1.0))
+
+def unit_of(most: float, units: Sequence[tuple[float, str]]) -> tuple[str, float]:
+    """The unit for numbers up to `most`, and how many of it a second or a byte is.
+
+    >>> unit_of(0.3, TIMES), unit_of(3e9, SIZES)
+    (('ms', 1000.0), ('GB', 1e-09))
     """
-    if most >= 1:
-        return "s", 1.0
-    return ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
+    size, unit = next((pair for pair in units if most >= pair[0]), units[-1])
+    return unit, 1 / size
 
 
-def byte_unit(most: float) -> tuple[str, float]:
-    """The unit for bytes up to `most`, and how much of it a byte is.
+def path(segments: Sequence[tuple[Any, Any, Any, Any]]) -> tuple[list[Any], list[Any]]:
+    """Lines from (x, y) to (x, y) with gaps between them, as plotly draws them at once.
 
-    >>> byte_unit(3e9)
-    ('GB', 1e-09)
+    >>> path([(0, 1, 2, 3)])
+    ([0, 2, None], [1, 3, None])
     """
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if most >= scale:
-            return unit, 1 / scale
-    return "B", 1.0
+    x = [value for ax, _, bx, _ in segments for value in (ax, bx, None)]
+    return x, [value for _, ay, _, by in segments for value in (ay, by, None)]

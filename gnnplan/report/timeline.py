@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from gnnplan.planner.evidence.validate import WAITING as WAITS
 from gnnplan.planner.evidence.validate import describe_operation, operation
 from gnnplan.planner.vocabulary.trace import LANE_ORDER, Span
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Facts
-from gnnplan.report.picture import COLOURS, WAITING, Picture, figure, time_unit
+from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, path, unit_of
 
 MOST_RANKS = 16  # drawn
 MOST_MARKS = 8_000  # of a panel, which bounds the size of the page
-WAITS = ("receive:f", "receive:b", "receive", "wait")  # operations that only wait
-FINENESS = (16_000, 8_000, 4_000, 2_000, 1_000, 500)  # marks that a lane may have at most
+FINENESS = (16_000, 8_000, 4_000, 2_000, 1_000, 500)  # shares of the window that are not joined
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some steps of a run: their spans, clipped, with time from 0."""
+    """Some steps of a run: their spans, clipped, with time from 0; `op` is the operation."""
 
     name: str  # 'simulated', or the folder of a run
     spans: list[Span]
     seconds: float
 
-
-@dataclass(frozen=True)
-class Mark:
-    """One span, or several that follow each other within less than a screen shows."""
-
-    rank: int
-    lane: str
-    operation: str
-    label: str
-    start: float
-    end: float
+    @property
+    def computing(self) -> str:
+        """How much of it ranks compute, in words."""
+        ranks = {span.rank for span in self.spans}
+        busy = [
+            sum(s.seconds for s in self.spans if (s.rank, s.lane) == (rank, "compute"))
+            for rank in ranks
+        ]
+        least, most = (show_percent(share / self.seconds) for share in (min(busy), max(busy)))
+        return f"{show_time(self.seconds)}, in which ranks compute {least} to {most} of the time"
 
 
 def timeline(facts: Facts) -> Picture:
@@ -49,83 +48,62 @@ def timeline(facts: Facts) -> Picture:
     windows = [steady("simulated", facts.simulated, steps)]
     windows += [steady(one.run.folder, one.measured, steps) for one in facts.same[:1]]
     panels = [marks(window) for window in windows]
-    lanes = [sorted({(mark.rank, _order(mark.lane)) for mark in panel}) for panel in panels]
-    names = sorted({mark.operation for panel in panels for mark in panel})
-    names.sort(key=lambda name: name in WAITS)
-    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    colour |= dict.fromkeys(WAITS, WAITING)
-    unit, scale = time_unit(max(window.seconds for window in windows))
-    heights = [18 * len(rows) + 30 for rows in lanes]
+    names = sorted({mark.op for panel in panels for mark in panel}, key=lambda op: (_waits(op), op))
+    colours = {op: WAITING if _waits(op) else c for op, c in zip(names, COLOURS * 9, strict=False)}
+    longest = max(window.seconds for window in windows)
+    unit, scale = unit_of(longest, TIMES)
+    lanes = [sorted({(m.rank, LANE_ORDER.index(m.lane)) for m in panel}) for panel in panels]
+    heights = [18 * len(places) + 30 for places in lanes]
     drawn = make_subplots(
         rows=len(panels),
-        cols=1,
         shared_xaxes=True,
         row_heights=heights,
         vertical_spacing=30 / (sum(heights) + 30),
     )
     shown: set[str] = set()
     for row, (window, panel, places) in enumerate(zip(windows, panels, lanes, strict=True), 1):
-        height = {place: i for i, place in enumerate(places)}
-        for name in names:
-            own = [mark for mark in panel if mark.operation == name]
+        for op in names:
+            own = [mark for mark in panel if mark.op == op]
             if own:
-                lines = _lines(name, own, height, scale, unit, colour[name], name not in shown)
-                drawn.add_trace(lines, row, 1)
-                shown.add(name)
+                lines = _lines(own, places, scale, unit, colours[op])
+                drawn.add_trace(lines.update(showlegend=op not in shown), row, 1)
+                shown.add(op)
         drawn.update_yaxes(
             row=row,
             tickvals=list(range(len(places))),
             ticktext=[f"{rank} {LANE_ORDER[lane]}" for rank, lane in places],
             range=[len(places) - 0.5, -1.5],
-            tickfont={"size": 10},
+            tickfont_size=10,
             showgrid=False,
             zeroline=False,
-            fixedrange=True,
         )
-        drawn.add_annotation(
-            text=f"<b>{'simulated' if row == 1 else 'measured'}</b> {show_time(window.seconds)}",
-            row=row,
-            col=1,
-            x=0,
-            xref="x domain",
-            xanchor="left",
-            y=-1,
-            showarrow=False,
-        )
-    drawn.update_xaxes(range=[0, max(window.seconds for window in windows) * scale])
-    drawn.update_xaxes(title_text=unit, row=len(panels), col=1)
+        title = f"<b>{'simulated' if row == 1 else 'measured'}</b> {show_time(window.seconds)}"
+        at_left = {"x": 0, "xref": "x domain", "xanchor": "left", "showarrow": False}
+        drawn.add_annotation(text=title, row=row, col=1, y=-1, **at_left)
     whole = sum(heights) + 180
-    out = figure(list(drawn.data), whole, **drawn.layout.to_plotly_json())
-    out.update_layout(
-        hovermode="closest",
-        dragmode="zoom",
-        legend={"y": -60 / (whole - 150), "yanchor": "top"},
-    )
-    return Picture(
-        "timeline",
-        "Who does what when",
-        _see(facts, windows, steps),
-        "; ".join(f"{window.name}: {describe(window)}" for window in windows),
-        out,
-        ["", "rank", "lane", "operation", "time"],
-        [
-            [window.name, str(rank), lane, describe_operation(name), show_time(taken)]
-            for window in windows
-            for (rank, lane, name), taken in totals(window.spans).items()
-        ],
-    )
+    out = figure(drawn, whole, dragmode="zoom", legend={"y": -60 / (whole - 150), "yanchor": "top"})
+    out.update_xaxes(fixedrange=False, range=[0, longest * scale])
+    out.update_xaxes(title_text=unit, row=len(panels), col=1)
+    columns = ["", "rank", "lane", "operation", "time"]
+    rows = [
+        [window.name, str(rank), lane, describe_operation(op), show_time(taken)]
+        for window in windows
+        for (rank, lane, op), taken in totals(window).items()
+    ]
+    see = _see(facts, windows, steps)
+    return Picture("timeline", "Who does what when", see, out, columns, rows)
 
 
 def steady(name: str, spans: Iterable[Span], steps: int) -> Window:
     """So many successive steps whose duration is the median of all but the first."""
-    spans = list(spans)
+    spans = [span._replace(op=operation(span.label)) for span in spans if span.step >= 0]
     ends: dict[int, float] = {}
     for span in spans:
         ends[span.step] = max(ends.get(span.step, span.end), span.end)
-    known = sorted(step for step in ends if step >= 0)
-    begin = min((span.start for span in spans if span.step == known[0]), default=0.0)
+    known = sorted(ends)
     bounds = [(ends[a], ends[b]) for a, b in zip(known, known[steps:], strict=False)]
-    bounds = bounds[1:] or bounds or [(begin, ends[known[-1]])]  # the first steps warm up
+    whole = (min(span.start for span in spans), ends[known[-1]])
+    bounds = bounds[1:] or bounds or [whole]  # the first steps warm up
     low, high = sorted(bounds, key=lambda pair: pair[1] - pair[0])[len(bounds) // 2]
     clipped = [
         span._replace(start=max(span.start, low) - low, end=min(span.end, high) - low)
@@ -135,123 +113,76 @@ def steady(name: str, spans: Iterable[Span], steps: int) -> Window:
     return Window(name, clipped, high - low)
 
 
-def marks(window: Window) -> list[Mark]:
+def marks(window: Window) -> list[Span]:
     """The window's spans of the first ranks, thinned until they are few enough."""
     spans = [span for span in window.spans if span.rank < MOST_RANKS and span.lane in LANE_ORDER]
     spans.sort(key=lambda span: (span.rank, span.lane, span.start, span.end))
-    found: list[Mark] = []
+    found: list[Span] = []
     for fineness in FINENESS:
-        shortest = window.seconds / fineness
-        found = [
-            mark
-            for _, lane in groupby(spans, key=lambda span: (span.rank, span.lane))
-            for mark in thinned(lane, shortest)
-        ]
+        lanes = groupby(spans, key=lambda span: (span.rank, span.lane))
+        found = [mark for _, lane in lanes for mark in thinned(lane, window.seconds / fineness)]
         if len(found) <= MOST_MARKS:
             break
     return found
 
 
-def thinned(lane: Iterable[Span], shortest: float) -> Iterable[Mark]:
-    """Marks of one lane, sorted by start; what is shorter than `shortest` joins its neighbour."""
+def thinned(lane: Iterable[Span], shortest: float) -> Iterator[Span]:
+    """Spans of one lane, by start, labelled without step; those within `shortest` are joined."""
     last, count = None, 0
     for span in lane:
         if last and span.end - last.start < shortest:
-            last, count = _joined(last, span, count), count + 1
+            count += 1
+            last = last._replace(label=f"{count} operations", end=max(last.end, span.end))
             continue
         if last:
             yield last
-        label = span.label.rsplit(":", 1)[0]
-        name = operation(span.label)
-        last, count = Mark(span.rank, span.lane, name, label, span.start, span.end), 1
+        last, count = span._replace(label=span.label.rsplit(":", 1)[0]), 1
     if last:
         yield last
 
 
-def _joined(mark: Mark, span: Span, count: int) -> Mark:
-    label = f"{count + 1} operations"
-    return Mark(mark.rank, mark.lane, mark.operation, label, mark.start, max(mark.end, span.end))
-
-
 def _lines(
-    name: str,
-    own: list[Mark],
-    height: dict[tuple[int, int], int],
-    scale: float,
-    unit: str,
-    colour: str,
-    in_legend: bool,
-) -> go.Scatter:
+    own: list[Span], places: list[tuple[int, int]], scale: float, unit: str, colour: str
+) -> Any:
     """An operation's marks as thick lines with gaps between them: one path, quick to draw."""
-    x: list[float | None] = []
-    y: list[int | None] = []
-    text: list[str | None] = []
-    for mark in own:
-        place = height[mark.rank, _order(mark.lane)]
-        x += [_short(mark.start * scale), _short(mark.end * scale), None]
-        y += [place, place, None]
-        text += [mark.label, mark.label, None]
+    height = {place: i for i, place in enumerate(places)}
+    at = [height[mark.rank, LANE_ORDER.index(mark.lane)] for mark in own]
+    times = [[float(f"{t * scale:.5g}") for t in (mark.start, mark.end)] for mark in own]
+    x, y = path([(start, i, end, i) for (start, end), i in zip(times, at, strict=True)])
+    name = own[0].op
     return go.Scatter(
-        name=_spelt(name),
+        name=name.replace(":f", " forward").replace(":b", " backward") + " (waits)" * _waits(name),
         legendgroup=name,
-        showlegend=in_legend,
         mode="lines",
         x=x,
         y=y,
-        text=text,
+        text=[text for mark in own for text in (mark.label, mark.label, None)],
         line={"width": 12, "color": colour},
         hovertemplate=f"%{{text}}, %{{x:.4g}} {unit}<extra></extra>",
     )
 
 
-def _spelt(name: str) -> str:
-    """An operation for the legend.
-
-    >>> _spelt("halo:f"), _spelt("receive:b"), _spelt("loss")
-    ('halo forward', 'receive backward (waits)', 'loss')
-    """
-    words = name.replace(":f", " forward").replace(":b", " backward")
-    return f"{words} (waits)" if name in WAITS else words
+def _waits(name: str) -> bool:
+    return name.partition(":")[0] in WAITS
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-def _order(lane: str) -> int:
-    return LANE_ORDER.index(lane)
-
-
-def totals(spans: Iterable[Span]) -> dict[tuple[int, str, str], float]:
+def totals(window: Window) -> dict[tuple[int, str, str], float]:
     """Seconds by rank, lane and operation [s]."""
     found: dict[tuple[int, str, str], float] = {}
-    for span in spans:
-        key = span.rank, span.lane, operation(span.label)
-        found[key] = found.get(key, 0.0) + span.seconds
-    return dict(sorted(found.items(), key=lambda item: (item[0][0], _order(item[0][1]))))
-
-
-def describe(window: Window) -> str:
-    """How much of the window ranks compute."""
-    taken: dict[int, float] = {}
     for span in window.spans:
-        busy = span.seconds if span.lane == "compute" else 0.0
-        taken[span.rank] = taken.get(span.rank, 0.0) + busy
-    shares = np.array(list(taken.values())) / max(window.seconds, 1e-12)
-    return (
-        f"{show_time(window.seconds)}, in which ranks compute {show_percent(shares.min())} to"
-        f" {show_percent(shares.max())} of the time"
-    )
+        key = span.rank, span.lane, span.op
+        found[key] = found.get(key, 0.0) + span.seconds
+    return dict(sorted(found.items(), key=lambda item: item[0]))
 
 
 def _see(facts: Facts, windows: list[Window], steps: int) -> str:
     unit = "an epoch" if facts.batches == 1 else show_count(steps, "step")
     words = [
-        f"The steady state of {unit}, a row per rank and lane; gaps in a compute row are waiting."
-        f" Simulated: {describe(windows[0])}."
+        f"The steady state of {unit}, a row per rank and lane; gaps in a compute row are waiting.",
+        f"Simulated: {windows[0].computing}.",
     ]
-    if len(windows) > 1:
-        words.append(f"Measured, in {windows[1].name}: {describe(windows[1])}.")
+    if facts.same:
+        words.append(f"Measured, in {windows[1].name}: {windows[1].computing}.")
     elif facts.runs:
         words.append(f"No run is of {facts.candidate.strategy}, so nothing measured is below it.")
     if len(facts.same) > 1:

@@ -17,6 +17,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
+from gnnplan.planner.decision.recommendation import SURE_GAIN
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.gnn.workload import ALL
@@ -28,7 +29,7 @@ from gnnplan.planner.strategies.layerwise.granndis import FANOUT, MAX_HOP
 from gnnplan.planner.vocabulary import formulas
 from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
+from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 
 HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
 CLOSE = 0.1  # of two epochs, where no prediction has been compared with a run
@@ -46,7 +47,7 @@ def explain(
 
     `turning_points` is what `sensitivity.sentences` says, if the caller has asked it already.
     """
-    best = found.ranked[0]
+    best = found.best
     if turning_points is None:
         turning_points = sentences(found, exact, notify)
     out = [
@@ -76,14 +77,14 @@ def explain(
 
 def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
     """Whether all GPUs are worth using, and why ranks do not sit in the order of the GPUs."""
-    best, out = found.ranked[0], []
+    best, out = found.best, []
     epoch_s, used = float(best.predicted.epoch_s), best.problem.ranks
     other = next(
-        (c for c in found.ranked if (c.problem.ranks == problem.ranks) != (used == problem.ranks)),
+        (c for c in found.others if (c.problem.ranks == problem.ranks) != (used == problem.ranks)),
         None,
     )
-    if other is not None:
-        slower = float(other.predicted.epoch_s) / epoch_s - 1
+    slower = 0.0 if other is None else float(other.predicted.epoch_s) / epoch_s - 1
+    if other is not None and slower >= 0:
         if used < problem.ranks:
             out.append(
                 f"{used} of {problem.ranks} GPUs are faster than all: the graph gives more of them"
@@ -188,13 +189,19 @@ def convergence(strategy: Strategy, model: str) -> list[str]:
 
 def why_not(found: SearchResult) -> list[str]:
     """For every family that lost: by how much, and to what."""
-    best, out = found.ranked[0], []
+    best, out = found.best, []
     for family in FAMILIES:
         if isinstance(best.strategy, family):
             continue
         fastest = next((c for c in found.ranked if isinstance(c.strategy, family)), None)
-        if fastest is not None:
-            slower = float(fastest.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
+        if fastest is None:
+            continue
+        slower = float(fastest.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
+        if slower < 0 and found.measured:
+            out.append(f"{fastest.strategy} is faster by prediction, but the choice was measured")
+        elif slower < 0:
+            out += [doubted(fastest, best)] if fastest is not found.others[0] else []
+        else:
             out.append(
                 f"{fastest.strategy} is {show_percent(slower)} slower:"
                 f" {largest_difference(fastest, best)}"
@@ -214,13 +221,31 @@ def largest_difference(candidate: Candidate, best: Candidate) -> str:
     return f"{show_time(parts[worst])} more {worst}"
 
 
+def doubted(candidate: Candidate, best: Candidate) -> str:
+    """Why a lossy candidate that is predicted to be faster was passed over."""
+    gain = float(best.predicted.epoch_s) / float(candidate.predicted.epoch_s) - 1
+    used = candidate.problem.ranks
+    where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
+    return (
+        f"{candidate.strategy}{where} is {show_percent(gain, 1)} faster by prediction, within"
+        " doubt, and changes the gradient"
+    )
+
+
 def within_noise(found: SearchResult) -> list[str]:
     """Whether the first two are closer than predictions are known to be right."""
-    if len(found.ranked) < 2:
+    if len(found.ranked) < 2 or found.measured:
         return []
-    first, second = found.ranked[:2]
+    first, second = found.best, found.others[0]
     gap = float(second.predicted.epoch_s) / float(first.predicted.epoch_s) - 1
     on_cpu = first.problem.cluster.device.kind == "cpu"
+    if gap < 0:
+        unknown = "" if on_cpu else ", and on such devices none has been measured"
+        return [
+            f"{doubted(second, first)}; {first.strategy} is exact. Of lossy strategies that were"
+            f" predicted to be at most {show_percent(SURE_GAIN)} faster than an exact one, hardly"
+            f" more than half were when measured on CPU ranks{unknown}"
+        ]
     error = prediction_error() if on_cpu else CLOSE
     if error is None or gap >= error:
         return []
@@ -231,7 +256,7 @@ def within_noise(found: SearchResult) -> list[str]:
     )
     return [
         f"{first.strategy} and {second.strategy} differ by {show_percent(gap, 1)}, {why}: run both"
-        " for a few epochs"
+        " for a few epochs (gnnplan tune)"
     ]
 
 
@@ -330,7 +355,7 @@ def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -
         _mini={},
     )
     try:
-        other = search(whole, exact, may_use_fewer=False).ranked[0]
+        other = search(whole, exact, may_use_fewer=False).best
     except Infeasible:
         return ["The full graph does not fit: only mini-batches train this"]
     ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)

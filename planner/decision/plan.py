@@ -36,8 +36,18 @@ def make(
     from gnnplan.planner.decision.sensitivity import sentences
     from gnnplan.planner.decision.summary import summarise
 
-    best = found.ranked[0]
     turning_points = sentences(found, exact, notify)
+    return {
+        **for_run(problem, found.best, exact),
+        "alternatives": [answer(candidate) for candidate in found.others],
+        "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
+        "summary": summarise(problem, found, turning_points),
+        "explanation": explain(problem, found, exact, notify, turning_points),
+    }
+
+
+def for_run(problem: Problem, best: Candidate, exact: bool = False) -> dict[str, Any]:
+    """The part of a plan that is needed to run it: the question and one answer."""
     return {
         "gnnplan": __version__,
         "graph": {
@@ -57,10 +67,6 @@ def make(
         "partitioner": problem.method,
         "exact": exact,
         "best": {**answer(best), "placement": best.strategy.placement(best.problem)},
-        "alternatives": [answer(candidate) for candidate in found.ranked[1:]],
-        "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
-        "summary": summarise(problem, found, turning_points),
-        "explanation": explain(problem, found, exact, notify, turning_points),
     }
 
 

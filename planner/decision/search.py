@@ -1,12 +1,12 @@
 """The search: all candidates of all families, on all GPUs and on parts of them.
 
-Candidates that fit are ranked by their closed form. The others are rejected with a reason; where
-none fits, the error says what would.
+Candidates that fit are ranked by their closed form; recommendation.py says which is recommended.
+The others are rejected with a reason; where none fits, the error says what would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,6 +15,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.seating import seat, walk
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.decision.recommendation import recommended
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FAMILIES, Strategy
 from gnnplan.planner.strategies.base import Memory, Prediction
@@ -58,12 +59,38 @@ class Candidate:
 class SearchResult:
     """Candidates from fastest to slowest, and (strategy, reason) of those that were rejected.
 
-    `forced`: one strategy was asked for, and nothing was compared.
+    `forced`: one strategy was asked for, and nothing was compared. `measured`: the candidate that
+    runs have shown to be best (`gnnplan tune`).
     """
 
     ranked: list[Candidate]
     rejected: list[tuple[str, str]]
     forced: bool = False
+    measured: Candidate | None = None
+
+    @property
+    def best(self) -> Candidate:
+        """The candidate that is recommended (recommendation.py)."""
+        return self.measured or recommend(self.ranked)
+
+    @property
+    def others(self) -> list[Candidate]:
+        """The candidates that are not recommended, from fastest to slowest."""
+        best = self.best
+        return [candidate for candidate in self.ranked if candidate is not best]
+
+    @property
+    def passed_over(self) -> list[Candidate]:
+        """Candidates that are predicted to be faster than the best."""
+        best_s = float(self.best.predicted.epoch_s)
+        return [c for c in self.others if float(c.predicted.epoch_s) < best_s]
+
+
+def recommend(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate that is recommended of these."""
+    epoch_s = np.array([[float(c.predicted.epoch_s)] for c in candidates])
+    [index] = recommended(epoch_s, [c.strategy.exact for c in candidates])
+    return candidates[int(index)]
 
 
 def families(problem: Problem) -> list[type[Strategy]]:
@@ -171,22 +198,24 @@ def search(
             f"{smallest_change(problem, partial(_and_with_less_memory, exact=exact))}"
         )
     if may_use_fewer:
-        limit = min(float(candidate.predicted.epoch_s) for candidate in ranked)
-        ranked += on_fewer(problem, exact, limit, notify)
+        ranked += on_fewer(problem, exact, ranked, notify)
     ranked.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
     return SearchResult(ranked, rejected)
 
 
 def on_fewer(
-    problem: Problem, exact: bool, limit: float, notify: Notify = silent
+    problem: Problem, exact: bool, on_all: Sequence[Candidate], notify: Notify = silent
 ) -> list[Candidate]:
-    """The fastest candidate on each part of the GPUs that may beat `limit` [s].
+    """The fastest candidate on each part of the GPUs that may beat those `on_all` GPUs.
 
-    Ranks on a CPU are no GPUs: --ranks chooses their number, and they share its cores.
+    Of the other candidates on parts the one that is recommended, if one of them is. Ranks on a CPU
+    are no GPUs: --ranks chooses their number, and they share its cores.
     """
     found: list[Candidate] = []
     if problem.cluster.device.kind == "cpu":
         return found
+    limit = min(float(candidate.predicted.epoch_s) for candidate in on_all)
+    others: list[Candidate] = []
     for gpus in parts(problem.cluster):
         if least(problem, len(gpus), exact) >= limit:
             continue
@@ -199,10 +228,13 @@ def on_fewer(
             with suppress(SpecError, Infeasible):
                 fitting.append(evaluate_or_save_memory(seated(smaller, strategy), strategy))
         if fitting:
-            best = min(fitting, key=lambda candidate: float(candidate.predicted.epoch_s))
+            fitting.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
+            best, *slower = fitting
             found.append(best)
+            others += slower
             limit = min(limit, float(best.predicted.epoch_s))
-    return found
+    best = recommend([*on_all, *found, *others])
+    return found + [candidate for candidate in others if candidate is best]
 
 
 def parts(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.recommendation import recommended
+from gnnplan.planner.decision.search import Candidate, SearchResult, recommend, search
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.progress import Notify, silent
@@ -31,11 +32,14 @@ def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list
     """What doubling a number gives, and where another family wins.
 
     As 'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins', 'at 8
-    layers or fewer ..'. Empty for statistics on more than MOST_ESTIMATED GPUs.
+    layers or fewer ..'. Empty for statistics on more than MOST_ESTIMATED GPUs, and where runs have
+    decided otherwise than predictions would.
     """
-    best = found.ranked[0].problem
+    best = found.best.problem
     cluster = best.cluster
     out: list[str] = []
+    if found.measured and found.measured is not recommend(found.ranked):
+        return out
     if not best.stats.known and cluster.ranks > MOST_ESTIMATED:
         return out
     notify("asking what would change the choice", "links and devices")
@@ -67,8 +71,8 @@ def inside_servers(cluster: Cluster) -> list[str]:
 
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
     """What doubling one number of the cluster gives, and where another family takes over."""
-    best = found.ranked[0]
-    _, (doubled_s,) = fastest(found, faster, [2.0])
+    best = found.best
+    _, (doubled_s,) = best_at(found, faster, [2.0])
     change = doubled_s / float(best.predicted.epoch_s) - 1
     yield f"twice {name}: {show_percent(change, sign=True)}"
     for farthest, word in ((1 / REACH, "below"), (REACH, "above")):
@@ -82,19 +86,20 @@ def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None)
 
 
 def _turn(found: SearchResult, faster: Scaled, farthest: float) -> tuple[float, Candidate] | None:
-    """The factor nearest to 1 at which another family is the fastest, and its candidate."""
+    """The factor nearest to 1 at which another family is recommended, and its candidate."""
+    name = found.best.strategy.name
     factors = np.geomspace(1, farthest, STEPS + 1)[1:]
-    winners, _ = fastest(found, faster, factors)
+    winners, _ = best_at(found, faster, factors)
     for factor, winner in zip(factors, winners, strict=True):
-        if winner.strategy.name != found.ranked[0].strategy.name:
+        if winner.strategy.name != name:
             return float(factor), winner
     return None
 
 
-def fastest(
+def best_at(
     found: SearchResult, faster: Scaled, factors: Sequence[float] | NDArray[np.float64]
 ) -> tuple[list[Candidate], NDArray[np.float64]]:
-    """With the number multiplied by each factor: the fastest candidate, and its epoch [s]."""
+    """With the number multiplied by each factor: the best candidate, and its epoch [s]."""
     column = np.asarray(factors, dtype=float)[:, np.newaxis]
     times = np.array(
         [
@@ -103,12 +108,13 @@ def fastest(
             for asked in [replace(c.problem, cluster=faster(c.problem.cluster, column))]
         ]
     )
-    return [found.ranked[first] for first in times.argmin(axis=0)], times.min(axis=0)
+    best = recommended(times, [c.strategy.exact for c in found.ranked])
+    return [found.ranked[index] for index in best], times[best, np.arange(len(factors))]
 
 
 def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
     """The nearest smaller and larger number of layers at which another family wins."""
-    best = found.ranked[0]
+    best = found.best
     problem, layers = best.problem, best.problem.workload.layers
     if problem.workload.mode == "mini":
         return  # another depth needs other fanouts, which nobody has given
@@ -125,7 +131,7 @@ def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
         notify("asking what would change the choice", show_count(count, "layer"))
         asked = replace(problem, workload=workload, seats=(), _layouts={}, _batches={})
         try:
-            return search(asked, exact, may_use_fewer=on_fewer).ranked[0].strategy.name
+            return search(asked, exact, may_use_fewer=on_fewer).best.strategy.name
         except GnnplanError:
             return ""
 

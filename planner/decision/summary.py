@@ -20,6 +20,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.explain import (
+    doubted,
     largest_difference,
     measured_errors,
     prediction_error,
@@ -52,7 +53,7 @@ def summarise(
 
     `turning_points` is what `sensitivity.sentences` says.
     """
-    best = found.ranked[0]
+    best = found.best
     return {
         "use": recommendation(problem, found),
         "sure": certainty(problem),
@@ -64,7 +65,7 @@ def summarise(
 
 def recommendation(problem: Problem, found: SearchResult) -> str:
     """The strategy, how many GPUs it uses and where its ranks sit."""
-    best = found.ranked[0]
+    best = found.best
     used, device = best.problem.ranks, best.problem.cluster.device
     unit = "CPU rank" if device.kind == "cpu" else "GPU"
     number = show_count(used, unit)
@@ -76,6 +77,7 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
         else "it changes the gradient (--exact leaves such strategies out)"
     )
     asked = ", as --strategy asks" if found.forced else ""
+    asked = ", as measured" if found.measured else asked
     return f"{best.strategy} on {number}{asked}; {seating(best)}; {gradient}"
 
 
@@ -180,17 +182,23 @@ def alone(problem: Problem, best: Candidate) -> str:
 
 
 def rivals(found: SearchResult) -> str:
-    """The runner-up and why it lost; also the fastest exact strategy or other family, if it fits in
-    WIDEST_RIVALS columns."""
+    """The lossy strategy that was passed over, or the runner-up and why it lost.
+
+    After a runner-up also the fastest exact strategy or other family, if it fits in WIDEST_RIVALS
+    columns.
+    """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
-    best, *others = found.ranked
+    best, others = found.best, found.others
     if not others:
         return "nothing else fits"
+    if found.passed_over:
+        told, strategy = doubted(others[0], best), others[0].strategy
+        return told if len(told) <= WIDEST_RIVALS else told.replace(str(strategy), strategy.name)
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
     if within_noise(found):
-        why = ": too close to tell, run both for a few epochs"
+        why = ": too close to tell, try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
     told = textwrap.shorten(_loss(others[0], best), WIDEST_RIVALS - len(why), placeholder="...")
@@ -215,6 +223,8 @@ def changes(found: SearchResult, turning_points: Sequence[str]) -> str:
     """Where another family takes over, of links, devices and depths."""
     if len(found.ranked) < 2:
         return "unknown, since only one strategy was compared"
+    if found.measured and not turning_points:
+        return "not asked, since runs have decided otherwise than predictions would"
     if not turning_points:
         return "not asked of an estimate on so many GPUs"
     wins = [sentence for sentence in turning_points if sentence.endswith("wins")]

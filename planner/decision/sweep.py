@@ -144,7 +144,7 @@ def rows(
         except Infeasible as error:
             out.append(row | {"best": None, "reason": str(error)})
             continue
-        best = found.ranked[0]
+        best = found.best
         same = next(
             (
                 c

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gnnplan.planner.gnn.model import Layer, Model
+from gnnplan.planner.gnn.workload import Residual
 from gnnplan.planner.vocabulary.numbers import Number
 
 # [B] of libraries and context in a process that has done nothing yet
@@ -198,7 +199,10 @@ class LayerPasses:
         self.rows, self.sources = rows, sources
         self.edges = edges + rows if spec.self_edges else edges
         self.narrow = narrow and model.narrow_at(layer)
-        self.varies, self.relu = layer > model.first_varying, model.relu_after(layer)
+        self.varies, relu = layer > model.first_varying, model.relu_after(layer)
+        # of what the kind computes; or of its sum with the residual
+        self.relu = relu and (spec.residual is None or spec.residual.after_relu)
+        self.relu_on_sum = relu and not self.relu
         self.sparse, self.nonzeros = model.reads_sparse(layer), model.nonzeros
         self.r_in, self.r_out = rows * spec.h_in * itemsize, rows * spec.h_out * itemsize
         self.s_in, self.s_out = sources * spec.h_in * itemsize, sources * spec.h_out * itemsize
@@ -244,13 +248,43 @@ class LayerPasses:
         if self.narrow:
             tape.take(self.local * self.spec.projected * self.itemsize)
         self.compute(tape)
+        self.add_residual(tape)
         # a product saves the rows that it reads
-        if not (self.spec.projects_first or self.own_matrix):
+        if not (self.spec.projects_first or self.own_matrix or self.residual_saves):
             tape.free(self.prepared.dropped)
+
+    @property
+    def residual_saves(self) -> bool:
+        """Whether the residual's product, and no other, saves the prepared rows."""
+        residual = self.spec.residual
+        own = residual is not None and residual.linear and residual.of == "prepared"
+        return own and not (self.spec.projects_first or self.own_matrix)
+
+    def add_residual(self, tape: Tape) -> None:
+        """From what the kind computes to its sum with the residual."""
+        residual = self.spec.residual
+        if residual:
+            product = self.r_out * residual.linear
+            tape.touch(self.passing, product, self.r_out)
+            tape.take(self.r_out * self.relu)  # ReLU saves what it makes
+
+    @property
+    def passing(self) -> Number:
+        """The aggregate while the residual is added, where nothing saves it."""
+        return 0.0
 
     def backward(self, tape: Tape) -> None:
         """Own rows are a slice of the rows read; a slice's gradient is as large as the whole."""
+        residual = self.spec.residual
+        if residual:
+            self.residual_backward(tape, residual.linear)
+        own: Number = 0.0
+        if residual and self.spec.projects_first:  # nothing but a bias comes after the gather
+            own = self.own_backward(tape, residual)
         self.compute_backward(tape)
+        if residual and not self.spec.projects_first:
+            own = self.own_backward(tape, residual)
+        tape.free(self.r_out * self.relu_on_sum)
         if self.narrow:
             tape.take(self.prepared.rows)
             tape.touch(self.product(self.local))
@@ -259,7 +293,41 @@ class LayerPasses:
             self.prepared.backward(tape)
         elif self.varies and not self.apart:
             self.scatter_gradient(tape)
+            tape.free(own)
             self.prepared.backward(tape)
+
+    @property
+    def residual_products(self) -> tuple[Product, ...]:
+        """The residual's product, as `products`."""
+        spec, residual = self.spec, self.spec.residual
+        if not (residual and residual.linear) or self.sparse:
+            return ()
+        after = ("bias" if residual.bias else "",)
+        return (Product(self.rows, spec.h_in, spec.h_out, self.varies, after),)
+
+    def residual_backward(self, tape: Tape, linear: bool) -> None:
+        """From the gradient of the sum to those of its terms."""
+        tape.take(self.r_out * self.relu_on_sum)
+        if linear:
+            tape.take(self.r_in * self.varies)
+            temporaries = self._temporaries(
+                self.rows, self.spec.h_in, self.spec.h_out, False, varies=self.varies
+            )
+            tape.touch(temporaries)
+            tape.free(self.prepared.dropped * self.residual_saves)
+
+    def own_backward(self, tape: Tape, residual: Residual) -> Number:
+        """From the gradient of own rows to that of the rows that they are a slice of.
+
+        Returns the bytes of this gradient that are added to the prepared rows' and freed."""
+        prepared = residual.of == "prepared"
+        whole: Number = 0.0
+        if self.varies and not (self.apart or self.narrow):
+            whole = self.s_in * (not (self.own_matrix and prepared))
+            tape.take(whole)
+            tape.free(self.r_in * residual.linear)
+        tape.free(self.r_out * self.relu)
+        return whole * prepared
 
     def compute(self, tape: Tape) -> None:
         """From the prepared rows to the output."""
@@ -347,6 +415,10 @@ class ProjectsFirst(LayerPasses):
     def after_product(self) -> tuple[str, ...]:
         return ("bias",) if self.own_matrix else super().after_product
 
+    @property
+    def passing(self) -> Number:
+        return self.r_out * self.spec.bias
+
     def compute(self, tape: Tape) -> None:
         projected = 0.0 if self.narrow else self.s_out
         updated = self.r_out if self.own_matrix or self.relu else 0.0
@@ -374,6 +446,10 @@ class ProjectsFirst(LayerPasses):
 
 class Attention(LayerPasses):
     """GAT. z are the projected rows; a logit per head and row goes with them."""
+
+    @property
+    def passing(self) -> Number:
+        return self.r_out
 
     def compute(self, tape: Tape) -> None:
         if not self.narrow:
@@ -474,6 +550,10 @@ class Perceptron(LayerPasses):
         )
         return (*first, second)
 
+    @property
+    def passing(self) -> Number:
+        return self.r_middle * self.spec.projects_first
+
     def compute(self, tape: Tape) -> None:
         if self.spec.projects_first:
             tape.take(0.0 if self.narrow else self.projected)
@@ -511,7 +591,7 @@ class Perceptron(LayerPasses):
             tape.free(self.r_in)
 
 
-class Residual(LayerPasses):
+class ResidualBlock(LayerPasses):
     """ResGCN+: messages ReLU(x) summed or by a softmax, plus own rows, a product, plus inputs."""
 
     after_product = ("bias",)
@@ -576,7 +656,7 @@ KINDS = {
     "gat": Attention,
     "gatv2": PairAttention,
     "gin": Perceptron,
-    "resgcn": Residual,
+    "resgcn": ResidualBlock,
     "gcnii": InitialResidual,
 }
 UNWEIGHTED = ("gat", "gatv2", "gin", "resgcn")  # whose edges all weigh one
@@ -618,7 +698,8 @@ def footprint(
     kept, forward = tape.now, tape.most
     tape.most = tape.now
     passes.backward(tape)
-    return Footprint(kept, forward, tape.most, passes.products)
+    products = (*passes.products, *passes.residual_products)
+    return Footprint(kept, forward, tape.most, products)
 
 
 def block(

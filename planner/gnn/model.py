@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from gnnplan.planner.gnn.workload import Module, Workload
+from gnnplan.planner.gnn.workload import Module, Residual, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
 
@@ -57,6 +57,12 @@ class Layer:
     # GATv2: a logit is of a sum of two rows, so a projected row has a part for readers and one for
     # sources
     pairs: bool = False
+    residual: Residual | None = None
+
+    @property
+    def reads_own(self) -> bool:
+        """Whether it reads the rows of its destinations besides what it aggregates."""
+        return self.matrices > 1 or self.residual is not None
 
     @property
     def multiplied(self) -> int:
@@ -214,11 +220,18 @@ class Model:
     def narrow_at(self, layer: int) -> bool:
         """Whether the option `narrow` makes the layer project before its exchange.
 
-        Batch norm needs all rows before the projection, so there it does not."""
+        Batch norm needs all rows before the projection, so there it does not; nor where the layer
+        adds its inputs, of which a narrow layer has the prepared ones alone."""
         if not self.first_varying < layer <= len(self.layers):
             return False
         spec = self.layers[layer - 1]
-        return spec.projects_first and spec.projected < spec.h_in and spec.norm != "batch"
+        adds_inputs = spec.residual is not None and spec.residual.of == "inputs"
+        return (
+            spec.projects_first
+            and spec.projected < spec.h_in
+            and spec.norm != "batch"
+            and not adds_inputs
+        )
 
     @property
     def narrows(self) -> bool:
@@ -262,8 +275,10 @@ class Model:
         # GCNII mixes the aggregate with the initial rows, and the product with what it was before
         if self.hands_on_initial:
             elementwise_bytes = elementwise_bytes + 3 * rows * spec.h_out * itemsize
+        added, more = self._residual(layer, rows)
+        product, elementwise_bytes = product + added, elementwise_bytes + more
         hash_ops: Number = 0.0
-        launches = 6 + 2 * spec.matrices + 12 * spec.heads
+        launches = 6 + 2 * spec.matrices + 12 * spec.heads + 3 * bool(spec.residual)
         if not narrow:
             prepared = self._prepare(spec, sources, sparse)
             elementwise_bytes = elementwise_bytes + prepared.elementwise_bytes
@@ -329,7 +344,22 @@ class Model:
         if not self.reads_sparse(layer):
             return work
         multiplied = sources + (spec.matrices - 1) * rows
-        return self._matrix_gradient(spec.h_in, spec.multiplied, multiplied, sparse=True) + work
+        work = self._matrix_gradient(spec.h_in, spec.multiplied, multiplied, sparse=True) + work
+        if spec.residual and spec.residual.linear:
+            work = self._matrix_gradient(spec.h_in, spec.h_out, rows, sparse=True) + work
+        return work
+
+    def _residual(self, layer: int, rows: Number) -> tuple[Compute, Number]:
+        """A residual's product, and the bytes of its sum and of a ReLU of its own."""
+        spec = self.layers[layer - 1]
+        if not spec.residual:
+            return Compute(), 0.0
+        passes = 3 + 2 * (self.relu_after(layer) and not spec.residual.after_relu)
+        product = Compute()
+        if spec.residual.linear:
+            product = self._product(spec.h_in, spec.h_out, rows, self.reads_sparse(layer))
+            passes += 2
+        return product, passes * rows * spec.h_out * self.itemsize
 
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of a narrow layer's projection, before its exchange."""
@@ -640,14 +670,17 @@ def _as_in_module(layers: Sequence[Layer], module: Module | None) -> tuple[Layer
     out = []
     for layer, own in zip(layers, module.layers, strict=True):
         changed = layer if own.norm == "none" else _activating(layer, own.norm)
-        lost = layer.h_out if layer.bias and not own.bias else 0
+        more = -layer.h_out if layer.bias and not own.bias else 0
+        if own.residual and own.residual.linear:
+            more += (layer.h_in + own.residual.bias) * layer.h_out
         out.append(
             replace(
                 changed,
                 drops=own.drops,
                 heads=own.heads,
                 bias=layer.bias and own.bias,
-                weights=changed.weights - lost,
+                weights=changed.weights + more,
+                residual=own.residual,
             )
         )
     return tuple(out)

@@ -33,6 +33,16 @@ class Conflict(ValueError):
         self.fields = fields
 
 
+class Residual(Spec):
+    """What a layer adds to what it computes: rows of its own input, or their product."""
+
+    # as the layer before left them, or as the convolution reads them: after norm, ReLU, dropout
+    of: Literal["inputs", "prepared"] = "prepared"
+    linear: bool = False  # times a matrix
+    bias: bool = False  # of that product
+    after_relu: bool = False  # added after the layer's ReLU, not before
+
+
 class ModuleLayer(Spec):
     """A layer of a user's module: its widths, and what the module does to its inputs."""
 
@@ -43,6 +53,7 @@ class ModuleLayer(Spec):
     norm: Literal["none", "layer", "batch"] = "none"  # of its inputs, before their ReLU
     drops: bool = True  # dropout of its inputs
     bias: bool = True
+    residual: Residual | None = None
 
 
 class Module(Spec):

@@ -15,13 +15,14 @@ import faulthandler
 import gc
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -181,6 +182,10 @@ class ForkServer:
                 os.close(file)
         return Rank(self, pid, os.fdopen(stdin, "w"), os.fdopen(stdout))
 
+    def start(self, argv: Sequence[str], env: Mapping[str, str], stderr: Path) -> Rank:
+        """A fork that does what `python argv...` would: a file, or '-m' and a module, and words."""
+        return self.fork({**os.environ, **env, "ARGV": json.dumps(argv)}, stderr)
+
     def close(self) -> None:
         self.socket.close()  # the end of its input ends it
         self.process.wait(10)
@@ -208,12 +213,25 @@ class Rank:
                 raise TimeoutError(f"process {self.pid} still runs after {seconds} s")
             time.sleep(0.005)
 
+    def ended(self, seconds: float) -> tuple[int, str]:
+        """The exit code, once it has ended, and what it has said on standard output."""
+        self.wait(seconds)
+        assert self.returncode is not None
+        return self.returncode, self.stdout.read()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        self.kill()
+        self.wait()
+        self.stdin.close()
+        self.stdout.close()
 
 
 class World:
@@ -286,9 +304,7 @@ class World:
         for process in self.processes:
             with contextlib.suppress(TimeoutError):
                 process.wait(max(0.0, until - time.monotonic()))
-            process.kill()
-            process.wait()
-            process.stdout.close()
+            process.close()
         self.processes = []
 
 
@@ -393,6 +409,13 @@ def be_rank() -> None:
     base.close()
 
 
+def be_program(argv: list[str]) -> None:
+    """Run the file, or after '-m' the module, with these words."""
+    module = argv[0] == "-m"
+    name, sys.argv = argv[module], argv[module:]
+    (runpy.run_module if module else runpy.run_path)(name, run_name="__main__")
+
+
 def fork(env: dict[str, str], files: Sequence[int], server: socket.socket) -> int:
     """Make a rank with this environment and these files as its standard ones. Returns its id."""
     if pid := os.fork():
@@ -404,12 +427,18 @@ def fork(env: dict[str, str], files: Sequence[int], server: socket.socket) -> in
             os.dup2(file, number)
             os.close(file)
         os.environ.update(env)
-        be_rank()
+        if argv := os.environ.pop("ARGV", ""):
+            be_program(json.loads(argv))
+        else:
+            be_rank()
         code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
     except BaseException:
         import traceback
 
         traceback.print_exc()
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # at once: Gloo's threads sometimes abort a regular exit
 

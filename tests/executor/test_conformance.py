@@ -246,14 +246,14 @@ def option(word: str) -> tuple[str, Any]:
 
 
 def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
-    """A family with every model, graph, world, dropout and value of a knob; a model with every
-    graph; every other word of a workload."""
+    """A family with every graph, dropout and value of a knob; every model, world, and other word of
+    a workload."""
     world, servers, strategy, workload, graph, dropout = setting
     model, *more = workload.split()
     parsed = parse(strategy)
     knobs = [knob for knob in parsed.knobs().items() if knob[0] in strategy]
-    values = [model, graph, (world, servers), dropout > 0, *knobs]
-    return {(type(parsed).__name__, str(value)) for value in values} | {(model, graph), *more}
+    of_family = {(type(parsed).__name__, str(value)) for value in (graph, dropout > 0, *knobs)}
+    return of_family | {model, (world, servers), *more}
 
 
 _played: dict[tuple, Played] = {}

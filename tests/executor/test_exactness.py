@@ -151,7 +151,7 @@ TRAININGS = [
     (*NAMES, "model", "dropout", "optimizer"),
     covered(
         TRAININGS,
-        lambda row: {row[:3]} | pairs({**values(*row[:3]), "model": row[3], "way": row[4:]}),
+        lambda row: {row[:3], row[3:]},
     ),
 )
 def test_float64_weights(
@@ -199,7 +199,7 @@ SHARED_OUT = [  # three of the five to every setting
 
 @pytest.mark.parametrize(
     (*NAMES, "graph", "directed", "model", "optimizer"),
-    covered(SHARED_OUT, lambda row: pairs({**values(*row[:3]), "awkward": row[3:]})),
+    covered(SHARED_OUT, lambda row: {row[:3], (type(parse(row[2])), row[3:])}),
 )
 def test_awkward_graphs(
     run_ranks: Ranks,
@@ -249,7 +249,10 @@ TWO_EACH = [
 
 @pytest.mark.parametrize(
     (*NAMES, "model", "dropout"),
-    covered(TWO_EACH, lambda row: pairs({**values(*row[:3]), "model": row[3]})),
+    covered(
+        TWO_EACH,
+        lambda row: {row[2], *((type(parse(row[2])), value) for value in (row[0], row[3]))},
+    ),
 )
 def test_sparse_features_on_ranks(
     run_ranks: Ranks,

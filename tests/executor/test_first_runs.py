@@ -64,7 +64,7 @@ def installed_editable(folder: Path) -> dict[str, str]:
 def test_a_run_from_the_folder_above_the_clone(tmp_path: Path) -> None:
     """There `git clone` had left a folder gnnplan/, which is no package: all ranks imported that
     and died with "cannot import name '__version__' from 'gnnplan'"."""
-    plan = planned(tmp_path, "--ranks", "2")
+    plan = planned(tmp_path, "--ranks", "1")
     (tmp_path / "above" / "gnnplan").mkdir(parents=True)
     run = [str(plan), "--epochs", "2", "--out", str(tmp_path / "out")]
     # as the installed command `gnnplan` starts: without the working directory in the path
@@ -82,12 +82,10 @@ def test_a_run_from_the_folder_above_the_clone(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path: Path, start: Start) -> None:
-    """A plan for two A100s was trained on a laptop without a word: 1.3 ms per epoch predicted, 137
+    """A plan for A100s was trained on a laptop without a word: 1.3 ms per epoch predicted, 137
     measured."""
-    one = ["--set", "servers=1", "--set", "gpus_per_server=2"]
-    plan = planned(
-        tmp_path, "--cluster", "l4_box", *one, "--ranks", "2", "--strategy", "graph_parallel"
-    )
+    one = ["--set", "servers=1", "--set", "gpus_per_server=1"]
+    plan = planned(tmp_path, "--cluster", "l4_box", *one, "--strategy", "graph_parallel")
     run = start(plan, "--epochs", "2", CUDA_VISIBLE_DEVICES="")
     assert run.ended(100) == 0, run.stderr
     mismatch = (
@@ -96,8 +94,8 @@ def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path: Path, start:
     )
     assert run.stderr.count(f"note: {mismatch}") == 1
     assert run.stderr.index("note: the plan is for") < run.stderr.index("epoch 2/2")
-    for rank in range(2):  # what validate reads
-        assert json.loads((run.out / f"rank{rank}.json").read_text())["device_mismatch"] == mismatch
+    # what validate reads
+    assert json.loads((run.out / "rank0.json").read_text())["device_mismatch"] == mismatch
 
 
 @pytest.mark.timeout(120)
@@ -127,14 +125,14 @@ def test_a_layer_that_gnnpipe_cannot_run_is_named(
 ) -> None:
     """A user's own layer had `forward` alone. GNNPipe ended in "NotImplementedError: ." on all
     ranks."""
-    monkeypatch.delattr(GCNLayer, "update")  # what it inherits raises that error
+    monkeypatch.delattr(GCNLayer, "combine")  # what it inherits raises that error
     problem = Case("gnnpipe", graphs["rough"], {"model": "gcn", "layers": 2, "hidden": 8}).problem(
         1
     )
     strategy = parse("gnnpipe(stages=1,chunks=2)").settle(problem)
     assert isinstance(strategy, GNNPipe)
     words = (
-        r"gnnpipe: layer 1 of 2 \(GCNLayer\) has no update: GNNPipe runs a layer in parts, .*"
+        r"gnnpipe: layer 1 of 2 \(GCNLayer\) has no combine: GNNPipe runs a layer in parts, .*"
         r" use data_parallel or gsplit, which run any layer"
     )
     with pytest.raises(SpecError, match=words):

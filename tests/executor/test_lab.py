@@ -108,7 +108,7 @@ def unbroken(plan: Path, epochs: int, run_ranks: Ranks) -> Result:
 
 @needs_namespaces
 def test_training_across_emulated_servers_is_training(tmp_path: Path, run_ranks: Ranks):
-    path, out = plan(tmp_path, 2, 2, "--strategy", "graph_parallel"), tmp_path / "lab"
+    path, out = plan(tmp_path, 2, 1, "--strategy", "graph_parallel"), tmp_path / "lab"
     app(
         ["run", str(path), "--epochs", "3", "--out", str(out), "--emulate", "100Mbit/s"],
         standalone_mode=False,

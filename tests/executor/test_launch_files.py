@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import yaml
 
+from gnnplan.api.running import Run
 from gnnplan.cli import app
 from gnnplan.cli.emit import FILES
-from gnnplan.cli.run import summary
-from gnnplan.cli.validate import examine
 from gnnplan.executor.emit.kubernetes import kubernetes
 from gnnplan.executor.emit.launch import Launch, slurm, torchrun
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.simulator.replay import replay
 
 SERVERS = """\
 servers: 2
@@ -90,10 +90,10 @@ def must_be_as_planned(run: Path, path: Path, place: int) -> None:
     """Two epochs of a candidate of the plan, with the bytes that the plan says."""
     document = read(path)
     candidate = [document["best"], *document["alternatives"]][place]
-    left = summary(run)
+    left = Run(run).document
     assert left["epochs"] == 2 and left["bytes"] == candidate["predicted"]["bytes"]
     assert read(run / "plan.json")["best"]["strategy"] == candidate["strategy"]
-    assert examine(run).comparison["bytes"]["equal"]
+    assert replay(run).run.comparison["bytes"]["equal"]
 
 
 @pytest.mark.processes

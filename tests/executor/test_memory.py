@@ -4,6 +4,7 @@ step to the next."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import time
@@ -26,8 +27,8 @@ from gnnplan.executor.ranks.memory import MemoryWatch, allocated
 from gnnplan.executor.ranks.rank import Rank, wait_in_turn
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
-from gnnplan.planner.gnn.model import describe
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.gnn.workload import Residual, Workload
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.p3 import memory as p3_memory
 
@@ -107,23 +108,68 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layer", [1, 2, 3])
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model.values())))
+RESIDUALS = [
+    Residual(),
+    Residual(after_relu=True),
+    Residual(of="inputs"),
+    Residual(linear=True, bias=True),
+    Residual(linear=True, after_relu=True),
+    Residual(of="inputs", linear=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "p", "layer"),
+    covered(
+        list(itertools.product(MODELS, (0.0, 0.5), (1, 2, 3))),
+        # dropout with every kind of layer
+        lambda row: {(str(row[0]), row[2]), (row[0]["model"], *row[1:])},
+    ),
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
 def test_footprint_is_what_torch_allocates(model: dict[str, Any], p: float, layer: int) -> None:
     """What is kept to 0.1 %, peaks to 5 %: leaves out indices that operations make for themselves,
     and small numbers per row."""
-    shapes = describe(Workload(layers=3, hidden=HIDDEN, dropout=p, **model), FEATURES, CLASSES)
+    workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model)
+    shapes = describe(workload, FEATURES, CLASSES)
     if shapes.aggregate_cached(layer):
         pytest.skip("its aggregate is made at set-up")
+    measure_footprint(shapes, workload, layer, 0.05)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model": "gcn", "norm": "layer"},
+        {"model": "sage"},
+        {"model": "gat", "heads": 2},
+        {"model": "gin"},
+    ],
+    ids=str,
+)
+def test_footprint_of_a_residual(model: dict[str, Any], residual: Residual) -> None:
+    """Peaks of the way back to 20 %: a sum's gradient may be freed before its last use is told."""
+    workload = Workload(layers=3, hidden=HIDDEN, dropout=0.5, **model)
+    shapes = describe(workload, FEATURES, CLASSES)
+    if residual.after_relu and not shapes.relu_after(2):
+        pytest.skip("no ReLU")
+    first, second, third = shapes.layers
+    layers = (first, replace(second, residual=residual), third)
+    measure_footprint(replace(shapes, layers=layers), workload, 2, 0.2)
+
+
+def measure_footprint(shapes: Model, workload: Workload, layer: int, within: float) -> None:
+    """Hold a layer's footprint against what torch allocates."""
+    p, is_gcnii = workload.dropout, workload.model == "gcnii"
     torch.manual_seed(0)
-    net = Net(shapes, Workload(layers=3, hidden=HIDDEN, dropout=p, **model))
+    net = Net(shapes, workload)
     module, spec = net.layer(layer), shapes.layers[layer - 1]
     indices = np.random.default_rng(0).integers(0, SOURCES, ROWS * PER_ROW)
     weight = np.ones(indices.size, dtype=np.float32) if module.edges in ("gcn", "mean") else None
     block = Block(np.arange(ROWS + 1) * PER_ROW, indices, SOURCES, weight)
     source = torch.rand(SOURCES, spec.h_in).requires_grad_(layer > shapes.first_varying)
-    initial = torch.rand(ROWS, HIDDEN).requires_grad_() if model["model"] == "gcnii" else None
+    initial = torch.rand(ROWS, HIDDEN).requires_grad_() if is_gcnii else None
     norm, ids = net.batch_norm(layer), torch.arange(SOURCES)
     moments = norm.moments(norm.sums(source), SOURCES).requires_grad_() if norm else None
     for parameter in net.parameters():
@@ -142,10 +188,10 @@ def test_footprint_is_what_torch_allocates(model: dict[str, Any], p: float, laye
     _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
     # the block above has self edges among its own
     edges = ROWS * PER_ROW - (ROWS if spec.self_edges else 0)
-    told = footprint(model["model"], shapes, layer, ROWS, SOURCES, edges)
+    told = footprint(workload.model, shapes, layer, ROWS, SOURCES, edges)
     assert told.kept == pytest.approx(kept, rel=0.001)
     assert told.forward == pytest.approx(forward, rel=0.05)
-    assert told.backward == pytest.approx(kept + backward, rel=0.05)
+    assert told.backward == pytest.approx(kept + backward, rel=within)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
@@ -380,6 +426,9 @@ def test_predicted_memory_of_a_processs_first_batches(
     assert fullest_of_batches(case) == pytest.approx(first.fullest(), rel=0.05)
 
 
+STEPS = 4
+
+
 @glibc
 @pytest.mark.parametrize(
     ("strategy", "workload"),
@@ -387,7 +436,12 @@ def test_predicted_memory_of_a_processs_first_batches(
         ("graph_parallel", {"model": "gcn", "norm": "batch"}),
         ("graph_parallel(checkpoint=True)", {"model": "resgcn"}),
         ("graph_parallel", {"model": "gat"}),
-        ("gnnpipe(stages=1,chunks=3)", {"model": "gcnii"}),
+        pytest.param(
+            # its history of gradients and its checkpoints come below
+            "gnnpipe(stages=1,chunks=3)",
+            {"model": "gcnii"},
+            marks=pytest.mark.nightly,
+        ),
         ("gnnpipe(stages=1,chunks=3,historical_gradients=True)", {"model": "gcnii"}),
         ("gnnpipe(stages=1,chunks=3,checkpoint=True)", {"model": "resgcn"}),
         ("granndis(batches=2)", {"model": "sage"}),
@@ -412,10 +466,10 @@ def test_a_step_leaves_nothing_behind(strategy: str, workload: dict[str, Any]) -
     gc.disable()
     try:
         watch, before = MemoryWatch(torch.device("cpu")), allocated()
-        for step in range(4, 12):
+        for step in range(4, 4 + STEPS):
             worker.step(step)
         left, most = (allocated() or 0) - (before or 0), watch.stop()
     finally:
         gc.enable()
     assert most is not None and most > 4e6
-    assert left < 1e-3 * 8 * most
+    assert left < 1e-3 * STEPS * most

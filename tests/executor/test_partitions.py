@@ -135,6 +135,17 @@ def test_what_fails_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch: py
         partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
 
 
+def test_a_library_that_partitions_by_itself_is_refused(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A later version might not ask for the assignment where we give ours."""
+    dgl = needed("dgl")
+    monkeypatch.setattr(dgl.distributed, "partition_graph", lambda *_, **__: None)
+    with pytest.raises(SpecError, match="this version of dgl partitions graphs in another way"):
+        partitions.distdgl(asked.problem, asked.strategy, tmp_path / "parts")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_strategy_that_owns_no_vertices_says_so(asked: Asked):
     assigned, told = partitions.assignment(asked.problem, parse("gnnpipe(stages=4)"))
     assert np.array_equal(assigned, asked.gpu)

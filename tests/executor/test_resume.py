@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Case, Ranks, Result
+from ranks import Case, ForkServer, Ranks, Result
 
 from gnnplan.cli import app
 from gnnplan.executor import train
@@ -36,18 +34,25 @@ MINI = {
     "hidden": 6,
     "dropout": 0.3,
 }
-CASES = [
-    Case("graph_parallel", "rough", FULL),
+
+
+def at_night(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.nightly)
+
+
+CASES = [  # those at night are part of others
+    at_night(Case("graph_parallel", "rough", FULL)),
     Case(
         "graph_parallel(narrow=True,checkpoint=True)",
         "rough",
         {**FULL, "model": "gcn", "norm": "batch"},
     ),
     *(
-        Case(name, "rough", FULL, staleness_errors=True)
-        for name in ("pipegcn", "pipegcn_f", "pipegcn_g", "pipegcn_gf")
+        at_night(Case(name, "rough", FULL, staleness_errors=True))
+        for name in ("pipegcn", "pipegcn_f", "pipegcn_g")
     ),
-    Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"}),
+    Case("pipegcn_gf", "rough", FULL, staleness_errors=True),
+    at_night(Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"})),
     Case("gnnpipe(stages=2,chunks=4)", "rough", FULL),
     Case(
         "gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True)",
@@ -55,13 +60,13 @@ CASES = [
         {**FULL, "model": "gat", "heads": 2},
     ),
     Case("gnnpipe(stages=1,chunks=3)", "rough", {**FULL, "model": "gcnii"}),
-    Case("granndis", "rough", FULL, servers=2),
+    at_night(Case("granndis", "rough", FULL, servers=2)),
     Case("granndis(max_hop=1,fanout=3,batches=3)", "rough", FULL, servers=2),
     Case("data_parallel(prefetch=2)", "rough", MINI),
     Case("data_parallel(cache=480)", "rough", MINI),
     Case("gsplit", "rough", MINI),
-    Case("p3", "rough", MINI),
-    Case("p3(pipelined=True)", "rough", MINI),
+    at_night(Case("p3", "rough", MINI)),
+    at_night(Case("p3(pipelined=True)", "rough", MINI)),
     Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2}),
     # one batch per epoch: batches under way are of several epochs
     Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),
@@ -131,8 +136,9 @@ def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
     assert there == {1: [], 2: [1], 3: [1, 2], 4: [2, 3]}
 
 
-@pytest.mark.processes
-def test_servers_with_disks_of_their_own_resume_from_these(tmp_path: Path) -> None:
+def test_servers_with_disks_of_their_own_resume_from_these(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     """A rank on each of two, as srun starts them: each finds plan and options in its own folder."""
     plan = tmp_path / "plan.json"
     graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
@@ -165,33 +171,21 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path: Path) -> No
     def run(problem: int, *arguments: str) -> None:
         ranks = []
         for rank in map(str, range(2)):
-            command = [
-                sys.executable,
-                "-m",
-                "gnnplan",
-                "run",
-                *(word.replace("RANK", rank) for word in arguments),
-            ]
-            env = (
-                os.environ
-                | slurm
-                | {
-                    "SLURM_PROCID": rank,
-                    "SLURM_NODEID": rank,
-                    "SLURM_JOB_ID": str(os.getpid() + problem),
-                }
-            )
-            ranks.append(
-                subprocess.Popen(
-                    command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-                )
-            )
+            command = ["-m", "gnnplan", "run"]
+            command += [word.replace("RANK", rank) for word in arguments]
+            env = slurm | {
+                "SLURM_PROCID": rank,
+                "SLURM_NODEID": rank,
+                "SLURM_JOB_ID": str(os.getpid() + problem),
+            }
+            ranks.append(fork_server.start(command, env, tmp_path / f"stderr{rank}"))
         try:
-            said = [rank.communicate(timeout=80)[1] for rank in ranks]
+            codes = [rank.ended(80)[0] for rank in ranks]
         finally:
             for process in ranks:
-                process.kill()
-        assert [process.returncode for process in ranks] == [0, 0], said
+                process.close()
+        said = [(tmp_path / f"stderr{rank}").read_text() for rank in range(2)]
+        assert codes == [0, 0], said
 
     run(
         1,

@@ -4,14 +4,11 @@ ranks."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Case, Ranks, Result, meeting
+from ranks import Case, ForkServer, Ranks, Result, meeting
 
 from gnnplan.executor.launch import launcher as launch
 from gnnplan.planner.decision import plan
@@ -67,7 +64,9 @@ def assert_as_planned(result: Result, in_order: Result, candidate: Any) -> None:
             assert recorded == [str(task.label) for task in tasks if task.lane == lane]
 
 
-def test_ranks_that_torchrun_starts(run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path):
+def test_ranks_that_torchrun_starts(
+    run_ranks: Ranks, fork_server: ForkServer, graphs: dict[str, str], tmp_path: Path
+):
     """Four processes in the order of their GPUs, two servers of two, stages of two: rank 0 is not
     process 0."""
     case = Case(
@@ -79,25 +78,23 @@ def test_ranks_that_torchrun_starts(run_ranks: Ranks, graphs: dict[str, str], tm
     )
     out, candidate = planned(case, 4, (2, 0, 3, 1), tmp_path)
     _store, where = meeting(4)  # held until they are done
-    env = os.environ | where | {"CUDA_VISIBLE_DEVICES": ""}
+    (tmp_path / "rank.py").write_text(RANK)
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / "plan.json"), str(out)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env | {"RANK": str(k), "LOCAL_RANK": str(k)},
+        fork_server.start(
+            [str(tmp_path / "rank.py"), str(tmp_path / "plan.json"), str(out)],
+            where | {"CUDA_VISIBLE_DEVICES": "", "RANK": str(k), "LOCAL_RANK": str(k)},
+            tmp_path / f"stderr{k}",
         )
         for k in range(4)
     ]
     try:
-        said = [process.communicate(timeout=90) for process in processes]
+        ended = [process.ended(90) for process in processes]
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * 4, said
-    assert [words.split() for words, _ in said] == [
+            process.close()
+    errors = [(tmp_path / f"stderr{k}").read_text() for k in range(4)]
+    assert [code for code, _ in ended] == [0] * 4, errors
+    assert [words.split() for _, words in ended] == [
         ["0", "1", "1"],
         ["1", "3", "3"],
         ["2", "0", "0"],

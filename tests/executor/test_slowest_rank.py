@@ -2,43 +2,37 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from ranks import SECONDS, Case, _train, meeting
+from ranks import SECONDS, Case, ForkServer, _train, meeting
 
 DELAY = 0.2  # [s] of rank 1 in every step, after all ranks have met
 
 
-@pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
 def test_an_epochs_seconds_are_those_of_the_slowest_rank(
-    tmp_path: Path, graphs: dict[str, str]
+    tmp_path: Path, graphs: dict[str, str], fork_server: ForkServer
 ) -> None:
     """Rank 0 waits for rank 1 outside its step: its own seconds are shorter than the delay."""
     _store, where = meeting(2)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, graphs["rough"], str(tmp_path)],
-            env=os.environ
-            | where
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
-            stderr=subprocess.PIPE,
-            text=True,
+        fork_server.start(
+            [__file__, graphs["rough"], str(tmp_path)],
+            where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
+            tmp_path / f"stderr{rank}",
         )
         for rank in range(2)
     ]
     try:
-        for rank in ranks:
-            _, error = rank.communicate(timeout=SECONDS - 10)
-            assert rank.returncode == 0, error
+        for number, rank in enumerate(ranks):
+            code, _ = rank.ended(SECONDS - 10)
+            assert code == 0, (tmp_path / f"stderr{number}").read_text()
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.communicate()
+            rank.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and all(line["epoch_s"] >= DELAY for line in lines)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Case, Ranks
+from ranks import Case, ForkServer, Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -34,6 +34,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.p3.slices import Slices
 from gnnplan.planner.vocabulary.errors import SpecError
 
 FEATURES, CLASSES = 12, 4  # of the graph `rough`
@@ -202,6 +203,103 @@ class M(nn.Module):
         return self.conv(g, x)
 """,
 }
+# Residuals: of what a layer reads or of its inputs, with a product or without, before ReLU or after.
+MODULES |= {
+    "pyg sage, residual": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 16), SAGEConv(16, out_channels)])
+        self.skips = nn.ModuleList([nn.Linear(in_channels, 16), nn.Linear(16, 16, bias=False), nn.Linear(16, out_channels)])
+    def forward(self, x, edge_index):
+        for i, (conv, skip) in enumerate(zip(self.convs, self.skips)):
+            x = F.dropout(x, {{p}}, self.training)
+            x = conv(x, edge_index) + skip(x)
+            if i + 1 < len(self.convs):
+                x = F.relu(x)
+        return x
+""",
+    "pyg gcn, residual after ReLU": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b, self.c = GCNConv(in_channels, 16), GCNConv(16, 16), GCNConv(16, out_channels)
+        self.skip = nn.Linear(in_channels, 16)
+    def forward(self, x, edge_index):
+        x = self.skip(x) + self.a(x, edge_index).relu()
+        x = x + self.b(F.dropout(x, {{p}}, self.training), edge_index).relu()
+        return self.c(x, edge_index)
+""",
+    "pyg gin, residual of inputs": f"""{PYG}
+def net(a, b):
+    return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b))
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b, self.c = GINConv(net(in_channels, 9)), GINConv(net(9, 9)), GINConv(net(9, out_channels))
+        self.norm, self.last = nn.LayerNorm(9), nn.LayerNorm(9)
+        self.skip = nn.Linear(9, out_channels)
+    def forward(self, x, edge_index):
+        x = self.a(x, edge_index)
+        x = x + self.b(F.dropout(self.norm(x).relu(), {{p}}, self.training), edge_index)
+        return self.skip(x) + self.c(self.last(x).relu(), edge_index)
+""",
+    "pyg gat, residual": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GATConv(in_channels, 6, heads=3, residual=True), GATConv(18, 9, heads=2)
+        self.c = GATConv(18, out_channels, residual=True)
+    def forward(self, x, edge_index):
+        x = self.a(x, edge_index).relu()
+        x = (self.b(x, edge_index) + x).relu()
+        return self.c(F.dropout(x, {{p}}, self.training), edge_index)
+""",
+    "pyg gatv2, residual": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GATv2Conv(in_channels, 6, heads=3, residual=True), GATv2Conv(18, out_channels)
+        self.skip = nn.Linear(18, out_channels)
+    def forward(self, x, edge_index):
+        x = F.dropout(self.a(x, edge_index).relu(), {{p}}, self.training)
+        return self.b(x, edge_index) + self.skip(x)
+""",
+    "dgl gat, residual": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.layers = nn.ModuleList([GATConv(in_feats, 5, 3, feat_drop={{p}}, residual=True, activation=F.relu)])
+        self.layers.append(GATConv(15, 5, 3, feat_drop={{p}}, residual=True, activation=F.relu))
+        self.layers.append(GATConv(15, out_feats, 1, feat_drop={{p}}, residual=True))
+    def forward(self, g, x):
+        for layer in self.layers[:-1]:
+            x = layer(g, x).flatten(1)
+        return self.layers[-1](g, x).mean(1)
+""",
+    "dgl gcn, residual of inputs": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a, self.b, self.c = GraphConv(in_feats, 16), GraphConv(16, 16), GraphConv(16, out_feats)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(16), nn.BatchNorm1d(16)])
+        self.drop = nn.Dropout({{p}})
+    def forward(self, g, x):
+        x = self.a(g, x)
+        x = x + self.b(g, self.drop(self.norms[0](x).relu()))
+        return self.c(g, self.drop(self.norms[1](x).relu()))
+""",
+    "dgl gatv2, residual": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GATv2Conv(in_feats, 6, 3, feat_drop={{p}}, residual=True, activation=F.relu)
+        self.b = GATv2Conv(18, 6, 3, feat_drop={{p}}, residual=True, activation=F.relu)
+        self.c = GATv2Conv(18, out_feats, 1)
+    def forward(self, g, x):
+        return self.c(g, self.b(g, self.a(g, x).flatten(1)).flatten(1)).squeeze(1)
+""",
+}
 LOOPED = ("gcn", "gat", "gcn2", "sgc", "gatv2")  # those of DGL are for graphs with self loops
 
 
@@ -300,6 +398,8 @@ def test_a_module_trains_here_as_in_its_own_library(
         losses.append(loss.item())
     result = run_ranks.alone(case)
     assert result.losses == pytest.approx(losses, rel=1e-9)
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    assert case.problem(1).model.weights == numbers
     state = {
         key: value
         for key, value in module.state_dict().items()
@@ -320,8 +420,10 @@ def test_a_module_trains_here_as_in_its_own_library(
 
 @pytest.mark.processes
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("name", ["pyg sage", "dgl sage"])
-def test_two_ranks_train_a_graphsage_that_the_other_library_evaluates(
+@pytest.mark.parametrize(
+    "name", ["pyg sage", "dgl sage", "pyg sage, residual", "dgl gat, residual"]
+)
+def test_two_ranks_train_a_module_that_the_other_library_evaluates(
     name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
 ) -> None:
     case = case_of(tmp_path, name, graphs["rough"], 0.25)
@@ -426,6 +528,23 @@ def test_a_live_modules_file_that_is_gone_or_damaged_is_refused(tmp_path: Path) 
         read_again(workload)
 
 
+def test_p3_cuts_no_residual_by_columns(tmp_path: Path, graphs: dict[str, str]) -> None:
+    """That of a later layer it carries, as any layer."""
+    mini = {"mode": "mini", "batch": 16, "fanout": "full"}
+    case = case_of(tmp_path, "pyg sage, residual", graphs["rough"], 0.0, "p3", **mini)
+    with pytest.raises(
+        SpecError, match=r"layer 1 must be a sum .* adds a residual, .* use data_pa"
+    ):
+        case.settled(case.problem(2)).check(case.problem(2))
+    assert not list(Slices.candidates(case.problem(2)))
+    file = tmp_path / "model.py"
+    later = "x = conv(x, edge_index) + skip(x) if i else conv(x, edge_index)"
+    file.write_text(file.read_text().replace("x = conv(x, edge_index) + skip(x)", later))
+    workload = workload_of(file, loaded(graphs["rough"]), **mini)
+    case = Case("p3", graphs["rough"], workload.model_dump())
+    case.settled(case.problem(2)).check(case.problem(2))
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 FRAME = """
@@ -502,7 +621,7 @@ REFUSED = {
     ),
     "sum": (
         frame("h = self.a(x, edge_index).relu()\nreturn self.b(h + x, edge_index)"),
-        "line 14: rows of several layers meet here (add)",
+        "the features themselves are added to the rows of a",
     ),
     "activation": (
         frame("return self.b(F.elu(self.a(x, edge_index)), edge_index)"),
@@ -560,7 +679,43 @@ REFUSED = {
     "no convolution": (frame("return x"), "no convolution of torch_geometric.nn or dgl.nn"),
     "the middle": (
         frame("h = self.a(x, edge_index)\ny = self.b(h.relu(), edge_index)\nreturn y + h"),
-        "rows of several layers meet here",
+        "line 15: the sum takes other rows than b reads",
+    ),
+    "jumping rows": (
+        frame(
+            "h = self.a(x, edge_index).relu()\ny = self.c(h, edge_index).relu()\n"
+            "return self.b(torch.cat([h, y], 1), edge_index)",
+            "self.c = GCNConv(8, 8)",
+        ),
+        "line 15: rows of several layers meet here (cat)",
+    ),
+    "sum of sums": (
+        frame(
+            "h = self.a(x, edge_index).relu()\ny = h + self.c(h, edge_index)\n"
+            "return self.b((y + h).relu(), edge_index)",
+            "self.c = GCNConv(8, 8)",
+        ),
+        "line 15: a second sum after c",
+    ),
+    "two masks": (
+        frame(
+            "h = self.a(x, edge_index).relu()\nd = lambda: F.dropout(h, 0.5, self.training)\n"
+            "return self.b(d(), edge_index) + self.m(d())",
+            "self.m = nn.Linear(8, out_channels)",
+        ),
+        "m takes other rows than b reads",
+    ),
+    "norm before the sum": (
+        frame(
+            "h = self.a(x, edge_index).relu()\n"
+            "return self.b(h + self.m(self.c(h, edge_index)).relu(), edge_index)",
+            "self.c = GCNConv(8, 8)\nself.m = nn.LayerNorm(8)",
+        ),
+        "norm between c and its sum; put that after the sum",
+    ),
+    "width of a sum": (
+        frame("h = self.a(x, edge_index).relu()\nreturn self.b(h, edge_index) + h"),
+        "the sum after b reads rows of 4 numbers, and those before it have 8",
     ),
 }
 
@@ -574,6 +729,19 @@ def test_what_our_layers_lack_is_refused_by_name(what: str, tmp_path: Path) -> N
         read(f"{file}:M", Workload(), FEATURES, CLASSES)
     assert str(file) in str(refused.value) and words in str(refused.value)
     assert refused.value.exit_code == 2
+
+
+def test_what_is_dropped_in_place_is_dropped_for_the_residual_too(tmp_path: Path) -> None:
+    for in_place, of in ((True, "prepared"), (False, "inputs")):
+        body = (
+            "h = self.a(x, edge_index).relu()\n"
+            f"y = self.c(F.dropout(h, 0.5, self.training, {in_place}), edge_index)\n"
+            "return self.b((h + y).relu(), edge_index)"
+        )
+        (tmp_path / "model.py").write_text(frame(body, "self.c = GCNConv(8, 8)"))
+        user = read(f"{tmp_path / 'model.py'}:M", Workload(), FEATURES, CLASSES)
+        residual = user.description.layers[1].residual
+        assert residual and residual.of == of
 
 
 @pytest.mark.parametrize("model", ["model.py", "model.py:", "absent.py:M", "model.pyc:M"])
@@ -652,3 +820,38 @@ def test_a_workload_file_names_a_module_that_stands_beside_it(
     (folder / "workload.yaml").write_text("model: model.py:M\nhidden: 64\n")
     with pytest.raises(SpecError, match=r"decides hidden .hidden: 64, the module's: 16.; leave"):
         planned(*common, "--workload", "../conf/workload.yaml")
+
+
+READS = """
+import sys
+from gnnplan.executor.modules.read import read
+from gnnplan.planner.gnn.workload import Workload
+read(sys.argv[1] + ":M", Workload(), 8, 4)
+assert "torch._inductor" not in sys.modules
+"""
+OWN = """
+from dgl.nn import GraphConv
+from torch import nn
+
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GraphConv(in_feats, out_feats)
+
+    def forward(self, g, x):
+        return self.a(g, x)
+"""
+
+
+def test_a_module_is_read_without_torchs_compiler(tmp_path: Path, fork_server: ForkServer) -> None:
+    """torch.fx had imported it to say from which line a node is: every rank started a second
+    later."""
+    pytest.importorskip("dgl", exc_type=ImportError)
+    (tmp_path / "model.py").write_text(OWN)
+    (tmp_path / "program.py").write_text(READS)
+    words = [str(tmp_path / "program.py"), str(tmp_path / "model.py")]
+    process = fork_server.start(words, {}, tmp_path / "stderr")
+    try:
+        assert process.ended(60)[0] == 0, (tmp_path / "stderr").read_text()
+    finally:
+        process.close()

@@ -361,7 +361,7 @@ def test_plans_remember_seats():
     found = search(problem, forced=parse("gnnpipe(stages=2,chunks=8)"))
     document = plan.make(problem, found)
     asked = plan.question(document)
-    assert asked.seats == found.ranked[0].problem.seats != () and asked.by_gpu == tuple(
+    assert asked.seats == found.best.problem.seats != () and asked.by_gpu == tuple(
         np.argsort(asked.seats)
     )
     assert (
@@ -425,7 +425,7 @@ def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
         Device(name="slow", memory=1e12, gemm=1e8, memory_bandwidth=1e8),
     )
     found = search(small)
-    best = found.ranked[0]
+    best = found.best
     assert best.problem.ranks < 8
     document = plan.make(small, found)
     assert document["best"]["gpus"] == best.problem.ranks == len(document["best"]["placement"])
@@ -438,18 +438,18 @@ def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
         for line in document["explanation"]
     )
     large = problem_of(cluster(2, 4, device=slow))
-    assert search(large).ranked[0].problem.ranks == 8
+    assert search(large).best.problem.ranks == 8
     # all but no network
     several = replace(
         large, cluster=large.cluster.model_copy(update={"inter_node": Link(bandwidth=1e4)})
     )
-    assert search(several, exact=True).ranked[0].problem.servers == (0, 0, 0, 0)
+    assert search(several, exact=True).best.problem.servers == (0, 0, 0, 0)
 
 
 def test_forced_strategies_and_ranks_keep_all_gpus():
     problem = problem_of(cluster(2, 4))
     assert {c.problem.ranks for c in search(problem, may_use_fewer=False).ranked} == {8}
-    assert search(problem, forced=parse("graph_parallel")).ranked[0].problem.ranks == 8
+    assert search(problem, forced=parse("graph_parallel")).best.problem.ranks == 8
     cpus = replace(
         problem,
         cluster=problem.cluster.model_copy(

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from pairwise import covered
 
 from gnnplan import __version__
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Link
 from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.recommendation import SURE_GAIN
 from gnnplan.planner.decision.search import SearchResult, evaluate, families, parts, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import apply_overrides
+from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, parse
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
@@ -375,7 +376,7 @@ def test_a_plan_survives_its_file(name: str, tmp_path: Path):
     plan.write(tmp_path / "plan.json", made)
     read = plan.read(tmp_path / "plan.json")
     assert read == made
-    assert plan.chosen(read) == found.ranked[0].strategy
+    assert plan.chosen(read) == found.best.strategy
     asked = plan.question(read)
     assert (asked.stats, asked.workload, asked.cluster, asked.method) == (
         problem.stats,
@@ -391,22 +392,22 @@ def test_a_plan_says_what_was_asked_for_and_what_was_found(
 ):
     best = document["best"]
     assert best["strategy"] == {
-        "name": found.ranked[0].strategy.name,
-        **found.ranked[0].strategy.knobs(),
+        "name": found.best.strategy.name,
+        **found.best.strategy.knobs(),
     }
     p = best["predicted"]
     assert p["bytes_total"] == sum(p["bytes"].values()) == sum(p["bytes_by_link"].values())
     assert p["memory_bytes"] == pytest.approx(sum(p["memory"].values()))
     assert p["epoch_s"] == pytest.approx(p["compute_s"] + p["comm_s"] + p["bubble_s"])
-    assert [place["rank"] for place in best["placement"]] == [0, 1, 2, 3]
+    assert [place["rank"] for place in best["placement"]] == list(range(best["gpus"]))
     assert [a["predicted"]["epoch_s"] for a in document["alternatives"]] == [
-        float(c.predicted.epoch_s) for c in found.ranked[1:]
+        float(c.predicted.epoch_s) for c in found.ranked if c is not found.best
     ]
     assert document["rejected"] == [
         {"strategy": name, "reason": reason} for name, reason in found.rejected
     ]
     words = "\n".join(document["explanation"])
-    assert words.startswith(str(found.ranked[0].strategy))
+    assert words.startswith(str(found.best.strategy))
     assert all(
         text in words
         for text in (
@@ -556,3 +557,61 @@ def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient
         if c.strategy.name == "granndis" and c.strategy.knobs()["depth"] == 12
     ]
     assert [s.knobs()["checkpoint"] for s in deepest] == [True]
+
+
+def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult:
+    """The search's candidates of these names, as if they had these epochs [s]."""
+    by_name = {str(c.strategy): c for c in found.ranked}
+    return SearchResult(
+        [
+            replace(by_name[name], predicted=replace(by_name[name].predicted, epoch_s=epoch_s))
+            for name, epoch_s in epochs
+        ],
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    ("lossy_s", "exact_s", "best"),
+    [
+        (1.0, 1.0, "graph_parallel"),
+        (1.0, 1.0 + 0.99 * SURE_GAIN, "graph_parallel"),
+        (1.0, 1.0 + 1.01 * SURE_GAIN, "pipegcn"),
+        (1.1, 1.0, "graph_parallel"),
+    ],
+)
+def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
+    lossy_s: float, exact_s: float, best: str
+):
+    """plan recommended PipeGCN, which changes the gradient, for 1.9 % that were within its error."""
+    both = sorted([("pipegcn", lossy_s), ("graph_parallel", exact_s)], key=lambda pair: pair[1])
+    found = with_epochs(
+        search(problem_of(), may_use_fewer=False), *both, ("granndis(depth=1)", 9.0)
+    )
+    assert str(found.best.strategy) == best
+    assert [str(c.strategy) for c in found.ranked[:2]] == [name for name, _ in both]
+    document = plan.make(problem_of(), found)
+    shown = [document["best"], *document["alternatives"]]
+    assert [answer["strategy"]["name"] for answer in shown] == [
+        best,
+        *(name for name, _ in both if name != best),
+        "granndis",
+    ]
+    passed_over = best == "graph_parallel" and lossy_s < exact_s
+    told = f"pipegcn is {(exact_s - 1) * 100:.1f} % faster by prediction, within doubt"
+    assert (told in document["summary"]["close"]) == passed_over
+    assert any(told in reason for reason in document["explanation"]) == passed_over
+    assert not any("slower: -" in reason for reason in document["explanation"])
+
+
+def test_an_exact_strategy_on_fewer_gpus_is_recommended_too():
+    """Of a part of the GPUs only the fastest candidate was kept, which may be lossy."""
+    graph = load("synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0")
+    assert isinstance(graph, Graph)
+    workload = Workload(model="sage", layers=4, hidden=32, dropout=0.3)
+    found = search(
+        Problem(graph.stats, graph, workload, read_cluster(str(PRESETS / "l4_box.yaml")))
+    )
+    fastest = found.ranked[0]
+    assert not fastest.strategy.exact and fastest.problem.ranks == 2
+    assert found.best.strategy.exact and found.best.problem.ranks == 1

@@ -75,6 +75,7 @@ class Timed:
     name: str
     fixed_s: float
     sent: float  # [B] between servers
+    exact = True
 
     def predict(self, problem: Problem) -> Any:
         link = problem.cluster.inter_node

@@ -144,7 +144,7 @@ def test_rows_are_plans_of_their_own():
     for row, (_, problem) in zip(table, asked, strict=True):
         found = search(problem)
         best, same = (
-            found.ranked[0],
+            found.best,
             next(
                 c
                 for c in found.ranked

@@ -80,7 +80,7 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
     features = np.asarray(model.features_held(kept if model.first_varying else own))
     if model.reads_sparse(1):  # each chunk has what it reads
         features = np.asarray(model.features_held(facts.sources, facts.numbers)).sum(0)
-        if kind == "sage":
+        if model.layers[0].reads_own:
             features = features + np.asarray(model.features_sorted(facts.rows)).sum(0)
     elif model.reads_sparse(0):  # each chunk has its rows
         features = features + 4 * len(facts.rows) * model.features

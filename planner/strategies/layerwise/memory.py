@@ -131,8 +131,8 @@ def _constant(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
     model, f = problem.model, layout.facts(1)
     if not model.aggregate_cached(1):
         return _read(problem, layout)
-    # GraphSAGE reads a vertex's own row too
-    rows = f.rows * (2 if problem.workload.model == "sage" else 1)
+    # GraphSAGE and residuals read a vertex's own row too
+    rows = f.rows * (2 if model.layers[0].reads_own else 1)
     return np.asarray(model.features_held(rows), dtype=float)
 
 
@@ -143,7 +143,7 @@ def _read(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
     numbers = loaded_bytes(problem, layout) / (2 * model.itemsize) if model.nonzeros else None
     held = np.asarray(model.features_held(rows, numbers), dtype=float)
     # own rows, a part of the rows read, have a sparse product of their own
-    if model.reads_sparse(1) and problem.workload.model == "sage":
+    if model.reads_sparse(1) and model.layers[0].reads_own:
         held = held + (f.rows < f.sources) * model.features_sorted(f.rows)
     return held
 

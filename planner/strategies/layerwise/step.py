@@ -245,8 +245,8 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
         )
         return np.array([int(problem.features_bytes(rows).sum()) for rows in read])
     if model.aggregate_cached(1):
-        # GraphSAGE reads a vertex's own row too
-        rows = layout.facts(1).rows * (2 if problem.workload.model == "sage" else 1)
+        # GraphSAGE and residuals read a vertex's own row too
+        rows = layout.facts(1).rows * (2 if model.layers[0].reads_own else 1)
     else:
         rows = layout.facts(1).sources if model.first_varying else local_rows(layout, 0)
     return np.asarray(np.round(model.features_moved(np.round(rows))).astype(np.int64))

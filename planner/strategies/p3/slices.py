@@ -79,7 +79,7 @@ class Slices(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        if problem.ranks > 1 and problem.workload.model in MODELS:
+        if problem.ranks > 1 and not _why_whole(problem):
             yield cls(pipelined=True)
             yield cls()
 
@@ -87,7 +87,7 @@ class Slices(Strategy):
     def absent(cls, problem: Problem) -> str:
         if problem.ranks == 1:
             return "one rank: there is nobody to cut the columns with"
-        return _no_partial_form(problem.workload.model)
+        return _why_whole(problem)
 
     def settle(self, problem: Problem) -> Self:
         return (
@@ -108,8 +108,8 @@ class Slices(Strategy):
             raise SpecError(
                 f"p3: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2"
             )
-        if problem.workload.model not in MODELS:
-            raise SpecError(f"p3: {_no_partial_form(problem.workload.model)}")
+        if why := _why_whole(problem):
+            raise SpecError(f"p3: {why}")
         check_structure(self.name, problem, self.structure, self.structure_cache)
         lines = _lines(problem.servers, self.over)
         seats = len(lines[0])
@@ -199,7 +199,17 @@ class Slices(Strategy):
         return problem.servers if self.over == "server" else ()
 
 
-def _no_partial_form(model: str) -> str:
+def _why_whole(problem: Problem) -> str:
+    """Why layer 1 is no sum over feature columns; '' if it is."""
+    model = problem.workload.model
+    if model in MODELS:
+        if problem.model.layers[0].residual is None:
+            return ""
+        return (
+            "layer 1 must be a sum over feature columns, and this one adds a residual, which is not"
+            " cut by columns here; leave out that of layer 1, or use data_parallel or gsplit, which"
+            " run any layer"
+        )
     why = {
         "gin": "has a second product after the sum",
         "gatv2": "has logits of whole rows",

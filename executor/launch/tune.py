@@ -1,0 +1,346 @@
+"""Runs the few strategies whose predictions are within doubt, and plans by what they took.
+
+`prospect` says which they are and what they may cost. `tune` runs them by successive halving
+(planner/evidence/halving.py), refits the cluster's constants, and makes the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import ceil, expm1, isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from gnnplan.executor.launch.checks import must_be_trainable, must_fit_here
+from gnnplan.executor.launch.launcher import Emulated, Options, begin
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision import plan as plans
+from gnnplan.planner.decision.recommendation import DOUBT, UNKNOWN_DOUBT
+from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, search
+from gnnplan.planner.evidence.halving import Contender, Reading, Result, difference, halve, least_s
+from gnnplan.planner.evidence.runs import WARM_UP, Planned, Run, refit_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
+
+MOST = 4  # strategies that are run
+SHARE = 0.1  # of the training that tuning may cost
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a tuning will do: run `candidates` for `budget_s` seconds at most.
+
+    `why_not`: why there is nothing to run; empty where there is. The recommended one comes first.
+    """
+
+    candidates: list[Candidate]
+    budget_s: float
+    budget_epochs: float  # of the recommended strategy, as predicted
+    why_not: str
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"not tuned: {self.why_not}"
+        names = ", ".join(str(candidate.strategy) for candidate in self.candidates)
+        return (
+            f"tuning takes at most {show_time(self.budget_s)}, as long as"
+            f" {self.budget_epochs:.3g} epochs are predicted to take; to run: {names}"
+        )
+
+
+def asked(document: dict[str, Any], notify: Notify = silent) -> tuple[Problem, SearchResult]:
+    """The problem of a plan on all its GPUs, and its search done again. Raises SpecError."""
+    cluster = Cluster.model_validate(document["cluster"])
+    problem = plans.question(document, cluster)
+    alternatives = document.get("alternatives", [])
+    forced = None if alternatives or document.get("rejected") else plans.chosen(document)
+    fewer = any(a.get("gpus", 0) < cluster.ranks for a in [document["best"], *alternatives])
+    return problem, search(problem, plans.is_exact(document), forced, fewer, notify)
+
+
+def prospect(
+    problem: Problem, found: SearchResult, share: float = SHARE, epochs: int | None = None
+) -> Prospect:
+    """The strategies whose predictions are within doubt, and the seconds that they may take.
+
+    The budget is `share` of the predicted seconds of so many `epochs` (default: the workload's).
+    Raises SpecError.
+    """
+    if not 0 < share <= 1:
+        raise SpecError(f"--share {share:g}: a share of the training, above 0 and at most 1")
+    best, epochs = found.best, epochs or problem.workload.epochs
+    epoch_s = float(best.predicted.epoch_s)
+    budget_s = share * epochs * epoch_s
+    doubt = DOUBT if problem.cluster.device.kind == "cpu" else UNKNOWN_DOUBT
+    limit_s = (1 + doubt) * float(found.ranked[0].predicted.epoch_s)
+    others = [c for c in found.others if float(c.predicted.epoch_s) <= limit_s]
+    # the first of the other kind, exact or lossy, must not be missing
+    rival = next((c for c in others if c.strategy.exact != best.strategy.exact), None)
+    others.sort(key=lambda candidate: candidate is not rival)
+    within = [best, *others][:MOST]
+    affordable = next((n for n in range(len(within), 1, -1) if _least_s(within[:n]) <= budget_s), 1)
+    why_not = ""
+    if found.forced:
+        why_not = "nothing else was compared, since --strategy names one"
+    elif len(within) == 1:
+        why_not = f"no other prediction is within doubt ({show_percent(doubt)}) of the fastest"
+    elif affordable == 1:
+        least = _least_s(within[:2])
+        needed = ceil(least / share / epoch_s)
+        why_not = (
+            f"training is too short: {show_percent(share)} of {show_count(epochs, 'epoch')} are"
+            f" {show_time(budget_s)}, and two strategies need {show_time(least)}; it pays from"
+            f" {needed:,} epochs on (--epochs), or with a larger --share"
+        )
+    return Prospect(within[:affordable], budget_s, share * epochs, why_not)
+
+
+def _least_s(candidates: list[Candidate]) -> float:
+    return least_s([_contender(candidate) for candidate in candidates])
+
+
+def _contender(candidate: Candidate) -> Contender:
+    name, used = str(candidate.strategy), candidate.problem.ranks
+    if used < candidate.problem.cluster.ranks:
+        name += f" on {used}"
+    return Contender(name, candidate.strategy.exact, float(candidate.predicted.epoch_s))
+
+
+def tune(
+    problem: Problem,
+    found: SearchResult,
+    out: Path,
+    share: float = SHARE,
+    epochs: int | None = None,
+    emulate: Emulated | None = None,
+    exact: bool = False,
+    notify: Notify = silent,
+) -> dict[str, Any]:
+    """The plan after runs of the candidates of `prospect`; the runs' folders are in `out`.
+
+    Its `tuned` says what was measured, what that cost and what was refitted. Where there is nothing
+    to run it is the plan of the search, and `tuned` says why. Raises SpecError, and LostRank where
+    every candidate failed.
+    """
+    ahead = prospect(problem, found, share, epochs)
+    budget = {"share": share, "budget_s": ahead.budget_s, "budget_epochs": ahead.budget_epochs}
+    if ahead.why_not:
+        document = plans.make(problem, found, exact, notify)
+        document["summary"]["tuned"] = str(ahead)
+        return {**document, "tuned": {**budget, "why": ahead.why_not, "strategies": []}}
+    must_be_trainable(problem)
+    must_fit_here(problem)
+    must_be_this_machine(problem, emulate)
+    runner = _Runner(ahead.candidates, out, exact, emulate, notify)
+    contenders = [_contender(candidate) for candidate in ahead.candidates]
+    result = halve(contenders, runner, ahead.budget_s)
+    if result is None:
+        words = "\n".join(f"{contender.name}: {contender.failed}" for contender in contenders)
+        raise LostRank(f"none of the strategies ran to its end:\n{words}")
+    cluster, refit = refitted(problem.cluster, runner.runs)
+    best = ahead.candidates[contenders.index(result.best)]
+    problem, found = on_cluster(problem, found, best, cluster)
+    document = plans.make(problem, found, exact, notify)
+    words = f"{result.why()}; {show_time(result.spent_s)} of {show_time(ahead.budget_s)} spent"
+    document["summary"] |= {"close": _close(result), "tuned": words}
+    document["explanation"].insert(1, words)
+    document["tuned"] = {
+        **budget,
+        "spent_s": result.spent_s,
+        "certain": result.is_certain,
+        "why": result.why(),
+        "strategies": [_evidence(contender, result) for contender in result.order],
+        "refit": refit,
+    }
+    return document
+
+
+def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
+    """Raise SpecError where seconds measured here would say nothing about the plan's cluster."""
+    servers, kind = len(set(problem.servers)), problem.cluster.device.kind
+    if servers > 1 and emulate is None:
+        raise SpecError(
+            f"the plan is for {servers} servers, and tune runs on this machine alone; give"
+            " --emulate RATE to play them here, or run the plan's strategies there with torchrun"
+            " and compare them by `gnnplan validate DIR...`"
+        )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    each = problem.cluster.gpus_per_server
+    if kind == "cuda" and gpus < each:
+        raise SpecError(
+            f"the plan is for {show_count(each, 'GPU')} per server, and this machine has {gpus};"
+            " make a plan for this machine with gnnplan plan --cluster local"
+        )
+    if kind == "cpu" and gpus:
+        raise SpecError(
+            "the plan is for CPU ranks, and runs on this machine would use its GPUs; set"
+            " CUDA_VISIBLE_DEVICES= to tune for the CPU"
+        )
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+class _TimeIsUp(BaseException):
+    """Like KeyboardInterrupt: no library on the way out may take it for an error of its own."""
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise _TimeIsUp after so many seconds, where the system can interrupt this thread."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (hasattr(signal, "setitimer") and in_main_thread):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _Runner:
+    """Runs candidates, each run in a folder of its own: 01-graph_parallel, 02-pipegcn, ...
+
+    Folders of runs that did not finish are hidden (.02-pipegcn), so that `gnnplan validate DIR/*`
+    finds finished ones only.
+    """
+
+    def __init__(
+        self,
+        candidates: list[Candidate],
+        out: Path,
+        exact: bool,
+        emulate: Emulated | None,
+        notify: Notify,
+    ) -> None:
+        if out.exists() and any(out.iterdir()):
+            raise SpecError(f"{out} is not empty; give another --out, or remove it")
+        self.candidates, self.out, self.exact = candidates, out, exact
+        self.emulate, self.notify = emulate, notify
+        self.started = 0
+        self.runs: list[Run] = []
+
+    def __call__(self, index: int, epochs: int, most_s: float) -> Reading:
+        candidate = self.candidates[index]
+        self.started += 1
+        folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
+        epochs += WARM_UP
+        self.notify(
+            f"run {self.started}: {candidate.strategy}, {epochs} epochs",
+            f"at most {show_time(most_s)}",
+        )
+        options = Options(epochs=epochs, eval_every=0, checkpoint_every=0, quiet=True)
+        document = plans.for_run(candidate.problem, candidate, self.exact)
+        began, failed, finished = time.monotonic(), "", False
+        try:
+            with _at_most(most_s):
+                begin(
+                    document, candidate.problem, candidate.strategy, folder, options, self.emulate
+                )
+                finished = True
+        except _TimeIsUp:
+            pass
+        except GnnplanError as error:
+            failed = str(error)
+        wall_s = time.monotonic() - began
+        metrics = _metrics(folder)
+        epochs_s = tuple(float(row["epoch_s"]) for row in metrics[WARM_UP:])
+        if finished:
+            self.runs.append(_run(folder, candidate, metrics, epochs_s))
+        elif folder.exists():
+            hidden = folder.with_name(f".{folder.name}")
+            folder.rename(hidden)
+            failed = failed.replace(str(folder), str(hidden))
+        return Reading(() if failed else epochs_s, wall_s, failed)
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; a run that was stopped may have begun another."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _run(
+    folder: Path,
+    candidate: Candidate,
+    metrics: list[dict[str, Any]],
+    epochs_s: tuple[float, ...],
+) -> Run:
+    """The run as a refit reads it."""
+    step = {"predicted_s": float(candidate.predicted.epoch_s), "measured_s": median(epochs_s)}
+    planned = Planned(candidate.problem, candidate.strategy)
+    return Run.of(str(folder), planned, {"step": step}, metrics)
+
+
+# -- what the runs say -----------------------------------------------------------------------------
+
+
+def refitted(cluster: Cluster, runs: list[Run]) -> tuple[Cluster, dict[str, Any] | None]:
+    """The cluster with its constants fitted to half of the runs, if that suits the others better.
+
+    Also the report of `refit_cluster` with `kept`; None where there are too few runs.
+    """
+    if len(runs) < 2:
+        return cluster, None
+    fitted, report = refit_cluster(runs)
+    better = report["after"]["mean"] < report["before"]["mean"]
+    shape = {"servers": cluster.servers, "gpus_per_server": cluster.gpus_per_server}
+    return (fitted.model_copy(update=shape) if better else cluster), {**report, "kept": better}
+
+
+def on_cluster(
+    problem: Problem, found: SearchResult, best: Candidate, cluster: Cluster
+) -> tuple[Problem, SearchResult]:
+    """The problem and its candidates predicted anew, with `best` as what runs have shown."""
+    again = {id(c): evaluate(replace(c.problem, cluster=cluster), c.strategy) for c in found.ranked}
+    ranked = sorted(again.values(), key=lambda c: float(c.predicted.epoch_s))
+    measured = again[id(best)]
+    return replace(problem, cluster=cluster), replace(found, ranked=ranked, measured=measured)
+
+
+def _evidence(contender: Contender, result: Result) -> dict[str, Any]:
+    """What is known of one strategy, JSON-ready; `slower` is against the best."""
+    found = difference(contender, result.best)
+    ran, is_best = bool(contender.readings), contender is result.best
+    compared = ran and not is_best
+    return {
+        "strategy": contender.name,
+        "exact": contender.exact,
+        "predicted_s": contender.predicted_s,
+        "measured_s": contender.epoch_s if ran else None,
+        "slower": expm1(found.slower) if compared else None,
+        "doubt": expm1(found.doubt) if compared and isfinite(found.doubt) else None,
+        "certain": found.is_certain if compared else None,
+        "runs": len(contender.readings),
+        "epochs": sum(len(reading.epochs_s) + WARM_UP for reading in contender.readings),
+        "cost_s": sum(reading.wall_s for reading in contender.readings),
+        "failed": contender.failed,
+    }
+
+
+def _close(result: Result) -> str:
+    """The others that ran, by how much slower they were."""
+    told = [
+        f"{c.name} {show_percent(expm1(difference(c, result.best).slower), 1, sign=True)} measured"
+        for c in result.others
+    ]
+    return "; ".join(told[:2]) or "nothing else ran to its end"

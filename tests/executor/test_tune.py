@@ -1,0 +1,268 @@
+"""`gnnplan tune`: which strategies it runs and for how long, and that it does. How runs are judged
+is in tests/planner/test_halving.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnnplan.executor.launch import tune as tuning
+from gnnplan.executor.launch.tune import (
+    MOST,
+    asked,
+    must_be_this_machine,
+    on_cluster,
+    prospect,
+    refitted,
+    tune,
+)
+from gnnplan.planner.cluster import scaling
+from gnnplan.planner.cluster.spec import PRESETS
+from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.recommendation import DOUBT
+from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.evidence.runs import Planned, Run
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
+
+SOURCE = "synthetic:community?vertices=400&edges=3000&features=12&classes=4&seed=0"
+GRAPH = load(SOURCE)
+assert isinstance(GRAPH, Graph)
+LOCAL = read_cluster(str(PRESETS / "local.yaml")).model_copy(update={"gpus_per_server": 2})
+PROBLEM = Problem(GRAPH.stats, GRAPH, Workload(model="sage", layers=2, hidden=16), LOCAL)
+
+
+def found(**epochs_s: float) -> SearchResult:
+    """The search's candidates of these names, as if they had these epochs [s]."""
+    names = {"exact": "graph_parallel", "lossy": "pipegcn", "slow": "gnnpipe(stages=2,chunks=8)"}
+    whole = search(PROBLEM, forced=parse("graph_parallel")).ranked[0]
+    ranked = [
+        replace(
+            whole,
+            strategy=parse(names[name]).settle(PROBLEM),
+            predicted=replace(whole.predicted, epoch_s=epoch_s),
+        )
+        for name, epoch_s in epochs_s.items()
+    ]
+    return SearchResult(sorted(ranked, key=lambda c: float(c.predicted.epoch_s)), [])
+
+
+def names(candidates: list[Candidate]) -> list[str]:
+    return [candidate.strategy.name for candidate in candidates]
+
+
+def test_strategies_within_doubt_are_run_and_the_budget_is_said_beforehand():
+    ahead = prospect(PROBLEM, found(lossy=1.0, exact=1.05, slow=1.01 + DOUBT), 0.2, 1000)
+    assert names(ahead.candidates) == ["graph_parallel", "pipegcn"]  # the recommended one first
+    assert (ahead.budget_s, ahead.budget_epochs) == (pytest.approx(210), 200)
+    assert "at most 210" in str(ahead) and "200 epochs" in str(ahead) and "pipegcn" in str(ahead)
+    near = prospect(PROBLEM, found(lossy=1.0, exact=1.05, slow=0.99 + DOUBT), 0.2, 1000)
+    assert len(near.candidates) == 3
+
+
+def test_as_many_strategies_are_run_as_the_budget_is_for():
+    three = found(lossy=1.0, exact=1.05, slow=1.2)
+    assert [len(prospect(PROBLEM, three, 0.1, n).candidates) for n in (100, 620, 5000)] == [1, 2, 3]
+    many = replace(three, ranked=three.ranked * 3)
+    assert len(prospect(PROBLEM, many, 1.0, 10**6).candidates) == MOST
+
+
+def test_the_best_of_the_other_kind_is_always_among_those_that_run():
+    """An exact one that is behind several lossy ones is what they have to beat."""
+    three = found(lossy=1.0, exact=1.2)
+    lossy, exact = three.ranked
+    ahead = prospect(PROBLEM, replace(three, ranked=[lossy] * 5 + [exact]), 1.0, 10**6)
+    assert names(ahead.candidates)[:2] == ["pipegcn", "graph_parallel"]
+
+
+@pytest.mark.parametrize(
+    ("result", "epochs", "why"),
+    [
+        (found(lossy=1.0, exact=1.05), 50, "training is too short: 10 % of 50 epochs are 5.25 s"),
+        (found(exact=1.0, slow=9.0), 10**6, "no other prediction is within doubt (27 %)"),
+        (search(PROBLEM, forced=parse("pipegcn")), 10**6, "--strategy names one"),
+    ],
+)
+def test_where_there_is_nothing_to_tune_the_plan_says_why(
+    result: SearchResult, epochs: int, why: str, tmp_path: Path
+):
+    document = tune(PROBLEM, result, tmp_path / "runs", epochs=epochs)
+    assert why in document["summary"]["tuned"] and why in document["tuned"]["why"]
+    assert document["tuned"]["strategies"] == [] and not (tmp_path / "runs").exists()
+    untuned = plan.make(PROBLEM, result)
+    assert {**document, "summary": 0, "tuned": 0} == {**untuned, "summary": 0, "tuned": 0}
+
+
+def test_training_that_is_said_to_be_long_enough_is():
+    two = found(lossy=1.0, exact=1.05)
+    why_not = prospect(PROBLEM, two, 0.1, 50).why_not
+    enough = int(why_not.partition("it pays from ")[2].partition(" epochs")[0].replace(",", ""))
+    assert prospect(PROBLEM, two, 0.1, enough).why_not == ""
+    assert prospect(PROBLEM, two, 0.1, enough - 1).why_not != ""
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
+def test_a_share_is_a_share(share: float):
+    with pytest.raises(SpecError, match="above 0 and at most 1"):
+        prospect(PROBLEM, found(exact=1.0), share)
+
+
+def test_seconds_of_this_machine_say_nothing_about_another():
+    servers = LOCAL.model_copy(update={"servers": 2, "inter_node": LOCAL.intra_node})
+    gpus = LOCAL.model_copy(update={"device": LOCAL.device.model_copy(update={"kind": "cuda"})})
+    with pytest.raises(SpecError, match="2 servers, and tune runs on this machine alone"):
+        must_be_this_machine(replace(PROBLEM, cluster=servers), None)
+    must_be_this_machine(replace(PROBLEM, cluster=servers), tuning.Emulated(None))
+    with pytest.raises(SpecError, match="for 2 GPUs per server, and this machine has 0"):
+        must_be_this_machine(replace(PROBLEM, cluster=gpus), None)
+
+
+def test_a_plan_is_asked_again_on_all_its_gpus():
+    """Its best may use fewer of them, and its options hold."""
+    cluster = read_cluster(str(PRESETS / "l4_box.yaml"))
+    problem = Problem(GRAPH.stats, GRAPH, PROBLEM.workload, cluster)
+    before = search(problem, exact=True)
+    assert before.best.problem.ranks < problem.ranks
+    again_problem, again = asked(plan.make(problem, before, exact=True))
+    assert again_problem.ranks == problem.ranks
+    assert [str(c.strategy) for c in again.ranked] == [str(c.strategy) for c in before.ranked]
+    only = search(PROBLEM, forced=parse("pipegcn"))
+    assert asked(plan.make(PROBLEM, only))[1].forced
+
+
+def runs_of(slower: float) -> list[Run]:
+    """Two runs of two strategies on a machine that is so much slower than LOCAL says."""
+    there = replace(PROBLEM, cluster=scaling.device(LOCAL, 1 / slower))
+    return [
+        Run.of(
+            name,
+            Planned(PROBLEM, strategy),
+            {"step": {"measured_s": float(strategy.predict(there).epoch_s)}},
+            [{"epoch_s": 1.0}] * 5,
+        )
+        for name in ("graph_parallel", "pipegcn", "pipegcn", "graph_parallel")
+        for strategy in [parse(name).settle(PROBLEM)]
+    ]
+
+
+def test_constants_are_refitted_and_the_plan_is_of_them():
+    cluster, report = refitted(LOCAL, runs_of(slower=2.0))
+    assert report and report["kept"] and report["after"]["mean"] < 0.05 < report["before"]["mean"]
+    before = search(PROBLEM)
+    slowest = before.ranked[-1]
+    problem, after = on_cluster(PROBLEM, before, slowest, cluster)
+    assert after.best.strategy == slowest.strategy and problem.cluster == cluster
+    assert float(after.best.predicted.epoch_s) > 1.5 * float(slowest.predicted.epoch_s)
+    document = plan.make(problem, after)
+    assert plan.chosen(document) == slowest.strategy
+    assert "as measured" in document["summary"]["use"]
+    assert not any("within doubt" in words for words in document["explanation"])
+    # runs that are as predicted leave the constants alone, and one run says nothing
+    assert refitted(LOCAL, runs_of(slower=1.0))[0] == LOCAL
+    assert refitted(LOCAL, runs_of(slower=2.0)[:1]) == (LOCAL, None)
+
+
+def test_a_run_is_interrupted_when_its_time_is_up():
+    with pytest.raises(tuning._TimeIsUp), tuning._at_most(0.01):
+        time.sleep(60)
+    with tuning._at_most(60):
+        pass
+
+
+# -- real runs -------------------------------------------------------------------------------------
+
+
+def gnnplan(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gnnplan", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | env,
+        check=False,
+    )
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    """Graph parallel and PipeGCN on two ranks, with `epochs` for a budget of minutes."""
+    result = found(exact=1.0, lossy=1.0)
+    plan.write(tmp_path / "plan.json", plan.make(PROBLEM, result))
+    return tmp_path / "plan.json"
+
+
+def left_behind(mark: str) -> list[int]:
+    """Processes that have this in their environment, but for this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return [process for process in found if process != os.getpid()]
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_tune_runs_what_is_in_doubt_and_writes_the_plan(plan_file: Path, tmp_path: Path):
+    document = json.loads(plan_file.read_text())
+    epoch_s = search(PROBLEM).best.predicted.epoch_s
+    epochs = int(600 / float(epoch_s))  # 10 % of ten minutes
+    out, tuned = tmp_path / "runs", tmp_path / "tuned.json"
+    words = ["tune", plan_file, "--epochs", epochs, "--out", out, "-o", tuned, "--json"]
+    done = gnnplan(*words)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert told == json.loads(tuned.read_text())
+    assert "tuning takes at most" in done.stderr and "run 1: " in done.stderr
+    evidence = told["tuned"]
+    ran = [row for row in evidence["strategies"] if row["runs"]]
+    assert ran and evidence["spent_s"] <= evidence["budget_s"] * 1.05
+    assert all(row["measured_s"] > 0 and row["epochs"] >= 5 * row["runs"] for row in ran)
+    folders = sorted(out.glob("*"))
+    assert sum(row["runs"] for row in ran) >= len(folders) >= 2
+    assert gnnplan("validate", *folders).returncode == 0
+    assert told["graph"]["hash"] == document["graph"]["hash"]
+    assert gnnplan("run", tuned, "--epochs", 2, "--out", tmp_path / "run").returncode == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_a_strategy_that_fails_is_left_out_with_its_words(plan_file: Path, tmp_path: Path):
+    """Here all do, since no rank finds the interface: the error has the words of each."""
+    words = ["tune", plan_file, "--epochs", 10**7, "--out", tmp_path / "runs"]
+    done = gnnplan(*words, GLOO_SOCKET_IFNAME="nosuch0")
+    assert done.returncode == 4, done.stderr
+    assert "none of the strategies ran to its end" in done.stderr
+    assert done.stderr.count("GLOO_SOCKET_IFNAME names nosuch0") >= 2
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_a_run_that_is_interrupted_leaves_its_epochs_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GNNPLAN_TEST_TUNE", "interrupted")
+    candidates = found(exact=1.0).ranked
+    told: list[str] = []
+    runner = tuning._Runner(
+        candidates, tmp_path / "runs", False, None, lambda phase, detail="": told.append(phase)
+    )
+    reading = runner(0, 10**7, 25.0)
+    assert reading.failed == "" and reading.epochs_s and not runner.runs
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [".01-graph_parallel"]
+    assert not left_behind("GNNPLAN_TEST_TUNE=interrupted")
