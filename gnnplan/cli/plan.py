@@ -82,7 +82,10 @@ def plan(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(help="Use this many ranks, equally many per server.  [default: all]"),
+        typer.Option(
+            help="Use this many ranks, equally many per server.  [default: all, or fewer GPUs where that"
+            " is faster]"
+        ),
     ] = None,
     set_: Set = None,
     partitioner: Method = "metis",

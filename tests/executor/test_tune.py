@@ -130,6 +130,7 @@ def test_seconds_of_this_machine_say_nothing_about_another():
         must_be_this_machine(replace(PROBLEM, cluster=gpus), None)
 
 
+@pytest.mark.nightly
 def test_a_plan_is_asked_again_on_all_its_gpus():
     """Its best may use fewer of them, and its options hold."""
     cluster = read_cluster(str(PRESETS / "l4_box.yaml"))

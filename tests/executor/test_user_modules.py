@@ -447,7 +447,14 @@ def live(name: str) -> Any:
 
 @pytest.mark.processes
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("name", ["pyg gatv2", "pyg gcn, batch norm", "dgl gat"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pyg gatv2",
+        pytest.param("pyg gcn, batch norm", marks=pytest.mark.nightly),
+        pytest.param("dgl gat", marks=pytest.mark.nightly),
+    ],
+)
 def test_two_ranks_train_a_live_module_of_a_notebook(
     name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
 ) -> None:

@@ -907,6 +907,7 @@ def test_a_plan_holds_all_files_that_it_was_made_of(
     assert load(source).stats.hash == load(reference(tmp_path, ALL)).stats.hash
 
 
+@pytest.mark.nightly  # by day tests/test_api.py trains on stand-ins
 @pytest.mark.timeout(90)
 def test_a_bare_edge_list_is_planned_and_trained_on_stand_in_labels(
     tmp_path: Path, gnnplan: Callable, start: Callable
