@@ -83,8 +83,8 @@ def plan(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Use this many ranks, equally many per server.  [default: all, or fewer GPUs where that"
-            " is faster]"
+            help="Use this many ranks, equally many per server.  [default: all, or fewer GPUs"
+            " where that is faster]"
         ),
     ] = None,
     set_: Set = None,
