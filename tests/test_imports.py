@@ -27,7 +27,16 @@ ROOMS = {
     ],
     "simulator": [],
     "report": [],
-    "api": ["view", "asking", "simulation", "validation", "running", "measuring", "planning"],
+    "api": [
+        "view",
+        "defaults",
+        "asking",
+        "simulation",
+        "validation",
+        "running",
+        "measuring",
+        "planning",
+    ],
     "executor": [
         "modules",
         "layers",

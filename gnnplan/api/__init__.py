@@ -1,5 +1,6 @@
 """What `import gnnplan` offers: a file per question, its answer as an object.
 
+defaults.py    the graph where none is named
 asking.py      a graph, a GNN and a cluster, in any form a user has them -> Problem
 planning.py    plan() -> Plan
 simulation.py  Plan.simulate() -> Simulation, Plan.sweep() -> Sweep

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.asking import Overrides, Question, ask
+from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Lines, Table, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from gnnplan.api.simulation import Simulation, Sweep
 
 MOST_LEADERS = 8  # rows of the table
-DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
 
 
 def plan(

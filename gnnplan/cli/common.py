@@ -24,7 +24,6 @@ app = typer.Typer(
     ),
 )
 
-DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
 GRAPH_HELP = (
     "a .npz, a folder of .npy, a file or folder of DGL, PyG, OGB, GraphBolt, GraphSAINT, SciPy,"
     " NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.cli.common import (
-    DEFAULT_GRAPH,
     GRAPH_HELP,
     MODEL_HELP,
     Directed,

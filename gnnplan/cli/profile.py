@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.cli.common import (
-    DEFAULT_GRAPH,
     GRAPH_HELP,
     Directed,
     Features,

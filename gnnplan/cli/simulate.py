@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -84,31 +84,20 @@ def simulate(
         )
     if csv:
         must_be_writable(csv)
+    playing: dict[str, Any] = {
+        "steps": steps,
+        "overrides": set_ or [],
+        "jitter": jitter,
+        "stragglers": slow,
+        "repetitions": repetitions,
+        "seed": seed,
+    }
     with progress() as notify:
         found: Simulation | Sweep
         if sweep is None:
-            found = plan.simulate(
-                steps=steps,
-                overrides=set_ or [],
-                jitter=jitter,
-                stragglers=slow,
-                repetitions=repetitions,
-                seed=seed,
-                flows=flows,
-                trace=trace,
-                notify=notify,
-            )
+            found = plan.simulate(**playing, flows=flows, trace=trace, notify=notify)
         else:
-            found = plan.sweep(
-                sweep,
-                steps=steps,
-                overrides=set_ or [],
-                jitter=jitter,
-                stragglers=slow,
-                repetitions=repetitions,
-                seed=seed,
-                notify=notify,
-            )
+            found = plan.sweep(sweep, **playing, notify=notify)
     if csv and isinstance(found, Sweep):
         found.to_csv(csv)
     if as_json:
