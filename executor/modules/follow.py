@@ -3,11 +3,13 @@
 A module that we can train is a chain. Rows go from convolution to convolution; between two of them
 they may get a norm, ReLU and dropout, in this order or with the last two exchanged. To a
 convolution's output the rows that it reads may be added (a residual), or a Linear of them. GCNII's
-chain begins and ends with a Linear, and its convolutions also read the first one's output."""
+chain begins and ends with a Linear, and its convolutions also read the first one's output. At the
+end the rows of all layers may meet: as a sum, or side by side before a Linear."""
 
 from __future__ import annotations
 
 import operator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,12 +81,23 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Rows of all layers that meet at the end, each as its layer hands them on."""
+
+    of: str  # 'sum' or 'cat'
+    layers: tuple[int, ...]  # all of them, in the order in which they lie side by side
+    relu: bool  # of the last layer's rows
+    p: float  # of the dropout that the next layer does, where rows meet after it
+
+
+@dataclass(frozen=True)
 class Chain:
     """A whole module."""
 
     steps: tuple[Step, ...]
     encoder: Linear | None
     decoder: Linear | None
+    meeting: Meeting | None = None
 
 
 def follow(module: nn.Module) -> Chain:
@@ -104,6 +117,28 @@ def follow(module: nn.Module) -> Chain:
     return _Walk(module).walk(graph)
 
 
+class _Placed(Unfit):
+    """An Unfit that names its line."""
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Rows that are added, or put side by side, and are no residual."""
+
+    of: str  # 'sum' or 'cat'
+    terms: tuple[Rows, ...]
+    unfit: _Placed  # what is said where a convolution reads it
+
+
+@dataclass(frozen=True)
+class _Skip:
+    """The last layer's residual, which may turn out to be a part of a sum at the end."""
+
+    node: str  # of the sum
+    without: Step
+    sum: _Sum
+
+
 class _Input:
     """What forward is given, or a part of it: features, edges or a graph."""
 
@@ -121,6 +156,9 @@ class _Walk:
         self.linears: dict[str, tuple[nn.Linear, Rows]] = {}  # with what they read
         self.encoder: Linear | None = None
         self.head = ""  # whose rows the next convolution reads
+        self.layer_of: dict[str, int] = {}  # by the source of rows: the layer whose output they are
+        self.sums: dict[str, _Sum] = {}
+        self.skip: _Skip | None = None
         self.used: set[int] = set()
 
     def walk(self, graph: fx.Graph) -> Chain:
@@ -132,6 +170,8 @@ class _Walk:
                 first = node.args[0] if node.args else None
                 if isinstance(first, fx.Node) and self.in_place(node):
                     self.values[first] = self.values[node]
+            except _Placed:
+                raise
             except Unfit as unfit:
                 raise Unfit(f"{place(node)}{unfit}") from unfit
         raise AssertionError("a graph ends with its output")
@@ -162,11 +202,13 @@ class _Walk:
             if node.op == "call_method" and target == "local_var":  # of a DGL graph
                 return _Input()
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        if name in ("cat", "concat", "concatenate", "stack", "hstack"):
-            raise Unfit(
-                f"rows of several layers meet here ({name}), and our layers hand their rows to the"
-                " next one alone; add a layer's inputs to its output instead (a residual)"
-            )
+        if name in ("cat", "concat", "concatenate"):
+            given = (*node.args[1:], node.kwargs.get("dim", node.kwargs.get("axis", 0)))
+            return self.beside(node, name, given[0])
+        if name in ("stack", "hstack"):
+            raise Unfit(_meet(name))
+        if name in ("add", "iadd", "add_"):
+            return self.added(node)
         rows = self.rows(first, str(node.name))
         if name == "dropout":
             p, drops = dropout_of(node)
@@ -177,8 +219,6 @@ class _Walk:
             return self.then(rows, Op("softmax"))
         if name in ("flatten", "mean", "squeeze", "view", "reshape") and rows.heads:
             return self.joined(rows, name, node)
-        if name in ("add", "iadd", "add_"):
-            return self.added(node)
         raise Unfit(
             f"{name} of rows is nothing that our layers do; between convolutions use a norm, ReLU"
             " and dropout"
@@ -217,7 +257,49 @@ class _Walk:
             )
         return replace(rows, heads=0)
 
+    def beside(self, node: fx.Node, name: str, dim: object) -> Rows:
+        """Rows side by side, which a Linear at the end may read."""
+        given: Any = node.args[0] if node.args else ()
+        given = given if isinstance(given, (list, tuple)) else ()
+        terms = [self.values.get(term) for term in given]
+        if dim not in (1, -1) or not terms:
+            raise Unfit(_meet(name))
+        return self.met("cat", node, terms, Unfit(_meet(name)))
+
+    def met(self, of: str, node: fx.Node, terms: list[Any], unfit: Unfit) -> Rows:
+        """Rows that meet and are no residual. Raises `unfit` if they are not all of layers."""
+        found: list[Rows] = []
+        for term in terms:
+            inner = self.sums.get(term.source) if isinstance(term, Rows) else None
+            if inner and inner.of == of == "sum" and not term.ops:
+                found += inner.terms
+            elif isinstance(term, Rows) and term.source in self.layer_of and not term.heads:
+                found.append(term)
+            else:
+                raise unfit
+        self.sums[node.name] = _Sum(of, tuple(found), _Placed(f"{place(node)}{unfit}"))
+        widths = [term.width or 0 for term in found]
+        return Rows(node.name, sum(widths) if of == "cat" else widths[0])
+
     def added(self, node: fx.Node) -> Rows:
+        """A sum of rows: a residual, or rows of several layers that are added at the end."""
+        numbers = [term for term in node.args if not isinstance(term, fx.Node)]
+        terms = [self.values.get(term) for term in node.args if isinstance(term, fx.Node)]
+        if numbers == [0] and not node.kwargs:  # as the built-in sum begins
+            return self.rows(next(t for t in node.args if isinstance(t, fx.Node)), "a sum")
+        try:
+            step = self.steps[-1] if self.steps else None
+            rows = self.residual(node)
+        except Unfit as unfit:
+            return self.met("sum", node, [] if numbers or node.kwargs else terms, unfit)
+        assert step is not None
+        with suppress(Unfit):
+            self.met("sum", node, terms, Unfit(""))
+            self.skip = _Skip(node.name, step, self.sums.pop(node.name))
+        self.layer_of[node.name] = self.layer_of.pop(step.name)
+        return rows
+
+    def residual(self, node: fx.Node) -> Rows:
         """The sum of a convolution's rows with those that it reads, or with a Linear of them."""
         terms = [self.values.get(term) for term in node.args if isinstance(term, fx.Node)]
         found = [term for term in terms if isinstance(term, Rows) and term.source == self.head]
@@ -281,6 +363,10 @@ class _Walk:
             return replace(rows, heads=0)
         if isinstance(module, nn.Linear):
             return self.linear(rows, name, module)
+        if type(module).__name__ == "JumpingKnowledge":  # DGL's; PyG's is followed
+            if getattr(module, "mode", "") != "cat":
+                raise Unfit(_meet(f"{name}, by {module.mode}"))
+            return self.beside(node, name, 1)
         if "Norm" in type(module).__name__:
             self.once(module, name)
             inner, at = norm_in(module, name)
@@ -336,6 +422,10 @@ class _Walk:
             raise Unfit(f"{name} reads rows of several heads; write .flatten(1) before it")
         if not self.steps and rows.source in self.linears:
             self.encoder, self.head = self.end(rows.source), rows.source
+        if self.skip and rows.source == self.skip.without.name:
+            self.take_back(self.skip)
+        if rows.source in self.sums:
+            raise self.sums[rows.source].unfit
         if rows.source != self.head:
             raise Unfit(
                 f"{name} reads rows of {rows.source or 'the features'}, not of"
@@ -347,7 +437,8 @@ class _Walk:
         if conv.drops:
             rows = self.then(rows, Op("drop", p=conv.drops, mask=node.name))
         self.steps.append(Step(name, conv, self.gap(rows, name), rows, conv.residual))
-        self.head = name
+        self.head, self.skip = name, None
+        self.layer_of[name] = len(self.steps)
         out = Rows(name, conv.h_out, heads=conv.heads if conv.splits else 0)
         return self.then(out, Op("relu")) if activation_of(conv.activation) else out
 
@@ -387,8 +478,10 @@ class _Walk:
         rows = self.rows(output, "the output")
         if not self.steps:
             raise Unfit("no convolution of torch_geometric.nn or dgl.nn is called; use one")
-        decoder = None
-        if rows.source in self.linears and self.linears[rows.source][1].source == self.head:
+        decoder, meeting = None, self.meeting(rows)
+        if meeting:
+            decoder = self.end(rows.source) if rows.source in self.linears else None
+        elif rows.source in self.linears and self.linears[rows.source][1].source == self.head:
             decoder = self.end(rows.source)
         elif rows.source != self.head:
             raise Unfit(f"the output is not that of {self.steps[-1].name}; return its rows")
@@ -400,7 +493,94 @@ class _Walk:
                 f"the output is {ops[0]} of the last layer, and our last layer puts out logits;"
                 " return these"
             )
-        return Chain(tuple(self.steps), self.encoder, decoder)
+        return Chain(tuple(self.steps), self.encoder, decoder, meeting)
+
+    # -- rows of all layers that meet at the end -------------------------------------------------
+
+    def take_back(self, skip: _Skip) -> None:
+        """What was taken for a residual of the last layer is a sum of its own."""
+        self.steps[-1], self.head, self.skip = skip.without, skip.without.name, None
+        self.sums[skip.node] = skip.sum
+        self.layer_of[self.head] = self.layer_of.pop(skip.node)
+
+    def meeting(self, output: Rows) -> Meeting | None:
+        """How rows of all layers meet before the output; None if they do not."""
+        name = output.source
+        linear, rows = self.linears.get(name, (None, output))
+        skip, last = self.skip, self.steps[-1].residual
+        is_no_residual = bool(linear or (last and last.after_relu))  # of ours, at the end
+        if skip and rows.source == skip.node and is_no_residual and len(self.steps) == 2:
+            self.take_back(skip)
+        if rows.source not in self.sums:
+            return None
+        found = self.sums[rows.source]
+        terms = found.terms
+        if skip and not self.all_layers(terms):  # its parts may be, which then is no residual
+            self.take_back(skip)
+            parts = {skip.node: skip.sum.terms}
+            terms = tuple(part for term in terms for part in parts.get(term.source, (term,)))
+        if not self.all_layers(terms):
+            raise found.unfit
+        if found.of == "cat" and not linear:
+            raise Unfit("rows side by side are the output; let a Linear read them")
+        if linear and rows.ops:
+            raise Unfit(
+                f"{rows.ops[0].name} between the rows of all layers and {name}; do that to each"
+                " layer's rows before they meet"
+            )
+        steps, kinds = self.steps, {step.convolution.kind for step in self.steps}
+        if kinds & {"gcnii", "sgc"}:
+            raise Unfit("rows of all layers meet, and models of gcnii and sgc end in the last's")
+        try:
+            return self.met_alike(found.of, terms, steps)
+        except Unfit as unfit:
+            raise found.unfit if len(terms) == 2 and found.of == "sum" else unfit from unfit
+
+    def all_layers(self, terms: tuple[Rows, ...]) -> bool:
+        numbers = sorted(self.layer_of.get(term.source, 0) for term in terms)
+        return len(numbers) > 1 and numbers == list(range(1, len(self.steps) + 1))
+
+    def met_alike(self, of: str, terms: tuple[Rows, ...], steps: list[Step]) -> Meeting:
+        """The meeting of these rows, which must have gone through the same. Raises Unfit."""
+        drops = set()
+        for term in terms:
+            number = self.layer_of[term.source]
+            if of == "sum":
+                _must_fit(term.width, terms[0].width, f"the sum with {terms[0].source}")
+            if number == len(steps):
+                names = [op.name for op in term.ops]
+                if names not in ([], ["relu"], ["drop"], ["relu", "drop"], ["drop", "relu"]):
+                    raise Unfit(
+                        f"rows of {term.source} meet others after {', '.join(names)}; give them"
+                        " before their norm, with one ReLU and dropout at most"
+                    )
+                relu, p = "relu" in names, sum(op.p for op in term.ops)
+                drops.add("drop" in names)
+                continue
+            reads, gap = steps[number].reads.ops, steps[number].gap
+            handed = () if gap.norm != "none" else tuple(op for op in reads if op.name != "drop")
+            if term.ops != handed and (term.ops != reads or gap.norm != "none"):
+                raise Unfit(
+                    f"rows of {term.source} meet others"
+                    f" {'after' if len(term.ops) > len(handed) else 'before'} what"
+                    f" {steps[number].name} reads of them; give them as {steps[number].name} reads"
+                    " them, before its norm, with its dropout or without"
+                )
+            drops.add(any(op.name == "drop" for op in term.ops))
+        if len(drops) > 1:
+            raise Unfit(
+                "some layers' rows meet after their dropout and some before it; give all the same"
+            )
+        layers = tuple(self.layer_of[term.source] for term in terms)
+        return Meeting(of, layers, relu, p)
+
+
+def _meet(name: str) -> str:
+    return (
+        f"rows of several layers meet here ({name}), and our layers hand their rows to the next"
+        " one alone; add a layer's inputs to its output (a residual), or let the rows of all"
+        " layers meet at the end, as their sum or by torch.cat(.., 1) before a Linear"
+    )
 
 
 def norm_in(module: nn.Module, name: str) -> tuple[nn.Module, str]:

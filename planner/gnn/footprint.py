@@ -726,9 +726,8 @@ def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Nu
         logits = 0.0 * logits  # h_L itself
         prepared = None
     else:
-        spec = (
-            model.layers[-1] if model.activates_last else Layer(*model.decoder, 1, 0, False, False)
-        )
+        spec = model.decoder_inputs
+        assert spec is not None
         prepared = Prepared.of(model, spec, own)
         prepared.forward(tape)
         gradient = prepared.rows

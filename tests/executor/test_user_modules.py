@@ -42,7 +42,7 @@ PYG = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_geometric.nn import BatchNorm, GATConv, GATv2Conv, GCN2Conv, GCNConv, GINConv, SAGEConv, SGConv
+from torch_geometric.nn import BatchNorm, GATConv, GATv2Conv, GCN2Conv, GCNConv, GINConv, JumpingKnowledge, SAGEConv, SGConv
 """
 DGL = """
 import torch
@@ -298,6 +298,73 @@ class M(nn.Module):
         self.c = GATv2Conv(18, out_feats, 1)
     def forward(self, g, x):
         return self.c(g, self.b(g, self.a(g, x).flatten(1)).flatten(1)).squeeze(1)
+""",
+}
+# Rows of all layers meet at the end: added up in several ways, or side by side before a Linear.
+MODULES |= {
+    "pyg gcn, sum": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.convs = nn.ModuleList([GCNConv(in_channels, 16), GCNConv(16, 16), GCNConv(16, 16)])
+        self.lin = nn.Linear(16, out_channels)
+    def forward(self, x, edge_index):
+        met = 0
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+            met = met + x
+            x = F.dropout(x, {{p}}, self.training)
+        return self.lin(met)
+""",
+    "pyg sage, cat": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 8), SAGEConv(8, 10)])
+        self.jump = JumpingKnowledge("cat")
+        self.lin = nn.Linear(34, out_channels)
+    def forward(self, x, edge_index):
+        xs = []
+        for conv in self.convs:
+            x = F.dropout(conv(x, edge_index).relu(), {{p}}, self.training)
+            xs.append(x)
+        return self.lin(self.jump(xs))
+""",
+    "pyg gin, sum of logits": f"""{PYG}
+def net(a, b):
+    return nn.Sequential(nn.Linear(a, 9), nn.ReLU(), nn.Linear(9, b))
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GINConv(net(in_channels, out_channels)), GINConv(net(out_channels, out_channels))
+        self.norm = nn.LayerNorm(out_channels)
+    def forward(self, x, edge_index):
+        a = self.a(x, edge_index)
+        b = self.b(F.dropout(self.norm(a).relu(), {{p}}, self.training), edge_index).relu()
+        return a + b
+""",
+    "dgl gat, cat": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GATConv(in_feats, 5, 3, feat_drop={{p}}, activation=F.relu)
+        self.b = GATConv(15, 4, 2, feat_drop={{p}}, residual=True, activation=F.relu)
+        self.jump, self.lin = JumpingKnowledge("cat"), nn.Linear(23, out_feats)
+    def forward(self, g, x):
+        a = self.a(g, x).flatten(1)
+        b = self.b(g, a).flatten(1)
+        return self.lin(self.jump([b, a]))
+""",
+    "dgl sage, sum with a residual": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a, self.b, self.c = (SAGEConv(width, 8, "mean") for width in (in_feats, 8, 8))
+        self.lin = nn.Linear(8, out_feats)
+    def forward(self, g, x):
+        a = self.a(g, x).relu()
+        b = (self.b(g, a) + a).relu()
+        return self.lin(self.c(g, b) + b + a)
 """,
 }
 LOOPED = ("gcn", "gat", "gcn2", "sgc", "gatv2")  # those of DGL are for graphs with self loops

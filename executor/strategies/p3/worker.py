@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, counts_of, dtype_of, sparse_rows
-from gnnplan.executor.layers.kernels import Rows, SparseRows, backward, dropout
-from gnnplan.executor.layers.models import CALLS, ColumnLayer, Net
+from gnnplan.executor.layers.kernels import SparseRows, backward, dropout
+from gnnplan.executor.layers.models import CALLS, ColumnLayer, Drop, Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.ranks import comm
@@ -292,19 +292,31 @@ class Worker(Resumable):
             del pulled
             summed.requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
+            own = torch.from_numpy(share.own).to(device)
+
+            def dropping(number: int, vertices: Tensor) -> Drop:
+                return lambda rows: dropout(
+                    rows, workload.seed, step, number, vertices, workload.dropout
+                )
+
+            def added(number: int) -> list[Tensor]:
+                if net.jump is None:
+                    return []
+                return [net.added(number, h[: len(own)], dropping(number + 1, own))]
+
+            added_up = added(1)
             for number, part in enumerate(share.parts[1:], 2):
-                vertices = torch.from_numpy(part.source).to(device)
-
-                def drop(rows: Rows, number: int = number, vertices: Tensor = vertices) -> Rows:
-                    return dropout(rows, workload.seed, step, number, vertices, workload.dropout)
-
+                drop = dropping(number, torch.from_numpy(part.source).to(device))
                 h = net.layer(number)(part.block.to(device), h, drop, None, net.relu_after(number))
+                added_up += added(number)
+            h = sum(added_up[1:], added_up[0]) if added_up else h
         seeds = share.everyone
         with self.rank.span(Label("loss", step), "compute"):
             leaf = h.detach().requires_grad_()
             assert self.problem.graph is not None
             targets = Targets(self.problem.graph, share.own, workload, device, seeds)
-            loss = targets.loss(leaf)
+            logits = net.decode(leaf)
+            loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         with self.rank.span(Label("backward", step), "compute"):
             assert leaf.grad is not None
@@ -318,7 +330,7 @@ class Worker(Resumable):
             "b",
         )
         self.scored.append(targets)
-        return loss.detach() * (seeds / self.problem.stats.train_vertices), leaf.detach()
+        return loss.detach() * (seeds / self.problem.stats.train_vertices), logits.detach()
 
     def _tail(self, flight: Flight) -> None:
         """Bring the gradient of all peers' blocks to this rank's columns of the first weight."""
