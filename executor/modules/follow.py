@@ -363,10 +363,6 @@ class _Walk:
             return replace(rows, heads=0)
         if isinstance(module, nn.Linear):
             return self.linear(rows, name, module)
-        if type(module).__name__ == "JumpingKnowledge":  # DGL's; PyG's is followed
-            if getattr(module, "mode", "") != "cat":
-                raise Unfit(_meet(f"{name}, by {module.mode}"))
-            return self.beside(node, name, 1)
         if "Norm" in type(module).__name__:
             self.once(module, name)
             inner, at = norm_in(module, name)
