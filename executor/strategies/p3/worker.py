@@ -299,17 +299,18 @@ class Worker(Resumable):
                     rows, workload.seed, step, number, vertices, workload.dropout
                 )
 
-            def added(number: int) -> list[Tensor]:
+            def added_up(number: int, h: Tensor, summed: Tensor | None) -> Tensor | None:
                 if net.jump is None:
-                    return []
-                return [net.added(number, h[: len(own)], dropping(number + 1, own))]
+                    return None
+                added = net.added(number, h[: len(own)], dropping(number + 1, own))
+                return added if summed is None else summed + added
 
-            added_up = added(1)
+            of_layers = added_up(1, h, None)
             for number, part in enumerate(share.parts[1:], 2):
                 drop = dropping(number, torch.from_numpy(part.source).to(device))
                 h = net.layer(number)(part.block.to(device), h, drop, None, net.relu_after(number))
-                added_up += added(number)
-            h = sum(added_up[1:], added_up[0]) if added_up else h
+                of_layers = added_up(number, h, of_layers)
+            h = h if of_layers is None else of_layers
         seeds = share.everyone
         with self.rank.span(Label("loss", step), "compute"):
             leaf = h.detach().requires_grad_()
