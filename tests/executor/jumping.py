@@ -1,46 +1,46 @@
-"""Live modules of PyG whose layers' rows meet at the end, as workloads of test cases."""
+"""Test cases of a module whose layers' rows meet at the end, without a library that it is from."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import torch
 from ranks import Case
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from gnnplan.executor.modules.read import with_user_module
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.parameters import Parameters, Where
+from gnnplan.planner.gnn.model import describe
+from gnnplan.planner.gnn.workload import Jump, Module, ModuleLayer, Workload
 
 
-def jumping(case: Case, folder: Path, kind: str, widths: list[int], of: str, p: float) -> Case:
-    """The case with a module of `kind` convolutions of these widths.
+def jumping(case: Case, folder: Path, widths: Sequence[int], jump: Jump) -> Case:
+    """The case with a module of its kind of layers, which have these widths.
 
-    of: 'sum', 'cat', or either with ' dropped': rows meet after the dropout of rate p."""
-    from torch_geometric import nn as pyg
+    Its parameters are those that our Net draws."""
+    stats = case.problem(case.servers).stats
+    given = case.workload | {"layers": len(widths), "hidden": widths[0]}
+    heads = given.get("heads", 1) if given["model"] in ("gat", "gatv2") else 0
+    layers = tuple(
+        ModuleLayer(h_in=h_in, h_out=h_out, heads=heads)
+        for h_in, h_out in pairwise([stats.features, *widths])
+    )
 
-    how, dropped = of.split()[0], "dropped" in of
-    problem = case.problem(1)
-    features, classes = problem.stats.features, problem.stats.classes
+    def workload(parameters: Parameters) -> Workload:
+        file, sha256 = parameters.keep(folder, "jumping")
+        module = Module(
+            file=str(file),
+            name="M",
+            sha256=sha256,
+            features=stats.features,
+            classes=stats.classes,
+            layers=layers,
+            jump=jump,
+        )
+        return Workload(**given, module=module)
 
-    class M(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            conv: Any = {"gcn": pyg.GCNConv, "sage": pyg.SAGEConv, "gat": pyg.GATConv}[kind]
-            pairs = zip([features, *widths], widths, strict=False)
-            self.convs = nn.ModuleList(conv(*pair) for pair in pairs)
-            self.end = nn.Linear(sum(widths) if how == "cat" else widths[0], classes)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            met = []
-            for conv in self.convs:
-                h = conv(x, edge_index).relu()
-                x = F.dropout(h, p, self.training)
-                met.append(x if dropped else h)
-            rows: Tensor = torch.cat(met, 1) if how == "cat" else sum(met)  # type: ignore[assignment]
-            return self.end(rows)
-
-    torch.manual_seed(case.workload.get("seed", 0))
-    problem = with_user_module(problem, M(), folder=folder)
-    return replace(case, workload=problem.workload.model_dump())
+    drawn = workload(Parameters({}, {}))
+    state = Net(describe(drawn, stats.features, stats.classes), drawn).state_dict()
+    places = {name: (Where(name),) for name in state}
+    return replace(case, workload=workload(Parameters(state, places)).model_dump(mode="json"))

@@ -169,8 +169,8 @@ def layer_backward(
     if passage.to_sum is not None:
         assert kept.out is not None
         by_sum = net.add_backward(layer, kept.out, drop, passage.to_sum)
-        gradient = passage.gradient
-        passage.gradient = by_sum if gradient is None else by_sum + gradient
+        passage.gradient = by_sum if passage.gradient is None else passage.gradient.add_(by_sum)
+        del by_sum
     if passage.gradient is not None:
         assert kept.out is not None
         backward([kept.out], [passage.gradient])

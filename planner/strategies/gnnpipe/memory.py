@@ -146,7 +146,10 @@ def _moments(
             backward = np.maximum(backward, _largest_chunk(size))
     if layers[-1] == len(model.layers):
         trained = rows * min(1.0, problem.stats.train_vertices / problem.stats.vertices)
-        most = loss(model, rows, trained)[1]
+        _, most, gradient = loss(model, rows, trained)
+        if model.decoder:  # its gradient comes chunk by chunk
+            most = most - gradient
+            backward = np.maximum(backward, _largest_chunk(gradient))
         logits = (rows * model.classes * b).sum(0)
         m.keep(_all_chunks(most) - (trained * model.classes * b).sum(0), logits)
         products += [Product(rows, *model.decoder)] if model.decoder else []
