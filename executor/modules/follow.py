@@ -24,6 +24,7 @@ from gnnplan.executor.modules.convolutions import (
     known,
     library,
 )
+from gnnplan.executor.modules.meet import Meeting, are_all, elsewhere, meeting_of
 from gnnplan.executor.modules.trace import dropout_of, place, traced
 from gnnplan.planner.gnn.workload import Residual
 
@@ -81,16 +82,6 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Rows of all layers that meet at the end, each as its layer hands them on."""
-
-    of: str  # 'sum' or 'cat'
-    layers: tuple[int, ...]  # all of them, in the order in which they lie side by side
-    relu: bool  # of the last layer's rows
-    p: float  # of the dropout that the next layer does, where rows meet after it
-
-
-@dataclass(frozen=True)
 class Chain:
     """A whole module."""
 
@@ -122,7 +113,7 @@ class _Placed(Unfit):
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _Meet:
     """Rows that are added, or put side by side, and are no residual."""
 
     of: str  # 'sum' or 'cat'
@@ -136,7 +127,7 @@ class _Skip:
 
     node: str  # of the sum
     without: Step
-    sum: _Sum
+    met: _Meet
 
 
 class _Input:
@@ -157,7 +148,7 @@ class _Walk:
         self.encoder: Linear | None = None
         self.head = ""  # whose rows the next convolution reads
         self.layer_of: dict[str, int] = {}  # by the source of rows: the layer whose output they are
-        self.sums: dict[str, _Sum] = {}
+        self.meets: dict[str, _Meet] = {}
         self.skip: _Skip | None = None
         self.used: set[int] = set()
 
@@ -206,7 +197,7 @@ class _Walk:
             given = (*node.args[1:], node.kwargs.get("dim", node.kwargs.get("axis", 0)))
             return self.beside(node, name, given[0])
         if name in ("stack", "hstack"):
-            raise Unfit(_meet(name))
+            raise elsewhere(name)
         if name in ("add", "iadd", "add_"):
             return self.added(node)
         rows = self.rows(first, str(node.name))
@@ -263,21 +254,21 @@ class _Walk:
         given = given if isinstance(given, (list, tuple)) else ()
         terms = [self.values.get(term) for term in given]
         if dim not in (1, -1) or not terms:
-            raise Unfit(_meet(name))
-        return self.met("cat", node, terms, Unfit(_meet(name)))
+            raise elsewhere(name)
+        return self.met("cat", node, terms, elsewhere(name))
 
     def met(self, of: str, node: fx.Node, terms: list[Any], unfit: Unfit) -> Rows:
         """Rows that meet and are no residual. Raises `unfit` if they are not all of layers."""
         found: list[Rows] = []
         for term in terms:
-            inner = self.sums.get(term.source) if isinstance(term, Rows) else None
+            inner = self.meets.get(term.source) if isinstance(term, Rows) else None
             if inner and inner.of == of == "sum" and not term.ops:
                 found += inner.terms
             elif isinstance(term, Rows) and term.source in self.layer_of and not term.heads:
                 found.append(term)
             else:
                 raise unfit
-        self.sums[node.name] = _Sum(of, tuple(found), _Placed(f"{place(node)}{unfit}"))
+        self.meets[node.name] = _Meet(of, tuple(found), _Placed(f"{place(node)}{unfit}"))
         widths = [term.width or 0 for term in found]
         return Rows(node.name, sum(widths) if of == "cat" else widths[0])
 
@@ -295,7 +286,7 @@ class _Walk:
         assert step is not None
         with suppress(Unfit):
             self.met("sum", node, terms, Unfit(""))
-            self.skip = _Skip(node.name, step, self.sums.pop(node.name))
+            self.skip = _Skip(node.name, step, self.meets.pop(node.name))
         self.layer_of[node.name] = self.layer_of.pop(step.name)
         return rows
 
@@ -420,8 +411,8 @@ class _Walk:
             self.encoder, self.head = self.end(rows.source), rows.source
         if self.skip and rows.source == self.skip.without.name:
             self.take_back(self.skip)
-        if rows.source in self.sums:
-            raise self.sums[rows.source].unfit
+        if rows.source in self.meets:
+            raise self.meets[rows.source].unfit
         if rows.source != self.head:
             raise Unfit(
                 f"{name} reads rows of {rows.source or 'the features'}, not of"
@@ -496,87 +487,44 @@ class _Walk:
     def take_back(self, skip: _Skip) -> None:
         """What was taken for a residual of the last layer is a sum of its own."""
         self.steps[-1], self.head, self.skip = skip.without, skip.without.name, None
-        self.sums[skip.node] = skip.sum
+        self.meets[skip.node] = skip.met
         self.layer_of[self.head] = self.layer_of.pop(skip.node)
 
     def meeting(self, output: Rows) -> Meeting | None:
         """How rows of all layers meet before the output; None if they do not."""
-        name = output.source
-        linear, rows = self.linears.get(name, (None, output))
+        linear, rows = self.linears.get(output.source, (None, output))
         skip, last = self.skip, self.steps[-1].residual
-        is_no_residual = bool(linear or (last and last.after_relu))  # of ours, at the end
-        if skip and rows.source == skip.node and is_no_residual and len(self.steps) == 2:
+        is_none_of_ours = bool(linear or (last and last.after_relu))
+        if skip and rows.source == skip.node and is_none_of_ours and self.are_all(skip.met.terms):
             self.take_back(skip)
-        if rows.source not in self.sums:
+        if rows.source not in self.meets:
             return None
-        found = self.sums[rows.source]
-        terms = found.terms
-        if skip and not self.all_layers(terms):  # its parts may be, which then is no residual
+        met = self.meets[rows.source]
+        if skip and not self.are_all(met.terms):  # with the parts of a sum they may be
             self.take_back(skip)
-            parts = {skip.node: skip.sum.terms}
-            terms = tuple(part for term in terms for part in parts.get(term.source, (term,)))
-        if not self.all_layers(terms):
-            raise found.unfit
-        if found.of == "cat" and not linear:
+            parts = {skip.node: skip.met.terms}
+            terms = (part for term in met.terms for part in parts.get(term.source, (term,)))
+            met = replace(met, terms=tuple(terms))
+        if not self.are_all(met.terms):
+            raise met.unfit
+        if met.of == "cat" and not linear:
             raise Unfit("rows side by side are the output; let a Linear read them")
         if linear and rows.ops:
             raise Unfit(
-                f"{rows.ops[0].name} between the rows of all layers and {name}; do that to each"
-                " layer's rows before they meet"
+                f"{rows.ops[0].name} between the rows of all layers and {output.source}; do that to"
+                " each layer's rows before they meet"
             )
-        steps, kinds = self.steps, {step.convolution.kind for step in self.steps}
-        if kinds & {"gcnii", "sgc"}:
-            raise Unfit("rows of all layers meet, and models of gcnii and sgc end in the last's")
         try:
-            return self.met_alike(found.of, terms, steps)
+            return meeting_of(met.of, met.terms, self.layer_of, self.steps)
         except Unfit as unfit:
-            raise found.unfit if len(terms) == 2 and found.of == "sum" else unfit from unfit
+            # two layers' rows look like a residual too
+            raise met.unfit if met.of == "sum" and len(self.steps) == 2 else unfit from unfit
 
-    def all_layers(self, terms: tuple[Rows, ...]) -> bool:
-        numbers = sorted(self.layer_of.get(term.source, 0) for term in terms)
-        return len(numbers) > 1 and numbers == list(range(1, len(self.steps) + 1))
-
-    def met_alike(self, of: str, terms: tuple[Rows, ...], steps: list[Step]) -> Meeting:
-        """The meeting of these rows, which must have gone through the same. Raises Unfit."""
-        drops = set()
-        for term in terms:
-            number = self.layer_of[term.source]
-            if of == "sum":
-                _must_fit(term.width, terms[0].width, f"the sum with {terms[0].source}")
-            if number == len(steps):
-                names = [op.name for op in term.ops]
-                if names not in ([], ["relu"], ["drop"], ["relu", "drop"], ["drop", "relu"]):
-                    raise Unfit(
-                        f"rows of {term.source} meet others after {', '.join(names)}; give them"
-                        " before their norm, with one ReLU and dropout at most"
-                    )
-                relu, p = "relu" in names, sum(op.p for op in term.ops)
-                drops.add("drop" in names)
-                continue
-            reads, gap = steps[number].reads.ops, steps[number].gap
-            handed = () if gap.norm != "none" else tuple(op for op in reads if op.name != "drop")
-            if term.ops != handed and (term.ops != reads or gap.norm != "none"):
-                raise Unfit(
-                    f"rows of {term.source} meet others"
-                    f" {'after' if len(term.ops) > len(handed) else 'before'} what"
-                    f" {steps[number].name} reads of them; give them as {steps[number].name} reads"
-                    " them, before its norm, with its dropout or without"
-                )
-            drops.add(any(op.name == "drop" for op in term.ops))
-        if len(drops) > 1:
-            raise Unfit(
-                "some layers' rows meet after their dropout and some before it; give all the same"
-            )
-        layers = tuple(self.layer_of[term.source] for term in terms)
-        return Meeting(of, layers, relu, p)
-
-
-def _meet(name: str) -> str:
-    return (
-        f"rows of several layers meet here ({name}), and our layers hand their rows to the next"
-        " one alone; add a layer's inputs to its output (a residual), or let the rows of all"
-        " layers meet at the end, as their sum or by torch.cat(.., 1) before a Linear"
-    )
+    def are_all(self, terms: tuple[Rows, ...]) -> bool:
+        """Whether these are the rows of every layer, before the last one's residual if any."""
+        skip = self.skip
+        layer_of = self.layer_of | ({skip.without.name: len(self.steps)} if skip else {})
+        return are_all(terms, layer_of, len(self.steps))
 
 
 def norm_in(module: nn.Module, name: str) -> tuple[nn.Module, str]:
