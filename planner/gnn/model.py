@@ -407,26 +407,20 @@ class Model:
         if self.jump is None:
             return nothing, nothing
         h_out, drops = self.layers[layer - 1].h_out, bool(self.jump.drops and self.dropout)
-        product = nothing
-        if self.jump.of == "cat":
-            product = self._product(h_out, self.jumped, rows)
+        multiplies = self.jump.of == "cat"
+        product = self._product(h_out, self.jumped, rows) if multiplies else nothing
         dropped = Compute(
             elementwise_bytes=2.0 * rows * h_out * drops * self.itemsize,
             launches=(MASK + 3) * drops,
             itemsize=self.itemsize,
             hash_ops=1.0 * rows * h_out * drops,
         )
-        added, passed = (
-            Compute(elementwise_bytes=3.0 * rows * width * self.itemsize, launches=2)
-            for width in (self.jumped, h_out)
-        )
-        again = Compute(
-            elementwise_bytes=dropped.elementwise_bytes,
-            launches=2 * drops,
-            itemsize=self.itemsize,
-        )
-        forward = product + dropped
-        return forward + added, forward + product + product + again + passed
+        added = Compute(elementwise_bytes=3.0 * rows * self.jumped * self.itemsize, launches=2)
+        # a product's gradient is written block by block
+        passes = 3.0 + 2 * multiplies + 2 * drops
+        passed = Compute(elementwise_bytes=passes * rows * h_out * self.itemsize, launches=3)
+        again = product + dropped
+        return again + added, again + product + product + passed
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
