@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.vocabulary.spec import Spec
 
 ALL = -1  # the fanout that takes every neighbour
@@ -54,6 +55,7 @@ class ModuleLayer(Spec):
     drops: bool = True  # dropout of its inputs
     bias: bool = True
     residual: Residual | None = None
+    counted: Counted | None = None  # a layer of the user's own
 
 
 class Module(Spec):
@@ -73,7 +75,7 @@ class Module(Spec):
 class Workload(Spec):
     """A GNN and its training options. Options that a model does not know have no effect."""
 
-    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"] = "sage"
+    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2", "own"] = "sage"
     layers: int = Field(3, ge=1, le=10_000)
     hidden: int = Field(256, ge=1, le=1_000_000)  # SGC has no hidden rows: all are classes wide
     dropout: float = Field(0.0, ge=0.0, lt=1.0)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
 from gnnplan.executor.layers.kernels import SparseRows
-from gnnplan.executor.layers.models import Drop, Net, keep
+from gnnplan.executor.layers.layer import Drop, keep
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, with_far
 from gnnplan.planner.graph.graph import Graph

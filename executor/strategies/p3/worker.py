@@ -22,7 +22,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, counts_of, dtype_of, sparse_rows
 from gnnplan.executor.layers.kernels import Rows, SparseRows, backward, dropout
-from gnnplan.executor.layers.models import CALLS, ColumnLayer, Net
+from gnnplan.executor.layers.layer import CALLS, ColumnLayer
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.ranks import comm

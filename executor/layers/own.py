@@ -1,0 +1,147 @@
+"""A layer of the user's own: a class in a file, of which a model is made.
+
+`with_user_model` counts what its layers do (count.py), so that they can be planned, and says so in
+the workload. Ranks make the layers anew, from the same file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from gnnplan.executor.layers.count import Unmeasured, count
+from gnnplan.executor.layers.layer import Layer
+from gnnplan.executor.modules.make import in_file, make
+from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
+from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import read_bytes
+
+
+def with_user_model(
+    problem: Problem, model: Source, given: Iterable[str] = (), folder: Path | None = None
+) -> Problem:
+    """The problem with the user's model: a layer of their own, or a module of convolutions.
+
+    model, given, folder: as of modules.read.with_user_module. A layer is `FILE.py:NAME`, where NAME
+    is a class of layer.Layer; `layers` and `hidden` say how many of them there are, and how wide.
+    Raises SpecError.
+    """
+    found = _layer_class(model, problem.workload.seed)
+    if found is None:
+        return with_user_module(problem, model, given, folder)
+    assert isinstance(model, str)
+    stats = problem.stats
+    if stats.nonzeros:
+        raise SpecError(
+            f"{model}: the features of {stats.name} are sparse, and a layer of your own reads dense"
+            " ones; convert the graph to a folder, whose features are dense"
+        )
+    return replace(
+        problem, workload=own_layers(problem.workload, model, stats.features, stats.classes)
+    )
+
+
+def _layer_class(model: Source, seed: int) -> type[Layer] | None:
+    """The layer that a model names, if it does. Raises SpecError."""
+    if not isinstance(model, str):
+        is_layer = isinstance(model, Layer) or (
+            isinstance(model, type) and issubclass(model, Layer)
+        )
+        if is_layer:
+            raise SpecError(
+                "a layer of your own is made by every rank; name its file, as 'layer.py:MyLayer'"
+            )
+        return None
+    path, colon, name = model.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        found = in_file(Path(path).resolve(), name)
+    return found if isinstance(found, type) and issubclass(found, Layer) else None
+
+
+def own_layers(workload: Workload, model: str, features: int, classes: int) -> Workload:
+    """The workload with `layers` layers of a user's class, counted. Raises SpecError."""
+    path, _, name = model.rpartition(":")
+    file = Path(path).resolve()
+    module = Module(
+        file=str(file),
+        name=name,
+        sha256=hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest(),
+        features=features,
+        classes=max(classes, 1),
+        layers=tuple(
+            ModuleLayer(h_in=h_in, h_out=h_out)
+            for h_in, h_out in pairwise(
+                [features, *[workload.hidden] * (workload.layers - 1), max(classes, 1)]
+            )
+        ),
+    )
+    given = workload.model_dump() | {"module": module.model_dump()}
+    asked = Workload.model_validate(
+        given | {"model": "own", "norm": "none", "hidden": module.layers[0].h_out}
+    )
+    counted: dict[tuple[int, int, bool, bool], ModuleLayer] = {}
+    layers = []
+    for number, shape in enumerate(module.layers, 1):
+        varies, relu = number > 1, number < len(module.layers)
+        key = shape.h_in, shape.h_out, varies, relu
+        if key not in counted:
+            counted[key] = _counted(asked, number, shape, varies, relu)
+        layers.append(counted[key])
+    return asked.model_copy(update={"module": module.model_copy(update={"layers": tuple(layers)})})
+
+
+def _counted(
+    workload: Workload, number: int, shape: ModuleLayer, varies: bool, relu: bool
+) -> ModuleLayer:
+    layer = made(workload, number, shape.h_in, shape.h_out)
+    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    assert workload.module is not None
+    where = f"{workload.module.file}: {workload.module.name}"
+    try:
+        found = count(layer.to(dtype), shape.h_in, relu, varies, dtype)
+    except Unmeasured as error:
+        raise SpecError(f"{where}: {error}, so that no plan can be made") from error
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        raise SpecError(
+            f"{where}: layer {number} of {shape.h_in} -> {shape.h_out} numbers does not run on a"
+            f" small block ({type(error).__name__}: {words:.200})"
+        ) from error
+    return shape.model_copy(update={"counted": found})
+
+
+def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
+    """Layer `number` of the user's class. Its random numbers are those of (seed, number).
+
+    Raises SpecError if the file is no longer what was planned."""
+    module = workload.module
+    assert module is not None
+    file = Path(module.file)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(workload.seed * 1_000_003 + number)
+        layer = make(
+            _class(file, module.name, module.sha256), module.name, file, workload, h_in, h_out
+        )
+    if not isinstance(layer, Layer):
+        raise SpecError(f"{file}: {module.name} makes a {type(layer).__name__}, and no Layer")
+    return layer
+
+
+@lru_cache(maxsize=2)
+def _class(file: Path, name: str, sha256: str) -> object:
+    """The class in a file with this content. Raises SpecError."""
+    if hashlib.sha256(read_bytes(file, MAX_SOURCE, "plan again")).hexdigest() != sha256:
+        raise SpecError(
+            f"{file} has changed since the plan was made; plan again, or put the file back"
+        )
+    return in_file(file, name)
