@@ -16,12 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Layer, keep
-from gnnplan.planner.gnn.counted import Counted, CountedGather, CountedWork, Event, Linear
+from gnnplan.planner.gnn.counted import (
+    Counted,
+    CountedGather,
+    CountedProduct,
+    CountedWork,
+    Event,
+    Linear,
+)
 from gnnplan.planner.gnn.model import VECTOR
 
 # (rows, sources, edges): one of each is larger, for its factor; the last is to be foretold
@@ -53,6 +61,7 @@ class _Work:
     exponentials: float = 0.0
     tensor_bytes: int = 0
     gathers: list[_Gathered] = field(default_factory=list)
+    products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
     launches: int = 0
 
 
@@ -63,6 +72,7 @@ class _Noted:
     forward: _Work = field(default_factory=_Work)
     backward: _Work = field(default_factory=_Work)
     events: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # by part
+    keeps_inputs: bool = False
 
 
 class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,6 +133,10 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first, second = [tensor for tensor in read if tensor.ndim >= 2][-2:]
             inner = max(first.shape[-1], VECTOR)
             work.flops += 2.0 * inner * _padded(made[0])
+            if name == "_linear_pointwise":
+                rows, h_in = first.shape
+                after = f"{'bias' if len(read) > 2 else ''} {args[3]}"
+                work.products.append((rows, h_in, second.shape[0], after))
             work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(made[0])
         else:
             work.elementwise_bytes += sum(sizes)
@@ -206,6 +220,14 @@ def count(layer: Layer, h_in: int, relu: bool, varies: bool, dtype: torch.dtype)
             for size, by in zip(factors, born, strict=True)
         )
 
+    def products() -> tuple[CountedProduct, ...]:
+        of = [note.forward.products for note in noted]
+        rows = _fit([[float(product[0]) for product in some] for some in of], "products")
+        return tuple(
+            CountedProduct(rows=n, h_in=h_in, h_out=h_out, after=after)
+            for n, (_, h_in, h_out, after) in zip(rows, of[0], strict=True)
+        )
+
     table = torch.zeros(1, h_in, dtype=dtype)
     with torch.no_grad():
         gathered = layer.gathers(table).shape[1]
@@ -215,6 +237,9 @@ def count(layer: Layer, h_in: int, relu: bool, varies: bool, dtype: torch.dtype)
         linear=layer.linear,
         gathered=gathered,
         weights=sum(parameter.numel() for parameter in layer.parameters()),
+        by_column=sum(layer.get_parameter(name).numel() // h_in for name in layer.by_columns),
+        keeps_inputs=noted[0].keeps_inputs,
+        products=products(),
         forward=work("forward"),
         backward=work("backward"),
         forward_events=events("gather", "update"),
@@ -238,14 +263,21 @@ def _note(
     notes = _Notes(noted)
     is_collecting = gc.isenabled()
     gc.disable()
+
+    def saved(tensor: Tensor) -> Tensor:
+        is_input = tensor.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
+        noted.keeps_inputs = noted.keeps_inputs or is_input
+        return tensor
+
     try:
         with notes.during("gather"):
             prepared = layer.prepare(x, keep)
             leaf = prepared.detach().requires_grad_(varies)
             del prepared
+        with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("gather"):
             gathered = layer.gather(block, layer.gathers(leaf))
-            read = gathered.detach().requires_grad_()
-        with notes.during("update"):
+            read = gathered.detach().requires_grad_(gathered.requires_grad)
+        with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("update"):
             out = layer.update(read, leaf[:rows], x[:rows], None, relu)
         gradient = torch.ones_like(out)
         with notes.during("update backward"):

@@ -36,11 +36,13 @@ class Layer(nn.Module):
                     or 'loop' (weight 1, self edges)
     projects_first  whether `project` comes before `gather`
     linear          whether `gather` is a weighted sum, whose gradient needs no rows
+    by_columns      names of parameters [., H_in], of which P3 gives every rank some columns
     """
 
     edges: str
     projects_first: bool = False
     linear: bool = True
+    by_columns: tuple[str, ...] = ()
 
     @overload
     def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor: ...
@@ -51,7 +53,8 @@ class Layer(nn.Module):
 
         moments [2, H_in]: of batch norm (models.BatchNorm), which layers of ours may have.
         """
-        return drop(x)
+        dropped: FeatureRows = drop(x)
+        return dropped
 
     def project(self, rows: FeatureRows) -> Tensor:
         """Row-wise, prepared [S, H_in] -> [S, width]; called only if projects_first."""
@@ -96,8 +99,8 @@ class Layer(nn.Module):
 class ColumnLayer(Protocol):
     """P3's calls: a layer whose sums distribute over the columns of its input.
 
-    Such a layer is made for the columns that a rank has; H_in is their number. The names are those
-    of the P3 paper:
+    Such a layer is made for the columns that a rank has; H_in is their number, and `by_columns`
+    names the parameters that are cut with them. The names of the calls are those of the P3 paper:
 
     partition   planner/strategies/p3/p3.py: which rank has which columns
     scatter     what each source row sends along its edges
@@ -122,3 +125,12 @@ class ColumnLayer(Protocol):
 
 
 CALLS = ("scatter", "gather", "transform", "apply")
+
+
+def missing_calls(kind: type[nn.Module]) -> list[str]:
+    """Those of P3's calls that a class of layers does not have."""
+    return [
+        call
+        for call in CALLS
+        if getattr(kind, call, None) in (None, getattr(nn.Module, call, None))
+    ]

@@ -156,6 +156,7 @@ class GCNLayer(_SplitLayer):
     """
 
     edges = "gcn"
+    by_columns = ("weight",)
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__(shape)
@@ -189,6 +190,7 @@ class SAGELayer(_SplitLayer):
     """x W_self + mean(x_neighbours) W_neigh + b (Hamilton et al. 2017; DGL's SAGEConv 'mean')."""
 
     edges = "mean"
+    by_columns = ("weight", "weight_self")
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__(shape)
@@ -253,6 +255,7 @@ class GATLayer(_SplitLayer):
 
     edges = "loop"
     linear = False
+    by_columns = ("weight",)
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__(shape)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from gnnplan.executor.layers.count import Unmeasured, count
-from gnnplan.executor.layers.layer import Layer
+from gnnplan.executor.layers.layer import Layer, missing_calls
 from gnnplan.executor.modules.make import in_file, make
 from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
@@ -27,49 +27,50 @@ from gnnplan.planner.vocabulary.files import read_bytes
 def with_user_model(
     problem: Problem, model: Source, given: Iterable[str] = (), folder: Path | None = None
 ) -> Problem:
-    """The problem with the user's model: a layer of their own, or a module of convolutions.
+    """The problem with the user's model: layers of their own, or a module of convolutions.
 
-    model, given, folder: as of modules.read.with_user_module. A layer is `FILE.py:NAME`, where NAME
-    is a class of layer.Layer; `layers` and `hidden` say how many of them there are, and how wide.
-    Raises SpecError.
+    model, given, folder: as of modules.read.with_user_module. Layers are `FILE.py:NAME`, where NAME
+    is a class of layer.Layer; the workload's `layers` and `hidden` say how many there are, and how
+    wide. Raises SpecError.
     """
-    found = _layer_class(model, problem.workload.seed)
-    if found is None:
+    if not names_layer(model, problem.workload.seed):
         return with_user_module(problem, model, given, folder)
-    assert isinstance(model, str)
     stats = problem.stats
     if stats.nonzeros:
         raise SpecError(
             f"{model}: the features of {stats.name} are sparse, and a layer of your own reads dense"
-            " ones; convert the graph to a folder, whose features are dense"
+            " ones; convert the graph with gnnplan convert, whose folder has dense features"
         )
-    return replace(
-        problem, workload=own_layers(problem.workload, model, stats.features, stats.classes)
-    )
+    workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
+    return replace(problem, workload=workload)
 
 
-def _layer_class(model: Source, seed: int) -> type[Layer] | None:
-    """The layer that a model names, if it does. Raises SpecError."""
+def names_layer(model: Source, seed: int) -> bool:
+    """Whether a model is `FILE.py:NAME` of a class of layers. Raises SpecError."""
     if not isinstance(model, str):
-        is_layer = isinstance(model, Layer) or (
-            isinstance(model, type) and issubclass(model, Layer)
-        )
-        if is_layer:
+        kind = model if isinstance(model, type) else type(model)
+        if issubclass(kind, Layer):
             raise SpecError(
-                "a layer of your own is made by every rank; name its file, as 'layer.py:MyLayer'"
+                f"every rank makes its own {kind.__name__}; name the file that it is in, as"
+                f" 'layer.py:{kind.__name__}'"
             )
-        return None
+        return False
     path, colon, name = model.rpartition(":")
     if not colon or not path.endswith(".py"):
-        return None
+        return False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         found = in_file(Path(path).resolve(), name)
-    return found if isinstance(found, type) and issubclass(found, Layer) else None
+    return isinstance(found, type) and issubclass(found, Layer)
 
 
 def own_layers(workload: Workload, model: str, features: int, classes: int) -> Workload:
-    """The workload with `layers` layers of a user's class, counted. Raises SpecError."""
+    """The workload with layers of the user's class, and what each does. Raises SpecError."""
+    if workload.norm not in (None, "none"):
+        raise SpecError(
+            f"norm: {model} is a layer of your own, which norms in its prepare or update (norm:"
+            f" {workload.norm}); leave norm out"
+        )
     path, _, name = model.rpartition(":")
     file = Path(path).resolve()
     module = Module(
@@ -107,8 +108,13 @@ def _counted(
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
     assert workload.module is not None
     where = f"{workload.module.file}: {workload.module.name}"
+    cut = shape.h_in // 2 if number == 1 and _has_calls_of_p3(layer) else 0
     try:
         found = count(layer.to(dtype), shape.h_in, relu, varies, dtype)
+        half = None
+        if cut:
+            sliced = made(workload, number, cut, shape.h_out).to(dtype)
+            half = count(sliced, cut, relu, varies, dtype)
     except Unmeasured as error:
         raise SpecError(f"{where}: {error}, so that no plan can be made") from error
     except Exception as error:
@@ -117,7 +123,12 @@ def _counted(
             f"{where}: layer {number} of {shape.h_in} -> {shape.h_out} numbers does not run on a"
             f" small block ({type(error).__name__}: {words:.200})"
         ) from error
-    return shape.model_copy(update={"counted": found})
+    return shape.model_copy(update={"counted": found, "half": half})
+
+
+def _has_calls_of_p3(layer: Layer) -> bool:
+    """Whether the class says how its sums distribute over columns (layer.ColumnLayer)."""
+    return bool(layer.by_columns) and not missing_calls(type(layer))
 
 
 def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:

@@ -9,7 +9,7 @@ The edges are those that the layer reads: self edges are among them where it ask
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -68,6 +68,15 @@ class CountedWork(Spec):
         )
 
 
+class CountedProduct(Spec):
+    """A product that oneDNN makes code for (footprint.Product)."""
+
+    rows: Linear
+    h_in: int = Field(ge=1)
+    h_out: int = Field(ge=1)
+    after: str
+
+
 class Event(Spec):
     """A tensor that comes or goes."""
 
@@ -83,9 +92,30 @@ class Counted(Spec):
     linear: bool  # `gather` is a weighted sum
     gathered: int = Field(ge=1)  # numbers per row that `gather` reads
     weights: int = Field(ge=0)  # numbers in its parameters
+    # numbers of them per column of its input, where it has P3's calls; 0: it has not
+    by_column: int = Field(0, ge=0)
+    keeps_inputs: bool  # autograd saves the prepared rows
+    products: tuple[CountedProduct, ...]
     forward: CountedWork
     backward: CountedWork
     # Tensors that come and go, in their order. The output is one of them; the input's rows, the
     # output's gradient and the sums of the weights' gradients are not.
     forward_events: tuple[Event, ...]
     backward_events: tuple[Event, ...]
+
+
+def between(half: Counted, whole: Counted, share: float) -> Counted:
+    """The layer for a `share` of its input's columns, from that for half of them and for all."""
+
+    def blend(of_half: Any, of_whole: Any) -> Any:
+        if isinstance(of_whole, dict):
+            return {name: blend(of_half[name], value) for name, value in of_whole.items()}
+        if isinstance(of_whole, tuple):
+            return tuple(map(blend, of_half, of_whole))
+        if isinstance(of_whole, float):
+            return of_half + (of_whole - of_half) * (2 * share - 1)
+        if isinstance(of_whole, int) and not isinstance(of_whole, bool):
+            return max(0, round(of_half + (of_whole - of_half) * (2 * share - 1)))
+        return of_whole
+
+    return Counted.model_validate(blend(half.model_dump(), whole.model_dump()))

@@ -224,7 +224,8 @@ class LayerPasses:
 
     @property
     def own_matrix(self) -> bool:
-        """Whether a second matrix multiplies the destinations' own rows (GraphSAGE)."""
+        """Whether autograd saves the prepared rows though the layer aggregates first: a second
+        matrix multiplies the destinations' own (GraphSAGE)."""
         return self.spec.matrices > 1
 
     @property
@@ -634,7 +635,23 @@ class ResidualBlock(LayerPasses):
 class Counted(LayerPasses):
     """A layer of the user's own, whose tensors were noted as they came and went."""
 
-    products: tuple[Product, ...] = ()  # not known
+    @property
+    def products(self) -> tuple[Product, ...]:
+        assert self.spec.counted is not None
+        return tuple(
+            Product(
+                amount(product.rows, self.rows, self.sources, self.edges),
+                product.h_in,
+                product.h_out,
+                self.varies,
+                (product.after,),
+            )
+            for product in self.spec.counted.products
+        )
+
+    @property
+    def own_matrix(self) -> bool:
+        return bool(self.spec.counted and self.spec.counted.keeps_inputs)
 
     def compute(self, tape: Tape) -> None:
         assert self.spec.counted is not None
@@ -643,6 +660,7 @@ class Counted(LayerPasses):
     def compute_backward(self, tape: Tape) -> None:
         assert self.spec.counted is not None
         self._play(tape, self.spec.counted.backward_events)
+        tape.free(self.prepared.dropped * self.own_matrix)
 
     def _play(self, tape: Tape, events: Iterable[Event]) -> None:
         """Where a weighted sum is made outside autograd, its tensors are counted there."""

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from gnnplan.planner.gnn.counted import Counted, CountedWork
+from gnnplan.planner.gnn.counted import Counted, between
 from gnnplan.planner.gnn.workload import Module, Residual, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
@@ -265,7 +265,7 @@ class Model:
         (`project`)."""
         spec, itemsize = self.layers[layer - 1], self.itemsize
         if spec.counted:
-            return self._counted(spec.counted.forward, spec, rows, sources, edges, read)
+            return self._counted(spec, rows, sources, edges, read)[0]
         cached, sparse = self.aggregate_cached(layer), self.reads_sparse(layer)
         narrow = narrow and self.narrow_at(layer)
         multiplied = spec.matrices * rows
@@ -322,7 +322,7 @@ class Model:
         It makes the gradient of the weights, and that of the inputs where they vary."""
         forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
         if spec.counted:
-            return self._counted(spec.counted.backward, spec, rows, sources, edges, read)
+            return self._counted(spec, rows, sources, edges, read)[1]
         constant = layer <= self.first_varying
         # over the transposed edges
         aggregated = self._gathers(layer, rows, edges, rows, sources if read is None else read)
@@ -363,20 +363,19 @@ class Model:
         return work
 
     def _counted(
-        self,
-        work: CountedWork,
-        spec: Layer,
-        rows: Number,
-        sources: Number,
-        edges: Number,
-        read: Number | None,
-    ) -> Compute:
-        """A pass of a layer of the user's own, and dropout of its inputs."""
-        prepared = self._prepare(spec, sources)
-        edges = edges + rows if spec.self_edges else edges
-        return work.on(rows, sources if read is None else read, edges, self.itemsize) + Compute(
-            launches=prepared.launches, itemsize=self.itemsize, hash_ops=prepared.hash_ops
+        self, spec: Layer, rows: Number, sources: Number, edges: Number, read: Number | None
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of a layer of the user's own, with dropout of its inputs."""
+        assert spec.counted is not None
+        block = rows, sources if read is None else read, edges + rows * spec.self_edges
+        drop = self._prepare(spec, sources)
+        forward = spec.counted.forward.on(*block, self.itemsize) + Compute(
+            launches=drop.launches, hash_ops=drop.hash_ops
         )
+        backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
+            elementwise_bytes=HASH_ACCESSES * drop.hash_ops * self.itemsize
+        )
+        return forward, backward
 
     def _residual(self, layer: int, rows: Number) -> tuple[Compute, Number]:
         """A residual's product, and the bytes of its sum and of a ReLU of its own."""
@@ -597,17 +596,17 @@ def _own_layers(workload: Workload, features: int, classes: int, sparse: bool) -
     """Layers of the user's own."""
     assert workload.module is not None
     layers = []
-    for own in workload.module.layers:
-        assert own.counted is not None
+    for own, (h_in, h_out) in zip(
+        workload.module.layers, _widths(workload, features, classes), strict=True
+    ):
+        counted = own.counted
+        if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
+            counted = between(own.half, counted, h_in / own.h_in)
+        assert counted is not None
+        self_edges = counted.edges in ("gcn", "loop")
         layers.append(
             Layer(
-                own.h_in,
-                own.h_out,
-                1,
-                own.counted.weights,
-                own.counted.edges in ("gcn", "loop"),
-                own.counted.projects_first,
-                counted=own.counted,
+                h_in, h_out, 1, counted.weights, self_edges, counted.projects_first, counted=counted
             )
         )
     return layers

@@ -56,6 +56,7 @@ class ModuleLayer(Spec):
     bias: bool = True
     residual: Residual | None = None
     counted: Counted | None = None  # a layer of the user's own
+    half: Counted | None = None  # the same for half of its input's columns, where P3 can cut them
 
 
 class Module(Spec):
@@ -99,6 +100,10 @@ class Workload(Spec):
 
     @model_validator(mode="after")
     def _is_the_module(self) -> Workload:
+        if self.module is None and self.model == "own":
+            raise Conflict(
+                ("model",), "a layer of your own is in a file; use model=FILE.py:MyLayer"
+            )
         if self.module is None:
             return self
         for field, found in (

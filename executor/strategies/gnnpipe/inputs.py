@@ -83,7 +83,8 @@ class Inputs:
             # sparse rows offer what layer 1 asks of a tensor
             rows = cast(Tensor, self.by_chunk[c])
             block = chunk.blocks[layer.edges]
-            return layer(block, rows, drop_sources(chunk.sources), x0, relu)
+            out: Tensor = layer(block, rows, drop_sources(chunk.sources), x0, relu)
+            return out
         own = self.dense[chunk.rows]
         if self.aggregated:
             return layer.update(self.aggregated[c], own, own, x0, relu)
