@@ -41,7 +41,7 @@ FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"
 
 
 class Unmeasured(Exception):
-    """A layer whose work is not linear in rows, sources and edges; says what is not."""
+    """A layer of which no plan can be made; says why."""
 
 
 class _Gathered(NamedTuple):
@@ -173,15 +173,18 @@ def _width(tensor: Tensor) -> int:
     return max(1, tensor.numel() // max(1, len(tensor)))
 
 
-def count(layer: Layer, h_in: int, relu: bool, varies: bool, dtype: torch.dtype) -> Counted:
+def count(
+    layer: Layer, h_in: int, h_out: int, relu: bool, varies: bool, dtype: torch.dtype
+) -> Counted:
     """What the layer does on any block. Its parameters' gradients are made anew.
 
-    relu: it ends in ReLU. varies: its inputs get a gradient. Raises Unmeasured.
+    relu: it ends in ReLU. varies: its inputs get a gradient. Raises Unmeasured, and what the layer
+    itself raises.
     """
     layer.train()
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    _note(layer, h_in, relu, varies, dtype, SIZES[0])  # what is made once is made now
+    _must_fit(layer, h_in, h_out, dtype)  # what torch makes once is made now
     noted = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
 
     def fit(values: Callable[[_Noted], Sequence[float]], what: str) -> list[Linear]:
@@ -245,6 +248,21 @@ def count(layer: Layer, h_in: int, relu: bool, varies: bool, dtype: torch.dtype)
         forward_events=events("gather", "update"),
         backward_events=events("update backward", "gather backward"),
     )
+
+
+def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
+    """Raise Unmeasured if the layer's output is not [R, H_out] and made by its parameters."""
+    rows, sources, edges = SIZES[0]
+    block = _block(layer, rows, sources, edges, dtype)
+    out = layer(block, torch.randn(sources, h_in, dtype=dtype))
+    if out.shape != (rows, h_out):
+        raise Unmeasured(
+            f"a layer of {h_in} -> {h_out} numbers makes {list(out.shape)} of {rows} rows, and"
+            f" {[rows, h_out]} are asked for; let it make rows of h_out numbers"
+        )
+    if not out.requires_grad:
+        raise Unmeasured("no parameter takes part in what it computes; give it one, in __init__")
+    out.sum().backward()
 
 
 def _note(
@@ -322,7 +340,8 @@ def _fit(values: Sequence[Sequence[float]], what: str) -> list[Linear]:
         foretold = a * rows + b * sources + c * edges + d
         if abs(foretold - value) > 1e-3 * abs(value) + 8:
             raise Unmeasured(
-                f"{what} are not linear in rows, sources and edges: {value:g} of {rows} rows,"
-                f" {sources} sources and {edges} edges, where {foretold:g} follow from fewer"
+                f"{what} are not linear in rows, sources and edges, so that no plan can be made:"
+                f" {value:g} of {rows} rows, {sources} sources and {edges} edges, where"
+                f" {foretold:g} follow from fewer; let it compute by rows and by edges"
             )
     return factors

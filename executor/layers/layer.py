@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import Block, FeatureRows, Rows, SparseRows, aggregate
 
+EDGES = ("gcn", "mean", "one", "loop")
 Drop = Callable[[Rows], Rows]  # dropout of rows [S, H_in]; a vertex has the same mask on any rank
 
 

@@ -441,7 +441,7 @@ class Net(nn.Module):
             self._store_by_columns()
         if workload.model != "own":  # whose class does so
             self._initialise(workload.seed)
-        if workload.module and workload.model != "own":
+        if workload.is_converted:
             fill(self, workload)
 
     def _store_by_columns(self) -> None:

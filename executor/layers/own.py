@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from gnnplan.executor.layers.count import Unmeasured, count
-from gnnplan.executor.layers.layer import Layer, missing_calls
+from gnnplan.executor.layers.layer import EDGES, Layer, missing_calls
 from gnnplan.executor.modules.make import in_file, make
-from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
+from gnnplan.executor.modules.read import MAX_SOURCE, Source, read, with_module, with_user_module
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -43,6 +43,17 @@ def with_user_model(
         )
     workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
     return replace(problem, workload=workload)
+
+
+def user_workload(
+    workload: Workload, model: str, features: int, classes: int, given: Iterable[str] = ()
+) -> Workload:
+    """The workload with the user's `FILE.py:NAME` on some graph of so many columns and classes.
+
+    given: as of modules.read.with_module. Raises SpecError."""
+    if names_layer(model, workload.seed):
+        return own_layers(workload, model, features, classes)
+    return with_module(workload, read(model, workload, features, classes), given)
 
 
 def names_layer(model: Source, seed: int) -> bool:
@@ -104,26 +115,44 @@ def own_layers(workload: Workload, model: str, features: int, classes: int) -> W
 def _counted(
     workload: Workload, number: int, shape: ModuleLayer, varies: bool, relu: bool
 ) -> ModuleLayer:
-    layer = made(workload, number, shape.h_in, shape.h_out)
+    """The layer of this shape with what it does. Raises SpecError."""
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
     assert workload.module is not None
     where = f"{workload.module.file}: {workload.module.name}"
+    layer = made(workload, number, shape.h_in, shape.h_out).to(dtype)
+    _must_be_whole(layer, where)
     cut = shape.h_in // 2 if number == 1 and _has_calls_of_p3(layer) else 0
     try:
-        found = count(layer.to(dtype), shape.h_in, relu, varies, dtype)
+        found = count(layer, shape.h_in, shape.h_out, relu, varies, dtype)
         half = None
         if cut:
             sliced = made(workload, number, cut, shape.h_out).to(dtype)
-            half = count(sliced, cut, relu, varies, dtype)
+            half = count(sliced, cut, shape.h_out, relu, varies, dtype)
     except Unmeasured as error:
-        raise SpecError(f"{where}: {error}, so that no plan can be made") from error
+        raise SpecError(f"{where}: {error}") from error
     except Exception as error:
         words = (str(error).strip().splitlines() or [""])[0]
         raise SpecError(
-            f"{where}: layer {number} of {shape.h_in} -> {shape.h_out} numbers does not run on a"
-            f" small block ({type(error).__name__}: {words:.200})"
+            f"{where}: layer {number} of {shape.h_in} -> {shape.h_out} numbers fails on a small"
+            f" block ({type(error).__name__}: {words:.200})"
         ) from error
     return shape.model_copy(update={"counted": found, "half": half})
+
+
+def _must_be_whole(layer: Layer, where: str) -> None:
+    """Raise SpecError if the class does not say what every layer must."""
+    edges = getattr(layer, "edges", None)
+    if edges not in EDGES:
+        raise SpecError(
+            f"{where}: edges must be one of {', '.join(map(repr, EDGES))}, not {edges!r}"
+        )
+    called = ["update", *(["project"] if layer.projects_first else [])]
+    missing = [name for name in called if getattr(type(layer), name) is getattr(Layer, name)]
+    if missing:
+        raise SpecError(
+            f"{where} has no {' and no '.join(missing)}; docs/how-to/bring-your-model.md shows a"
+            " layer of your own"
+        )
 
 
 def _has_calls_of_p3(layer: Layer) -> bool:
@@ -141,7 +170,7 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed * 1_000_003 + number)
         layer = make(
-            _class(file, module.name, module.sha256), module.name, file, workload, h_in, h_out
+            class_in(file, module.name, module.sha256), module.name, file, workload, h_in, h_out
         )
     if not isinstance(layer, Layer):
         raise SpecError(f"{file}: {module.name} makes a {type(layer).__name__}, and no Layer")
@@ -149,7 +178,7 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
 
 
 @lru_cache(maxsize=2)
-def _class(file: Path, name: str, sha256: str) -> object:
+def class_in(file: Path, name: str, sha256: str) -> object:
     """The class in a file with this content. Raises SpecError."""
     if hashlib.sha256(read_bytes(file, MAX_SOURCE, "plan again")).hexdigest() != sha256:
         raise SpecError(

@@ -161,6 +161,11 @@ class Workload(Spec):
         return self
 
     @property
+    def is_converted(self) -> bool:
+        """Whether it is the user's module of convolutions, whose parameters are put into ours."""
+        return self.module is not None and self.model != "own"
+
+    @property
     def fanouts(self) -> tuple[int, ...]:
         """Neighbours drawn per layer, from the seeds outwards; ALL for every one."""
         if isinstance(self.fanout, tuple):
