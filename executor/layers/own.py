@@ -69,9 +69,11 @@ def names_layer(model: Source, seed: int) -> bool:
     path, colon, name = model.rpartition(":")
     if not colon or not path.endswith(".py"):
         return False
+    file = Path(path).resolve()
+    read_bytes(file, MAX_SOURCE)  # refuses what cannot be read
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        found = in_file(Path(path).resolve(), name)
+        found = in_file(file, name)
     return isinstance(found, type) and issubclass(found, Layer)
 
 
