@@ -58,7 +58,7 @@ ALONE = {"full": "graph_parallel", "mini": "data_parallel"}
 class Verdict:
     """What a strategy does with the model.
 
-    answer: 'exact', 'differs', 'inexact' (by design, it runs) or 'cannot'. gap: the largest
+    answer: 'exact', 'differs', 'lossy' (by design, it runs) or 'cannot'. gap: the largest
     difference from one process's gradient, as a share of the largest number in it, of a strategy
     that says it is exact."""
 
@@ -163,7 +163,7 @@ def _verdict(
         for name, size in gradients.items()
     )
     if not strategy.exact:
-        return Verdict(text, "inexact", None, "it changes the gradient by design; it runs")
+        return Verdict(text, "lossy", None, "by design; it runs")
     if gap <= WITHIN:
         return Verdict(text, "exact", gap, f"one process's gradient within {WITHIN:g}")
     return Verdict(

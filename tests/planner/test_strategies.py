@@ -266,7 +266,7 @@ def parts_of_the_epoch_add_up(told: Told) -> None:
     assert min(float(p.compute_s), float(p.comm_s), float(p.bubble_s)) >= 0
     assert float(p.compute_s) <= float(p.epoch_s) * (1 + ROUND)
     assert sums(p) == pytest.approx(float(p.epoch_s), rel=1e-9)
-    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "pipeline bubble")
+    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "waiting")
 
 
 def better_hardware_is_never_slower(told: Told) -> None:

@@ -29,7 +29,7 @@ TRICKS = (
     "shuffle",
     "historical_gradients",
     "period",
-)  # knobs of the paper that change the gradient
+)  # knobs of the paper that are lossy
 MOST_CHUNKS = 100_000
 # of a candidate, chunks times pairs of a stage's members: more would take too long to predict
 MOST_PAIRS = 2**20
