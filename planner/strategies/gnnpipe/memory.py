@@ -20,6 +20,7 @@ from gnnplan.planner.gnn.footprint import (
     addition,
     block,
     footprint,
+    gathers_linearly,
     kernels,
     loss,
 )
@@ -120,7 +121,7 @@ def _moments(
         added = addition(model, layer, rows)  # to the sum of all layers' rows
         products += (*need.products, *added.products)
         backward = np.maximum(backward, _largest_chunk(added.backward))
-        linear = not (spec.heads or spec.projects_first or problem.workload.model == "resgcn")
+        linear = gathers_linearly(problem.workload.model, spec) and not spec.projects_first
         read = (rows if linear else sources) * spec.h_in * b
         if not varies:
             held = 0.0 if sparse or model.aggregate_cached(layer) else read.sum(0)
