@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from gnnplan.executor.modules.chain import Chain, Gap, Step
 from gnnplan.executor.modules.convolutions import Unfit
-from gnnplan.executor.modules.follow import Chain, Gap, Step
 from gnnplan.executor.modules.make import ARGUMENTS
 from gnnplan.executor.modules.parameters import Places, Where
 from gnnplan.planner.gnn.workload import Jump, ModuleLayer

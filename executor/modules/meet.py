@@ -7,23 +7,9 @@ sum (Net.added)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from gnnplan.executor.modules.chain import Meeting, Rows, Step
 from gnnplan.executor.modules.convolutions import Unfit
-
-if TYPE_CHECKING:
-    from gnnplan.executor.modules.follow import Rows, Step
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Rows of all layers that meet at the end, each as its layer hands them on."""
-
-    of: str  # 'sum' or 'cat'
-    layers: tuple[int, ...]  # all of them, in the order in which they lie side by side
-    relu: bool  # of the last layer's rows
-    p: float  # of the dropout after which they meet: that of the next layer; 0: they meet before
 
 
 def elsewhere(name: str) -> Unfit:
