@@ -369,7 +369,7 @@ MET = {
         Jump(of="cat", relu=True, drops=True),
     ),
     "recompute": ("granndis(depth=1)", (2, "sage", (122,) * 3, 0.0), Jump(of="cat", relu=True)),
-    "pipeline, sum": ("gnnpipe(chunks=4)", (2, "gcn", (110,) * 4, 0.0), Jump(of="sum", relu=True)),
+    "pipeline, sum": ("gnnpipe(chunks=4)", (2, "gcn", (200,) * 2, 0.0), Jump(of="sum", relu=True)),
     "pipeline, cat": (
         "gnnpipe(chunks=4)",
         (2, "sage", (110,) * 4, 0.5),
