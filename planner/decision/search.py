@@ -161,10 +161,10 @@ def search(
     """
     if forced is not None:
         if exact and not forced.settle(problem).exact:
-            name = forced.settle(problem)
+            always = {"full": "graph_parallel or granndis", "mini": "data_parallel or gsplit"}
             raise SpecError(
-                f"--exact excludes {name}: it is lossy; drop --exact or use"
-                " graph_parallel or granndis"
+                f"--exact excludes {forced.settle(problem)}: it is lossy; drop --exact or use"
+                f" {always[forced.mode]}"
             )
         try:
             return SearchResult([evaluate(placed(problem, forced), forced)], [], forced=True)
