@@ -1156,6 +1156,22 @@ def test_what_costs_memory():
     assert total(halved, problem_of(GRAPHS[0], cluster(1, 2), layers=8)) < total(halved, alone)
 
 
+def test_a_checkpoint_of_resgcn_gathers_again():
+    """Its messages pass through ReLU, so that the rows read, not their sums, are kept: the backward
+    pass gathers once more, for a sum as for a softmax."""
+    for aggregation in ("sum", "softmax"):
+        problem = problem_of(
+            GRAPHS[0], cluster(1, 2), model="resgcn", layers=8, aggregation=aggregation
+        )
+        pipe = GNNPipe(2, 8, checkpoint=True).settle(problem)
+        facts = pipe.facts(problem)
+        kept, again = (
+            replace(pipe, checkpoint=on)._layer_work(problem, 3, facts)[1].gathers
+            for on in (False, True)
+        )
+        assert len(again) == len(kept) + problem.model.layers[2].sums
+
+
 # -- many clusters at once -------------------------------------------------------------------------
 
 
