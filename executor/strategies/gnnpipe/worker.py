@@ -206,9 +206,14 @@ class Worker(Resumable):
             return exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """A message's rows, and a copy of what travels with them past all layers."""
+        """A message's rows, and what travels with them past all layers.
+
+        Both are copies where there are two: products of rows that stand apart in memory are slow.
+        """
         width = message.shape[1] - self.carried_columns
-        return message[:, :width], message[:, width:].clone(memory_format=torch.contiguous_format)
+        if not self.carried_columns:
+            return message, message[:, width:]
+        return message[:, :width].contiguous(), message[:, width:].contiguous()
 
     def _empty_message(self, boundary: int) -> Tensor:
         """What an empty sub-chunk receives from across this boundary between stages."""
@@ -377,8 +382,10 @@ class Worker(Resumable):
         assert h is not None
         if self.is_last:
             return self.net.decode(carried if carried is not None and self.net.jump else h)
-        onward = h if carried is None else torch.cat([h, carried], 1)
-        send(self.rank, onward, self.rank.rank + self.members)
+        # one by one: side by side they would be held twice
+        for rows in (h, carried):
+            if rows is not None:
+                send(self.rank, rows, self.rank.rank + self.members)
         return self.vertices[:0]
 
     def _first_rows(self) -> tuple[Tensor | None, Tensor | None]:
@@ -387,9 +394,12 @@ class Worker(Resumable):
         The first is None if layer 1 reads sparse features, which are there by chunk.
         """
         if not self.is_first:
-            shape = self.own, self.strategy.boundary(self.problem, self.stage - 1)
-            message = Arrival(self.rank, shape, self.dtype, self.rank.rank - self.members).wait()
-            return self._split(message) if self.carried_columns else (message, None)
+            width = self.strategy.boundary(self.problem, self.stage - 1) - self.carried_columns
+            widths = (width, self.carried_columns) if self.carried_columns else (width,)
+            before = self.rank.rank - self.members
+            arrivals = [Arrival(self.rank, (self.own, w), self.dtype, before) for w in widths]
+            h, carried = [*(arrival.wait() for arrival in arrivals), None][:2]
+            return h, carried
         assert self.inputs is not None
         if self.net.encoder is not None:
             assert self.inputs.features is not None

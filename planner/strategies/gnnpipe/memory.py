@@ -154,7 +154,10 @@ def _moments(
         logits = (rows * model.classes * b).sum(0)
         m.keep(_all_chunks(most) - (trained * model.classes * b).sum(0), logits)
         products += [Product(rows, *model.decoder)] if model.decoder else []
-    m.at(backward + _largest_chunk(rows * model.jumped * b))
+    # the sum's gradient; before the last stage, copies of both parts of a message
+    is_last = layers[-1] == len(model.layers)
+    to_both = model.jumped if is_last else pipe.boundary(problem, stage) * bool(model.carried)
+    m.at(backward + _largest_chunk(rows * to_both * b))
     if problem.cluster.device.kind == "cpu" and b == 4:
         m.buffers = m.buffers + kernels(dict.fromkeys(products), rows.shape[1])
     return m
@@ -172,10 +175,10 @@ def _keep_inputs(pipe: Pipeline, problem: Problem, stage: int, m: Moments) -> li
     )
     own = rows.astype(float).sum(0)
     if stage:
-        # a copy of what goes past all layers; the sum of layers' rows stays in the last stage
+        # the sum of layers' rows stays in the last stage alone
         is_last = stage + 1 == pipe.stages
-        carried = model.carried * (model.hands_on_initial or is_last)
-        m.keep(own * (pipe.boundary(problem, stage - 1) + carried) * b)
+        passes_on = model.jumped * (not is_last)
+        m.keep(own * (pipe.boundary(problem, stage - 1) - passes_on) * b)
         return []
     if not model.encoder:
         return []
