@@ -114,34 +114,6 @@ def load_plan(path: str | Path) -> Plan:
     return Plan(documents.read(path), name=str(path))
 
 
-def tune(
-    plan: Plan,
-    out: str | Path | None = None,
-    *,
-    share: float = 0.1,
-    epochs: int | None = None,
-    emulate: str | None = None,
-    notify: Notify = silent,
-) -> Plan:
-    """Run the few strategies whose predictions are too close to tell, and plan by what they took.
-
-    out: a new folder for the runs; default: one in runs/. share: the most that it may cost, of the
-    seconds that so many `epochs` (default: the workload's) are predicted to take. emulate: as of
-    `Plan.run`. The plan's document says under 'tuned' what was measured; where training is too
-    short to be worth it, why not. Raises SpecError, LostRank.
-    """
-    from gnnplan.api.running import rate_of
-    from gnnplan.executor.launch import launcher as launch
-    from gnnplan.executor.launch.tune import asked
-    from gnnplan.executor.launch.tune import tune as by_runs
-
-    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
-    folder = launch.new_folder("tune") if out is None else Path(out)
-    problem, found = asked(plan.document, notify)
-    exact = documents.is_exact(plan.document)
-    return Plan(by_runs(problem, found, folder, share, epochs, servers, exact, notify))
-
-
 @dataclass(frozen=True)
 class Answer:
     """A strategy, and what is predicted of it."""

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Features, Json, Labels, Split, app, print_json, say
+from gnnplan.cli.common import Features, Json, Labels, Split, app, print_json
+from gnnplan.planner.vocabulary.progress import say
 
 
 @app.command()

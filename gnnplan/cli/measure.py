@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json, say
+from gnnplan.cli.common import Json, app, print_json
+from gnnplan.planner.vocabulary.progress import say
 
 if TYPE_CHECKING:
     from gnnplan.planner.cluster.spec import Cluster

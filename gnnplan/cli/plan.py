@@ -21,7 +21,6 @@ from gnnplan.cli.common import (
     Task,
     app,
     print_json,
-    say,
     show,
 )
 
@@ -119,7 +118,7 @@ def plan(
     from gnnplan.api.planning import answer
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
-    from gnnplan.planner.vocabulary.progress import progress
+    from gnnplan.planner.vocabulary.progress import progress, say
     from gnnplan.planner.vocabulary.units import show_count
 
     if output:
