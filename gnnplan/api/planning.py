@@ -233,21 +233,12 @@ class Plan(View):
         as long. repetitions: how often to play with noise. flows: each message has a fair share of
         its links of its own. trace: a folder for a Kineto trace per rank. Raises SpecError,
         Infeasible."""
-        from gnnplan.api.simulation import Simulation
+        from gnnplan.api.simulation import Playing, Simulation
 
+        playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
+        exact, folder = documents.is_exact(self.document), None if trace is None else Path(trace)
         return Simulation.of(
-            self.problem,
-            self.strategy,
-            documents.is_exact(self.document),
-            steps=steps,
-            overrides=overrides,
-            jitter=jitter,
-            stragglers=stragglers or {},
-            repetitions=repetitions,
-            seed=seed,
-            flows=flows,
-            trace=None if trace is None else Path(trace),
-            notify=notify,
+            self.problem, self.strategy, exact, playing, overrides, flows, folder, notify
         )
 
     def sweep(
@@ -266,21 +257,11 @@ class Plan(View):
 
         'device' takes the GPUs of presets. The other arguments are those of `simulate`. Raises
         SpecError."""
-        from gnnplan.api.simulation import Sweep
+        from gnnplan.api.simulation import Playing, Sweep
 
-        return Sweep.of(
-            self.problem,
-            self.strategy,
-            documents.is_exact(self.document),
-            fields,
-            steps=steps,
-            overrides=overrides,
-            jitter=jitter,
-            stragglers=stragglers or {},
-            repetitions=repetitions,
-            seed=seed,
-            notify=notify,
-        )
+        playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
+        exact = documents.is_exact(self.document)
+        return Sweep.of(self.problem, self.strategy, exact, fields, playing, overrides, notify)
 
     def run(
         self,
