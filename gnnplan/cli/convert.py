@@ -34,8 +34,10 @@ def convert(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a graph into a folder of .npy arrays, which every rank opens without parsing; large
-    files are read a piece at a time. Nothing is left behind if it fails."""
+    """Turn a graph of any format into a folder of .npy arrays.
+
+    Every rank opens it without parsing. Large files are read a piece at a time. Nothing is left
+    behind if it fails."""
     from gnnplan.planner.graph.formats import Extras, recognise
     from gnnplan.planner.graph.formats import convert as write
     from gnnplan.planner.vocabulary.errors import SpecError

@@ -109,7 +109,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Rank the strategies that fit and recommend one, with its rank placement and the reasons.
+    """Rank the strategies that fit, and recommend one with reasons.
 
     Ranks those that train on the full graph; with --mode mini those that train on mini-batches. The
     two are not compared, for they need different numbers of epochs.

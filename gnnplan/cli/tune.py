@@ -38,7 +38,7 @@ def tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the few strategies whose predictions are too close to tell, and plan by what they took.
+    """Run the strategies that are too close to tell, and plan by that.
 
     Each trains for a few epochs, again and again, the faster ones longer; it ends as soon as the
     order is certain or --share of the training is spent. A strategy that changes the gradient is
