@@ -208,9 +208,9 @@ class Plan(View):
 
         strategy: 'NEXT', the fastest alternative, or one as `answers` name it. Raises SpecError.
         """
-        from gnnplan.planner.decision.choose import choose
+        from gnnplan.planner.decision import alternative
 
-        document = choose(self.document, self.problem, strategy)
+        document = alternative.take(self.document, self.problem, strategy)
         return Plan(document, self.problem.seated(documents.seats(document)), self.name)
 
     def simulate(
