@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -466,7 +467,7 @@ def test_two_ranks_train_a_live_module_of_a_notebook(
             parameter.add_(0.01)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     problem = Case("graph_parallel", graphs["rough"], {"dtype": "float64", "lr": 0.05}).problem(2)
-    problem = with_user_module(problem, module, folder=tmp_path)
+    problem, _ = with_user_module(problem, module, folder=tmp_path)
     assert not module.training and all(value.isfinite().all() for value in before.values())
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
@@ -772,6 +773,32 @@ def test_on_a_directed_graph_in_degrees_are_not_out_degrees(
         workload_of(file, graph, directed=True)
     file.write_text(MODULES["dgl gcn, no ReLU"].replace("{p}", "0.0"))
     workload_of(file, graph, directed=True)  # DGL's GraphConv takes out-degrees, as ours does
+
+
+def test_a_default_that_a_module_is_made_with_is_said(
+    tmp_path: Path, graphs: dict[str, str]
+) -> None:
+    """A class that requires hidden_channels got 256 without a word."""
+    file = tmp_path / "model.py"
+    file.write_text(f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, hidden_channels, out_channels):
+        super().__init__()
+        self.a = SAGEConv(in_channels, hidden_channels)
+        self.b = SAGEConv(hidden_channels, out_channels)
+    def forward(self, x, edge_index):
+        return self.b(self.a(x, edge_index).relu(), edge_index)
+""")
+    problem = Case("graph_parallel", graphs["rough"], {}).problem(2)
+    wide, notes = with_user_module(problem, f"{file}:M")
+    assert notes == [
+        "M is made with hidden_channels=256, the default, since it requires one and none was"
+        " given; --set hidden=.. gives another"
+    ]
+    assert wide.workload.hidden == 256
+    given = replace(problem, workload=problem.workload.model_copy(update={"hidden": 24}))
+    narrow, notes = with_user_module(given, f"{file}:M", ["hidden"])
+    assert (narrow.workload.hidden, notes) == (24, [])
 
 
 def test_what_the_module_decides_cannot_be_set_otherwise(
