@@ -57,7 +57,7 @@ def plan(
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
       seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or
       its class, whose parameters training starts from
-    - exact: only strategies that leave the gradient as one process computes it
+    - exact: only exact strategies: they compute the gradient of one process
     - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
     - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
     - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
@@ -103,7 +103,7 @@ def answer(
     forced = parse(strategy) if strategy is not None else None
     found = search(question.problem, exact, forced, may_use_fewer=may_use_fewer, notify=notify)
     document = documents.make(question.problem, found, exact, notify)
-    return Plan(document, question.problem.seated(documents.seats(document)))
+    return Plan(document, question.problem.placed(documents.placement(document)))
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -211,7 +211,7 @@ class Plan(View):
         from gnnplan.planner.decision import alternative
 
         document = alternative.take(self.document, self.problem, strategy)
-        return Plan(document, self.problem.seated(documents.seats(document)), self.name)
+        return Plan(document, self.problem.placed(documents.placement(document)), self.name)
 
     def simulate(
         self,

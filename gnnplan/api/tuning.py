@@ -1,4 +1,4 @@
-"""`tune`: which strategy, by short runs of the few that are too close to tell; answer: Tuned."""
+"""`tune`: which strategy, by short runs of the few within doubt; the answer is Tuned."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tune(
     emulate: str | None = None,
     notify: Notify = silent,
 ) -> Tuned:
-    """Run the few strategies whose predictions are too close to tell, and plan by what they took.
+    """Run the few strategies whose predictions are within doubt, and plan by what they took.
 
     What is run and what it may cost is said on standard error before the first run. out: a new
     folder for the runs; default: one in runs/. share: the most that it may cost, of the seconds

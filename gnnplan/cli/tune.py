@@ -38,10 +38,10 @@ def tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the strategies that are too close to tell, and plan by that.
+    """Run the strategies that are within doubt, and plan by their runs.
 
     Each trains for a few epochs, again and again, the faster ones longer; it ends as soon as the
-    order is certain or --share of the training is spent. A strategy that changes the gradient is
+    order is certain or --share of the training is spent. A lossy strategy is
     recommended only if it is faster by more than the noise. The runs also correct the cluster's
     constants. Where the training is too short to be worth it, the plan stays as it is.
 

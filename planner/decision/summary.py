@@ -1,7 +1,7 @@
 """The five lines that every plan opens with: what to use, how sure that is, what it costs, what
 was close, what would change it.
 
-    use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order
+    use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order; lossy ...
     sure      ...        how predictions compared with runs on such devices, if they were
     cost      ...        epoch, memory, bytes, dollars
     close     ...        the runner-up, and the fastest exact strategy or other family
@@ -23,7 +23,7 @@ from gnnplan.planner.decision.explain import (
     largest_difference,
     measured_errors,
     prediction_error,
-    within_noise,
+    within_doubt,
 )
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
 from gnnplan.planner.problem.problem import Problem
@@ -73,28 +73,29 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
     gradient = (
         "the gradient is exact"
         if best.strategy.exact
-        else "it changes the gradient (--exact leaves such strategies out)"
+        else "lossy, not the exact gradient (--exact leaves such strategies out)"
     )
     asked = ", as --strategy asks" if found.forced else ""
     asked = ", as measured" if found.measured else asked
-    return f"{best.strategy} on {number}{asked}; {seating(best)}; {gradient}"
+    return f"{best.strategy} on {number}{asked}; {where_ranks_sit(best)}; {gradient}"
 
 
-def seating(best: Candidate) -> str:
+def where_ranks_sit(best: Candidate) -> str:
     """Where ranks sit, in words."""
-    each, seats = best.problem.cluster.gpus_per_server, list(best.problem.cost.seats)
-    if len(seats) == 1:
-        return f"on server {seats[0] // each}, GPU {seats[0] % each}"
-    if seats == list(range(len(seats))):
-        servers = -(-len(seats) // each)
+    each, placement = best.problem.cluster.gpus_per_server, list(best.problem.cost.placement)
+    if len(placement) == 1:
+        return f"on server {placement[0] // each}, GPU {placement[0] % each}"
+    if placement == list(range(len(placement))):
+        servers = -(-len(placement) // each)
         if servers == 1:
             return "all ranks on one server, in order"
         return f"{show_count(each, 'rank')} on each of {servers} servers, in order"
-    if len(seats) > MOST_LISTED:
-        servers = len({seat // each for seat in seats})
+    if len(placement) > MOST_LISTED:
+        servers = len({gpu // each for gpu in placement})
         return f"ranks on {show_count(servers, 'server')}, not in order (--explain lists them)"
     return "placed: " + ", ".join(
-        f"rank {rank} on server {seat // each} GPU {seat % each}" for rank, seat in enumerate(seats)
+        f"rank {rank} on server {gpu // each} GPU {gpu % each}"
+        for rank, gpu in enumerate(placement)
     )
 
 
@@ -171,7 +172,7 @@ def alone(problem: Problem, best: Candidate) -> str:
     on_gpus = problem.cluster.device.kind != "cpu"
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
-    single = problem.seated((int(best.problem.cost.seats[0]),))
+    single = problem.placed((int(best.problem.cost.placement[0]),))
     try:
         other = evaluate_or_save_memory(single, GraphParallel())
     except (Infeasible, SpecError):
@@ -195,8 +196,8 @@ def rivals(found: SearchResult) -> str:
         return doubted(others[0], best)
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
-    if within_noise(found):
-        why = ": too close to tell, try `gnnplan tune`"
+    if within_doubt(found):
+        why = ": within doubt, try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
     told = _loss(others[0], best) + why

@@ -175,10 +175,11 @@ def test_forced():
         SpecError, match=r"a layer per stage \(layers: 4, stages: 8\); use stages <= 4"
     ):
         search(problem, forced=parse("gnnpipe(stages=8)"))
-    with pytest.raises(
-        SpecError, match=r"--exact excludes pipegcn.*: it changes the gradient; drop --exact"
-    ):
+    with pytest.raises(SpecError, match=r"--exact excludes pipegcn.*: it is lossy; drop --exact"):
         search(problem, exact=True, forced=parse("pipegcn"))
+    mini = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
+    with pytest.raises(SpecError, match="it is lossy; drop --exact or use data_parallel or gsplit"):
+        search(mini, exact=True, forced=parse("p3(pipelined=True)"))
     assert search(problem, exact=True, forced=parse("gnnpipe(chunks=1)")).ranked[0].strategy.exact
 
 
@@ -594,7 +595,7 @@ def test_the_line_of_close_ones_names_a_strategy_whole():
 def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
     lossy_s: float, exact_s: float, best: str
 ):
-    """plan recommended PipeGCN, which changes the gradient, for 1.9 % that were within its error."""
+    """plan recommended PipeGCN, which is lossy, for 1.9 % that were within its error."""
     both = sorted([("pipegcn", lossy_s), ("graph_parallel", exact_s)], key=lambda pair: pair[1])
     found = with_epochs(
         search(problem_of(), may_use_fewer=False), *both, ("granndis(depth=1)", 9.0)
