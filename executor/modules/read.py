@@ -20,7 +20,7 @@ from gnnplan.executor.modules.convolutions import Unfit
 from gnnplan.executor.modules.describe import described, places
 from gnnplan.executor.modules.follow import follow
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
-from gnnplan.executor.modules.parameters import SUFFIX, Parameters, Where, cast, kept
+from gnnplan.executor.modules.parameters import SUFFIX, Parameters, Places, cast, kept
 from gnnplan.planner.gnn.workload import Module, Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -42,7 +42,7 @@ class UserModule:
     module: nn.Module
     fields: Mapping[str, Any]
     description: Module
-    places: Mapping[str, Where]
+    places: Mapping[str, Places]
     by_in_degree: bool  # right on undirected graphs alone
     arguments: Mapping[str, Any]
 
