@@ -1,7 +1,6 @@
 """Graphs of other libraries: each file is written by its library, and read edge for edge; what is
 damaged, hostile or of another kind is refused with its place and a remedy."""
 
-import gzip
 import importlib
 import io
 import json
@@ -9,17 +8,53 @@ import os
 import pickle
 import struct
 import sys
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import networkx as nx
 import numpy as np
 import pytest
 import scipy.io
 import scipy.sparse as sp
+from written import (
+    ALL,
+    EDGES,
+    GRAPH,
+    MASKS,
+    WIDTH,
+    N,
+    csv,
+    csv_gz,
+    csv_with_names,
+    dgl_bin,
+    dgl_graph,
+    edge_index,
+    edge_index_npy,
+    edge_index_pt,
+    graphbolt_csv,
+    graphbolt_numpy,
+    graphml,
+    graphsaint,
+    ids,
+    matrix,
+    matrix_market,
+    networkx_graph,
+    npz,
+    ogb_binary,
+    ogb_text,
+    old_pt,
+    parquet,
+    pyg_data,
+    pyg_processed,
+    pyg_pt,
+    quiet,
+    scipy_coo,
+    scipy_csr,
+    tensors,
+    tsv,
+    zipped,
+)
 
 from gnnplan.cli import main
 from gnnplan.planner.graph import formats
@@ -28,267 +63,9 @@ from gnnplan.planner.graph.formats.parts import collect
 from gnnplan.planner.graph.load import load, source_of
 from gnnplan.planner.vocabulary.errors import SpecError
 
-N, WIDTH, CLASSES = 30, 5, 3
-MASKS = ("train_mask", "val_mask", "test_mask")
-ALL = {"x", "y", *MASKS}
-
-
-def drawn() -> dict[str, np.ndarray]:
-    """A directed graph without duplicates, in random order, one self-loop in it."""
-    rng = np.random.default_rng(7)
-    pairs = rng.choice(N * N, 90, replace=False)
-    part = rng.permutation(np.arange(N) % 3)
-    return {
-        "src": pairs // N,
-        "dst": pairs % N,
-        "x": rng.standard_normal((N, WIDTH)).astype(np.float32),
-        "y": rng.permutation(np.arange(N) % CLASSES),
-        **{mask: part == i for i, mask in enumerate(MASKS)},
-    }
-
-
-GRAPH = drawn()
-EDGES = np.stack([GRAPH["src"], GRAPH["dst"]])
-
-
-def quiet(name: str) -> ModuleType:
-    """A library, without the warnings of its import; skips where it is absent."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ.setdefault("DGLBACKEND", "pytorch")
-        return pytest.importorskip(name, exc_type=ImportError)
-
-
-def tensors(*names: str) -> dict:
-    torch = quiet("torch")
-    return {name: torch.from_numpy(GRAPH[name].copy()) for name in names}
-
-
-def matrix() -> sp.coo_matrix:
-    return sp.coo_matrix((np.ones(90), EDGES), shape=(N, N))
-
-
-def ids(mask: str) -> np.ndarray:
-    return np.flatnonzero(GRAPH[mask])
-
-
-# -- objects, and the files that their libraries write ---------------------------------------------
-
-
-def dgl_graph() -> object:
-    dgl = quiet("dgl")
-    graph = dgl.graph((GRAPH["src"], GRAPH["dst"]), num_nodes=N)
-    data = tensors("x", "y", *MASKS)
-    graph.ndata.update({"feat": data["x"], "label": data["y"]} | {m: data[m] for m in MASKS})
-    return graph
-
-
-def pyg_data() -> object:
-    quiet("torch_geometric")
-    data = importlib.import_module("torch_geometric.data").Data
-    return data(edge_index=edge_index(), **tensors("x", "y", *MASKS), num_nodes=N)
-
-
-def edge_index() -> object:
-    return quiet("torch").from_numpy(EDGES.copy())
-
-
-def networkx_graph(x: bool = True) -> nx.DiGraph:
-    graph = nx.DiGraph()
-    for v in range(N):
-        of = {"y": int(GRAPH["y"][v])} | {mask: bool(GRAPH[mask][v]) for mask in MASKS}
-        graph.add_node(v, **of, **({"x": GRAPH["x"][v].tolist()} if x else {}))
-    graph.add_edges_from(EDGES.T.tolist())
-    return graph
-
-
-def dgl_bin(folder: Path) -> Path:
-    quiet("dgl").save_graphs(str(folder / "graph.bin"), [dgl_graph()])
-    return folder / "graph.bin"
-
-
-def pyg_pt(folder: Path) -> Path:
-    quiet("torch").save(pyg_data(), folder / "data.pt")
-    return folder / "data.pt"
-
-
-def pyg_processed(folder: Path) -> Path:
-    """As InMemoryDataset.save writes it: the dictionary, slices, the class."""
-    data = pyg_data()
-    quiet("torch").save((data.to_dict(), None, type(data)), folder / "data.pt")
-    return folder / "data.pt"
-
-
-def old_pt(folder: Path) -> Path:
-    data = {"edge_index": edge_index(), **tensors("x", "y", *MASKS)}
-    quiet("torch").save(data, folder / "old.pt", _use_new_zipfile_serialization=False)
-    return folder / "old.pt"
-
-
-def edge_index_pt(folder: Path) -> Path:
-    quiet("torch").save(edge_index(), folder / "edges.pt")
-    return folder / "edges.pt"
-
-
-def edge_index_npy(folder: Path) -> Path:
-    np.save(folder / "edges.npy", EDGES)
-    return folder / "edges.npy"
-
-
-def zipped(path: Path, table: np.ndarray, fmt: str = "%d") -> None:
-    with gzip.open(path, "wt") as stream:
-        np.savetxt(stream, table, fmt=fmt, delimiter=",")
-
-
-def ogb_text(folder: Path) -> Path:
-    """The layout of https://ogb.stanford.edu/docs/nodeprop/ as downloaded: raw/ and split/."""
-    root = folder / "ogbn_small"
-    (root / "raw").mkdir(parents=True)
-    (root / "split" / "time").mkdir(parents=True)
-    zipped(root / "raw" / "edge.csv.gz", EDGES.T)
-    zipped(root / "raw" / "node-feat.csv.gz", GRAPH["x"], "%.9g")
-    zipped(root / "raw" / "node-label.csv.gz", GRAPH["y"][:, None])
-    zipped(root / "raw" / "num-node-list.csv.gz", np.array([[N]]))
-    zipped(root / "raw" / "num-edge-list.csv.gz", np.array([[90]]))
-    for part, mask in zip(("train", "valid", "test"), MASKS, strict=True):
-        zipped(root / "split" / "time" / f"{part}.csv.gz", ids(mask)[:, None])
-    return root
-
-
-def ogb_binary(folder: Path) -> Path:
-    root = ogb_text(folder)
-    for file in (root / "raw").iterdir():
-        file.unlink()
-    np.savez_compressed(
-        root / "raw" / "data.npz",
-        edge_index=EDGES,
-        node_feat=GRAPH["x"],
-        num_nodes_list=np.array([N]),
-        num_edges_list=np.array([90]),
-    )
-    label = GRAPH["y"].astype(np.float32)[:, None]
-    np.savez_compressed(root / "raw" / "node-label.npz", node_label=label)
-    return root
-
-
-METADATA = """
-dataset_name: small
-graph:
-  nodes:
-    - num: 30
-  edges:
-    - format: {kind}
-      path: edges.{kind}
-feature_data:
-  - domain: node
-    type: null
-    name: feat
-    format: numpy
-    in_memory: false
-    path: feat.npy
-tasks:
-  - name: node_classification
-    num_classes: 3
-"""
-
-
-def graphbolt(folder: Path, kind: str) -> Path:
-    """The layout of https://docs.dgl.ai/stochastic_training/ondisk-dataset-specification.html."""
-    document = METADATA.format(kind=kind)
-    for name, mask in zip(("train_set", "validation_set", "test_set"), MASKS, strict=True):
-        document += f"    {name}:\n      - type: null\n        data:\n"
-        for what, array in (("seeds", ids(mask)), ("labels", GRAPH["y"][ids(mask)])):
-            np.save(folder / f"{name}_{what}.npy", array)
-            document += f"          - name: {what}\n            format: numpy\n"
-            document += f"            path: {name}_{what}.npy\n"
-    (folder / "metadata.yaml").write_text(document)
-    np.save(folder / "feat.npy", GRAPH["x"])
-    if kind == "csv":
-        np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
-    else:
-        np.save(folder / "edges.numpy", EDGES)
-        os.rename(folder / "edges.numpy.npy", folder / "edges.numpy")
-    return folder
-
-
-def graphbolt_csv(folder: Path) -> Path:
-    return graphbolt(folder, "csv")
-
-
-def graphbolt_numpy(folder: Path) -> Path:
-    return graphbolt(folder, "numpy")
-
-
-def graphsaint(folder: Path) -> Path:
-    sp.save_npz(folder / "adj_full.npz", matrix().tocsr())
-    np.save(folder / "feats.npy", GRAPH["x"].astype(np.float64))
-    classes = {str(v): int(y) for v, y in enumerate(GRAPH["y"])}
-    (folder / "class_map.json").write_text(json.dumps(classes))
-    roles = {role: ids(m).tolist() for role, m in zip(("tr", "va", "te"), MASKS, strict=True)}
-    (folder / "role.json").write_text(json.dumps(roles))
-    return folder
-
-
-def csv(folder: Path) -> Path:
-    np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
-    return folder / "edges.csv"
-
-
-def csv_with_names(folder: Path) -> Path:
-    """As pandas writes a table: an index, the columns in another order, a weight."""
-    rows = [f"{i},{v},0.5,{u}" for i, (u, v) in enumerate(EDGES.T)]
-    (folder / "named").write_text("\n".join([",target,weight,source", *rows]) + "\n")
-    return folder / "named"
-
-
-def tsv(folder: Path) -> Path:
-    """As SNAP has it: comments, tabs, no end of the last line."""
-    rows = [f"{u}\t{v}" for u, v in EDGES.T]
-    (folder / "snap.txt").write_text("\n".join(["# Nodes: 30", "# From\tTo", *rows]))
-    return folder / "snap.txt"
-
-
-def csv_gz(folder: Path) -> Path:
-    zipped(folder / "edges.csv.gz", EDGES.T)
-    return folder / "edges.csv.gz"
-
-
-def parquet(folder: Path) -> Path:
-    arrow, writer = quiet("pyarrow"), quiet("pyarrow.parquet")
-    columns = {"weight": np.ones(90), "dst": GRAPH["dst"], "src": GRAPH["src"]}
-    writer.write_table(arrow.table(columns), folder / "edges.parquet", row_group_size=40)
-    return folder / "edges.parquet"
-
-
-def matrix_market(folder: Path) -> Path:
-    scipy.io.mmwrite(folder / "graph.mtx", matrix())
-    return folder / "graph.mtx"
-
-
-def scipy_csr(folder: Path) -> Path:
-    sp.save_npz(folder / "graph.npz", matrix().tocsr())
-    return folder / "graph.npz"
-
-
-def scipy_coo(folder: Path) -> Path:
-    sp.save_npz(folder / "graph.npz", matrix())
-    return folder / "graph.npz"
-
-
-def graphml(folder: Path) -> Path:
-    nx.write_graphml(networkx_graph(x=False), folder / "graph.graphml")
-    return folder / "graph.graphml"
-
-
-def npz(folder: Path) -> Path:
-    np.savez(folder / "own.npz", **GRAPH)
-    return folder / "own.npz"
-
-
 starts = pytest.mark.processes
 # writer -> what its file holds beside the edges
 WRITERS = [
-    pytest.param(dgl_bin, ALL, marks=starts),
     *(
         pytest.param(writer, ALL)
         for writer in (pyg_pt, pyg_processed, old_pt, ogb_text, ogb_binary)
@@ -332,8 +109,7 @@ def test_a_librarys_file_is_the_graph_that_was_written(
     path = str(write(place))
     vertices, edges, _ = convert(path, tmp_path / "mapped")
     assert (vertices, edges) == (N, 90)
-    # DGL's files are read by a process of their own, which takes seconds: once is enough
-    arrays = collect(parts_of(str(tmp_path / "mapped") if write is dgl_bin else path))
+    arrays = collect(parts_of(path))
     assert np.array_equal(in_order(arrays), in_order(GRAPH))
     assert arrays.keys() & ALL == held
     for name in held:
@@ -344,8 +120,19 @@ def test_a_librarys_file_is_the_graph_that_was_written(
     assert mapped.stats.hash == load(reference(tmp_path, held), directed=True).stats.hash
     if "x" in held:
         assert isinstance(mapped.x, np.memmap)
-    if write is not dgl_bin:
-        assert load(path, directed=True).stats.hash == mapped.stats.hash
+    assert load(path, directed=True).stats.hash == mapped.stats.hash
+
+
+@starts
+def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
+    """It is read by a process of its own, which takes seconds: once is enough for both."""
+    parts = parts_of(str(dgl_bin(place)))
+    graph = formats.graph_of(parts, "it", formats.MadeUp(), directed=True)
+    assert graph.stats.hash == load(reference(tmp_path, ALL), directed=True).stats.hash
+    formats.mapped.write(parts, tmp_path / "mapped")
+    mapped = load(str(tmp_path / "mapped"), directed=True)
+    assert mapped.stats.hash == graph.stats.hash and isinstance(mapped.x, np.memmap)
+    assert sorted(os.listdir(place)) == ["graph.bin"]
 
 
 @pytest.mark.parametrize("make", [dgl_graph, pyg_data, networkx_graph])
@@ -554,6 +341,25 @@ def test_bad_files_beside_an_edge_list_are_named(
     assert not (tmp_path / "mapped").exists()
 
 
+def test_the_split_of_ogbs_saver_is_read(tmp_path: Path):
+    """A dictionary of tensors; of arrays it would need code of the file."""
+    root = ogb_binary(tmp_path)
+    expected = load(str(root)).stats.hash
+    for file in (root / "split" / "time").iterdir():
+        file.unlink()
+    torch, path = quiet("torch"), root / "split" / "time" / "split_dict.pt"
+    lists = dict(zip(("train", "valid", "test"), map(ids, MASKS), strict=True))
+    torch.save({part: torch.from_numpy(chosen) for part, chosen in lists.items()}, path)
+    graph = load(str(root))
+    assert graph.stats.hash == expected and "the official split by time" in graph.stats.notes
+    torch.save({"train": torch.tensor([0])}, path)
+    with pytest.raises(SpecError, match="must be a dictionary of train, valid and test"):
+        load(str(root))
+    torch.save(lists, path)
+    with pytest.raises(SpecError, match=r"only code of the file can make.* save tensors"):
+        load(str(root))
+
+
 def test_what_a_graph_has_is_not_replaced(tmp_path: Path):
     features, *_ = extras_npy(tmp_path)
     with pytest.raises(SpecError, match=r"has its own features, so --features .* leave it out"):
@@ -680,6 +486,10 @@ def several_graphs(folder: Path) -> Path:
 HERE = "# Nodes\n0\t1\n"
 BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><graphml>&b;</graphml>'
 BAD = {
+    "ogb: a split of nothing": (
+        changed(ogb_text, "split/time/train.csv.gz", None),
+        "one split is needed, a folder with train.csv.gz or split_dict.pt, found none",
+    ),
     "absent": (lambda d: d / "none.csv", r"a graph is a \.npz file"),
     "empty file": (put(""), "of no format that is read"),
     "junk": (put(bytes(range(128, 256))), "of no format that is read"),

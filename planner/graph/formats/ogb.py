@@ -15,13 +15,16 @@ from gnnplan.planner.graph.formats.parts import (
     masks_of,
     must_be_count,
     reading,
+    tensor_array,
 )
+from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import column, matrix, tables, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
 SPLITS = {"train_mask": "train", "val_mask": "valid", "test_mask": "test"}
+NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # what a split's folder holds
 
 
 def raw_of(path: str) -> Path | None:
@@ -49,10 +52,22 @@ def read(path: str) -> Parts:
         parts.notes.append("no folder split/ beside raw/")
         return parts
     parts.notes.append(f"the official split by {split.name}")
-    vertices = _vertices(parts)
-    ids = {name: column(str(split / f"{part}.csv.gz")) for name, part in SPLITS.items()}
-    parts.masks = masks_of(str(split), vertices, ids)
+    parts.masks = masks_of(str(split), _vertices(parts), _ids_of(split))
     return parts
+
+
+def _ids_of(split: Path) -> dict[str, Array]:
+    """The vertices of each part, by lists in text, or as ogb's DatasetSaver writes them."""
+    if (split / LISTS).is_file():
+        return {name: column(str(split / f"{part}.csv.gz")) for name, part in SPLITS.items()}
+    path = str(split / SAVED)
+    held = load_tensors(path)
+    if not isinstance(held, dict) or not held.keys() >= {*SPLITS.values()}:
+        raise SpecError(
+            f"{path}: must be a dictionary of train, valid and test; save it again with ogb's"
+            " DatasetSaver"
+        )
+    return {name: tensor_array(path, part, held[part]) for name, part in SPLITS.items()}
 
 
 def _vertices(parts: Parts) -> int:
@@ -61,12 +76,17 @@ def _vertices(parts: Parts) -> int:
 
 
 def _split_of(folder: Path) -> Path | None:
-    """The only folder in split/ with lists of ids."""
-    found = sorted((folder / "split").glob("*/train.csv.gz"))
-    if len(found) > 1:
-        names = ", ".join(file.parent.name for file in found)
-        raise SpecError(f"{folder / 'split'}: has several splits ({names}); keep one")
-    return found[0].parent if found else None
+    """The only folder in split/, which has lists of ids; None if there is no split/."""
+    if not (folder / "split").is_dir():
+        return None
+    found = sorted({file.parent for file in (folder / "split").glob("*/*") if file.name in NAMES})
+    if len(found) != 1:
+        names = ", ".join(split.name for split in found) or "none"
+        raise SpecError(
+            f"{folder / 'split'}: one split is needed, a folder with {' or '.join(NAMES)}, found"
+            f" {names}; keep one, or remove split/ for a random one"
+        )
+    return found[0]
 
 
 def _one(path: str, name: str, counts: Array) -> int:

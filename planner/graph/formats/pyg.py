@@ -57,7 +57,7 @@ def load_tensors(path: str) -> Any:
         said = text.rpartition("WeightsUnpickler error: ")[2][: 2 * MOST_SHOWN]
         raise SpecError(
             f"{path}: holds objects that only code of the file can make, which is never run"
-            f" ({said}); save torch.save(data.to_dict(), ...)"
+            f" ({said}); save tensors in dictionaries, as torch.save(data.to_dict(), ...) does"
         ) from error
     raise SpecError(
         f"{path}: cannot be read as .pt ({type(error).__name__}: {text[: 2 * MOST_SHOWN]}); the"
