@@ -393,7 +393,7 @@ def _count(
     if len(set(counts.values())) > 1:
         raise SpecError(
             f"{path}: {', '.join(counts)}: must be given for the same number of vertices, are for "
-            f"{', '.join(f'{count:,}' for count in counts.values())}"
+            f"{', '.join(f'{count:,}' for count in counts.values())}; give each a row per vertex"
         )
     vertices = (
         next(iter(counts.values()))
@@ -532,7 +532,7 @@ def _labels(
         first = int(np.flatnonzero((y < -1) | (y >= allowed))[0])
         raise SpecError(
             f"{path}: y[{first}]: labels must be class ids 0 to {allowed - 1:,} (-1 = none), found"
-            f" {int(y[first])}"
+            f" {int(y[first])}; renumber them with numpy.unique(y, return_inverse=True)"
         )
     if meta.get("classes"):
         return y.astype(np.int64), int(allowed)

@@ -186,10 +186,12 @@ def read_yaml(path: str | Path) -> Document:
         mark = error.problem_mark or error.context_mark
         raise SpecError(
             f"{path}:{mark.line + 1 if mark else 1}: not valid YAML:"
-            f" {error.problem or error.context}"
+            f" {error.problem or error.context}; mend this line"
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+        raise SpecError(
+            f"{path}: not valid YAML: {str(error).splitlines()[0]}; save it as text in UTF-8"
+        ) from error
     if not isinstance(data, dict):
         raise SpecError(
             f"{path}:1: must be a mapping of fields (key: value), not {type(data).__name__}"

@@ -72,7 +72,8 @@ class _Metadata:
         path = (self.folder / name).resolve()
         if not path.is_relative_to(self.folder.resolve()):
             raise self.document.error(
-                (*where, "path"), f"must lie in the dataset's folder, is {name[:MOST_SHOWN]}"
+                (*where, "path"),
+                f"must lie in the dataset's folder, is {name[:MOST_SHOWN]}; copy it there",
             )
         return str(path), self.get((*where, "format"), str)
 

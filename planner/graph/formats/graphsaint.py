@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ def read(path: str) -> Parts:
     parts = of_matrix(load_matrix(str(folder / "adj_full.npz")), str(folder / "adj_full.npz"))
     parts.path = path
     assert parts.vertices is not None
-    if (folder / "feats.npy").is_file():
+    if os.path.lexists(folder / "feats.npy"):
         parts.x = mapped_array(str(folder / "feats.npy"))
-    if (folder / "class_map.json").is_file():
+    if os.path.lexists(folder / "class_map.json"):
         parts.y = _labels(folder / "class_map.json", parts.vertices)
-    if (folder / "role.json").is_file():
+    if os.path.lexists(folder / "role.json"):
         parts.masks = roles(folder / "role.json", parts.vertices)
     return parts
 

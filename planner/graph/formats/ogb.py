@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,11 @@ def read(path: str) -> Parts:
         parts.notes.append("no folder split/ beside raw/")
         return parts
     parts.notes.append(f"the official split by {split.name}")
-    parts.masks = masks_of(str(split), _vertices(parts), _ids_of(split))
+    ids = _ids_of(split)
+    for name, chosen in ids.items():
+        if not chosen.size:
+            raise SpecError(f"{split}: {SPLITS[name]}: holds no vertex; repeat the download")
+    parts.masks = masks_of(str(split), _vertices(parts), ids)
     return parts
 
 
@@ -92,7 +97,8 @@ def _split_of(folder: Path) -> Path | None:
 def _one(path: str, name: str, counts: Array) -> int:
     if counts.size != 1:
         raise SpecError(
-            f"{path}: {name}: node property prediction has one graph, this folder {counts.size}"
+            f"{path}: {name}: node property prediction has one graph, this folder {counts.size};"
+            " give a folder of ogbn-..., or repeat the download"
         )
     return must_be_count(path, name, int(counts.ravel()[0]), 2**62)
 
@@ -117,9 +123,9 @@ def _text(raw: Path, path: str) -> Parts:
             )
 
     parts = Parts(path, edges(), vertices)
-    if (raw / "node-feat.csv.gz").is_file():
+    if os.path.lexists(raw / "node-feat.csv.gz"):
         parts.x = matrix(str(raw / "node-feat.csv.gz"), np.float32)
-    if (raw / "node-label.csv.gz").is_file():
+    if os.path.lexists(raw / "node-label.csv.gz"):
         labels = str(raw / "node-label.csv.gz")
         parts.y = class_ids(labels, "labels", _whole(whole_matrix(labels)))
     return parts
@@ -151,7 +157,7 @@ def _binary(raw: Path, path: str) -> Parts:
             rows = _rows(data, "node_feat", 0, width[0] * width[1], max(1, step))
             parts.x = (piece.reshape(-1, width[1]) for piece in rows)
     labels = str(raw / "node-label.npz")
-    if Path(labels).is_file():
+    if os.path.lexists(labels):
         parts.y = class_ids(labels, "node_label", _whole_or_ids(_member(labels, "node_label")))
     return parts
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -29,6 +29,7 @@ from gnnplan.planner.graph.graph import (
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
+T = TypeVar("T")
 # an array; or its rows, some at a time, for files that may exceed memory; or sparse
 Matrix: TypeAlias = "Array | sp.csr_matrix | Iterator[Array]"
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -256,7 +257,7 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> None:
 def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
     """src and dst as int32, some at a time. Raises SpecError for ids beyond the vertices."""
     vertices, first = parts.vertices or MOST_VERTICES, 0
-    for src, dst in parts.edges:
+    for src, dst in pieces_of(parts.path, "its edges", parts.edges):
         if len(src) != len(dst):
             raise SpecError(
                 f"{parts.path}: src, dst: must have the same length, have {len(src):,} and"
@@ -268,12 +269,22 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
                 must_be_ids(parts.path, name, ids, vertices, first + start)
             yield src[piece].astype(np.int32), dst[piece].astype(np.int32)
         first += len(src)
+    if not first:
+        raise SpecError(
+            f"{parts.path}: holds no edges; the file is cut off, or has none to train on"
+        )
+
+
+def pieces_of(path: str, what: str, pieces: Iterable[T]) -> Iterator[T]:
+    """The pieces, read one by one. Raises SpecError for whatever a library raises meanwhile."""
+    with reading(path, what):
+        yield from pieces
 
 
 def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
     """Rows as finite float32, some at a time. Raises SpecError."""
     first, width = 0, None
-    for rows in [x] if isinstance(x, np.ndarray) else x:
+    for rows in pieces_of(path, "its features", [x] if isinstance(x, np.ndarray) else x):
         if (
             rows.dtype.kind not in "fiub"
             or rows.ndim != 2
@@ -291,6 +302,8 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
             must_be_finite(path, "x", piece, first + start)
             yield piece
         first += len(rows)
+    if not first:
+        raise SpecError(f"{path}: x: holds no rows of features; give a row for each vertex")
 
 
 def collect(parts: Parts) -> dict[str, Array]:

@@ -11,11 +11,13 @@ from gnnplan.planner.graph.arrays import check_header
 from gnnplan.planner.graph.formats.parts import Parts, must_be_count, reading
 from gnnplan.planner.graph.graph import must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_file
 
 
 def load_matrix(path: str) -> Any:
     """The matrix of a .npz by scipy.sparse.save_npz, checked. Raises SpecError."""
     nbytes = 0
+    must_be_file(path, "it should hold a sparse matrix")
     with reading(path, "a sparse matrix"):
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():  # before scipy allocates what headers claim
