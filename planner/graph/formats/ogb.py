@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import check_header, read_header
+from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
 from gnnplan.planner.graph.formats.parts import (
     Parts,
     class_ids,
@@ -178,6 +178,7 @@ def _shape(path: str, name: str) -> tuple[tuple[int, ...], np.dtype]:
         raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
     with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
         info = archive.getinfo(f"{name}.npy")
+        must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
         with archive.open(info) as stream:
             check_header(path, name, stream, info.file_size, fits=False)
         with archive.open(info) as stream:

@@ -192,7 +192,8 @@ def must_be_count(path: str, name: str, value: Any, most: int = MOST_VERTICES) -
     """A number of vertices or classes that a file claims. Raises SpecError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= most:
         raise SpecError(
-            f"{path}: {name}: must be a whole number of 0 to {most:,}, is {str(value)[:MOST_SHOWN]}"
+            f"{path}: {name}: must be a whole number of 0 to {most:,}, is"
+            f" {str(value)[:MOST_SHOWN]}; write the file again"
         )
     return int(value)
 
@@ -225,6 +226,7 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
         raise SpecError(
             f"{path}: {name}: must be a tensor or an array of numbers, is {type(value).__name__}"
+            f"{f' of {value.dtype}' if isinstance(value, np.ndarray) else ''}; save it as numbers"
         )
     return value
 
