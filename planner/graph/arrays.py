@@ -604,7 +604,7 @@ def _masks(
     if (shared := train & test).any():
         raise SpecError(
             f"{path}: train_mask, test_mask: must not overlap, share {int(shared.sum()):,} vertices"
-            f" (first: {int(np.flatnonzero(shared)[0])})"
+            f" (first: {int(np.flatnonzero(shared)[0])}); take these out of one"
         )
     if (train & val).any() or (val & test).any():
         notes.append("val_mask overlaps train_mask or test_mask")

@@ -110,10 +110,11 @@ def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> byte
     try:
         with open(path, "rb") as stream:
             # The file's own size, for `most` would be allocated as a buffer.
-            raw = stream.read(min(os.fstat(stream.fileno()).st_size, most) + 1)
+            size = os.fstat(stream.fileno()).st_size
+            raw = stream.read(size + 1) if size <= most else b""
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from error
-    if len(raw) > most:
+    if max(size, len(raw)) > most:
         raise SpecError(
             f"{path}: larger than {show_bytes(most)}, so not what is expected here; {remedy}"
         )

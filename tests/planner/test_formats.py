@@ -1,6 +1,7 @@
 """Graphs of other libraries: each file is written by its library, and read edge for edge; what is
 damaged, hostile or of another kind is refused with its place and a remedy."""
 
+import gzip
 import importlib
 import io
 import json
@@ -8,6 +9,7 @@ import os
 import pickle
 import struct
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +59,7 @@ from written import (
 )
 
 from gnnplan.cli import main
-from gnnplan.planner.graph import formats
+from gnnplan.planner.graph import arrays, formats
 from gnnplan.planner.graph.formats import Extras, convert, from_object, parts_of, text
 from gnnplan.planner.graph.formats.parts import collect
 from gnnplan.planner.graph.load import load, source_of
@@ -463,6 +465,48 @@ class Hostile:
         return exec, ("open('/tmp/gnnplan-hostile', 'w')",)
 
 
+def instead(
+    write: Callable[[Path], Path], file: str, make: Callable[[Path], object]
+) -> Callable[[Path], Path]:
+    """What `write` writes, with `make` in the place of one file ('': of all)."""
+
+    def replace(folder: Path) -> Path:
+        path = write(folder)
+        (path / file).unlink()
+        make(path / file)
+        return path
+
+    return replace
+
+
+def sparse_of(**members: object) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        given = {"format": b"coo", "shape": [9, 9], "row": [0, 1], "col": [1, 2], "data": [1, 1]}
+        np.savez(folder / "bad.npz", **(given | members))
+        return folder / "bad.npz"
+
+    return write
+
+
+def longer(write: Callable[[Path], Path], file: str, size: int) -> Callable[[Path], Path]:
+    """The file with a hole behind it, which takes no place on the disk."""
+
+    def lengthen(folder: Path) -> Path:
+        path = write(folder)
+        os.truncate(path / file, size)
+        return path
+
+    return lengthen
+
+
+def repeated_row(folder: Path) -> Path:
+    """A few bytes whose tensor claims gigabytes: not too many for memory."""
+    torch = quiet("torch")
+    wide = torch.zeros(1).expand(N, 2**24)
+    torch.save({"edge_index": edge_index(), "x": wide}, folder / "wide.pt")
+    return folder / "wide.pt"
+
+
 def two_dgl_graphs(folder: Path) -> Path:
     quiet("dgl").save_graphs(str(folder / "two.bin"), [dgl_graph(), dgl_graph()])
     return folder / "two.bin"
@@ -486,6 +530,57 @@ def several_graphs(folder: Path) -> Path:
 HERE = "# Nodes\n0\t1\n"
 BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><graphml>&b;</graphml>'
 BAD = {
+    "ogb: a pipe": (
+        instead(ogb_text, "raw/node-feat.csv.gz", os.mkfifo),
+        r"node-feat\.csv\.gz: cannot be read \(Is a pipe",
+    ),
+    "ogb: empty features": (
+        instead(ogb_text, "raw/node-feat.csv.gz", Path.touch),
+        "ogbn_small: x: holds no rows of features; give a row for each vertex",
+    ),
+    "ogb: an empty part": (
+        instead(ogb_text, "split/time/valid.csv.gz", Path.touch),
+        "time: valid: holds no vertex; repeat the download",
+    ),
+    "ogb: too many vertices": (
+        changed(ogb_text, "raw/num-node-list.csv.gz", np.array([[2**31 - 1]])),
+        "has 2,147,483,647 vertices, but 30 labels",
+    ),
+    "graphbolt: a link to itself": (
+        instead(graphbolt_csv, "edges.csv", lambda path: path.symlink_to(path)),
+        "Symlink loop|Too many levels",
+    ),
+    "graphbolt: no edges": (
+        instead(graphbolt_csv, "edges.csv", Path.touch),
+        "holds no edges; write it again",
+    ),
+    "graphbolt: too many vertices": (
+        changed(graphbolt_csv, "metadata.yaml", ("num: 30", "num: 2000000000")),
+        r"feat: has 30 rows, but graph\.nodes\.num is 2,000,000,000",
+    ),
+    "graphsaint: a pipe": (
+        instead(graphsaint, "adj_full.npz", os.mkfifo),
+        r"adj_full\.npz: cannot be read \(Is a pipe",
+    ),
+    "graphsaint: roles are a pipe": (
+        instead(graphsaint, "role.json", os.mkfifo),
+        r"role\.json: cannot be read \(Is a pipe",
+    ),
+    "graphsaint: a large list": (
+        longer(graphsaint, "class_map.json", 10**10),
+        r"class_map\.json: larger than 1\.07 GB",
+    ),
+    "graphml: large": (longer(graphml, "", 10**12), "NetworkX's objects of it would take"),
+    "npz: fractions": (sparse_of(row=[0.5, 1.0]), "row: must hold integers, has dtype float64"),
+    "npz: negative": (sparse_of(row=[0, -1]), "cannot be read as a sparse matrix"),
+    "npz: diagonals": (
+        sparse_of(format=b"dia", shape=[2**31 - 1] * 2, data=[[1.0]], offsets=[0]),
+        "holds diagonals; save it with save_npz",
+    ),
+    "pt: one row many times": (
+        repeated_row,
+        r"x: shape \[30, 16777216\] needs 2,013,265,920 B but only 4 B are stored",
+    ),
     "ogb: a split of nothing": (
         changed(ogb_text, "split/time/train.csv.gz", None),
         "one split is needed, a folder with train.csv.gz or split_dict.pt, found none",
@@ -638,6 +733,70 @@ def test_bad_input_is_named_and_leaves_nothing(
             convert(str(path), tmp_path / "mapped")
         assert sorted(os.listdir(tmp_path)) == ["written"]
     assert sorted(place.rglob("*")) == before and not os.path.exists("/tmp/gnnplan-hostile")
+
+
+def packed(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, raw in members.items():
+            archive.writestr(name, raw)
+    return path
+
+
+def packed_npz(folder: Path) -> Path:
+    return packed(folder / "g.npz", {"src.npy": zeros(), "dst.npy": zeros()})
+
+
+def packed_sparse(folder: Path) -> Path:
+    path = scipy_coo(folder)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    return packed(path, members | {"row.npy": zeros()})
+
+
+def packed_ogb(folder: Path) -> Path:
+    root = ogb_binary(folder)
+    with zipfile.ZipFile(root / "raw" / "data.npz") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    packed(root / "raw" / "data.npz", members | {"node_feat.npy": zeros((N, 2**16))})
+    return root
+
+
+def packed_pt(folder: Path) -> Path:
+    """torch does not compress, and unpacks what others did."""
+    quiet("torch").save(quiet("torch").zeros((2, 2**20), dtype=int), folder / "plain.pt")
+    with zipfile.ZipFile(folder / "plain.pt") as archive:
+        return packed(folder / "g.pt", {name: archive.read(name) for name in archive.namelist()})
+
+
+def packed_text(folder: Path) -> Path:
+    (folder / "edges.csv.gz").write_bytes(gzip.compress(b"0,1\n" * 2**20))
+    return folder / "edges.csv.gz"
+
+
+def zeros(shape: tuple[int, ...] = (2**19,)) -> bytes:
+    body = io.BytesIO()
+    np.save(body, np.zeros(shape, np.int64))
+    return body.getvalue()
+
+
+@pytest.mark.parametrize("write", [packed_npz, packed_sparse, packed_ogb, packed_pt, packed_text])
+def test_what_was_packed_to_fill_memory_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
+):
+    path = write(tmp_path)
+    monkeypatch.setattr(arrays, "MOST_SWOLLEN", 1 << 20)  # for small files; real ones are larger
+    with pytest.raises(SpecError, match=r"unpacks to .* MB from .* kB.*store it uncompressed"):
+        load(str(path))
+
+
+def test_vertices_that_an_edge_list_claims_take_no_memory_to_convert(tmp_path: Path):
+    (tmp_path / "edges.csv").write_text("0,1\n0,2147483640\n")
+    tracemalloc.start()
+    try:
+        assert convert(str(tmp_path / "edges.csv"), tmp_path / "g")[:2] == (2147483641, 2)
+        assert tracemalloc.get_traced_memory()[1] < 64e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path: Path):

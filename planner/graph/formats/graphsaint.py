@@ -14,7 +14,7 @@ from gnnplan.planner.graph.graph import MOST_CLASSES, Array, must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_json
 
-LARGEST_JSON = 4 << 30  # [B]
+LARGEST_JSON = 1 << 30  # [B]
 ROLES = {
     "train_mask": ("tr", "train"),
     "val_mask": ("va", "val", "valid"),
@@ -64,7 +64,7 @@ def _labels(path: Path, vertices: int) -> Array:
     if values.ndim > 2 or values.dtype.kind not in "iuf":
         raise SpecError(
             f"{path}: must hold a class, or as many zeros and ones, for every vertex, holds"
-            f" {values.dtype} of shape {list(values.shape)}"
+            f" {values.dtype} of shape {list(values.shape)}; mend its values"
         )
     masks_of(str(path), vertices, {"class_map": ids})
     if values.ndim == 2:

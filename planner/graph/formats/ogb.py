@@ -53,11 +53,17 @@ def read(path: str) -> Parts:
         parts.notes.append("no folder split/ beside raw/")
         return parts
     parts.notes.append(f"the official split by {split.name}")
+    vertices = _vertices(parts)
+    if parts.y is not None and len(parts.y) != vertices:  # before masks of so many are made
+        raise SpecError(
+            f"{path}: has {vertices:,} vertices, but {len(parts.y):,} labels; the download is"
+            " damaged, repeat it"
+        )
     ids = _ids_of(split)
     for name, chosen in ids.items():
         if not chosen.size:
             raise SpecError(f"{split}: {SPLITS[name]}: holds no vertex; repeat the download")
-    parts.masks = masks_of(str(split), _vertices(parts), ids)
+    parts.masks = masks_of(str(split), vertices, ids)
     return parts
 
 

@@ -164,7 +164,7 @@ def masks_of(path: str, vertices: int, ids: Mapping[str, Array]) -> dict[str, Ar
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise SpecError(
                 f"{path}: {name}: must be a list of vertex ids, is {chosen.dtype} of shape"
-                f" {list(chosen.shape)}"
+                f" {list(chosen.shape)}; write whole numbers"
             )
         must_be_ids(path, name, chosen, vertices)
         masks[name] = np.zeros(vertices, bool)
@@ -215,8 +215,16 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
     Raises SpecError for objects, sparse tensors, and expanded tensors beyond memory."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         if str(value.layout) != "torch.strided":
-            raise SpecError(f"{path}: {name}: must be a dense tensor, is {value.layout}")
-        must_fit(path, f"{name} of shape {list(value.shape)}", value.numel() * value.element_size())
+            raise SpecError(
+                f"{path}: {name}: must be a dense tensor, is {value.layout}; save its .to_dense()"
+            )
+        nbytes, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+        must_fit(path, f"{name} of shape {list(value.shape)}", nbytes)
+        if nbytes > max(stored, AT_ONCE):  # rows that are one row many times, as .expand() makes
+            raise SpecError(
+                f"{path}: {name}: shape {list(value.shape)} needs {nbytes:,} B but only"
+                f" {stored:,} B are stored; save its .contiguous()"
+            )
         if str(value.dtype) == "torch.bfloat16":
             value = value.float()
         return np.asarray(value.detach().cpu().numpy())
@@ -272,9 +280,7 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
             yield src[piece].astype(np.int32), dst[piece].astype(np.int32)
         first += len(src)
     if not first:
-        raise SpecError(
-            f"{parts.path}: holds no edges; the file is cut off, or has none to train on"
-        )
+        raise SpecError(f"{parts.path}: holds no edges; write it again, it may be cut off")
 
 
 def pieces_of(path: str, what: str, pieces: Iterable[T]) -> Iterator[T]:
