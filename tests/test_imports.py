@@ -36,6 +36,7 @@ ROOMS = {
         "running",
         "measuring",
         "planning",
+        "tuning",
     ],
     "executor": [
         "modules",

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.read import read, state_of, with_module
+from gnnplan.executor.layers.own import user_workload
+from gnnplan.executor.modules.read import state_of
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -57,7 +58,7 @@ ALONE = {"full": "graph_parallel", "mini": "data_parallel"}
 class Verdict:
     """What a strategy does with the model.
 
-    answer: 'exact', 'differs', 'inexact' (by design, it runs) or 'cannot'. gap: the largest
+    answer: 'exact', 'differs', 'lossy' (by design, it runs) or 'cannot'. gap: the largest
     difference from one process's gradient, as a share of the largest number in it, of a strategy
     that says it is exact."""
 
@@ -74,7 +75,7 @@ def check(model: str, features: int, classes: int, fields: Mapping[str, Any]) ->
     given = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64", **fields}
     if is_module(model):
         asked = checked(Workload, given, "--", list(fields))
-        workload = with_module(asked, read(model, asked, features, classes), fields)
+        workload = user_workload(asked, model, features, classes, fields)
     else:
         workload = checked(Workload, {**given, "model": model}, "--", ["model", *fields])
     graph = (
@@ -143,7 +144,7 @@ def _alone(task: Mapping[str, Any], strategy: str, out: Path) -> dict[str, Tenso
 def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tensor]:
     """The weights before the step."""
     state = dict(Net(describe(workload, features, classes), workload).state_dict())
-    return state_of(state, workload) if workload.module else state
+    return state_of(state, workload) if workload.is_converted else state
 
 
 def _verdict(
@@ -162,7 +163,7 @@ def _verdict(
         for name, size in gradients.items()
     )
     if not strategy.exact:
-        return Verdict(text, "inexact", None, "it changes the gradient by design; it runs")
+        return Verdict(text, "lossy", None, "by design; it runs")
     if gap <= WITHIN:
         return Verdict(text, "exact", gap, f"one process's gradient within {WITHIN:g}")
     return Verdict(

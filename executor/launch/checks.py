@@ -12,7 +12,7 @@ from typing import Any
 
 from gnnplan.executor.ranks.checkpoint import Checkpoints, latest
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
-from gnnplan.planner.decision.plan import chosen, question, read, seats
+from gnnplan.planner.decision.plan import chosen, placement, question, read
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -31,10 +31,10 @@ def prepare(plan: Path, choice: str | None = None) -> tuple[dict[str, Any], Prob
     document = read(plan)
     problem = question(document)
     if choice is not None:
-        from gnnplan.planner.decision.choose import choose
+        from gnnplan.planner.decision import alternative
 
-        document = choose(document, problem, choice)
-        problem = problem.seated(seats(document))
+        document = alternative.take(document, problem, choice)
+        problem = problem.placed(placement(document))
     return document, *trainable(problem, chosen(document), str(plan))
 
 

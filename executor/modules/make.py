@@ -23,8 +23,24 @@ from gnnplan.planner.vocabulary.files import suggest
 
 # Names of parameters that a module is made with, as PyG, DGL and their examples call them.
 ARGUMENTS = {
-    "features": ("features", "in_channels", "in_feats", "in_dim", "in_size", "num_features"),
-    "classes": ("classes", "out_channels", "out_feats", "out_dim", "out_size", "num_classes"),
+    "features": (
+        "features",
+        "h_in",
+        "in_channels",
+        "in_feats",
+        "in_dim",
+        "in_size",
+        "num_features",
+    ),
+    "classes": (
+        "classes",
+        "h_out",
+        "out_channels",
+        "out_feats",
+        "out_dim",
+        "out_size",
+        "num_classes",
+    ),
     "hidden": ("hidden", "hidden_channels", "hid_feats", "hidden_dim", "hid_size", "h_feats"),
     "layers": ("layers", "num_layers", "n_layers"),
     "heads": ("heads", "num_heads"),
@@ -50,13 +66,13 @@ def in_file(file: Path, name: str) -> object:
 
 def make(
     found: object, name: str, file: Path | None, workload: Workload, features: int, classes: int
-) -> nn.Module:
-    """The module itself, or what the class or function makes with what it requires.
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The module itself, or what the class or function makes; and what that was called with.
 
     file: that it is from, to name it in errors. Raises SpecError."""
     where = f"{file}: " if file else ""
     if isinstance(found, nn.Module):
-        return found
+        return found, {}
     if not callable(found):
         raise SpecError(
             f"{where}{name} is a {type(found).__name__}; name a torch.nn.Module, a class of"
@@ -70,7 +86,7 @@ def make(
         raise SpecError(
             f"{where}{name} makes a {type(made).__name__}; let it make a torch.nn.Module"
         )
-    return made
+    return made, arguments
 
 
 def _execute(file: Path) -> ModuleType:

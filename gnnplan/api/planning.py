@@ -57,7 +57,7 @@ def plan(
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
       seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or
       its class, whose parameters training starts from
-    - exact: only strategies that leave the gradient as one process computes it
+    - exact: only exact strategies: they compute the gradient of one process
     - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
     - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
     - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
@@ -103,7 +103,7 @@ def answer(
     forced = parse(strategy) if strategy is not None else None
     found = search(question.problem, exact, forced, may_use_fewer=may_use_fewer, notify=notify)
     document = documents.make(question.problem, found, exact, notify)
-    return Plan(document, question.problem.seated(documents.seats(document)))
+    return Plan(document, question.problem.placed(documents.placement(document)))
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -112,34 +112,6 @@ def load_plan(path: str | Path) -> Plan:
     Raises SpecError where it is not a plan, Mismatch where another version made it.
     """
     return Plan(documents.read(path), name=str(path))
-
-
-def tune(
-    plan: Plan,
-    out: str | Path | None = None,
-    *,
-    share: float = 0.1,
-    epochs: int | None = None,
-    emulate: str | None = None,
-    notify: Notify = silent,
-) -> Plan:
-    """Run the few strategies whose predictions are too close to tell, and plan by what they took.
-
-    out: a new folder for the runs; default: one in runs/. share: the most that it may cost, of the
-    seconds that so many `epochs` (default: the workload's) are predicted to take. emulate: as of
-    `Plan.run`. The plan's document says under 'tuned' what was measured; where training is too
-    short to be worth it, why not. Raises SpecError, LostRank.
-    """
-    from gnnplan.api.running import rate_of
-    from gnnplan.executor.launch import launcher as launch
-    from gnnplan.executor.launch.tune import asked
-    from gnnplan.executor.launch.tune import tune as by_runs
-
-    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
-    folder = launch.new_folder("tune") if out is None else Path(out)
-    problem, found = asked(plan.document, notify)
-    exact = documents.is_exact(plan.document)
-    return Plan(by_runs(problem, found, folder, share, epochs, servers, exact, notify))
 
 
 @dataclass(frozen=True)
@@ -236,10 +208,10 @@ class Plan(View):
 
         strategy: 'NEXT', the fastest alternative, or one as `answers` name it. Raises SpecError.
         """
-        from gnnplan.planner.decision.choose import choose
+        from gnnplan.planner.decision import alternative
 
-        document = choose(self.document, self.problem, strategy)
-        return Plan(document, self.problem.seated(documents.seats(document)), self.name)
+        document = alternative.take(self.document, self.problem, strategy)
+        return Plan(document, self.problem.placed(documents.placement(document)), self.name)
 
     def simulate(
         self,
@@ -261,21 +233,12 @@ class Plan(View):
         as long. repetitions: how often to play with noise. flows: each message has a fair share of
         its links of its own. trace: a folder for a Kineto trace per rank. Raises SpecError,
         Infeasible."""
-        from gnnplan.api.simulation import Simulation
+        from gnnplan.api.simulation import Playing, Simulation
 
+        playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
+        exact, folder = documents.is_exact(self.document), None if trace is None else Path(trace)
         return Simulation.of(
-            self.problem,
-            self.strategy,
-            documents.is_exact(self.document),
-            steps=steps,
-            overrides=overrides,
-            jitter=jitter,
-            stragglers=stragglers or {},
-            repetitions=repetitions,
-            seed=seed,
-            flows=flows,
-            trace=None if trace is None else Path(trace),
-            notify=notify,
+            self.problem, self.strategy, exact, playing, overrides, flows, folder, notify
         )
 
     def sweep(
@@ -294,21 +257,11 @@ class Plan(View):
 
         'device' takes the GPUs of presets. The other arguments are those of `simulate`. Raises
         SpecError."""
-        from gnnplan.api.simulation import Sweep
+        from gnnplan.api.simulation import Playing, Sweep
 
-        return Sweep.of(
-            self.problem,
-            self.strategy,
-            documents.is_exact(self.document),
-            fields,
-            steps=steps,
-            overrides=overrides,
-            jitter=jitter,
-            stragglers=stragglers or {},
-            repetitions=repetitions,
-            seed=seed,
-            notify=notify,
-        )
+        playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
+        exact = documents.is_exact(self.document)
+        return Sweep.of(self.problem, self.strategy, exact, fields, playing, overrides, notify)
 
     def run(
         self,

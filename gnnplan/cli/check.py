@@ -22,10 +22,10 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Prove before training that strategies give one process's gradients for a model.
+    """Prove for a model that strategies give one process's gradients.
 
-    On a graph of 60 vertices, in float64, on two ranks of this machine; says of each strategy that
-    cannot carry the model what is missing. Exit code 1 if a gradient differs.
+    Before training, on a graph of 60 vertices, in float64, on two ranks of this machine. Says of
+    each strategy that cannot carry the model what is missing. Exit code 1 if a gradient differs.
     """
     from gnnplan.executor.launch import check as checking
 

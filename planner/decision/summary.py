@@ -1,7 +1,7 @@
 """The five lines that every plan opens with: what to use, how sure that is, what it costs, what
 was close, what would change it.
 
-    use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order
+    use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order; lossy ...
     sure      ...        how predictions compared with runs on such devices, if they were
     cost      ...        epoch, memory, bytes, dollars
     close     ...        the runner-up, and the fastest exact strategy or other family
@@ -12,7 +12,6 @@ explain.py has all reasons.
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -24,7 +23,7 @@ from gnnplan.planner.decision.explain import (
     largest_difference,
     measured_errors,
     prediction_error,
-    within_noise,
+    within_doubt,
 )
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
 from gnnplan.planner.problem.problem import Problem
@@ -39,7 +38,7 @@ from gnnplan.planner.vocabulary.units import (
 )
 
 MOST_CHANGES = 2  # told
-WIDEST_RIVALS = 92  # columns: 'close' is one line of 100 with its label
+WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
@@ -74,28 +73,29 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
     gradient = (
         "the gradient is exact"
         if best.strategy.exact
-        else "it changes the gradient (--exact leaves such strategies out)"
+        else "lossy, not the exact gradient (--exact leaves such strategies out)"
     )
     asked = ", as --strategy asks" if found.forced else ""
     asked = ", as measured" if found.measured else asked
-    return f"{best.strategy} on {number}{asked}; {seating(best)}; {gradient}"
+    return f"{best.strategy} on {number}{asked}; {where_ranks_sit(best)}; {gradient}"
 
 
-def seating(best: Candidate) -> str:
+def where_ranks_sit(best: Candidate) -> str:
     """Where ranks sit, in words."""
-    each, seats = best.problem.cluster.gpus_per_server, list(best.problem.cost.seats)
-    if len(seats) == 1:
-        return f"on server {seats[0] // each}, GPU {seats[0] % each}"
-    if seats == list(range(len(seats))):
-        servers = -(-len(seats) // each)
+    each, placement = best.problem.cluster.gpus_per_server, list(best.problem.cost.placement)
+    if len(placement) == 1:
+        return f"on server {placement[0] // each}, GPU {placement[0] % each}"
+    if placement == list(range(len(placement))):
+        servers = -(-len(placement) // each)
         if servers == 1:
             return "all ranks on one server, in order"
         return f"{show_count(each, 'rank')} on each of {servers} servers, in order"
-    if len(seats) > MOST_LISTED:
-        servers = len({seat // each for seat in seats})
+    if len(placement) > MOST_LISTED:
+        servers = len({gpu // each for gpu in placement})
         return f"ranks on {show_count(servers, 'server')}, not in order (--explain lists them)"
     return "placed: " + ", ".join(
-        f"rank {rank} on server {seat // each} GPU {seat % each}" for rank, seat in enumerate(seats)
+        f"rank {rank} on server {gpu // each} GPU {gpu % each}"
+        for rank, gpu in enumerate(placement)
     )
 
 
@@ -172,7 +172,7 @@ def alone(problem: Problem, best: Candidate) -> str:
     on_gpus = problem.cluster.device.kind != "cpu"
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
-    single = problem.seated((int(best.problem.cost.seats[0]),))
+    single = problem.placed((int(best.problem.cost.placement[0]),))
     try:
         other = evaluate_or_save_memory(single, GraphParallel())
     except (Infeasible, SpecError):
@@ -184,8 +184,8 @@ def alone(problem: Problem, best: Candidate) -> str:
 def rivals(found: SearchResult) -> str:
     """The lossy strategy that was passed over, or the runner-up and why it lost.
 
-    After a runner-up also the fastest exact strategy or other family, if it fits in WIDEST_RIVALS
-    columns.
+    Names are whole, as --strategy takes them. After a runner-up also the fastest exact strategy or
+    other family, if it fits in WIDEST_RIVALS columns.
     """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
@@ -193,16 +193,14 @@ def rivals(found: SearchResult) -> str:
     if not others:
         return "nothing else fits"
     if found.passed_over:
-        told, strategy = doubted(others[0], best), others[0].strategy
-        return told if len(told) <= WIDEST_RIVALS else told.replace(str(strategy), strategy.name)
+        return doubted(others[0], best)
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
-    if within_noise(found):
-        why = ": too close to tell, try `gnnplan tune`"
+    if within_doubt(found):
+        why = ": within doubt, try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
-    told = textwrap.shorten(_loss(others[0], best), WIDEST_RIVALS - len(why), placeholder="...")
-    told += why
+    told = _loss(others[0], best) + why
     for kind, candidates in (("exact", exact), ("another kind", families)):
         if candidates and candidates[0] is not others[0]:
             more = f"{told}; {kind}: {_loss(candidates[0], best)}"

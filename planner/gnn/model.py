@@ -19,7 +19,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from gnnplan.planner.gnn.workload import Module, Residual, Workload
+from gnnplan.planner.gnn.counted import Counted, between
+from gnnplan.planner.gnn.workload import Jump, Module, Residual, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
 
@@ -58,11 +59,12 @@ class Layer:
     # sources
     pairs: bool = False
     residual: Residual | None = None
+    counted: Counted | None = None  # a layer of the user's own, whose work is not in formulas
 
     @property
     def reads_own(self) -> bool:
         """Whether it reads the rows of its destinations besides what it aggregates."""
-        return self.matrices > 1 or self.residual is not None
+        return self.matrices > 1 or self.residual is not None or self.counted is not None
 
     @property
     def multiplied(self) -> int:
@@ -77,6 +79,8 @@ class Layer:
     @property
     def gathered(self) -> int:
         """Numbers per row that is summed over the edges."""
+        if self.counted:
+            return self.counted.gathered
         return (self.middle or self.h_out) if self.projects_first else self.h_in
 
 
@@ -105,6 +109,29 @@ class Model:
     nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
     redrawn: bool = False  # every step has other edges (mini-batches)
     relu: bool = True  # between layers
+    # All layers' rows, or products of them, are added up; the sum is what is decoded.
+    jump: Jump | None = None
+
+    @property
+    def jumped(self) -> int:
+        """Numbers per row of the sum of all layers' rows; 0: nothing is summed."""
+        if self.jump is None:
+            return 0
+        return self.classes if self.jump.of == "cat" else self.layers[-1].h_out
+
+    @property
+    def carried(self) -> int:
+        """Numbers per row that go past all layers: a pipeline stage hands them on."""
+        return self.layers[0].h_in if self.hands_on_initial else self.jumped
+
+    @property
+    def decoder_inputs(self) -> Layer | None:
+        """The layer whose preparation the decoder's inputs get; None: there is no decoder."""
+        if self.decoder is None:
+            return None
+        if self.activates_last:
+            return self.layers[-1]
+        return Layer(*self.decoder, 1, 0, False, False, drops=self.jump is None)
 
     @property
     def first_varying(self) -> int:
@@ -126,17 +153,23 @@ class Model:
         if self.decoder and len(self.layers) in layers:
             total += self.decoder[0] * self.decoder[1] + self.decoder[1]
             total += 2 * self.decoder[0] if self.activates_last and self.norm != "none" else 0
+        if self.jump and self.jump.of == "cat":  # a matrix per layer, and one bias
+            total += sum(self.layers[layer - 1].h_out for layer in layers) * self.classes
+            total += self.classes * (len(self.layers) in layers)
         return total
 
     @cached_property
     def aggregating_first(self) -> Model:
         """The same model with every layer aggregating before it multiplies.
 
-        Attention and the layer of sparse features still multiply first."""
+        Attention and the layer of sparse features still multiply first, and a layer of the user's
+        own stays as it is."""
         return replace(
             self,
             layers=tuple(
-                replace(spec, projects_first=spec.heads > 0 or self.reads_sparse(layer))
+                spec
+                if spec.counted
+                else replace(spec, projects_first=spec.heads > 0 or self.reads_sparse(layer))
                 for layer, spec in enumerate(self.layers, 1)
             ),
         )
@@ -154,6 +187,8 @@ class Model:
         """Whether the layer (0: the encoder) ends in ReLU.
 
         It does not where the next layer activates its own inputs."""
+        if self.jump and layer == len(self.layers):
+            return self.jump.relu
         return self.hands_on_initial or (
             self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates
         )
@@ -184,6 +219,7 @@ class Model:
             layer == 1
             and self.encoder is None
             and not (self.redrawn or self.layers[0].heads or self.nonzeros)
+            and not self.layers[0].counted
             and not (self.dropout and self.layers[0].drops)
         )
 
@@ -231,6 +267,7 @@ class Model:
             and spec.projected < spec.h_in
             and spec.norm != "batch"
             and not adds_inputs
+            and not spec.counted
         )
 
     @property
@@ -255,6 +292,8 @@ class Model:
         `sources`. narrow: without the projection, which was done before the exchange
         (`project`)."""
         spec, itemsize = self.layers[layer - 1], self.itemsize
+        if spec.counted:
+            return self._counted(spec, rows, sources, edges, read)[0]
         cached, sparse = self.aggregate_cached(layer), self.reads_sparse(layer)
         narrow = narrow and self.narrow_at(layer)
         multiplied = spec.matrices * rows
@@ -310,6 +349,8 @@ class Model:
 
         It makes the gradient of the weights, and that of the inputs where they vary."""
         forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
+        if spec.counted:
+            return self._counted(spec, rows, sources, edges, read)[1]
         constant = layer <= self.first_varying
         # over the transposed edges
         aggregated = self._gathers(layer, rows, edges, rows, sources if read is None else read)
@@ -349,6 +390,21 @@ class Model:
             work = self._matrix_gradient(spec.h_in, spec.h_out, rows, sparse=True) + work
         return work
 
+    def _counted(
+        self, spec: Layer, rows: Number, sources: Number, edges: Number, read: Number | None
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of a layer of the user's own, with dropout of its inputs."""
+        assert spec.counted is not None
+        block = rows, sources if read is None else read, edges + rows * spec.self_edges
+        drop = self._prepare(spec, sources)
+        forward = spec.counted.forward.on(*block, self.itemsize) + Compute(
+            launches=drop.launches, hash_ops=drop.hash_ops
+        )
+        backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
+            elementwise_bytes=HASH_ACCESSES * drop.hash_ops * self.itemsize
+        )
+        return forward, backward
+
     def _residual(self, layer: int, rows: Number) -> tuple[Compute, Number]:
         """A residual's product, and the bytes of its sum and of a ReLU of its own."""
         spec = self.layers[layer - 1]
@@ -370,16 +426,38 @@ class Model:
             (spec.h_in, spec.multiplied), rows, constant_input=False, prepared_as=spec
         )
 
+    def add_up(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of adding a layer's `rows`, a rank's own, to the sum of all
+        layers'.
+
+        The backward pass does it once more, to keep nothing."""
+        nothing = Compute(itemsize=self.itemsize)
+        if self.jump is None:
+            return nothing, nothing
+        h_out, drops = self.layers[layer - 1].h_out, bool(self.jump.drops and self.dropout)
+        multiplies = self.jump.of == "cat"
+        product = self._product(h_out, self.jumped, rows) if multiplies else nothing
+        dropped = Compute(
+            elementwise_bytes=2.0 * rows * h_out * drops * self.itemsize,
+            launches=(MASK + 3) * drops,
+            itemsize=self.itemsize,
+            hash_ops=1.0 * rows * h_out * drops,
+        )
+        added = Compute(elementwise_bytes=3.0 * rows * self.jumped * self.itemsize, launches=2)
+        # a product's gradient is written block by block
+        passes = 3.0 + 2 * multiplies + 2 * drops
+        passed = Compute(elementwise_bytes=passes * rows * h_out * self.itemsize, launches=3)
+        again = product + dropped
+        return again + added, again + product + product + passed
+
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
         return self._rowwise(self.encoder, rows, constant_input=True)
 
     def finish(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of decoder and loss on a rank's own rows."""
-        # the decoder's inputs are prepared as those of the last layer
-        prepared_as = self.layers[-1] if self.activates_last else None
         forward, backward = self._rowwise(
-            self.decoder, rows, constant_input=False, prepared_as=prepared_as
+            self.decoder, rows, constant_input=False, prepared_as=self.decoder_inputs
         )
         # the loss takes training rows, which are about half of all
         per_logit = 0.5 if self.classes >= VECTOR else 0.5 * SHORT
@@ -503,13 +581,16 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     [(40, 16), (16, 16), (16, 5)]
     """
     classes = max(classes, 1)
-    architecture = ARCHITECTURES[workload.model]
+    architecture, module = ARCHITECTURES[workload.model], workload.module
+    layers = _as_in_module(architecture.layers(workload, features, classes, nonzeros > 0), module)
+    jump = module.jump if module else None
+    decoder = (workload.hidden, classes) if architecture.encodes else None
+    if jump and jump.of == "sum" and jump.linear:
+        decoder = (layers[-1].h_out, classes)
     return Model(
-        layers=_as_in_module(
-            architecture.layers(workload, features, classes, nonzeros > 0), workload.module
-        ),
+        layers=layers,
         encoder=(features, workload.hidden) if architecture.encodes else None,
-        decoder=(workload.hidden, classes) if architecture.encodes else None,
+        decoder=decoder,
         dropout=workload.dropout,
         itemsize=workload.itemsize,
         features=features,
@@ -519,7 +600,8 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         activates_last=architecture.activates_last,
         nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
-        relu=architecture.relu and (workload.module is None or workload.module.relu),
+        relu=architecture.relu and (module is None or module.relu),
+        jump=jump,
     )
 
 
@@ -562,6 +644,26 @@ def _convolutions(
             projects_first = sparse or (projects_first and not _caches_aggregate(workload))
         layers.append(convolution(h_in, h_out, projects_first))
     return _normalised(layers, workload)
+
+
+def _own_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Layers of the user's own."""
+    assert workload.module is not None
+    layers = []
+    for own, (h_in, h_out) in zip(
+        workload.module.layers, _widths(workload, features, classes), strict=True
+    ):
+        counted = own.counted
+        if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
+            counted = between(own.half, counted, h_in / own.h_in)
+        assert counted is not None
+        self_edges = counted.edges in ("gcn", "loop")
+        layers.append(
+            Layer(
+                h_in, h_out, 1, counted.weights, self_edges, counted.projects_first, counted=counted
+            )
+        )
+    return layers
 
 
 def _gat_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
@@ -714,6 +816,7 @@ ARCHITECTURES = {
     "gat": Architecture(_gat_layers),
     "gatv2": Architecture(_gatv2_layers),
     "gin": Architecture(_gin_layers),
+    "own": Architecture(_own_layers),
     "sgc": Architecture(_sgc_layers, relu=False),
     "gcnii": Architecture(_gcnii_layers, encodes=True, hands_on_initial=True),
     "resgcn": Architecture(_resgcn_layers, encodes=True, activates_last=True),

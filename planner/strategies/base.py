@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
@@ -48,7 +48,7 @@ class Prediction:
     epoch_s: Number
     compute_s: Number  # of the busiest rank
     comm_s: Number  # exposed: not hidden behind computation
-    bubble_s: Number  # waiting for other stages
+    bubble_s: Number  # waiting: the rest of the epoch; in a pipeline, its bubble
     bytes: dict[str, int]  # by operation
     bytes_by_link: dict[str, int]  # by intra_node, inter_node, island
     setup_bytes: int
@@ -65,7 +65,7 @@ class Prediction:
         shares = {
             "computation": self.compute_s,
             "communication": self.comm_s,
-            "pipeline bubble": self.bubble_s,
+            "waiting": self.bubble_s,
         }
         largest = max(shares, key=lambda k: float(shares[k]))
         share = float(shares[largest]) / max(float(self.epoch_s), 1e-12)
@@ -93,7 +93,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def approximates_as(self, other: Strategy) -> bool:
-        """Whether `other` changes the gradient in the same way.
+        """Whether `other` is lossy in the same way.
 
         If so, what is known of the other's convergence holds for this strategy too.
         """
@@ -162,7 +162,7 @@ class Strategy(ABC):
         """Every rank's tasks. The simulator plays them; the executor is held to them."""
 
     def traffic(self, problem: Problem) -> list[Phase]:
-        """What the ranks send each other in a step, from which their seats follow.
+        """What the ranks send each other in a step, from which their placement follows.
 
         Empty: ranks sit in their order.
         """
@@ -184,7 +184,7 @@ class Strategy(ABC):
         gpus = problem.cluster.gpus_per_server
         return [
             {"rank": rank, "server": gpu // gpus, "gpu": gpu % gpus, **self.role(problem, rank)}
-            for rank, gpu in enumerate(problem.cost.seats)
+            for rank, gpu in enumerate(problem.cost.placement)
         ]
 
     def knobs(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Link
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.recommendation import SURE_GAIN
 from gnnplan.planner.decision.search import SearchResult, evaluate, families, parts, search
+from gnnplan.planner.decision.summary import rivals
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -174,10 +175,11 @@ def test_forced():
         SpecError, match=r"a layer per stage \(layers: 4, stages: 8\); use stages <= 4"
     ):
         search(problem, forced=parse("gnnpipe(stages=8)"))
-    with pytest.raises(
-        SpecError, match=r"--exact excludes pipegcn.*: it changes the gradient; drop --exact"
-    ):
+    with pytest.raises(SpecError, match=r"--exact excludes pipegcn.*: it is lossy; drop --exact"):
         search(problem, exact=True, forced=parse("pipegcn"))
+    mini = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
+    with pytest.raises(SpecError, match="it is lossy; drop --exact or use data_parallel or gsplit"):
+        search(mini, exact=True, forced=parse("p3(pipelined=True)"))
     assert search(problem, exact=True, forced=parse("gnnpipe(chunks=1)")).ranked[0].strategy.exact
 
 
@@ -571,6 +573,16 @@ def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult
     )
 
 
+def test_the_line_of_close_ones_names_a_strategy_whole():
+    found = with_epochs(
+        search(problem_of(), may_use_fewer=False), ("graph_parallel", 1.0), ("pipegcn", 9.0)
+    )
+    stages = ",".join(str(1 + n % 3) for n in range(50))
+    long = parse(f"gnnpipe(layers_per_stage='{stages}')")
+    found.ranked[1] = replace(found.ranked[1], strategy=long)
+    assert len(str(long)) > 100 and rivals(found).startswith(f"{long} +800.0 % (")
+
+
 @pytest.mark.parametrize(
     ("lossy_s", "exact_s", "best"),
     [
@@ -583,7 +595,7 @@ def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult
 def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
     lossy_s: float, exact_s: float, best: str
 ):
-    """plan recommended PipeGCN, which changes the gradient, for 1.9 % that were within its error."""
+    """plan recommended PipeGCN, which is lossy, for 1.9 % that were within its error."""
     both = sorted([("pipegcn", lossy_s), ("graph_parallel", exact_s)], key=lambda pair: pair[1])
     found = with_epochs(
         search(problem_of(), may_use_fewer=False), *both, ("granndis(depth=1)", 9.0)

@@ -17,7 +17,7 @@ from pairwise import covered
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.search import families, search
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import Jump, Module, ModuleLayer, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.splitting import SPLITTERS
@@ -266,7 +266,7 @@ def parts_of_the_epoch_add_up(told: Told) -> None:
     assert min(float(p.compute_s), float(p.comm_s), float(p.bubble_s)) >= 0
     assert float(p.compute_s) <= float(p.epoch_s) * (1 + ROUND)
     assert sums(p) == pytest.approx(float(p.epoch_s), rel=1e-9)
-    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "pipeline bubble")
+    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "waiting")
 
 
 def better_hardware_is_never_slower(told: Told) -> None:
@@ -461,7 +461,7 @@ def crossing(schedule: Schedule, problem: Problem, steps: int = 1) -> dict[str, 
             for peer, nbytes in sent:
                 if peer < 0:
                     continue
-                links[problem.cost.placement(task.rank, peer)] += nbytes
+                links[problem.cost.link_name(task.rank, peer)] += nbytes
     rings: dict[tuple[Any, tuple[int, ...]], int] = {}
     for t in schedule.tasks:
         if (
@@ -615,6 +615,32 @@ def test_pipeline_bytes_by_hand():
             "intra_node": p.bytes_total * 2 // 3,
             "inter_node": p.bytes_total // 3,
         }
+
+
+def test_rows_that_meet_are_handed_on_by_a_pipeline_and_exchanged_by_nobody():
+    """The sum of all layers' rows goes from stage to stage beside the last layer's; a product per
+    layer and one bias are all-reduced."""
+    layers = tuple(ModuleLayer(h_in=h, h_out=16) for h in (40, 16, 16, 16))
+    for of, width, weights in (("sum", 16, 16 * 5 + 5), ("cat", 5, 4 * 16 * 5 + 5)):
+        module = Module(
+            file="m.py",
+            name="M",
+            sha256="",
+            features=40,
+            classes=5,
+            layers=layers,
+            jump=Jump(of=of),
+        )
+        options = {"model": "gcn", "layers": 4, "hidden": 16}
+        met, plain = (
+            problem_of(GRAPHS[1], cluster(2, 2), **options, module=each) for each in (module, None)
+        )
+        told = GNNPipe().settle(met).predict(met)
+        assert told.bytes == {"pipeline": 2 * 3 * 120 * (16 + width) * 4}
+        told, without = (GraphParallel().predict(problem) for problem in (met, plain))
+        assert told.bytes["halo"] == without.bytes["halo"]
+        more = weights + 16 * 16 + 16 - (16 * 5 + 5)  # the last layer is as wide as the others
+        assert told.bytes["all_reduce"] - without.bytes["all_reduce"] == 2 * 3 * 4 * more
 
 
 def test_hybrid_bytes_by_hand():
@@ -1154,6 +1180,22 @@ def test_what_costs_memory():
     # a member keeps its own rows and those it reads, so less than all
     alone = problem_of(GRAPHS[0], cluster(1, 1), layers=8)
     assert total(halved, problem_of(GRAPHS[0], cluster(1, 2), layers=8)) < total(halved, alone)
+
+
+def test_a_checkpoint_of_resgcn_gathers_again():
+    """Its messages pass through ReLU, so that the rows read, not their sums, are kept: the backward
+    pass gathers once more, for a sum as for a softmax."""
+    for aggregation in ("sum", "softmax"):
+        problem = problem_of(
+            GRAPHS[0], cluster(1, 2), model="resgcn", layers=8, aggregation=aggregation
+        )
+        pipe = GNNPipe(2, 8, checkpoint=True).settle(problem)
+        facts = pipe.facts(problem)
+        kept, again = (
+            replace(pipe, checkpoint=on)._layer_work(problem, 3, facts)[1].gathers
+            for on in (False, True)
+        )
+        assert len(again) == len(kept) + problem.model.layers[2].sums
 
 
 # -- many clusters at once -------------------------------------------------------------------------

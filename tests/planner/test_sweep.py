@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gnnplan.planner.cluster.spec import PRESETS
-from gnnplan.planner.decision.search import evaluate, search, seated
+from gnnplan.planner.decision.search import evaluate, placed, search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
@@ -130,6 +130,12 @@ def test_where_the_recommendation_changes():
         {"field": "b", "value": "y", "with": {"a": "3"}, "from": "r", "to": "q"},
     ]
     assert changes(axes(["a=1"]), [row("1", "x", "p")]) == []
+    # where only the variant changes, the variants are named
+    variants = [row("1", "x", "p") | {"best": f"p(k={k})"} for k in (2, 4)]
+    variants[1]["at"] = {"a": "2", "b": "x"}
+    assert changes(axes(["a=1,2"]), variants) == [
+        {"field": "a", "value": "2", "with": {"b": "x"}, "from": "p(k=2)", "to": "p(k=4)"}
+    ]
 
 
 def test_rows_are_plans_of_their_own():
@@ -191,7 +197,7 @@ def test_servers_are_rented_whole():
     # 0.1 cents a second and GPU
     problem = replace(problem, cluster=problem.cluster.model_copy(update={"price": 3.6}))
     for gpus, rented in ((tuple(range(8)), 8), ((0, 1, 4, 5), 8), ((0, 1, 2, 3), 4), ((0,), 4)):
-        fewer = problem.seated(gpus)
-        found = evaluate(seated(fewer, parse("graph_parallel")), parse("graph_parallel"))
+        fewer = problem.placed(gpus)
+        found = evaluate(placed(fewer, parse("graph_parallel")), parse("graph_parallel"))
         assert found.dollars == pytest.approx(rented * 0.001 * float(found.predicted.epoch_s))
     assert evaluate(question(), parse("graph_parallel")).dollars is None

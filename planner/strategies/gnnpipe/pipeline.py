@@ -16,7 +16,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import Placement
+from gnnplan.planner.cluster.spec import LinkName
+from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
@@ -28,7 +29,7 @@ TRICKS = (
     "shuffle",
     "historical_gradients",
     "period",
-)  # knobs of the paper that change the gradient
+)  # knobs of the paper that are lossy
 MOST_CHUNKS = 100_000
 # of a candidate, chunks times pairs of a stage's members: more would take too long to predict
 MOST_PAIRS = 2**20
@@ -273,7 +274,9 @@ class Pipeline(Strategy):
         backward = model.backward(layer, rows, projected, edges, read=sources)
         if self.checkpoint and varies and layer < len(model.layers):
             again = forward
-            keeps_gathered = not (spec.heads or spec.sums > 1)
+            keeps_gathered = (
+                gathers_linearly(problem.workload.model, spec) and not spec.projects_first
+            )
             backward = backward + (replace(again, gathers=()) if keeps_gathered else again)
         if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):
             # the rows that are read are picked out of all rows that the member keeps
@@ -283,6 +286,8 @@ class Pipeline(Strategy):
                 launches=1,
                 itemsize=b,
             )
+        added_forward, added_backward = model.add_up(layer, rows)
+        forward, backward = forward + added_forward, backward + added_backward
         if varies:
             # their gradients are added there, to scattered rows
             scattered = sources - rows
@@ -297,9 +302,7 @@ class Pipeline(Strategy):
     def boundary(self, problem: Problem, stage: int) -> int:
         """Numbers per row that `stage` hands to the next stage."""
         model, stages = self.shape(problem)
-        return model.input_width(stages[stage + 1].start) + (
-            model.layers[0].h_in if model.hands_on_initial else 0
-        )
+        return model.input_width(stages[stage + 1].start) + model.carried
 
     def refresh_work(self, problem: Problem, stage: int, rows: float) -> Compute:
         """Work at the start of a step: historical rows are laid out for every layer of the stage.
@@ -338,7 +341,7 @@ class Pipeline(Strategy):
         by_op: dict[str, int] = {}
         by_link: dict[str, int] = {}
 
-        def add(op: str, links: Mapping[Placement, int]) -> None:
+        def add(op: str, links: Mapping[LinkName, int]) -> None:
             for link, nbytes in links.items():
                 if nbytes:
                     by_op[op] = by_op.get(op, 0) + nbytes
@@ -350,7 +353,7 @@ class Pipeline(Strategy):
             if stage + 1 < self.stages:
                 row = 2 * self.boundary(problem, stage) * b
                 for rank, rows in zip(group, facts.rows.sum(0).tolist(), strict=True):
-                    add("pipeline", {cost.placement(rank, rank + len(group)): rows * row})
+                    add("pipeline", {cost.link_name(rank, rank + len(group)): rows * row})
             if len(group) > 1:
                 pieces = self.pieces(problem, stage)
                 width = sum(self.exchanged(problem, piece) for piece in pieces)

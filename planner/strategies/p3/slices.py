@@ -112,25 +112,25 @@ class Slices(Strategy):
             raise SpecError(f"p3: {why}")
         check_structure(self.name, problem, self.structure, self.structure_cache)
         lines = _lines(problem.servers, self.over)
-        seats = len(lines[0])
-        if any(len(line) != seats for line in lines):
+        holders = len(lines[0])
+        if any(len(line) != holders for line in lines):
             raise SpecError(
                 "p3: a rank has a peer on every server, so servers have equally many ranks; use"
                 " over='rank', or as many GPUs of each server"
             )
-        if seats == 1:
+        if holders == 1:
             raise SpecError(
                 f"p3 cuts columns over several (servers: {len(set(problem.servers))}, ranks:"
                 f" {problem.ranks}, over: {self.over}); use"
                 f" {'data_parallel' if problem.ranks == 1 else 'over=' + repr('rank')}"
             )
-        if self.copies < 1 or seats % self.copies:
-            fit = [c for c in range(1, seats + 1) if seats % c == 0]
+        if self.copies < 1 or holders % self.copies:
+            fit = [c for c in range(1, holders + 1) if holders % c == 0]
             raise SpecError(
                 f"p3: each copy of the columns is over equally many {self.over}s (copies:"
-                f" {self.copies}, {self.over}s: {seats}); use one of {', '.join(map(str, fit))}"
+                f" {self.copies}, {self.over}s: {holders}); use one of {', '.join(map(str, fit))}"
             )
-        if problem.stats.features < (slices := seats // self.copies):
+        if problem.stats.features < (slices := holders // self.copies):
             raise SpecError(
                 "p3 needs a feature column for each slice (features:"
                 f" {problem.stats.features}, slices: {slices}); use fewer {self.over}s, or more"
@@ -193,6 +193,8 @@ class Slices(Strategy):
     def sliced_weights(self, problem: Problem) -> int:
         """Numbers in the first layer's weights that are cut with the columns."""
         first = problem.model.layers[0]
+        if first.counted:
+            return first.counted.by_column * first.h_in
         return first.matrices * first.h_in * first.h_out
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
@@ -202,13 +204,21 @@ class Slices(Strategy):
 def _why_whole(problem: Problem) -> str:
     """Why layer 1 is no sum over feature columns; '' if it is."""
     model = problem.workload.model
-    if model in MODELS:
+    first = problem.workload.module.layers[0] if problem.workload.module else None
+    if model in MODELS or (first and first.half):
         if problem.model.layers[0].residual is None:
             return ""
         return (
             "layer 1 must be a sum over feature columns, and this one adds a residual, which is not"
             " cut by columns here; leave out that of layer 1, or use data_parallel or gsplit, which"
             " run any layer"
+        )
+    if problem.workload.module and model == "own":
+        return (
+            f"layer 1 must be a sum over feature columns, and {problem.workload.module.name} does"
+            " not say how its is; give it by_columns, scatter, transform and apply"
+            " (docs/how-to/bring-your-model.md), or use data_parallel or gsplit, which run any"
+            " layer"
         )
     why = {
         "gin": "has a second product after the sum",
