@@ -175,7 +175,9 @@ def row(name: str, scratch: Path, vertices: int, edges: int, limit: float) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("formats", nargs="*", metavar="FORMAT", help=", ".join(FORMATS))
     parser.add_argument("--edges", type=float, default=10e6)
     parser.add_argument("--vertices", type=float, default=1e6)

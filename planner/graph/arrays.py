@@ -51,7 +51,7 @@ ARRAYS = (
 STAND_IN_FEATURES = 128
 STAND_IN_CLASSES = 16
 STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
-MOST_PACKED = 600  # times smaller than it is; zeros alone pack 1,030 times
+MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
 MOST_SWOLLEN = 1 << 29  # [B] that may be smaller than that
 LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
 
@@ -122,7 +122,7 @@ def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
 def must_not_swell(what: str, unpacked: float, packed: float) -> None:
     """Raise SpecError for what a few megabytes were made to unpack into gigabytes.
 
-    unpacked, packed: sizes [B]. Edges pack tenfold, labels that most vertices lack 200-fold."""
+    unpacked, packed: sizes [B]. Edges pack tenfold, labels that most vertices lack 60-fold."""
     if unpacked > MOST_SWOLLEN and unpacked > MOST_PACKED * packed:
         raise SpecError(
             f"{what}: unpacks to {show_bytes(unpacked)} from {show_bytes(packed)}, more than"
