@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import Source, read, read_again, state_of, with_module
@@ -255,7 +255,7 @@ def _verdict(
 
 
 class _Ranks:
-    """The ranks: forks of this process, which must have no threads. None outlives the with block."""
+    """The ranks: forks of this process, which must have no threads. None outlives the block."""
 
     def __init__(self, out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> None:
         self.out = out
@@ -300,7 +300,8 @@ class _Ranks:
             codes = {self.running[pidfd]: self._reap(pidfd) for pidfd in ended}
             lost = {rank: code for rank, code in codes.items() if code}
             if lost:  # a rank whose peer is lost fails too: who was killed was first, else by time
-                self._blame(min(lost, key=lambda rank: (lost[rank] > 0, self._failed_at(rank))), lost)
+                first = min(lost, key=lambda rank: (lost[rank] > 0, self._failed_at(rank)))
+                raise self._blame(first, lost[first])
 
     def _reap(self, pidfd: int) -> int:
         """The exit code of a rank that has ended; -N: by signal N."""
@@ -317,12 +318,12 @@ class _Ranks:
         failed = self.out / f"rank{rank}.failed"
         return failed.stat().st_mtime_ns if failed.exists() else math.inf
 
-    def _blame(self, rank: int, codes: Mapping[int, int]) -> None:
-        failed, code = self.out / f"rank{rank}.failed", codes[rank]
+    def _blame(self, rank: int, code: int) -> LostRank:
+        failed = self.out / f"rank{rank}.failed"
         words = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         if failed.exists():
             words = failed.read_text()
-        raise LostRank(f"rank {rank} of gnnplan check was lost in {self._place(rank)} ({words})")
+        return LostRank(f"rank {rank} of gnnplan check was lost in {self._place(rank)} ({words})")
 
 
 def _be_rank(number: int, port: int, out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> NoReturn:

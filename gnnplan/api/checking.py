@@ -63,8 +63,8 @@ class Check(View):
                 rows,
             ),
             f"tried: one step on a generated graph of {graph['vertices']} vertices and"
-            f" {graph['edges']} edges ({graph['features']} features, {graph['classes']} classes), in"
-            f" {found['dtype']}, on {found['ranks']} CPU ranks over Gloo; equal in {equal} of"
+            f" {graph['edges']} edges ({graph['features']} features, {graph['classes']} classes),"
+            f" in {found['dtype']}, on {found['ranks']} CPU ranks over Gloo; equal in {equal} of"
             f" {len(rows)}",
         ]
 
@@ -108,6 +108,7 @@ def _answer(out: Path) -> dict[str, Any]:
         env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=2,  # what a user's file prints is not our answer
+        start_new_session=True,  # Ctrl-C is for this process, which ends that one
     )
     try:
         code = process.wait()
