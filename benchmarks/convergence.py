@@ -1,4 +1,4 @@
-"""Studies convergence: does a strategy that changes the gradient reach the accuracy of one process?
+"""Studies convergence: does a lossy strategy reach the accuracy of one process?
 
     python benchmarks/convergence.py VERB [STUDY ...]
 

@@ -46,7 +46,7 @@ def main(source: str, target: str) -> None:
     axes.set_xlim(0, 1.5 * max(each["predicted"]["epoch_s"] for each in candidates))
     axes.set_xlabel("seconds of an epoch, predicted")
     axes.set_title(
-        f"{plan['graph']['name']} on {plan['cluster']['name']}   (* changes the gradient)",
+        f"{plan['graph']['name']} on {plan['cluster']['name']}   (* lossy)",
         loc="left",
         fontsize=11,
     )

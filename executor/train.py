@@ -131,7 +131,7 @@ class _Training:
     ) -> None:
         # oneDNN and the library of a user's module: their memory belongs to the process
         has_onednn()
-        if problem.workload.module:
+        if problem.workload.is_converted:
             read_again(problem.workload)
         self.watch = MemoryWatch(rank.device)
         self.rank, self.problem, self.out, self.epochs = rank, problem, out, epochs
@@ -276,7 +276,7 @@ class _Training:
             )
             weights = {name: p for part in gathered if part for name, p in part.items()}
         if rank.rank == 0:
-            if self.problem.workload.module:  # under the names of the user's own module
+            if self.problem.workload.is_converted:  # under the names of the user's own module
                 weights = state_of(weights, self.problem.workload)
             write_atomically(out / "weights.safetensors", save(weights))
 

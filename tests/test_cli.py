@@ -1096,7 +1096,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     "--layers 0": (ask("--layers", 0), "--layers: must be greater than or equal to 1"),
     "--model gin": (
         ask("--model", "gine"),
-        "--model: must be 'gcn', 'sage', 'gcnii', 'gat', 'resgcn', 'sgc', 'gin' or 'gatv2'",
+        "--model: must be 'gcn', 'sage', 'gcnii', 'gat', 'resgcn', 'sgc', 'gin', 'gatv2' or 'own'",
     ),
     "--model gat --hidden 9": (
         ask("--model", "gat", "--hidden", 9),

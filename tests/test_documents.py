@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,16 @@ from typer.main import get_command
 
 import gnnplan
 from gnnplan.cli import app
-from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
+from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Fabric, Link
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.strategies import NAMES
+from gnnplan.planner.strategies import FAMILIES, NAMES, Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "traces").glob("*.md")]
 )
+# A published name without a page of its own is a variant: pipegcn_gf is on pipegcn's page.
+PAGES = [name for name in NAMES if (ROOT / "docs" / "strategies" / f"{name}.md").exists()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -47,6 +50,29 @@ def test_every_strategy_has_its_page(name: str):
         page for page in (ROOT / "docs" / "strategies").glob("*.md") if name.startswith(page.stem)
     ]
     assert pages and name in pages[0].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_strategy_s_page_names_its_files_and_tests(name: str):
+    """pipegcn's page named none, and said of graph_parallel's `checkpoint` nothing."""
+    text = (ROOT / "docs" / "strategies" / f"{name}.md").read_text(encoding="utf-8")
+    for room in ("planner/strategies", "executor/strategies", "tests"):
+        assert f"`{room}/" in text, f"{name}.md names nothing in {room}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_knob_is_explained(family: type[Strategy]):
+    """On a page of the family; what a name sets (`staleness` of pipegcn) needs no explanation."""
+    names = [name for name in PAGES if NAMES[name][0] is family]
+    text = "".join((ROOT / "docs" / "strategies" / f"{n}.md").read_text("utf-8") for n in names)
+    set_by_names = {knob for of, knobs in NAMES.values() if of is family for knob in knobs}
+    knobs = {field.name for field in fields(family)} - set_by_names
+    assert not [knob for knob in knobs if not re.search(rf"^\|.*`{knob}`.*\|", text, re.MULTILINE)]
+
+
+def test_every_preset_is_listed():
+    text = (ROOT / "docs" / "how-to" / "describe-a-cluster.md").read_text(encoding="utf-8")
+    assert not [path.stem for path in PRESETS.glob("*.yaml") if f"`{path.stem}`" not in text]
 
 
 def test_no_document_or_code_names_a_file_that_is_gone():

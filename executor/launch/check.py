@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.own import names_layer, own_layers
 from gnnplan.executor.modules.read import Source, read, read_again, state_of, with_module
 from gnnplan.executor.ranks.rank import Rank, die_with_parent, open_rank
 from gnnplan.executor.train import train
@@ -130,7 +131,7 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
         except SpecError as error:
             verdicts[number] = Verdict(text, "cannot", None, str(error).removeprefix("mode: "))
     start = _initial(workload, features, classes)
-    if workload.module:
+    if workload.is_converted:
         for task in tasks.values():  # ranks that are forks need not read the module again
             read_again(Workload.model_validate(task["workload"]))
     gc.freeze()  # every training begins with a collection
@@ -181,12 +182,14 @@ def workload_of(
     classes: int | None,
     folder: Path | None = None,
 ) -> Workload:
-    """The one step of a user's module, on a graph of so many columns and classes.
+    """The one step of a user's module or layer, on a graph of so many columns and classes.
 
     features, classes: None are the module's own where it has some, else those of a small graph.
     folder: for the parameters of a live module. Raises SpecError."""
     asked = checked(Workload, {**STEP, **fields}, "--", list(fields))
     own = features is None, classes is None
+    if names_layer(model, asked.seed):
+        return own_layers(asked, str(model), features or FEATURES, classes or CLASSES)
     user = read(model, asked, features or FEATURES, classes or CLASSES, folder, own_widths=own)
     return with_module(asked, user, fields)
 
@@ -221,7 +224,7 @@ def _alone(task: Mapping[str, Any], strategy: str, out: Path) -> dict[str, Tenso
 def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tensor]:
     """The weights before the step."""
     state = dict(Net(describe(workload, features, classes), workload).state_dict())
-    return state_of(state, workload) if workload.module else state
+    return state_of(state, workload) if workload.is_converted else state
 
 
 def _verdict(

@@ -1,8 +1,10 @@
 """One rank's arithmetic: the graph as tensors, hot operations, GNN layers and models.
 
 Open
+    layer.py    for what a strategy needs of a layer, and the base class of all
     models.py   for the layers (GCN, GraphSAGE, GCNII, GAT, GEN), batch norm, and the whole `Net`
+    own.py      for a layer of the user's own, and count.py for what it does
     blocks.py   for features, labels, loss, and `weighted_block`: a layer's edges with weights
     kernels/    for the operations beneath: aggregation, attention, products, dropout
 
-It imports the planner, and no other room of the executor."""
+It imports the planner, and modules/ for the models of users."""

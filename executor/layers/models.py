@@ -1,15 +1,7 @@
 """GNN layers and models as the executor runs them.
 
-A layer is split where ranks may have to talk to each other:
-
-    prepare   row-wise: norm, ReLU and dropout of the layer's inputs
-    project   row-wise: the product with the weight, before the exchange if that narrows the rows
-    gather    over the edges of a Block
-    update    row-wise, on destinations: the rest
-
-A layer with these four methods runs under every strategy. Two ask for more: GNNPipe for `edges`,
-`linear` and `projects_first`, and P3 for the methods of `ColumnLayer`. Widths and weights are those
-of planner/gnn/model.py. In a model with norms a layer hands on raw rows, and its reader applies
+layer.py says what a strategy needs of a layer. Widths and weights are those of
+planner/gnn/model.py. In a model with norms a layer hands on raw rows, and its reader applies
 norm, ReLU and dropout; so the reader can do it to halo rows and historical rows too. Batch norm's
 moments are over the rows of all ranks, so they are an input of the layer, as rows are.
 
@@ -19,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol, cast, overload
+from typing import cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +19,6 @@ from torch import Tensor, nn
 from gnnplan.executor.layers.kernels import (
     Block,
     FeatureRows,
-    Rows,
     SparseRows,
     aggregate,
     attend,
@@ -36,93 +27,12 @@ from gnnplan.executor.layers.kernels import (
     linear_sum,
     softmax_aggregate,
 )
+from gnnplan.executor.layers.layer import Drop, Layer, keep
+from gnnplan.executor.layers.own import made
 from gnnplan.executor.modules.read import fill
 from gnnplan.planner.gnn import model as gnn
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
-
-Drop = Callable[[Rows], Rows]  # dropout of rows [S, H_in]; a vertex has the same mask on any rank
-
-
-class Layer(Protocol):
-    """What a strategy needs of a layer.
-
-    edges           those of its Block: 'gcn' (symmetric norm, self edges), 'mean', 'one' (weight 1)
-                    or 'loop' (weight 1, self edges)
-    projects_first  whether `project` comes before `gather`
-    linear          whether `gather` is a weighted sum, whose gradient needs no rows
-    """
-
-    edges: str
-    projects_first: bool
-    linear: bool
-
-    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
-        """Row-wise [S, H_in] -> [S, H_in], before anything is read from neighbours.
-
-        moments [2, H_in]: see BatchNorm.
-        """
-
-    def project(self, rows: FeatureRows) -> Tensor:
-        """Row-wise, prepared [S, H_in] -> [S, width]; called only if projects_first."""
-
-    def gather(self, block: Block, rows: Tensor) -> Tensor:
-        """Prepared, and perhaps projected, rows [S, width] -> [R, width]."""
-
-    def update(
-        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
-    ) -> Tensor:
-        """Row-wise, on destinations: gathered [R, width] -> [R, H_out].
-
-        rows [R, H_in] are the destinations' prepared rows, x [R, H_in] their inputs, x0 their
-        initial rows (GCNII).
-        """
-
-    def __call__(
-        self,
-        block: Block,
-        x: FeatureRows,
-        drop: Drop = ...,
-        x0: Tensor | None = None,
-        relu: bool = False,
-        moments: Tensor | None = None,
-    ) -> Tensor: ...
-
-
-class ColumnLayer(Protocol):
-    """P3's calls: a layer whose sums distribute over the columns of its input.
-
-    Such a layer is made for the columns that a rank has; H_in is their number. The names are those
-    of the P3 paper:
-
-    partition   planner/strategies/p3/p3.py: which rank has which columns
-    scatter     what each source row sends along its edges
-    gather      summed over a block's edges, as in Layer
-    transform   made a partial sum of the output
-    sync        executor/strategies/p3/: sums the partial sums of all columns, for `apply`; and
-                inside `scatter`, where edges need more than a sum (attention)
-    apply       what follows, on the whole sum; not torch's Module.apply, which nothing here calls
-    """
-
-    def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
-        """Rows x [S, H_in] -> [S, width]."""
-
-    def gather(self, block: Block, rows: Tensor) -> Tensor:
-        """[S, width] -> [R, width]."""
-
-    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
-        """[R, width] and the destinations' rows [R, H_in] -> partial sums [R, H_out]."""
-
-    def apply(self, summed: Tensor, relu: bool) -> Tensor:
-        """[R, H_out] -> h_1."""
-
-
-CALLS = ("scatter", "gather", "transform", "apply")
-
-
-def keep(x: Rows) -> Rows:
-    """The Drop that drops nothing."""
-    return x
 
 
 class BatchNorm(nn.Module):
@@ -189,11 +99,8 @@ def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tens
     return normed.relu_()
 
 
-class _SplitLayer(nn.Module):
-    """What the layers below have in common: `Layer`, but for `project` and `combine`."""
-
-    projects_first: bool
-    linear = True
+class _SplitLayer(Layer):
+    """What the layers below have in common: norm, dropout and residual, around `combine`."""
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__()
@@ -217,12 +124,6 @@ class _SplitLayer(nn.Module):
             x = activated(self.norm, x, moments)
         return drop(x) if self.drops else x
 
-    def project(self, rows: FeatureRows) -> Tensor:
-        raise NotImplementedError
-
-    def gather(self, block: Block, rows: Tensor) -> Tensor:
-        return aggregate(block, rows)
-
     def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
@@ -243,27 +144,6 @@ class _SplitLayer(nn.Module):
         out = out + own
         return out.relu_() if relu and not residual.after_relu else out
 
-    def _gathers(self, rows: FeatureRows) -> Tensor:
-        """What `gather` reads of prepared rows."""
-        if self.projects_first:
-            return self.project(rows)
-        assert isinstance(rows, Tensor)  # sparse rows are multiplied first
-        return rows
-
-    def forward(
-        self,
-        block: Block,
-        x: FeatureRows,
-        drop: Drop = keep,
-        x0: Tensor | None = None,
-        relu: bool = False,
-        moments: Tensor | None = None,
-    ) -> Tensor:
-        """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
-        rows = self.prepare(x, drop, moments)
-        gathered = self.gather(block, self._gathers(rows))
-        return self.update(gathered, rows[: block.n_dst], x[: block.n_dst], x0, relu)
-
 
 class GCNLayer(_SplitLayer):
     """A~ x W + b with A~ = (D+1)^-1/2 (A+I) (D+1)^-1/2.
@@ -276,6 +156,7 @@ class GCNLayer(_SplitLayer):
     """
 
     edges = "gcn"
+    by_columns = ("weight",)
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__(shape)
@@ -295,7 +176,7 @@ class GCNLayer(_SplitLayer):
         return out.relu() if relu else out
 
     def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
-        return self._gathers(x)
+        return self.gathers(x)
 
     def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
         return gathered if self.projects_first else self.project(gathered)
@@ -309,6 +190,7 @@ class SAGELayer(_SplitLayer):
     """x W_self + mean(x_neighbours) W_neigh + b (Hamilton et al. 2017; DGL's SAGEConv 'mean')."""
 
     edges = "mean"
+    by_columns = ("weight", "weight_self")
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__(shape)
@@ -329,7 +211,7 @@ class SAGELayer(_SplitLayer):
         return out.relu_() if relu else out
 
     def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
-        return self._gathers(x)
+        return self.gathers(x)
 
     def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
         if not self.projects_first:
@@ -373,6 +255,7 @@ class GATLayer(_SplitLayer):
 
     edges = "loop"
     linear = False
+    by_columns = ("weight",)
 
     def __init__(self, shape: gnn.Layer) -> None:
         super().__init__(shape)
@@ -556,8 +439,9 @@ class Net(nn.Module):
         self.to(torch.float64 if workload.dtype == "float64" else torch.float32)
         if shapes.nonzeros and 1 in self.which:
             self._store_by_columns()
-        self._initialise(workload.seed)
-        if workload.module:
+        if workload.model != "own":  # whose class does so
+            self._initialise(workload.seed)
+        if workload.is_converted:
             fill(self, workload)
 
     def _store_by_columns(self) -> None:
@@ -602,7 +486,7 @@ class Net(nn.Module):
 
     def batch_norm(self, number: int) -> BatchNorm | None:
         """The norm of layer `number` (L + 1: the decoder) if it needs moments."""
-        norm = self.norm if number > self.total else self.layers[str(number)].norm
+        norm = self.norm if number > self.total else getattr(self.layers[str(number)], "norm", None)
         return norm if isinstance(norm, BatchNorm) else None
 
     def encode(self, x: FeatureRows, drop: Drop = keep) -> Tensor:
@@ -626,6 +510,8 @@ class Net(nn.Module):
 
 def _make_layer(shape: gnn.Layer, number: int, workload: Workload) -> nn.Module:
     """Layer `number` of the workload's model."""
+    if workload.model == "own":
+        return made(workload, number, shape.h_in, shape.h_out)
     if workload.model == "gcnii":
         return GCNIILayer(shape, number, workload.alpha, workload.theta)
     if workload.model == "resgcn":

@@ -23,8 +23,24 @@ from gnnplan.planner.vocabulary.files import suggest
 
 # Names of parameters that a module is made with, as PyG, DGL and their examples call them.
 ARGUMENTS = {
-    "features": ("features", "in_channels", "in_feats", "in_dim", "in_size", "num_features"),
-    "classes": ("classes", "out_channels", "out_feats", "out_dim", "out_size", "num_classes"),
+    "features": (
+        "features",
+        "h_in",
+        "in_channels",
+        "in_feats",
+        "in_dim",
+        "in_size",
+        "num_features",
+    ),
+    "classes": (
+        "classes",
+        "h_out",
+        "out_channels",
+        "out_feats",
+        "out_dim",
+        "out_size",
+        "num_classes",
+    ),
     "hidden": ("hidden", "hidden_channels", "hid_feats", "hidden_dim", "hid_size", "h_feats"),
     "layers": ("layers", "num_layers", "n_layers"),
     "heads": ("heads", "num_heads"),

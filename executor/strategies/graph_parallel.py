@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, dtype_of
 from gnnplan.executor.layers.kernels import Block, SparseRows, backward, dropout
-from gnnplan.executor.layers.models import BatchNorm, Drop, Net
+from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.minibatch.share import Share, share_of
 from gnnplan.executor.ranks.checkpoint import Resumable, fill
 from gnnplan.executor.ranks.comm import Exchange, all_reduce

@@ -65,11 +65,11 @@ def ask(
     source = source_of(name, features, labels, split, task)
     problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed)
     if module:
-        from gnnplan.executor.modules.read import with_user_module
+        from gnnplan.executor.layers.own import with_user_model
 
         notify("reading the model")
         given = (setting.partition("=")[0].strip() for setting in settings)
-        problem = with_user_module(problem, module, [*wanted.given, *given])
+        problem = with_user_model(problem, module, [*wanted.given, *given])
         if problem.workload.model != asked.model:  # constants of a testbed may be its own
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)

@@ -57,7 +57,7 @@ def plan(
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
       seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or
       its class, whose parameters training starts from
-    - exact: only strategies that leave the gradient as one process computes it
+    - exact: only exact strategies: they compute the gradient of one process
     - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
     - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
     - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
@@ -123,7 +123,7 @@ def tune(
     emulate: str | None = None,
     notify: Notify = silent,
 ) -> Plan:
-    """Run the few strategies whose predictions are too close to tell, and plan by what they took.
+    """Run the few strategies whose predictions are within doubt, and plan by what they took.
 
     out: a new folder for the runs; default: one in runs/. share: the most that it may cost, of the
     seconds that so many `epochs` (default: the workload's) are predicted to take. emulate: as of

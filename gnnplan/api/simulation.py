@@ -265,7 +265,7 @@ def moved(
 ) -> tuple[Problem, Strategy]:
     """The plan's problem with overrides applied, and its strategy there.
 
-    Ranks keep their GPUs while servers and GPUs per server stay, and are seated anew if another
+    Ranks keep their GPUs while servers and GPUs per server stay, and are placed anew if another
     field of the cluster changes. On another number of ranks the best variant of the strategy's
     family is taken.
     """

@@ -32,7 +32,8 @@ GRAPH_HELP = (
 )
 MODEL_HELP = (
     "gcn, sage, gcnii, gat, gatv2, gin, resgcn or sgc; or your own module of torch_geometric.nn or"
-    " dgl.nn convolutions, as model.py:MyGNN. That file is executed, here and by every rank."
+    " dgl.nn convolutions, as model.py:MyGNN, or layer, as layer.py:MyLayer. That file is executed,"
+    " here and by every rank."
 )
 Json = Annotated[
     bool,

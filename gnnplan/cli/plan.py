@@ -74,7 +74,8 @@ def plan(
         ),
     ] = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Only strategies that leave the gradient unchanged.")
+        bool,
+        typer.Option("--exact", help="Only strategies that compute the gradient of one process."),
     ] = False,
     strategy: Annotated[
         str | None,

@@ -38,10 +38,10 @@ def tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the few strategies whose predictions are too close to tell, and plan by what they took.
+    """Run the few strategies whose predictions are within doubt, and plan by what they took.
 
     Each trains for a few epochs, again and again, the faster ones longer; it ends as soon as the
-    order is certain or --share of the training is spent. A strategy that changes the gradient is
+    order is certain or --share of the training is spent. A lossy strategy is
     recommended only if it is faster by more than the noise. The runs also correct the cluster's
     constants. Where the training is too short to be worth it, the plan stays as it is.
 

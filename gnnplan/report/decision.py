@@ -87,13 +87,13 @@ def epochs(facts: Facts) -> Picture:
         gap = show_percent(seconds[1] / seconds[0] - 1, 1, sign=True)
         see.append(f"{leaders[1].name} follows with {gap}.")
     if not all(leader.exact for leader in leaders):
-        see.append("A star marks strategies that change the gradient.")
+        see.append("A star marks lossy strategies: they change the gradient.")
     if error is None:
         see.append("How wrong predictions are on such machines has not been measured.")
     else:
         see.append(
             f"The whisker is the median error of measured runs, {show_percent(error)}: strategies"
-            " whose whiskers overlap are too close to tell."
+            " whose whiskers overlap are within doubt."
         )
     if ran:
         see.append("A diamond is the median measured epoch.")

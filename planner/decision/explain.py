@@ -59,7 +59,7 @@ def explain(
         *before_the_first_epoch(best),
         *convergence(best.strategy, problem.workload.model),
         *why_not(found),
-        *within_noise(found),
+        *within_doubt(found),
         *turning_points,
     ]
     if problem.workload.mode == "full":
@@ -159,7 +159,7 @@ def before_the_first_epoch(best: Candidate) -> list[str]:
 def convergence(strategy: Strategy, model: str) -> list[str]:
     """What an approximation cost in accuracy and epochs, where that was measured.
 
-    Empty for a strategy that leaves the gradient unchanged.
+    Empty for an exact strategy.
     """
     if strategy.exact:
         return []
@@ -169,7 +169,7 @@ def convergence(strategy: Strategy, model: str) -> list[str]:
     rows = [row for row in rows if row["model"] == model] or rows
     if not rows:
         return [
-            f"{strategy} changes the gradient; what that costs in epochs to the same accuracy has"
+            f"{strategy} is lossy; what that costs in epochs to the same accuracy has"
             " not been measured: unknown"
         ]
     measured = dict.fromkeys(
@@ -179,7 +179,7 @@ def convergence(strategy: Strategy, model: str) -> list[str]:
         for row in rows
     )
     return [
-        f"{strategy} changes the gradient. Measured against one process (± two standard errors):"
+        f"{strategy} is lossy. Measured against one process (± two standard errors):"
         f" {'; '.join(measured)}. On this graph: unknown"
     ]
 
@@ -215,7 +215,7 @@ def largest_difference(candidate: Candidate, best: Candidate) -> str:
     parts = {
         "computation": float(theirs.compute_s) - float(ours.compute_s),
         "exposed communication": float(theirs.comm_s) - float(ours.comm_s),
-        "bubble": float(theirs.bubble_s) - float(ours.bubble_s),
+        "waiting": float(theirs.bubble_s) - float(ours.bubble_s),
     }
     worst = max(parts, key=lambda part: parts[part])
     return f"{show_time(parts[worst])} more {worst}"
@@ -228,11 +228,11 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
     return (
         f"{candidate.strategy}{where} is {show_percent(gain, 1)} faster by prediction, within"
-        " doubt, and changes the gradient"
+        " doubt, and lossy"
     )
 
 
-def within_noise(found: SearchResult) -> list[str]:
+def within_doubt(found: SearchResult) -> list[str]:
     """Whether the first two are closer than predictions are known to be right."""
     if len(found.ranked) < 2 or found.measured:
         return []

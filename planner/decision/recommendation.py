@@ -1,7 +1,7 @@
 """The recommendation: the fastest candidate, but an exact one unless a lossy one is surely faster.
 
-A lossy strategy changes the gradient, and what that costs in accuracy is often unknown. So it has
-to be faster by more than predictions of such differences are wrong by (SURE_GAIN).
+What a lossy strategy costs in accuracy is often unknown. So it has to be faster by more than
+predictions of such differences are wrong by (SURE_GAIN).
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def search(
         if exact and not forced.settle(problem).exact:
             name = forced.settle(problem)
             raise SpecError(
-                f"--exact excludes {name}: it changes the gradient; drop --exact or use"
+                f"--exact excludes {name}: it is lossy; drop --exact or use"
                 " graph_parallel or granndis"
             )
         try:
@@ -181,7 +181,7 @@ def search(
                 rejected.append(
                     (
                         str(strategy.settle(problem)),
-                        "it changes the gradient, and --exact asks for strategies that do not",
+                        "it is lossy, and --exact asks for exact strategies",
                     )
                 )
                 continue

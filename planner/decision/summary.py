@@ -1,7 +1,7 @@
 """The five lines that every plan opens with: what to use, how sure that is, what it costs, what
 was close, what would change it.
 
-    use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order
+    use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order; lossy ...
     sure      ...        how predictions compared with runs on such devices, if they were
     cost      ...        epoch, memory, bytes, dollars
     close     ...        the runner-up, and the fastest exact strategy or other family
@@ -24,7 +24,7 @@ from gnnplan.planner.decision.explain import (
     largest_difference,
     measured_errors,
     prediction_error,
-    within_noise,
+    within_doubt,
 )
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
 from gnnplan.planner.problem.problem import Problem
@@ -74,7 +74,7 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
     gradient = (
         "the gradient is exact"
         if best.strategy.exact
-        else "it changes the gradient (--exact leaves such strategies out)"
+        else "lossy, not the exact gradient (--exact leaves such strategies out)"
     )
     asked = ", as --strategy asks" if found.forced else ""
     asked = ", as measured" if found.measured else asked
@@ -197,8 +197,8 @@ def rivals(found: SearchResult) -> str:
         return told if len(told) <= WIDEST_RIVALS else told.replace(str(strategy), strategy.name)
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
-    if within_noise(found):
-        why = ": too close to tell, try `gnnplan tune`"
+    if within_doubt(found):
+        why = ": within doubt, try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
     told = textwrap.shorten(_loss(others[0], best), WIDEST_RIVALS - len(why), placeholder="...")

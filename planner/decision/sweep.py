@@ -132,7 +132,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """A row per point: what is recommended there, and the best of the plan's family on all GPUs.
 
-    With `exact` only strategies that leave the gradient unchanged are recommended.
+    With `exact` only exact strategies are recommended.
     """
     out = []
     for at, problem in asked:

@@ -128,7 +128,7 @@ class Result:
         if self.fastest is not self.best:
             return (
                 f"{self.fastest.name} was {_gap(self.best, self.fastest)} faster, which is not"
-                f" certain, and it changes the gradient: {self.best.name} is exact"
+                f" certain, and it is lossy: {self.best.name} is exact"
             )
         second = self.others[0]
         gap = f"the next, {second.name}, was {_gap(second, self.best)} slower"

@@ -3,5 +3,6 @@
     workload.py     the specification that a user gives, and its rules
     model.py        widths, parameters and work of each layer
     footprint.py    memory of each layer while it is trained
+    counted.py      work and memory of a layer of the user's own, as counted by the executor
 
 Imports `vocabulary` only."""

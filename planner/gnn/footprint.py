@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gnnplan.planner.gnn.counted import Event, amount
 from gnnplan.planner.gnn.model import Layer, Model
 from gnnplan.planner.gnn.workload import Residual
 from gnnplan.planner.vocabulary.numbers import Number
@@ -223,7 +224,8 @@ class LayerPasses:
 
     @property
     def own_matrix(self) -> bool:
-        """Whether a second matrix multiplies the destinations' own rows (GraphSAGE)."""
+        """Whether autograd saves the prepared rows though the layer aggregates first: a second
+        matrix multiplies the destinations' own (GraphSAGE)."""
         return self.spec.matrices > 1
 
     @property
@@ -630,6 +632,44 @@ class ResidualBlock(LayerPasses):
             tape.free(own)
 
 
+class Counted(LayerPasses):
+    """A layer of the user's own, whose tensors were noted as they came and went."""
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        assert self.spec.counted is not None
+        return tuple(
+            Product(
+                amount(product.rows, self.rows, self.sources, self.edges),
+                product.h_in,
+                product.h_out,
+                self.varies,
+                (product.after,),
+            )
+            for product in self.spec.counted.products
+        )
+
+    @property
+    def own_matrix(self) -> bool:
+        return bool(self.spec.counted and self.spec.counted.keeps_inputs)
+
+    def compute(self, tape: Tape) -> None:
+        assert self.spec.counted is not None
+        self._play(tape, self.spec.counted.forward_events)
+
+    def compute_backward(self, tape: Tape) -> None:
+        assert self.spec.counted is not None
+        self._play(tape, self.spec.counted.backward_events)
+        tape.free(self.prepared.dropped * self.own_matrix)
+
+    def _play(self, tape: Tape, events: Iterable[Event]) -> None:
+        """Where a weighted sum is made outside autograd, its tensors are counted there."""
+        assert self.spec.counted is not None
+        for event in events:
+            if not (self.apart and self.spec.counted.linear and event.of_gather):
+                tape.take(amount(event.bytes, self.rows, self.sources, self.edges))
+
+
 class InitialResidual(AggregatesFirst):
     """GCNII: the aggregate is mixed with initial rows, and with its own product."""
 
@@ -658,8 +698,22 @@ KINDS = {
     "gin": Perceptron,
     "resgcn": ResidualBlock,
     "gcnii": InitialResidual,
+    "own": Counted,
 }
-UNWEIGHTED = ("gat", "gatv2", "gin", "resgcn")  # whose edges all weigh one
+
+
+def gathers_linearly(kind: str, spec: Layer) -> bool:
+    """Whether a layer's gathering is a weighted sum of rows."""
+    if spec.counted:
+        return spec.counted.linear
+    return not spec.heads and kind != "resgcn"
+
+
+def weighs_edges(kind: str, spec: Layer) -> bool:
+    """Whether a layer's edges have weights: those of a mean, or GCN's norm."""
+    if spec.counted:
+        return spec.counted.edges in ("gcn", "mean")
+    return kind not in ("gat", "gatv2", "gin", "resgcn")
 
 
 def _kind_of(kind: str, spec: Layer) -> type[LayerPasses]:
@@ -710,7 +764,7 @@ def block(
     Edges are kept in both directions, with the place of each in the other direction, and their
     weights; sources are kept by id."""
     edges = edges + rows if spec.self_edges else edges
-    weights = 0 if kind in UNWEIGHTED else 2 * model.itemsize
+    weights = 2 * model.itemsize * weighs_edges(kind, spec)
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources
 
 

@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from gnnplan.planner.gnn.counted import Counted, between
 from gnnplan.planner.gnn.workload import Module, Residual, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
@@ -58,11 +59,12 @@ class Layer:
     # sources
     pairs: bool = False
     residual: Residual | None = None
+    counted: Counted | None = None  # a layer of the user's own, whose work is not in formulas
 
     @property
     def reads_own(self) -> bool:
         """Whether it reads the rows of its destinations besides what it aggregates."""
-        return self.matrices > 1 or self.residual is not None
+        return self.matrices > 1 or self.residual is not None or self.counted is not None
 
     @property
     def multiplied(self) -> int:
@@ -77,6 +79,8 @@ class Layer:
     @property
     def gathered(self) -> int:
         """Numbers per row that is summed over the edges."""
+        if self.counted:
+            return self.counted.gathered
         return (self.middle or self.h_out) if self.projects_first else self.h_in
 
 
@@ -132,11 +136,14 @@ class Model:
     def aggregating_first(self) -> Model:
         """The same model with every layer aggregating before it multiplies.
 
-        Attention and the layer of sparse features still multiply first."""
+        Attention and the layer of sparse features still multiply first, and a layer of the user's
+        own stays as it is."""
         return replace(
             self,
             layers=tuple(
-                replace(spec, projects_first=spec.heads > 0 or self.reads_sparse(layer))
+                spec
+                if spec.counted
+                else replace(spec, projects_first=spec.heads > 0 or self.reads_sparse(layer))
                 for layer, spec in enumerate(self.layers, 1)
             ),
         )
@@ -184,6 +191,7 @@ class Model:
             layer == 1
             and self.encoder is None
             and not (self.redrawn or self.layers[0].heads or self.nonzeros)
+            and not self.layers[0].counted
             and not (self.dropout and self.layers[0].drops)
         )
 
@@ -231,6 +239,7 @@ class Model:
             and spec.projected < spec.h_in
             and spec.norm != "batch"
             and not adds_inputs
+            and not spec.counted
         )
 
     @property
@@ -255,6 +264,8 @@ class Model:
         `sources`. narrow: without the projection, which was done before the exchange
         (`project`)."""
         spec, itemsize = self.layers[layer - 1], self.itemsize
+        if spec.counted:
+            return self._counted(spec, rows, sources, edges, read)[0]
         cached, sparse = self.aggregate_cached(layer), self.reads_sparse(layer)
         narrow = narrow and self.narrow_at(layer)
         multiplied = spec.matrices * rows
@@ -310,6 +321,8 @@ class Model:
 
         It makes the gradient of the weights, and that of the inputs where they vary."""
         forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
+        if spec.counted:
+            return self._counted(spec, rows, sources, edges, read)[1]
         constant = layer <= self.first_varying
         # over the transposed edges
         aggregated = self._gathers(layer, rows, edges, rows, sources if read is None else read)
@@ -348,6 +361,21 @@ class Model:
         if spec.residual and spec.residual.linear:
             work = self._matrix_gradient(spec.h_in, spec.h_out, rows, sparse=True) + work
         return work
+
+    def _counted(
+        self, spec: Layer, rows: Number, sources: Number, edges: Number, read: Number | None
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of a layer of the user's own, with dropout of its inputs."""
+        assert spec.counted is not None
+        block = rows, sources if read is None else read, edges + rows * spec.self_edges
+        drop = self._prepare(spec, sources)
+        forward = spec.counted.forward.on(*block, self.itemsize) + Compute(
+            launches=drop.launches, hash_ops=drop.hash_ops
+        )
+        backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
+            elementwise_bytes=HASH_ACCESSES * drop.hash_ops * self.itemsize
+        )
+        return forward, backward
 
     def _residual(self, layer: int, rows: Number) -> tuple[Compute, Number]:
         """A residual's product, and the bytes of its sum and of a ReLU of its own."""
@@ -564,6 +592,26 @@ def _convolutions(
     return _normalised(layers, workload)
 
 
+def _own_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
+    """Layers of the user's own."""
+    assert workload.module is not None
+    layers = []
+    for own, (h_in, h_out) in zip(
+        workload.module.layers, _widths(workload, features, classes), strict=True
+    ):
+        counted = own.counted
+        if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
+            counted = between(own.half, counted, h_in / own.h_in)
+        assert counted is not None
+        self_edges = counted.edges in ("gcn", "loop")
+        layers.append(
+            Layer(
+                h_in, h_out, 1, counted.weights, self_edges, counted.projects_first, counted=counted
+            )
+        )
+    return layers
+
+
 def _gat_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
     """Velickovic et al. 2018: W, an attention vector of two numbers per output, and a bias.
 
@@ -714,6 +762,7 @@ ARCHITECTURES = {
     "gat": Architecture(_gat_layers),
     "gatv2": Architecture(_gatv2_layers),
     "gin": Architecture(_gin_layers),
+    "own": Architecture(_own_layers),
     "sgc": Architecture(_sgc_layers, relu=False),
     "gcnii": Architecture(_gcnii_layers, encodes=True, hands_on_initial=True),
     "resgcn": Architecture(_resgcn_layers, encodes=True, activates_last=True),

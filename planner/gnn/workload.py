@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.vocabulary.spec import Spec
 
 ALL = -1  # the fanout that takes every neighbour
@@ -54,6 +55,8 @@ class ModuleLayer(Spec):
     drops: bool = True  # dropout of its inputs
     bias: bool = True
     residual: Residual | None = None
+    counted: Counted | None = None  # a layer of the user's own
+    half: Counted | None = None  # the same for half of its input's columns, where P3 can cut them
 
 
 class Module(Spec):
@@ -73,7 +76,7 @@ class Module(Spec):
 class Workload(Spec):
     """A GNN and its training options. Options that a model does not know have no effect."""
 
-    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"] = "sage"
+    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2", "own"] = "sage"
     layers: int = Field(3, ge=1, le=10_000)
     hidden: int = Field(256, ge=1, le=1_000_000)  # SGC has no hidden rows: all are classes wide
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
@@ -97,6 +100,10 @@ class Workload(Spec):
 
     @model_validator(mode="after")
     def _is_the_module(self) -> Workload:
+        if self.module is None and self.model == "own":
+            raise Conflict(
+                ("model",), "a layer of your own is in a file; use model=FILE.py:MyLayer"
+            )
         if self.module is None:
             return self
         for field, found in (
@@ -152,6 +159,11 @@ class Workload(Spec):
                 " use norm=layer or mode=full",
             )
         return self
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether it is the user's module of convolutions, whose parameters are put into ours."""
+        return self.module is not None and self.model != "own"
 
     @property
     def fanouts(self) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class Prediction:
     epoch_s: Number
     compute_s: Number  # of the busiest rank
     comm_s: Number  # exposed: not hidden behind computation
-    bubble_s: Number  # waiting for other stages
+    bubble_s: Number  # waiting: the rest of the epoch; in a pipeline, its bubble
     bytes: dict[str, int]  # by operation
     bytes_by_link: dict[str, int]  # by intra_node, inter_node, island
     setup_bytes: int
@@ -65,7 +65,7 @@ class Prediction:
         shares = {
             "computation": self.compute_s,
             "communication": self.comm_s,
-            "pipeline bubble": self.bubble_s,
+            "waiting": self.bubble_s,
         }
         largest = max(shares, key=lambda k: float(shares[k]))
         share = float(shares[largest]) / max(float(self.epoch_s), 1e-12)
@@ -93,7 +93,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def approximates_as(self, other: Strategy) -> bool:
-        """Whether `other` changes the gradient in the same way.
+        """Whether `other` is lossy in the same way.
 
         If so, what is known of the other's convergence holds for this strategy too.
         """

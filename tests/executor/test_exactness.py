@@ -1,4 +1,4 @@
-"""Exact strategies leave the gradient alone: several ranks train to the weights of one process.
+"""Exact strategies: several ranks train to the weights of one process.
 
 One process itself is held against training written plainly with dense matrices (plain.py), so that
 an error that all ranks share shows too."""

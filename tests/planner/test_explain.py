@@ -129,23 +129,23 @@ def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over() -> None:
     )
 
 
-def test_close_seconds_are_within_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_seconds_are_within_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error measured on CPU ranks decides for CPU ranks, and is never quoted for GPUs."""
     found = search(question())
     on_cpu = SearchResult([with_device(candidate, "cpu") for candidate in found.ranked], [])
     first, second = (float(c.predicted.epoch_s) for c in found.ranked[:2])
     gap = second / first - 1
     monkeypatch.setattr(explain, "prediction_error", lambda: gap + 0.01)
-    assert "(median" in explain.within_noise(on_cpu)[0]
+    assert "(median" in explain.within_doubt(on_cpu)[0]
     monkeypatch.setattr(explain, "prediction_error", lambda: gap / 2)
-    assert explain.within_noise(on_cpu) == []
+    assert explain.within_doubt(on_cpu) == []
     monkeypatch.setattr(explain, "prediction_error", lambda: None)
-    assert explain.within_noise(on_cpu) == []
+    assert explain.within_doubt(on_cpu) == []
     monkeypatch.setattr(explain, "CLOSE", gap + 0.01)
-    [line] = explain.within_noise(found)
+    [line] = explain.within_doubt(found)
     assert "no prediction on such devices" in line and "median" not in line
     monkeypatch.setattr(explain, "CLOSE", gap / 2)
-    assert explain.within_noise(found) == []
+    assert explain.within_doubt(found) == []
 
 
 def with_device(candidate: Candidate, kind: str) -> Candidate:
@@ -176,7 +176,7 @@ def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
         )
         assert "unknown times the epochs" in explain.convergence(parse("pipegcn"), "gcn")[0]
         assert "+0.30 ± 0.20 points" in explain.convergence(parse("pipegcn_f(gamma=0.5)"), "gcn")[0]
-        # another way to change the gradient
+        # lossy in another way
         for other in ("pipegcn_gf", "pipegcn_f", "gnnpipe(stages=2,shuffle=False)"):
             assert (
                 "has not been measured: unknown"

@@ -174,9 +174,7 @@ def test_forced():
         SpecError, match=r"a layer per stage \(layers: 4, stages: 8\); use stages <= 4"
     ):
         search(problem, forced=parse("gnnpipe(stages=8)"))
-    with pytest.raises(
-        SpecError, match=r"--exact excludes pipegcn.*: it changes the gradient; drop --exact"
-    ):
+    with pytest.raises(SpecError, match=r"--exact excludes pipegcn.*: it is lossy; drop --exact"):
         search(problem, exact=True, forced=parse("pipegcn"))
     assert search(problem, exact=True, forced=parse("gnnpipe(chunks=1)")).ranked[0].strategy.exact
 
@@ -583,7 +581,7 @@ def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult
 def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
     lossy_s: float, exact_s: float, best: str
 ):
-    """plan recommended PipeGCN, which changes the gradient, for 1.9 % that were within its error."""
+    """plan recommended PipeGCN, which is lossy, for 1.9 % that were within its error."""
     both = sorted([("pipegcn", lossy_s), ("graph_parallel", exact_s)], key=lambda pair: pair[1])
     found = with_epochs(
         search(problem_of(), may_use_fewer=False), *both, ("granndis(depth=1)", 9.0)

@@ -266,7 +266,7 @@ def parts_of_the_epoch_add_up(told: Told) -> None:
     assert min(float(p.compute_s), float(p.comm_s), float(p.bubble_s)) >= 0
     assert float(p.compute_s) <= float(p.epoch_s) * (1 + ROUND)
     assert sums(p) == pytest.approx(float(p.epoch_s), rel=1e-9)
-    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "pipeline bubble")
+    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "waiting")
 
 
 def better_hardware_is_never_slower(told: Told) -> None:
@@ -1154,6 +1154,22 @@ def test_what_costs_memory():
     # a member keeps its own rows and those it reads, so less than all
     alone = problem_of(GRAPHS[0], cluster(1, 1), layers=8)
     assert total(halved, problem_of(GRAPHS[0], cluster(1, 2), layers=8)) < total(halved, alone)
+
+
+def test_a_checkpoint_of_resgcn_gathers_again():
+    """Its messages pass through ReLU, so that the rows read, not their sums, are kept: the backward
+    pass gathers once more, for a sum as for a softmax."""
+    for aggregation in ("sum", "softmax"):
+        problem = problem_of(
+            GRAPHS[0], cluster(1, 2), model="resgcn", layers=8, aggregation=aggregation
+        )
+        pipe = GNNPipe(2, 8, checkpoint=True).settle(problem)
+        facts = pipe.facts(problem)
+        kept, again = (
+            replace(pipe, checkpoint=on)._layer_work(problem, 3, facts)[1].gathers
+            for on in (False, True)
+        )
+        assert len(again) == len(kept) + problem.model.layers[2].sums
 
 
 # -- many clusters at once -------------------------------------------------------------------------

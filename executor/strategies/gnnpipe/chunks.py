@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.layers.models import Layer
+from gnnplan.executor.layers.layer import Layer
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload

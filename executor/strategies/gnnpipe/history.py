@@ -19,7 +19,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.models import Drop, Net
+from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.layers.models import Net
 
 
 class History:

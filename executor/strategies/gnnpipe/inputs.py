@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
 from gnnplan.executor.layers.kernels import SparseRows
-from gnnplan.executor.layers.models import Drop, Net, keep
+from gnnplan.executor.layers.layer import Drop, keep
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, with_far
 from gnnplan.planner.graph.graph import Graph
@@ -82,7 +83,8 @@ class Inputs:
             # sparse rows offer what layer 1 asks of a tensor
             rows = cast(Tensor, self.by_chunk[c])
             block = chunk.blocks[layer.edges]
-            return layer(block, rows, drop_sources(chunk.sources), x0, relu)
+            out: Tensor = layer(block, rows, drop_sources(chunk.sources), x0, relu)
+            return out
         own = self.dense[chunk.rows]
         if self.aggregated:
             return layer.update(self.aggregated[c], own, own, x0, relu)

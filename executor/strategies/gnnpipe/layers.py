@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import aggregate_transposed, backward
-from gnnplan.executor.layers.models import Drop, Layer, Net
+from gnnplan.executor.layers.layer import Drop, Layer
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
 from gnnplan.executor.strategies.gnnpipe.history import History
 from gnnplan.planner.vocabulary.errors import SpecError

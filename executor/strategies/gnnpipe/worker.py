@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, dtype_of
 from gnnplan.executor.layers.kernels import backward, dropout
-from gnnplan.executor.layers.models import Drop, Net, keep
+from gnnplan.executor.layers.layer import Drop, keep
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.checkpoint import Resumable
 from gnnplan.executor.ranks.comm import Arrival, send
 from gnnplan.executor.ranks.rank import Rank

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, counts_of, dtype_of, sparse_rows
 from gnnplan.executor.layers.kernels import Rows, SparseRows, backward, dropout
-from gnnplan.executor.layers.models import CALLS, ColumnLayer, Net
+from gnnplan.executor.layers.layer import ColumnLayer, missing_calls
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.ranks import comm
@@ -138,7 +139,7 @@ class Worker(Resumable):
         return sliced
 
     def _is_cut(self, name: str) -> bool:
-        return name in ("layers.1.weight", "layers.1.weight_self")
+        return name in {f"layers.1.{own}" for own in self.net.layer(1).by_columns}
 
     def gradients(self, net: Net) -> list[Gradients]:
         """Buffers for the gradient of `net`: of whole weights, and of those cut by columns."""
@@ -430,11 +431,7 @@ class Worker(Resumable):
 def _must_be_cut_by_columns(net: Net) -> None:
     """Raise SpecError if layer 1 lacks P3's calls, as a user's own layer may."""
     kind = type(net.layer(1))
-    missing = [
-        call
-        for call in CALLS
-        if getattr(kind, call, None) in (None, getattr(torch.nn.Module, call, None))
-    ]
+    missing = missing_calls(kind)
     if missing:
         raise SpecError(
             f"p3: layer 1 ({kind.__name__}) has no {', '.join(missing)}: a layer runs under P3"

@@ -10,7 +10,7 @@
       2  _flow_shop_s   the epoch, if stages waited for chunks only
       3  _contended     stages' exchanges share ports, and ranks share CPU cores: both take longer
       4  bounds         no epoch is shorter than its busiest port or core is busy
-      5  shares         of computation, communication and bubble
+      5  shares         of computation, communication and waiting
 
 For equal chunks step 2 gives (K + stages - 1) slots forward and as many backward (GNNPipe, arXiv
 2308.10087, Sec. 3.2). In the hybrid a chunk takes its slowest member's time between one exchange

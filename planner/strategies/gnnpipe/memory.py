@@ -19,6 +19,7 @@ from gnnplan.planner.gnn.footprint import (
     Product,
     block,
     footprint,
+    gathers_linearly,
     kernels,
     loss,
 )
@@ -117,7 +118,7 @@ def _moments(
             )
         need = footprints[key]
         products += need.products
-        linear = not (spec.heads or spec.projects_first or problem.workload.model == "resgcn")
+        linear = gathers_linearly(problem.workload.model, spec) and not spec.projects_first
         read = (rows if linear else sources) * spec.h_in * b
         if not varies:
             held = 0.0 if sparse or model.aggregate_cached(layer) else read.sum(0)

@@ -17,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from gnnplan.planner.cluster.spec import Placement
+from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
@@ -28,7 +29,7 @@ TRICKS = (
     "shuffle",
     "historical_gradients",
     "period",
-)  # knobs of the paper that change the gradient
+)  # knobs of the paper that are lossy
 MOST_CHUNKS = 100_000
 # of a candidate, chunks times pairs of a stage's members: more would take too long to predict
 MOST_PAIRS = 2**20
@@ -273,7 +274,9 @@ class Pipeline(Strategy):
         backward = model.backward(layer, rows, projected, edges, read=sources)
         if self.checkpoint and varies and layer < len(model.layers):
             again = forward
-            keeps_gathered = not (spec.heads or spec.sums > 1)
+            keeps_gathered = (
+                gathers_linearly(problem.workload.model, spec) and not spec.projects_first
+            )
             backward = backward + (replace(again, gathers=()) if keeps_gathered else again)
         if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):
             # the rows that are read are picked out of all rows that the member keeps

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME, UNWEIGHTED, block, kernels
+from gnnplan.planner.gnn.footprint import RUNTIME, block, kernels, weighs_edges
 from gnnplan.planner.gnn.model import Layer
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
@@ -169,15 +169,12 @@ def laying(problem: Problem, layers: Sequence[tuple[LayerFacts, Layer]]) -> np.n
     the block (12), and weights. Per source: ids, degrees and offsets (72). Blocks of the layers
     before it stay.
     """
-    sage, weighted = (
-        problem.workload.model == "sage",
-        problem.workload.model not in UNWEIGHTED,
-    )
-    # a weight and its copy, in both orders, and the order itself; GCN's are in 64 bits first
-    each = 28 + (20 if sage else 32) * weighted
+    kind = problem.workload.model
     most = done = np.zeros(problem.ranks)
     for f, spec in layers:
+        # a weight and its copy, in both orders, and the order itself; GCN's are in 64 bits first
+        each = 28 + (32 if spec.self_edges else 20) * weighs_edges(kind, spec)
         edges = f.edges + f.rows if spec.self_edges else f.edges
         most = np.maximum(most, done + (each + 4 * spec.self_edges) * edges + 72 * f.sources)
-        done = done + block(problem.workload.model, problem.model, spec, f.rows, f.sources, f.edges)
+        done = done + block(kind, problem.model, spec, f.rows, f.sources, f.edges)
     return np.asarray(most)

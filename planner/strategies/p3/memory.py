@@ -238,6 +238,8 @@ class _Batch:
                 self.sorted = self.sorted + sliced.features_sorted(merged.rows)
         spec = sliced.layers[0]
         saved = spec.projects_first or kind == "sage"
+        if spec.counted:
+            saved = spec.counted.keeps_inputs
         # what was loaded stays for the tail, not a copy of it
         self.reads_on = bool(model.nonzeros) or (saved and not (model.dropout and spec.drops))
         self.pulled = self.own * (len(rails[0]) - 1)

@@ -193,6 +193,8 @@ class Slices(Strategy):
     def sliced_weights(self, problem: Problem) -> int:
         """Numbers in the first layer's weights that are cut with the columns."""
         first = problem.model.layers[0]
+        if first.counted:
+            return first.counted.by_column * first.h_in
         return first.matrices * first.h_in * first.h_out
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
@@ -202,13 +204,21 @@ class Slices(Strategy):
 def _why_whole(problem: Problem) -> str:
     """Why layer 1 is no sum over feature columns; '' if it is."""
     model = problem.workload.model
-    if model in MODELS:
+    first = problem.workload.module.layers[0] if problem.workload.module else None
+    if model in MODELS or (first and first.half):
         if problem.model.layers[0].residual is None:
             return ""
         return (
             "layer 1 must be a sum over feature columns, and this one adds a residual, which is not"
             " cut by columns here; leave out that of layer 1, or use data_parallel or gsplit, which"
             " run any layer"
+        )
+    if problem.workload.module and model == "own":
+        return (
+            f"layer 1 must be a sum over feature columns, and {problem.workload.module.name} does"
+            " not say how its is; give it by_columns, scatter, transform and apply"
+            " (docs/how-to/bring-your-model.md), or use data_parallel or gsplit, which run any"
+            " layer"
         )
     why = {
         "gin": "has a second product after the sum",

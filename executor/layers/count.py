@@ -1,0 +1,347 @@
+"""Counts what a layer does, from the operations that torch dispatches.
+
+The layer runs forward and backward on a few small blocks of different sizes. Each operation is
+noted with its work, and each tensor when it comes and goes. All of it must be linear in rows,
+sources and edges: four sizes give the factors, a fifth one must agree (planner/gnn/counted.py)."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.layers.layer import Layer, keep
+from gnnplan.planner.gnn.counted import (
+    Counted,
+    CountedGather,
+    CountedProduct,
+    CountedWork,
+    Event,
+    Linear,
+)
+from gnnplan.planner.gnn.model import VECTOR
+
+# (rows, sources, edges): one of each is larger, for its factor; the last is to be foretold
+SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))
+KINDS = ("flops", "gemm_bytes", "elementwise_bytes", "exponentials")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise", "linear")
+EXPONENTIALS = ("exp", "exp_", "log", "log_softmax", "_softmax", "tanh", "sigmoid", "gelu")
+FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+
+
+class Unmeasured(Exception):
+    """A layer of which no plan can be made; says why."""
+
+
+class _Gathered(NamedTuple):
+    rows: int
+    width: int
+    among: int
+    into: int
+
+
+@dataclass
+class _Work:
+    """Work of a pass on one block."""
+
+    flops: float = 0.0
+    gemm_bytes: float = 0.0
+    elementwise_bytes: float = 0.0
+    exponentials: float = 0.0
+    tensor_bytes: int = 0
+    gathers: list[_Gathered] = field(default_factory=list)
+    products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
+    launches: int = 0
+
+
+@dataclass
+class _Noted:
+    """All that was noted of a layer on one block."""
+
+    forward: _Work = field(default_factory=_Work)
+    backward: _Work = field(default_factory=_Work)
+    events: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # by part
+    keeps_inputs: bool = False
+
+
+class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations, and when the tensors that they make come and go."""
+
+    def __init__(self, noted: _Noted) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noted, self.known = noted, weakref.WeakSet[Any]()
+        self.part, self.work = "", noted.forward
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        self.part = part
+        self.work = self.noted.backward if part.endswith("backward") else self.noted.forward
+        self.noted.events.setdefault(part, [])
+        with self:
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        storages = {tensor.untyped_storage() for tensor in read}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage not in storages and storage not in self.known:
+                self._comes(storage)
+        is_view = made and not func._schema.is_mutable
+        is_view = is_view and all(t.untyped_storage() in storages for t in made)
+        if not is_view:
+            self._does(func.overloadpacket.__name__.split(".")[-1], args, read, made)
+        return out
+
+    def _comes(self, storage: Any) -> None:
+        size, born, events = storage.nbytes(), self.part, self.noted.events
+        if not size:
+            return
+        self.known.add(storage)
+        events[born].append((size, born))
+        weakref.finalize(storage, lambda: events[self.part].append((-size, born)))
+
+    def _does(
+        self, name: str, args: tuple[Any, ...], read: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> None:
+        work = self.work
+        if name in FREE:
+            return
+        work.launches += 1
+        tensors = [*read, *made]
+        sizes = [_bytes(tensor) for tensor in tensors]
+        work.tensor_bytes = max([work.tensor_bytes, *sizes])
+        gathered = _gather_of(name, args, made)
+        if gathered:
+            work.gathers.append(gathered)
+        elif name in PRODUCTS:
+            first, second = [tensor for tensor in read if tensor.ndim >= 2][-2:]
+            inner = max(first.shape[-1], VECTOR)
+            work.flops += 2.0 * inner * _padded(made[0])
+            if name == "_linear_pointwise":
+                rows, h_in = first.shape
+                after = f"{'bias' if len(read) > 2 else ''} {args[3]}"
+                work.products.append((rows, h_in, second.shape[0], after))
+            work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(made[0])
+        else:
+            work.elementwise_bytes += sum(sizes)
+            if name in EXPONENTIALS:
+                work.exponentials += sum(tensor.numel() for tensor in made)
+
+
+def _padded(out: Tensor) -> float:
+    """Numbers of a product, of which few columns cost as much as VECTOR."""
+    return float(np.prod([max(size, VECTOR) for size in out.shape[-2:]]) * np.prod(out.shape[:-2]))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes that are read or written of it; what is expanded is read once."""
+    sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
+    return int(np.prod(sizes)) * tensor.element_size() if tensor.layout == torch.strided else 0
+
+
+def _gather_of(name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> _Gathered | None:
+    """An operation that reads or writes rows by index, as a gather."""
+    if name in ("_embedding_bag", "_embedding_bag_forward_only"):
+        table, indices = args[:2]
+        return _Gathered(indices.numel(), table.shape[1], len(table), len(made[0]))
+    if name in ("index_select", "embedding", "index", "gather"):
+        table, out = (args[0] if isinstance(args[0], Tensor) else args[1]), made[0]
+        return _Gathered(len(out), _width(out), len(table), len(out)) if out.ndim else None
+    if name in ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_"):
+        values = next(a for a in args[::-1] if isinstance(a, Tensor))
+        return _Gathered(len(values), _width(values), len(values), len(made[0]))
+    return None
+
+
+def _width(tensor: Tensor) -> int:
+    return max(1, tensor.numel() // max(1, len(tensor)))
+
+
+def count(
+    layer: Layer, h_in: int, h_out: int, relu: bool, varies: bool, dtype: torch.dtype
+) -> Counted:
+    """What the layer does on any block. Its parameters' gradients are made anew.
+
+    relu: it ends in ReLU. varies: its inputs get a gradient. Raises Unmeasured, and what the layer
+    itself raises.
+    """
+    layer.train()
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    _must_fit(layer, h_in, h_out, dtype)  # what torch makes once is made now
+    noted = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
+
+    def fit(values: Callable[[_Noted], Sequence[float]], what: str) -> list[Linear]:
+        return _fit([values(note) for note in noted], what)
+
+    def work(which: str) -> CountedWork:
+        of = [getattr(note, which) for note in noted]
+        amounts = {
+            kind: _fit([[getattr(w, kind)] for w in of], kind.replace("_", " "))[0]
+            for kind in KINDS
+        }
+        # the largest tensor of a block may be another one of a larger block
+        largest = _factors([[float(w.tensor_bytes)] for w in of])[0]
+        gathers = [
+            CountedGather(rows=rows, width=width, among=among, into=into)
+            for width, rows, among, into in zip(
+                [g.width for g in of[0].gathers],
+                _fit([[float(g.rows) for g in w.gathers] for w in of], "gathers"),
+                _fit([[float(g.among) for g in w.gathers] for w in of], "gathers"),
+                _fit([[float(g.into) for g in w.gathers] for w in of], "gathers"),
+                strict=True,
+            )
+        ]
+        return CountedWork(
+            **amounts, tensor_bytes=largest, gathers=tuple(gathers), launches=of[0].launches
+        )
+
+    def events(*parts: str) -> tuple[Event, ...]:
+        def sizes(note: _Noted) -> list[float]:
+            return [float(size) for part in parts for size, _ in note.events[part]]
+
+        born = [born for part in parts for _, born in noted[0].events[part]]
+        factors = fit(sizes, "the tensors that it makes")
+        return tuple(
+            Event(bytes=size, of_gather=by.startswith("gather"))
+            for size, by in zip(factors, born, strict=True)
+        )
+
+    def products() -> tuple[CountedProduct, ...]:
+        of = [note.forward.products for note in noted]
+        rows = _fit([[float(product[0]) for product in some] for some in of], "products")
+        return tuple(
+            CountedProduct(rows=n, h_in=h_in, h_out=h_out, after=after)
+            for n, (_, h_in, h_out, after) in zip(rows, of[0], strict=True)
+        )
+
+    table = torch.zeros(1, h_in, dtype=dtype)
+    with torch.no_grad():
+        gathered = layer.gathers(table).shape[1]
+    return Counted(
+        edges=layer.edges,
+        projects_first=layer.projects_first,
+        linear=layer.linear,
+        gathered=gathered,
+        weights=sum(parameter.numel() for parameter in layer.parameters()),
+        by_column=sum(layer.get_parameter(name).numel() // h_in for name in layer.by_columns),
+        keeps_inputs=noted[0].keeps_inputs,
+        products=products(),
+        forward=work("forward"),
+        backward=work("backward"),
+        forward_events=events("gather", "update"),
+        backward_events=events("update backward", "gather backward"),
+    )
+
+
+def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
+    """Raise Unmeasured if the layer's output is not [R, H_out] and made by its parameters."""
+    rows, sources, edges = SIZES[0]
+    block = _block(layer, rows, sources, edges, dtype)
+    out = layer(block, torch.randn(sources, h_in, dtype=dtype))
+    if out.shape != (rows, h_out):
+        raise Unmeasured(
+            f"a layer of {h_in} -> {h_out} numbers makes {list(out.shape)} of {rows} rows, and"
+            f" {[rows, h_out]} are asked for; let it make rows of h_out numbers"
+        )
+    if not out.requires_grad:
+        raise Unmeasured("no parameter takes part in what it computes; give it one, in __init__")
+    out.sum().backward()
+
+
+def _note(
+    layer: Layer,
+    h_in: int,
+    relu: bool,
+    varies: bool,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+) -> _Noted:
+    """The layer on one block, forward and backward."""
+    rows, sources, edges = sizes
+    block = _block(layer, rows, sources, edges, dtype)
+    x = torch.randn(sources, h_in, dtype=dtype)
+    noted = _Noted()
+    notes = _Notes(noted)
+    is_collecting = gc.isenabled()
+    gc.disable()
+
+    def saved(tensor: Tensor) -> Tensor:
+        is_input = tensor.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
+        noted.keeps_inputs = noted.keeps_inputs or is_input
+        return tensor
+
+    try:
+        with notes.during("gather"):
+            prepared = layer.prepare(x, keep)
+            leaf = prepared.detach().requires_grad_(varies)
+            del prepared
+        with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("gather"):
+            gathered = layer.gather(block, layer.gathers(leaf))
+            read = gathered.detach().requires_grad_(gathered.requires_grad)
+        with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("update"):
+            out = layer.update(read, leaf[:rows], x[:rows], None, relu)
+        gradient = torch.ones_like(out)
+        with notes.during("update backward"):
+            out.backward(gradient)  # type: ignore[no-untyped-call]
+        with notes.during("gather backward"):
+            if gathered.requires_grad:
+                gathered.backward(read.grad)  # type: ignore[no-untyped-call]
+            read.grad = None
+    finally:
+        if is_collecting:
+            gc.enable()
+    notes.part = "after"
+    noted.events["after"] = []
+    return noted
+
+
+def _block(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dtype) -> Block:
+    """Edges spread evenly over rows and sources, weighted as the layer asks for."""
+    indptr = np.linspace(0, edges, rows + 1).astype(np.int32)
+    indices = (np.arange(edges) % sources).astype(np.int32)
+    block = Block(indptr, indices, sources)
+    weighted = layer.edges in ("gcn", "mean")
+    return block.mean(dtype) if weighted else block
+
+
+def _factors(values: Sequence[Sequence[float]]) -> list[Linear]:
+    """The factors of each of some numbers [sizes, numbers] from the first four sizes."""
+    points = np.column_stack([np.array(SIZES[:4], dtype=float), np.ones(4)])
+    solved = np.linalg.solve(points, np.array(values[:4], dtype=float))
+    return [tuple(round(float(a), 6) + 0.0 for a in column) for column in solved.T]  # type: ignore[misc]
+
+
+def _fit(values: Sequence[Sequence[float]], what: str) -> list[Linear]:
+    """The factors of each of some numbers [sizes, numbers]. Raises Unmeasured."""
+    if len({len(some) for some in values}) > 1:
+        raise Unmeasured(f"{what} depend on how large the block is")
+    if not values[0]:
+        return []
+    factors = _factors(values)
+    (rows, sources, edges), found = SIZES[4], values[4]
+    for (a, b, c, d), value in zip(factors, found, strict=True):
+        foretold = a * rows + b * sources + c * edges + d
+        if abs(foretold - value) > 1e-3 * abs(value) + 8:
+            raise Unmeasured(
+                f"{what} are not linear in rows, sources and edges, so that no plan can be made:"
+                f" {value:g} of {rows} rows, {sources} sources and {edges} edges, where"
+                f" {foretold:g} follow from fewer; let it compute by rows and by edges"
+            )
+    return factors

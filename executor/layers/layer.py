@@ -1,0 +1,137 @@
+"""What a strategy needs of a layer, and the base class of layers that are written against it.
+
+A layer is split where ranks may have to talk to each other:
+
+    prepare   row-wise: what is done to the layer's inputs, dropout for instance
+    project   row-wise: a product, before the exchange if that narrows the rows
+    gather    over the edges of a Block
+    update    row-wise, on destinations: the rest
+
+A layer with these four methods runs under every strategy but P3, which asks for those of
+`ColumnLayer` in layer 1.
+
+Shapes: R destination rows, S source rows, H_in and H_out values per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, overload
+
+from torch import Tensor, nn
+
+from gnnplan.executor.layers.kernels import Block, FeatureRows, Rows, SparseRows, aggregate
+
+EDGES = ("gcn", "mean", "one", "loop")
+Drop = Callable[[Rows], Rows]  # dropout of rows [S, H_in]; a vertex has the same mask on any rank
+
+
+def keep(x: Rows) -> Rows:
+    """The Drop that drops nothing."""
+    return x
+
+
+class Layer(nn.Module):
+    """A GNN layer. A subclass says `edges`, has parameters, and computes in `update`.
+
+    edges           those of its Block: 'gcn' (symmetric norm, self edges), 'mean', 'one' (weight 1)
+                    or 'loop' (weight 1, self edges)
+    projects_first  whether `project` comes before `gather`
+    linear          whether `gather` is a weighted sum, whose gradient needs no rows
+    by_columns      names of parameters [., H_in], of which P3 gives every rank some columns
+    """
+
+    edges: str
+    projects_first: bool = False
+    linear: bool = True
+    by_columns: tuple[str, ...] = ()
+
+    @overload
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor: ...
+    @overload
+    def prepare(self, x: SparseRows, drop: Drop, moments: Tensor | None = None) -> SparseRows: ...
+    def prepare(self, x: FeatureRows, drop: Drop, moments: Tensor | None = None) -> FeatureRows:
+        """Row-wise [S, H_in] -> [S, H_in], before anything is read from neighbours.
+
+        moments [2, H_in]: of batch norm (models.BatchNorm), which layers of ours may have.
+        """
+        dropped: FeatureRows = drop(x)
+        return dropped
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        """Row-wise, prepared [S, H_in] -> [S, width]; called only if projects_first."""
+        raise NotImplementedError
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        """Prepared, and perhaps projected, rows [S, width] -> [R, width]."""
+        return aggregate(block, rows)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        """Row-wise, on destinations: gathered [R, width] -> [R, H_out], with ReLU if asked.
+
+        rows [R, H_in] are the destinations' prepared rows, x [R, H_in] their inputs, x0 their
+        initial rows (GCNII).
+        """
+        raise NotImplementedError
+
+    def gathers(self, rows: FeatureRows) -> Tensor:
+        """What `gather` reads of prepared rows."""
+        if self.projects_first:
+            return self.project(rows)
+        assert isinstance(rows, Tensor)  # sparse rows are multiplied first
+        return rows
+
+    def forward(
+        self,
+        block: Block,
+        x: FeatureRows,
+        drop: Drop = keep,
+        x0: Tensor | None = None,
+        relu: bool = False,
+        moments: Tensor | None = None,
+    ) -> Tensor:
+        """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
+        rows = self.prepare(x, drop, moments)
+        gathered = self.gather(block, self.gathers(rows))
+        return self.update(gathered, rows[: block.n_dst], x[: block.n_dst], x0, relu)
+
+
+class ColumnLayer(Protocol):
+    """P3's calls: a layer whose sums distribute over the columns of its input.
+
+    Such a layer is made for the columns that a rank has; H_in is their number, and `by_columns`
+    names the parameters that are cut with them. The names of the calls are those of the P3 paper:
+
+    partition   planner/strategies/p3/p3.py: which rank has which columns
+    scatter     what each source row sends along its edges
+    gather      summed over a block's edges, as in Layer
+    transform   made a partial sum of the output
+    sync        executor/strategies/p3/: sums the partial sums of all columns, for `apply`; and
+                inside `scatter`, where edges need more than a sum (attention)
+    apply       what follows, on the whole sum; not torch's Module.apply, which nothing here calls
+    """
+
+    def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        """Rows x [S, H_in] -> [S, width]."""
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        """[S, width] -> [R, width]."""
+
+    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+        """[R, width] and the destinations' rows [R, H_in] -> partial sums [R, H_out]."""
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:
+        """[R, H_out] -> h_1."""
+
+
+CALLS = ("scatter", "gather", "transform", "apply")
+
+
+def missing_calls(kind: type[nn.Module]) -> list[str]:
+    """Those of P3's calls that a class of layers does not have."""
+    return [
+        call
+        for call in CALLS
+        if getattr(kind, call, None) in (None, getattr(nn.Module, call, None))
+    ]

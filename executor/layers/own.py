@@ -1,0 +1,178 @@
+"""A layer of the user's own: a class in a file, of which a model is made.
+
+`with_user_model` counts what its layers do (count.py), so that they can be planned, and says so in
+the workload. Ranks make the layers anew, from the same file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from gnnplan.executor.layers.count import Unmeasured, count
+from gnnplan.executor.layers.layer import EDGES, Layer, missing_calls
+from gnnplan.executor.modules.make import in_file, make
+from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
+from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import read_bytes
+
+
+def with_user_model(
+    problem: Problem, model: Source, given: Iterable[str] = (), folder: Path | None = None
+) -> Problem:
+    """The problem with the user's model: layers of their own, or a module of convolutions.
+
+    model, given, folder: as of modules.read.with_user_module. Layers are `FILE.py:NAME`, where NAME
+    is a class of layer.Layer; the workload's `layers` and `hidden` say how many there are, and how
+    wide. Raises SpecError.
+    """
+    if not names_layer(model, problem.workload.seed):
+        return with_user_module(problem, model, given, folder)
+    stats = problem.stats
+    if stats.nonzeros:
+        raise SpecError(
+            f"{model}: the features of {stats.name} are sparse, and a layer of your own reads dense"
+            " ones; convert the graph with gnnplan convert, whose folder has dense features"
+        )
+    workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
+    return replace(problem, workload=workload)
+
+
+def names_layer(model: Source, seed: int) -> bool:
+    """Whether a model is `FILE.py:NAME` of a class of layers. Raises SpecError."""
+    if not isinstance(model, str):
+        kind = model if isinstance(model, type) else type(model)
+        if issubclass(kind, Layer):
+            raise SpecError(
+                f"every rank makes its own {kind.__name__}; name the file that it is in, as"
+                f" 'layer.py:{kind.__name__}'"
+            )
+        return False
+    path, colon, name = model.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        return False
+    file = Path(path).resolve()
+    read_bytes(file, MAX_SOURCE)  # refuses what cannot be read
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        found = in_file(file, name)
+    return isinstance(found, type) and issubclass(found, Layer)
+
+
+def own_layers(workload: Workload, model: str, features: int, classes: int) -> Workload:
+    """The workload with layers of the user's class, and what each does. Raises SpecError."""
+    if workload.norm not in (None, "none"):
+        raise SpecError(
+            f"norm: {model} is a layer of your own, which norms in its prepare or update (norm:"
+            f" {workload.norm}); leave norm out"
+        )
+    path, _, name = model.rpartition(":")
+    file = Path(path).resolve()
+    module = Module(
+        file=str(file),
+        name=name,
+        sha256=hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest(),
+        features=features,
+        classes=max(classes, 1),
+        layers=tuple(
+            ModuleLayer(h_in=h_in, h_out=h_out)
+            for h_in, h_out in pairwise(
+                [features, *[workload.hidden] * (workload.layers - 1), max(classes, 1)]
+            )
+        ),
+    )
+    given = workload.model_dump() | {"module": module.model_dump()}
+    asked = Workload.model_validate(
+        given | {"model": "own", "norm": "none", "hidden": module.layers[0].h_out}
+    )
+    counted: dict[tuple[int, int, bool, bool], ModuleLayer] = {}
+    layers = []
+    for number, shape in enumerate(module.layers, 1):
+        varies, relu = number > 1, number < len(module.layers)
+        key = shape.h_in, shape.h_out, varies, relu
+        if key not in counted:
+            counted[key] = _counted(asked, number, shape, varies, relu)
+        layers.append(counted[key])
+    return asked.model_copy(update={"module": module.model_copy(update={"layers": tuple(layers)})})
+
+
+def _counted(
+    workload: Workload, number: int, shape: ModuleLayer, varies: bool, relu: bool
+) -> ModuleLayer:
+    """The layer of this shape with what it does. Raises SpecError."""
+    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    assert workload.module is not None
+    where = f"{workload.module.file}: {workload.module.name}"
+    layer = made(workload, number, shape.h_in, shape.h_out).to(dtype)
+    _must_be_whole(layer, where)
+    cut = shape.h_in // 2 if number == 1 and _has_calls_of_p3(layer) else 0
+    try:
+        found = count(layer, shape.h_in, shape.h_out, relu, varies, dtype)
+        half = None
+        if cut:
+            sliced = made(workload, number, cut, shape.h_out).to(dtype)
+            half = count(sliced, cut, shape.h_out, relu, varies, dtype)
+    except Unmeasured as error:
+        raise SpecError(f"{where}: {error}") from error
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        raise SpecError(
+            f"{where}: layer {number} of {shape.h_in} -> {shape.h_out} numbers fails on a small"
+            f" block ({type(error).__name__}: {words:.200})"
+        ) from error
+    return shape.model_copy(update={"counted": found, "half": half})
+
+
+def _must_be_whole(layer: Layer, where: str) -> None:
+    """Raise SpecError if the class does not say what every layer must."""
+    edges = getattr(layer, "edges", None)
+    if edges not in EDGES:
+        raise SpecError(
+            f"{where}: edges must be one of {', '.join(map(repr, EDGES))}, not {edges!r}"
+        )
+    called = ["update", *(["project"] if layer.projects_first else [])]
+    missing = [name for name in called if getattr(type(layer), name) is getattr(Layer, name)]
+    if missing:
+        raise SpecError(
+            f"{where} has no {' and no '.join(missing)}; docs/how-to/bring-your-model.md shows a"
+            " layer of your own"
+        )
+
+
+def _has_calls_of_p3(layer: Layer) -> bool:
+    """Whether the class says how its sums distribute over columns (layer.ColumnLayer)."""
+    return bool(layer.by_columns) and not missing_calls(type(layer))
+
+
+def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
+    """Layer `number` of the user's class. Its random numbers are those of (seed, number).
+
+    Raises SpecError if the file is no longer what was planned."""
+    module = workload.module
+    assert module is not None
+    file = Path(module.file)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(workload.seed * 1_000_003 + number)
+        layer = make(
+            class_in(file, module.name, module.sha256), module.name, file, workload, h_in, h_out
+        )
+    if not isinstance(layer, Layer):
+        raise SpecError(f"{file}: {module.name} makes a {type(layer).__name__}, and no Layer")
+    return layer
+
+
+@lru_cache(maxsize=2)
+def class_in(file: Path, name: str, sha256: str) -> object:
+    """The class in a file with this content. Raises SpecError."""
+    if hashlib.sha256(read_bytes(file, MAX_SOURCE, "plan again")).hexdigest() != sha256:
+        raise SpecError(
+            f"{file} has changed since the plan was made; plan again, or put the file back"
+        )
+    return in_file(file, name)

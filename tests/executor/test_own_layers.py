@@ -1,0 +1,253 @@
+"""Layers of the user's own: counted for the plan, and trained by every strategy.
+
+The layer is the one that docs/how-to/bring-your-model.md shows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Case, Ranks
+
+from gnnplan.executor.layers import own
+from gnnplan.executor.layers.own import own_layers, with_user_model
+from gnnplan.planner.gnn.footprint import footprint
+from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.vocabulary.errors import SpecError
+
+FEATURES, CLASSES = 12, 4  # of the graph `rough`
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-model.md"
+EXAMPLE = next(
+    code
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    if "class Contrast(Layer)" in code
+)
+GRAPHSAGE = """
+import torch
+from torch import nn
+from gnnplan.executor.layers.kernels import linear_sum
+from gnnplan.layers import Layer
+
+class M(Layer):
+    edges = "mean"
+    def __init__(self, h_in, h_out):
+        super().__init__()
+        self.near = nn.Parameter(torch.randn(h_out, h_in))
+        self.own = nn.Parameter(torch.randn(h_out, h_in))
+        self.bias = nn.Parameter(torch.zeros(h_out))
+    def update(self, gathered, rows, x, x0, relu):
+        return linear_sum([(rows, self.own), (gathered, self.near)], self.bias, relu)
+"""
+# a weight per source, made of its row: no weighted sum, and projected first
+WEIGHING = """
+import torch
+from torch import nn
+from gnnplan.layers import Layer, aggregate
+
+class M(Layer):
+    edges, projects_first, linear = "loop", True, False
+    def __init__(self, h_in, h_out):
+        super().__init__()
+        self.lin, self.weigh = nn.Linear(h_in, h_out), nn.Linear(h_out, 1)
+    def project(self, rows):
+        z = self.lin(rows)
+        weight = self.weigh(z).sigmoid()
+        return torch.cat([z * weight, weight], 1)
+    def gather(self, block, rows):
+        total = aggregate(block, rows)
+        return total[:, :-1] / total[:, -1:]
+    def update(self, gathered, rows, x, x0, relu):
+        return gathered.relu() if relu else gathered
+"""
+
+
+def workload_of(tmp_path: Path, code: str, name: str = "M", **more: Any) -> Workload:
+    file = tmp_path / "layer.py"
+    file.write_text(code)
+    asked = Workload(**{"layers": 3, "hidden": 16, "dtype": "float64", **more})
+    return own_layers(asked, f"{file}:{name}", FEATURES, CLASSES)
+
+
+# -- counted ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_graphsage_is_counted_as_its_formulas_say(layer: int, tmp_path: Path) -> None:
+    """Products, gathers, weights, and what is kept are the same; the temporaries are near."""
+    wide = {"layers": 3, "hidden": 64, "dropout": 0.5, "mode": "mini"}
+    file = tmp_path / "layer.py"
+    file.write_text(GRAPHSAGE)
+    theirs = describe(own_layers(Workload(**wide), f"{file}:M", 32, 64), 32, 64)
+    ours = describe(Workload(model="sage", **wide), 32, 64)
+    assert theirs.weights == ours.weights
+    block = 1000.0, 1500.0, 20000.0
+    for way in (Model.forward, Model.backward):
+        counted, stated = way(theirs, layer, *block), way(ours, layer, *block)
+        assert counted.flops == stated.flops
+        assert counted.gathers == stated.gathers
+        assert counted.gemm_bytes == pytest.approx(stated.gemm_bytes, rel=0.05)
+    counted_memory, stated_memory = (
+        footprint(kind, model, layer, *block) for kind, model in (("own", theirs), ("sage", ours))
+    )
+    assert counted_memory.kept == stated_memory.kept
+    if layer > 1:  # of constant inputs the formula allows for more than comes
+        assert counted_memory.backward == pytest.approx(stated_memory.backward, rel=0.05)
+
+
+def test_p3_cuts_the_work_of_layer_1_by_columns(tmp_path: Path) -> None:
+    """A quarter of the columns: what halves say of it is what that many columns are counted at."""
+    whole = workload_of(tmp_path, EXAMPLE, "Contrast", hidden=64)
+    file = f"{tmp_path / 'layer.py'}:Contrast"
+    wide, narrow = (own_layers(whole, file, width, CLASSES) for width in (256, 64))
+    sliced, counted = describe(wide, 64, CLASSES), describe(narrow, 64, CLASSES)
+    block = 1000.0, 1500.0, 20000.0
+    for way in (Model.forward, Model.backward):
+        assert way(sliced, 1, *block).flops == pytest.approx(way(counted, 1, *block).flops)
+        assert way(sliced, 1, *block).gathers == way(counted, 1, *block).gathers
+        assert way(sliced, 1, *block).elementwise_bytes == pytest.approx(
+            way(counted, 1, *block).elementwise_bytes, rel=1e-6
+        )
+
+
+# -- trained ---------------------------------------------------------------------------------------
+
+RUNS = [
+    (1, "graph_parallel", {}),
+    (2, "granndis", {}),
+    (1, "gnnpipe(stages=2,chunks=1)", {}),
+    (1, "data_parallel", {"mode": "mini", "batch": 20, "fanout": "full"}),
+    (1, "p3", {"mode": "mini", "batch": 20, "fanout": "full"}),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("servers", "strategy", "more"), RUNS)
+@pytest.mark.parametrize("code", ["Contrast", pytest.param("M", marks=pytest.mark.nightly)])
+def test_two_ranks_train_it_as_one_process_does(
+    code: str,
+    servers: int,
+    strategy: str,
+    more: dict[str, Any],
+    tmp_path: Path,
+    graphs: dict[str, str],
+    run_ranks: Ranks,
+) -> None:
+    """Equal losses, and the bytes that were predicted."""
+    if strategy == "p3" and code == "M":
+        pytest.skip("without P3's calls; refused below")
+    workload = workload_of(
+        tmp_path, {"Contrast": EXAMPLE, "M": WEIGHING}[code], code, dropout=0.25, lr=0.05, **more
+    )
+    case = Case(strategy, graphs["rough"], workload.model_dump(), servers=servers)
+    (result,) = run_ranks(2, [case])
+    alone = replace(case, strategy="data_parallel" if more else "graph_parallel", servers=1)
+    assert result.losses == pytest.approx(run_ranks.alone(alone).losses, rel=1e-9)
+    problem = case.problem(2)
+    planned = case.settled(problem)
+    schedule = planned.schedule(problem, case.epochs * planned.steps(problem))
+    counted: Counter[str] = Counter()
+    for rank in range(2):
+        counted.update(result.rank(rank)["bytes"])
+    scheduled = schedule.bytes_by_op(schedule.tasks)
+    assert counted == {op: nbytes for op, nbytes in scheduled.items() if nbytes}
+
+
+def test_every_rank_makes_the_same_weights(tmp_path: Path, run_ranks: Ranks, graphs: Any) -> None:
+    """Layer N starts from (seed, N), whichever layers a rank has and whatever was drawn before."""
+    from gnnplan.executor.layers.models import Net
+
+    workload = workload_of(tmp_path, EXAMPLE, "Contrast")
+    model = describe(workload, FEATURES, CLASSES)
+    whole = Net(model, workload).state_dict()
+    torch.rand(7)
+    last = Net(model, workload, range(3, 4)).state_dict()
+    assert last and all(torch.equal(value, whole[name]) for name, value in last.items())
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+UPDATE = "    def update(self, gathered, rows, x, x0, relu):\n"
+HEAD = 'import torch\nfrom torch import nn\nfrom gnnplan.layers import Layer\n\nclass M(Layer):\n    edges = "{}"\n'
+LINEAR = "    def __init__(self, h_in, h_out):\n        super().__init__()\n        self.lin = nn.Linear(h_in, h_out)\n"
+REFUSED = {
+    "all pairs of rows": (
+        HEAD.format("mean")
+        + LINEAR
+        + UPDATE
+        + "        return self.lin((rows @ rows.T) @ gathered)\n",
+        "not linear in rows, sources and edges",
+    ),
+    "edges that we do not have": (
+        HEAD.format("row") + LINEAR + UPDATE + "        return self.lin(gathered)\n",
+        "edges must be one of 'gcn', 'mean', 'one', 'loop', not 'row'",
+    ),
+    "no update": (HEAD.format("mean") + LINEAR, "has no update"),
+    "a wrong width": (
+        HEAD.format("mean") + LINEAR + UPDATE + "        return self.lin(x)[:, :12] + gathered\n",
+        r"12 -> 16 numbers makes \[64, 12\] of 64 rows, and \[64, 16\] are asked for",
+    ),
+    "an error of its own": (
+        HEAD.format("mean") + LINEAR + UPDATE + "        return self.lni(gathered)\n",
+        "layer 1 .*AttributeError.*lni",
+    ),
+    "an argument that we do not know": (
+        HEAD.format("mean") + "    def __init__(self, h_in, depth):\n        super().__init__()\n",
+        "requires depth",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_planned_is_refused(what: str, tmp_path: Path) -> None:
+    code, words = REFUSED[what]
+    with pytest.raises(SpecError, match=words):
+        workload_of(tmp_path, code)
+
+
+def test_p3_says_what_a_layer_lacks(tmp_path: Path, graphs: dict[str, str]) -> None:
+    workload = workload_of(tmp_path, WEIGHING, mode="mini", batch=16, fanout="full")
+    case = Case("p3", graphs["rough"], workload.model_dump())
+    with pytest.raises(SpecError, match=r"give it by_columns, scatter, transform and apply"):
+        case.settled(case.problem(2))
+
+
+def test_sparse_features_are_refused(tmp_path: Path, graphs: dict[str, str]) -> None:
+    (tmp_path / "layer.py").write_text(EXAMPLE)
+    problem = Case("graph_parallel", graphs["sparse"]).problem(2)
+    with pytest.raises(SpecError, match=r"sparse.*gnnplan convert"):
+        with_user_model(problem, f"{tmp_path / 'layer.py'}:Contrast")
+
+
+def test_a_norm_is_the_layers_own_affair(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"norms in its prepare or update.*leave norm out"):
+        workload_of(tmp_path, EXAMPLE, "Contrast", norm="batch")
+
+
+def test_the_kind_alone_is_no_model() -> None:
+    with pytest.raises(ValueError, match=r"model=FILE\.py:MyLayer"):
+        Workload(model="own")
+
+
+def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path: Path) -> None:
+    from gnnplan.executor.layers.models import Net
+
+    workload = workload_of(tmp_path, EXAMPLE, "Contrast")
+    (tmp_path / "layer.py").write_text(EXAMPLE.replace("0.5", "0.4"))
+    own.class_in.cache_clear()  # a rank is a process of its own
+    with pytest.raises(SpecError, match=r"has changed since the plan was made; plan again"):
+        Net(describe(workload, FEATURES, CLASSES), workload)
+
+
+def test_a_live_layer_is_refused(graphs: dict[str, str]) -> None:
+    from gnnplan.layers import Layer
+
+    problem = Case("graph_parallel", graphs["rough"]).problem(2)
+    with pytest.raises(SpecError, match=r"name the file that it is in, as 'layer.py:Layer'"):
+        with_user_model(problem, Layer)
