@@ -102,7 +102,7 @@ def loading(folder: Path) -> float:
 
 
 def weighing(strategy: str) -> Callable[[Path], float]:
-    """Settle and seat the strategy, predict its memory and time."""
+    """Settle the strategy, place its ranks, predict its memory and time."""
 
     def timed(folder: Path) -> float:
         problem = problem_of(str(folder), read_cluster(CLUSTER), WORKLOAD, [], GPUS, "metis", False)

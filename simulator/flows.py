@@ -138,7 +138,7 @@ class ByFlows(Cost):
 
     @classmethod
     def like(cls, cost: Cost) -> ByFlows:
-        """The same cluster and seats."""
+        """The same cluster and placement."""
         return cls(**{field.name: getattr(cost, field.name) for field in fields(cost)})
 
     def exchange(
@@ -148,7 +148,7 @@ class ByFlows(Cost):
         bundle = super().exchange(sent, group, messages)
         if not bundle.busy:
             return bundle
-        among_all = np.zeros((len(self.seats),) * 2)
+        among_all = np.zeros((len(self.placement),) * 2)
         members = np.arange(len(sent)) if group is None else np.asarray(group)
         among_all[np.ix_(members, members)] = sent
         flows = Flows.of(self, among_all)

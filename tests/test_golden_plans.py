@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
-from gnnplan.planner.decision.search import search, seated
+from gnnplan.planner.decision.search import placed, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
@@ -125,7 +125,7 @@ def answer(problem: Problem, text: str, simulate: bool = False) -> dict[str, Any
     """What is asked of a strategy, JSON-ready; only the error's name where it does not suit the
     problem."""
     try:
-        problem = seated(problem, parse(text))
+        problem = placed(problem, parse(text))
         strategy = parse(text).settle(problem)
         strategy.check(problem)
     except SpecError:
@@ -144,7 +144,7 @@ def answer(problem: Problem, text: str, simulate: bool = False) -> dict[str, Any
     seconds |= {"simulated": play(schedule, problem.cost).end_s} if schedule else {}
     return {
         "strategy": str(strategy),
-        **({"seats": list(problem.seats)} if problem.seats else {}),
+        **({"placement": list(problem.placement)} if problem.placement else {}),
         "bytes": predicted.bytes,
         "bytes_by_link": predicted.bytes_by_link,
         "setup_bytes": predicted.setup_bytes,

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.plan import chosen, seats
+from gnnplan.planner.decision.plan import chosen, placement
 from gnnplan.planner.graph.load import FILE_OPTIONS, well_known
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_count, show_time
@@ -43,7 +43,7 @@ class Launch:
                 f"{path}: the graph {head} is known by statistics only and cannot be trained; plan"
                 " with a graph file"
             )
-        per_server = Counter(seat // cluster.gpus_per_server for seat in seats(document))
+        per_server = Counter(gpu // cluster.gpus_per_server for gpu in placement(document))
         if len(set(per_server.values())) > 1:
             raise SpecError(
                 f"{path}: servers have {', '.join(map(str, per_server.values()))} ranks, and"

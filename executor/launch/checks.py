@@ -12,7 +12,7 @@ from typing import Any
 
 from gnnplan.executor.ranks.checkpoint import Checkpoints, latest
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
-from gnnplan.planner.decision.plan import chosen, question, read, seats
+from gnnplan.planner.decision.plan import chosen, placement, question, read
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -34,7 +34,7 @@ def prepare(plan: Path, choice: str | None = None) -> tuple[dict[str, Any], Prob
         from gnnplan.planner.decision.choose import choose
 
         document = choose(document, problem, choice)
-        problem = problem.seated(seats(document))
+        problem = problem.placed(placement(document))
     return document, *trainable(problem, chosen(document), str(plan))
 
 

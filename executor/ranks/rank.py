@@ -247,7 +247,7 @@ def open_rank(
 ) -> Rank:
     """This process's rank, from the environment of torchrun or Slurm; without one, rank 0 of 1.
 
-    Launchers count the GPUs in use; which rank of a problem sits on a GPU, the problem's seats say.
+    Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU.
     The backend is NCCL if every local rank has a GPU of its own. NCCL refuses two ranks on one GPU,
     so those use Gloo, through host memory. on_cpu: use no GPU.
     """
@@ -258,10 +258,10 @@ def open_rank(
     torch.set_num_threads(max(1, int(env.get("GNNPLAN_THREADS", "1"))))
     keep_allocator()
     gpus = torch.cuda.device_count() if not on_cpu and torch.cuda.is_available() else 0
-    if problem is not None and problem.seats and size == problem.ranks:
+    if problem is not None and problem.placement and size == problem.ranks:
         number = problem.by_gpu[number]
         if gpus >= problem.cluster.gpus_per_server:  # this process sees them all
-            local = problem.seats[number] % problem.cluster.gpus_per_server
+            local = problem.placement[number] % problem.cluster.gpus_per_server
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     backend = "nccl" if gpus and local_world <= gpus else "gloo"
     if gpus:

@@ -103,7 +103,7 @@ def answer(
     forced = parse(strategy) if strategy is not None else None
     found = search(question.problem, exact, forced, may_use_fewer=may_use_fewer, notify=notify)
     document = documents.make(question.problem, found, exact, notify)
-    return Plan(document, question.problem.seated(documents.seats(document)))
+    return Plan(document, question.problem.placed(documents.placement(document)))
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -239,7 +239,7 @@ class Plan(View):
         from gnnplan.planner.decision.choose import choose
 
         document = choose(self.document, self.problem, strategy)
-        return Plan(document, self.problem.seated(documents.seats(document)), self.name)
+        return Plan(document, self.problem.placed(documents.placement(document)), self.name)
 
     def simulate(
         self,

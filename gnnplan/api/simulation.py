@@ -9,7 +9,7 @@ from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of
 from gnnplan.api.view import Table, View, of
-from gnnplan.planner.decision.search import Candidate, search, seated
+from gnnplan.planner.decision.search import Candidate, placed, search
 from gnnplan.planner.decision.sweep import Axis, axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.evidence.validate import (
@@ -277,15 +277,15 @@ def moved(
             before.servers,
             before.gpus_per_server,
         )
-        seats = base.seats if same_shape else ()
-        problem = Problem(base.stats, base.graph, workload, cluster, base.method, seats)
+        placement = base.placement if same_shape else ()
+        problem = Problem(base.stats, base.graph, workload, cluster, base.method, placement)
     if problem.ranks != base.ranks:
         strategy = best_of_family(strategy, problem, exact)
     else:
         strategy = strategy.settle(problem)
     strategy.check(problem)
     if problem.cluster != base.cluster:
-        problem = seated(problem, strategy)
+        problem = placed(problem, strategy)
     return problem, strategy
 
 

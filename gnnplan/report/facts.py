@@ -121,7 +121,7 @@ class Facts:
     @cached_property
     def flips(self) -> Flips:
         """Which strategy wins on slower and faster links, at other hidden widths. Raises Absent."""
-        whole = replace(self.problem, seats=())
+        whole = replace(self.problem, placement=())
         cluster, workload = whole.cluster, whole.workload
         if cluster.ranks == 1:
             raise Absent("one rank sends nothing, so no link matters")

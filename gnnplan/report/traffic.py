@@ -81,7 +81,7 @@ def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
     found = [
         Load(
             (port, number),
-            topology.describe_port(problem.cluster, problem.cost.seats, (port, number)),
+            topology.describe_port(problem.cluster, problem.cost.placement, (port, number)),
             nbytes,
             nbytes / float(kind.link.bandwidth) / epoch_s,
         )
@@ -132,12 +132,12 @@ def matrix(facts: Facts) -> Picture:
 
 def links(facts: Facts) -> Picture:
     """The cluster as a graph, its links by how long an epoch keeps them busy. Raises Absent."""
-    cluster, seats = facts.problem.cluster, facts.problem.cost.seats
+    cluster, placement = facts.problem.cluster, facts.problem.cost.placement
     found = loads(facts.candidate, _sent(facts))
     if cluster.ranks > MOST_RANKS:
         raise Absent(f"the cluster has {cluster.ranks:,} GPUs, too many for a drawing")
     busy = {
-        (kind, seats[number] if kind.startswith(("gpu", "island")) else number): load.share
+        (kind, placement[number] if kind.startswith(("gpu", "island")) else number): load.share
         for load in found
         for kind, number in [load.port]
     }
@@ -155,7 +155,7 @@ def links(facts: Facts) -> Picture:
             traces.append(
                 go.Scatter(name=name, mode="lines", x=x, y=y, line=line, hoverinfo="skip")
             )
-    rank_of = {("gpu", gpu): f"rank {rank}" for rank, gpu in enumerate(seats)}
+    rank_of = {("gpu", gpu): f"rank {rank}" for rank, gpu in enumerate(placement)}
     rank_of |= {node: "GPU free" for node in place if node[0] == "gpu" and node not in rank_of}
     names = [rank_of.get(node, f"{WORDS.get(node[0], node[0])} {node[1]}") for node in place]
     traces.append(

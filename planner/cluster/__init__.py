@@ -5,7 +5,7 @@
     places.py        who shares a server, an island, a PCIe switch, a NIC
     topology.py      the same as a graph; fabric.py has the part between servers
     collectives.py   the algorithms of an all-reduce
-    seating.py       which GPU each rank sits on
+    placement.py       which GPU each rank sits on
     link_fit.py      from timed messages to a link
     readings.py      from the files of nccl-tests and nvidia-smi to a cluster
     scaling.py       a cluster with some of its numbers multiplied

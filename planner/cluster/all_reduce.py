@@ -15,7 +15,7 @@ import numpy as np
 from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.ports import MessagePorts
-from gnnplan.planner.cluster.spec import Placement
+from gnnplan.planner.cluster.spec import LinkName
 from gnnplan.planner.cluster.transfer import Transfer, add_seconds
 from gnnplan.planner.vocabulary.numbers import Number
 
@@ -30,10 +30,10 @@ class Flows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AllReduces:
-    """All-reduces among groups of ranks; rank r sits on GPU `seats[r]`."""
+    """All-reduces among groups of ranks; rank r sits on GPU `placement[r]`."""
 
     ports: MessagePorts
-    seats: tuple[int, ...]
+    placement: tuple[int, ...]
 
     def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
         """An all-reduce of `size` bytes by the cluster's algorithm.
@@ -75,7 +75,7 @@ class AllReduces:
         if key not in self._hops:
             at, ranks = self.ports.places, np.array(group)
             island = at.island if self.ports.cluster.islands else np.zeros_like(at.island)
-            gpus = np.asarray(self.seats)
+            gpus = np.asarray(self.placement)
             order = ranks[
                 np.lexsort((gpus[ranks], at.switch[ranks], island[ranks], at.server[ranks]))
             ]
@@ -120,17 +120,17 @@ class AllReduces:
     def between(self, sent: float, group: Sequence[int]) -> np.ndarray:
         """Bytes from rank to rank [ranks, ranks] of an all-reduce, `sent` over all hops [B]."""
         reduction, flows_by_phase = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))
-        out = np.zeros((len(self.seats),) * 2)
+        out = np.zeros((len(self.placement),) * 2)
         for phase, (source, target, share) in zip(reduction.phases, flows_by_phase, strict=True):
             np.add.at(out, (source, target), share * phase.units)
         return np.asarray(out * (sent / max(out.sum(), 1.0)))
 
-    def bytes_by_link(self, sent: int, group: Sequence[int]) -> dict[Placement, int]:
+    def bytes_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:
         """Where the bytes of an all-reduce pass, `sent` over all hops [B].
 
         They are whole bytes that add up to `sent`. Where NCCL may choose, they are a ring's.
         """
-        units: dict[Placement, int] = {"inter_node": 0, "island": 0, "intra_node": 0}
+        units: dict[LinkName, int] = {"inter_node": 0, "island": 0, "intra_node": 0}
         at = self.ports.places
         reduction, _ = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))
         for phase in reduction.phases:

@@ -27,7 +27,7 @@ from gnnplan.planner.cluster.compute import HOST_RATE, Roofline
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.ports import MessagePorts, PortLoads
 from gnnplan.planner.cluster.shared_cores import SharedCores
-from gnnplan.planner.cluster.spec import Cluster, Link, Placement
+from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
 from gnnplan.planner.cluster.transfer import Passes, Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Send
@@ -39,32 +39,32 @@ __all__ = ["HOST_RATE", "Cost", "Transfer", "slowest"]
 class Cost:
     """A cluster's numbers, ready for hot loops.
 
-    Rank r sits on GPU `seats[r]`; GPUs are numbered over all servers. Wherever a `Number` comes in
-    or goes out, an array of candidates may stand for it.
+    Rank r sits on GPU `placement[r]`; GPUs are numbered over all servers. Wherever a `Number` comes
+    in or goes out, an array of candidates may stand for it.
     """
 
     cluster: Cluster
-    seats: tuple[int, ...]
+    placement: tuple[int, ...]
     spread: float = SPREAD  # standard deviation of the logarithm of a vertex degree
 
     @classmethod
-    def of(cls, cluster: Cluster, seats: Sequence[int] = (), spread: float = SPREAD) -> Cost:
-        """Without seats, ranks fill the servers in order: rank r sits on GPU r."""
-        return cls(cluster, tuple(seats) or tuple(range(cluster.ranks)), spread)
+    def of(cls, cluster: Cluster, placement: Sequence[int] = (), spread: float = SPREAD) -> Cost:
+        """Without a placement, ranks fill the servers in order: rank r sits on GPU r."""
+        return cls(cluster, tuple(placement) or tuple(range(cluster.ranks)), spread)
 
     # -- where ranks sit
 
     @cached_property
     def places(self) -> Places:
         """What each rank shares with others."""
-        return Places.of(self.cluster, self.seats)
+        return Places.of(self.cluster, self.placement)
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
         """The server of each rank."""
         return tuple(self.places.server.tolist())
 
-    def placement(self, a: int, b: int) -> Placement:
+    def link_name(self, a: int, b: int) -> LinkName:
         """The link between two ranks."""
         at = self.places
         if at.server[a] != at.server[b]:
@@ -92,7 +92,7 @@ class Cost:
 
     @cached_property
     def _all_reduces(self) -> AllReduces:
-        return AllReduces(self._ports, self.seats)
+        return AllReduces(self._ports, self.placement)
 
     # -- computation
 
@@ -119,7 +119,7 @@ class Cost:
 
     # -- transfers
 
-    def link(self, op: str, where: Placement | Literal["switch"]) -> Link:
+    def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """The link there, as measured for this operation if it was."""
         return self._ports.link(op, where)
 
@@ -136,7 +136,7 @@ class Cost:
         first = next(iter(parts.values()))
         if first.op == "all_reduce":
             return self.all_reduce(first.size, first.group)
-        sent = np.zeros((len(self.seats),) * 2)
+        sent = np.zeros((len(self.placement),) * 2)
         for rank, part in parts.items():
             for peer, nbytes in part.sent:
                 sent[rank, peer] = nbytes
@@ -189,21 +189,21 @@ class Cost:
 
     def bytes_by_link(
         self, sent: np.ndarray, group: Sequence[int] | None = None
-    ) -> dict[Placement, int]:
+    ) -> dict[LinkName, int]:
         """Where the bytes of an exchange pass; arguments as in `exchange` [B]."""
         island, server = (
             place if group is None else place[list(group)]
             for place in (self.places.island, self.places.server)
         )
         in_islands, in_servers = _bytes_within(sent, island), _bytes_within(sent, server)
-        shares: dict[Placement, int] = {
+        shares: dict[LinkName, int] = {
             "island": in_islands,
             "intra_node": in_servers - in_islands,
             "inter_node": int(sent.sum()) - in_servers,
         }
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
 
-    def reduced_by_link(self, sent: int, group: Sequence[int]) -> dict[Placement, int]:
+    def reduced_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:
         """Where the bytes of an all-reduce pass, `sent` over all hops [B]."""
         return self._all_reduces.bytes_by_link(sent, group)
 

@@ -28,13 +28,13 @@ class Places(NamedTuple):
     uplinked: np.ndarray  # bool [ranks]: its way to its NIC passes the uplink of its switch
 
     @classmethod
-    def of(cls, cluster: Cluster, seats: Sequence[int]) -> Places:
-        """Rank r sits on GPU `seats[r]`.
+    def of(cls, cluster: Cluster, placement: Sequence[int]) -> Places:
+        """Rank r sits on GPU `placement[r]`.
 
-        Seats beyond the last GPU are those of a copy of the cluster, whose places are numbered on.
+        GPUs beyond the last are those of a copy of the cluster, whose places are numbered on.
         """
         gpus_per_server = cluster.gpus_per_server
-        server, gpu = np.divmod(np.asarray(seats, dtype=np.int64), gpus_per_server)
+        server, gpu = np.divmod(np.asarray(placement, dtype=np.int64), gpus_per_server)
 
         def numbered(lists: Sequence[Sequence[int]]) -> np.ndarray:
             """The list that holds each rank's GPU, numbered over the cluster."""

@@ -25,7 +25,7 @@ import numpy as np
 from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
-from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, Placement
+from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
 from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer, add_seconds
 from gnnplan.planner.vocabulary.numbers import Number
 
@@ -55,7 +55,7 @@ class MessagePorts:
     places: Places
     shared_cores: SharedCores | None
 
-    def link(self, op: str, where: Placement | Literal["switch"]) -> Link:
+    def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """The link there, as measured for this operation if it was."""
         plain: Link | None = getattr(self.cluster, where)
         if where == "intra_node" and not self.cluster.peer_access:
@@ -96,7 +96,7 @@ class MessagePorts:
 
         def both_ends(
             kind: str,
-            place: Placement | Literal["switch"],
+            place: LinkName | Literal["switch"],
             out: np.ndarray,
             into: np.ndarray,
             numbers: np.ndarray,

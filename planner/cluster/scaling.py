@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gnnplan.planner.cluster.spec import Cluster, Link, Placement
+from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
 from gnnplan.planner.vocabulary.numbers import Number
 
 # The device's rates that are one number.
@@ -50,7 +50,7 @@ def _times(rates: Mapping[float, float], factor: Number) -> dict[float, Number]:
     return {size: rate * factor for size, rate in rates.items()}
 
 
-def messages(cluster: Cluster, factor: Number, where: Placement) -> Cluster:
+def messages(cluster: Cluster, factor: Number, where: LinkName) -> Cluster:
     """The cluster with the link there, and all that was measured on it, multiplied; latency too."""
 
     def faster(link: Link) -> Link:

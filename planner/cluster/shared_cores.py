@@ -20,7 +20,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.cluster.spec import Cluster, Link, Placement
+from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
 from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
 
@@ -157,7 +157,7 @@ class SharedCores:
 
     def copying(
         self,
-        link: Callable[[Placement], Link],
+        link: Callable[[LinkName], Link],
         source: np.ndarray,
         target: np.ndarray,
         between_servers: np.ndarray,
@@ -167,7 +167,7 @@ class SharedCores:
         `link` gives the link of a place. Messages inside servers and `between_servers` (bool
         [messages]) have different ones.
         """
-        places: dict[Placement, np.ndarray] = {
+        places: dict[LinkName, np.ndarray] = {
             "intra_node": ~between_servers,
             "inter_node": between_servers,
         }

@@ -33,7 +33,7 @@ from gnnplan.planner.vocabulary.spec import (
 )
 
 PRESETS = Path(__file__).resolve().parent / "presets"
-Placement = Literal["island", "intra_node", "inter_node"]
+LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
 MOST_RANKS = 4096  # a plan evaluates every pair of ranks
 MOST_POINTS = 512  # of a fabric where servers are plugged in; ways between all pairs are kept
 

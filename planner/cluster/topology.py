@@ -69,7 +69,7 @@ def _join(out: nx.DiGraph, below: Node, above: Node, kind: str | None, number: i
     out.add_edge(above, below, length=length, port=(f"{kind}_in", number) if kind else None)
 
 
-def describe_port(cluster: Cluster, seats: Sequence[int], port: Port) -> str:
+def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str:
     """A port in words: the link, as 'leaf 0 -> spine 0', or the memory or cores that are shared."""
     kind, number = port
     if kind == "bridge":
@@ -79,7 +79,7 @@ def describe_port(cluster: Cluster, seats: Sequence[int], port: Port) -> str:
             "the cores of the machine" if cluster.one_machine else f"the cores of server {number}"
         )
     if kind.startswith(("gpu", "island")):
-        number = seats[number]
+        number = placement[number]
     edges = [edge for *edge, busy in graph(cluster).edges(data="port") if busy == (kind, number)]
     # A switch's uplink is also on edges between GPUs and NICs; the edge to the host is named first.
     edges.sort(key=lambda edge: {edge[0][0], edge[1][0]} == {"gpu", "nic"})

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from gnnplan.planner.decision.plan import answer, strategy_of
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, parts, seated
+from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, parts, placed
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
@@ -28,10 +28,10 @@ def choose(document: dict[str, Any], problem: Problem, text: str) -> dict[str, A
     # imported here: a run without --strategy does not need it
     from gnnplan.planner.decision.summary import summarise
 
-    strategy, whole = strategy_of(found), problem.seated(())
-    # A plan keeps the seats of its best candidate only; the others are seated as the search did.
+    strategy, whole = strategy_of(found), problem.placed(())
+    # A plan keeps the placement of its best candidate only; others are placed as the search did.
     candidate = min(
-        _seated_candidates(whole, strategy, found["gpus"]),
+        _placed_candidates(whole, strategy, found["gpus"]),
         key=lambda c: abs(float(c.predicted.epoch_s) - found["predicted"]["epoch_s"]),
         default=None,
     )
@@ -78,9 +78,9 @@ def _find(document: dict[str, Any], text: str) -> dict[str, Any]:
     )
 
 
-def _seated_candidates(whole: Problem, strategy: Strategy, gpus: int) -> Iterator[Candidate]:
+def _placed_candidates(whole: Problem, strategy: Strategy, gpus: int) -> Iterator[Candidate]:
     """The strategy on each choice of so many GPUs that the search considers."""
     for choice in [tuple(range(whole.ranks)), *parts(whole.cluster)]:
         if len(choice) == gpus:
             with suppress(SpecError, Infeasible):
-                yield evaluate(seated(whole.seated(choice), strategy), strategy)
+                yield evaluate(placed(whole.placed(choice), strategy), strategy)

@@ -96,8 +96,8 @@ def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
                 f"All {used} GPUs are worth using: on {other.problem.ranks} of them the fastest is"
                 f" {other.strategy}, {show_percent(slower)} slower"
             )
-    in_order = best.problem.seated(tuple(sorted(best.problem.cost.seats)))
-    if in_order.seats != best.problem.seats:
+    in_order = best.problem.placed(tuple(sorted(best.problem.cost.placement)))
+    if in_order.placement != best.problem.placement:
         slower = float(best.strategy.predict(in_order).epoch_s) / epoch_s - 1
         if slower >= 0.005:  # computation may hide a stale exchange wherever the ranks sit
             out.append(
@@ -121,12 +121,13 @@ def tightest(best: Candidate) -> list[str]:
         return []
     first, *others = busiest_of_kind.values()
     words = ", ".join(
-        f"{describe_port(cluster, cost.seats, port)}:"
+        f"{describe_port(cluster, cost.placement, port)}:"
         f" {show_percent(busy_s[port] / busy_s[first])} of that"
         for port in others
     )
     return [
-        f"What ranks send each other keeps {describe_port(cluster, cost.seats, first)} busy longest"
+        "What ranks send each other keeps"
+        f" {describe_port(cluster, cost.placement, first)} busy longest"
         + (f" (of other links {words})" if words else "")
     ]
 

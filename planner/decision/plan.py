@@ -160,7 +160,7 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
     except SpecError as error:
         raise SpecError(f"{path}: best.strategy: {error}") from error
     try:
-        seats(document)
+        placement(document)
     except SpecError as error:
         raise SpecError(f"{path}: best.placement: {error}") from error
 
@@ -200,7 +200,7 @@ def question(
         cluster or Cluster.model_validate(document["cluster"]),
         document["partitioner"],
     )
-    return problem if cluster else problem.seated(seats(document))
+    return problem if cluster else problem.placed(placement(document))
 
 
 def chosen(document: dict[str, Any]) -> Strategy:
@@ -230,7 +230,7 @@ def is_exact(document: dict[str, Any]) -> bool:
     return bool(document.get("exact", False))
 
 
-def seats(document: dict[str, Any]) -> tuple[int, ...]:
+def placement(document: dict[str, Any]) -> tuple[int, ...]:
     """The GPU of every rank of a plan, counted over all servers.
 
     Raises SpecError.

@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.cluster.seating import seat, walk
+from gnnplan.planner.cluster.placement import best_placement, walk
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.decision.recommendation import recommended
 from gnnplan.planner.problem.problem import Problem
@@ -28,7 +28,7 @@ MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on ea
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that fits, with its prediction; `problem.seats` are the GPUs of its ranks."""
+    """A strategy that fits, with its prediction; `problem.placement` has the GPUs of its ranks."""
 
     strategy: Strategy
     predicted: Prediction
@@ -129,22 +129,22 @@ def evaluate_or_save_memory(problem: Problem, strategy: Strategy) -> Candidate:
         raise error
 
 
-def seated(problem: Problem, strategy: Strategy) -> Problem:
+def placed(problem: Problem, strategy: Strategy) -> Problem:
     """The problem with its ranks on those of its GPUs where the strategy's traffic is fastest.
 
-    Ranks stay in order where that is predicted to be faster: `seat` adds up exchanges one by one,
-    but the stages of a pipeline exchange at the same time. Raises SpecError.
+    Ranks stay in order where that is predicted to be faster: `best_placement` adds up exchanges one
+    by one, but the stages of a pipeline exchange at the same time. Raises SpecError.
     """
     strategy = strategy.settle(problem)
     strategy.check(problem)
-    gpus = tuple(sorted(problem.cost.seats))
-    in_order = problem.seated(gpus)
-    chosen = problem.seated(
-        seat(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
+    gpus = tuple(sorted(problem.cost.placement))
+    in_order = problem.placed(gpus)
+    chosen = problem.placed(
+        best_placement(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
     )
-    if chosen.seats == in_order.seats:
+    if chosen.placement == in_order.placement:
         return chosen
-    return min((chosen, in_order), key=lambda seating: float(strategy.predict(seating).epoch_s))
+    return min((chosen, in_order), key=lambda there: float(strategy.predict(there).epoch_s))
 
 
 def search(
@@ -161,13 +161,13 @@ def search(
     """
     if forced is not None:
         if exact and not forced.settle(problem).exact:
-            name = forced.settle(problem)
+            always = {"full": "graph_parallel or granndis", "mini": "data_parallel or gsplit"}
             raise SpecError(
-                f"--exact excludes {name}: it is lossy; drop --exact or use"
-                " graph_parallel or granndis"
+                f"--exact excludes {forced.settle(problem)}: it is lossy; drop --exact or use"
+                f" {always[forced.mode]}"
             )
         try:
-            return SearchResult([evaluate(seated(problem, forced), forced)], [], forced=True)
+            return SearchResult([evaluate(placed(problem, forced), forced)], [], forced=True)
         except Infeasible as error:
             raise Infeasible(f"{error}; {smallest_change(problem, lambda _: [forced])}") from None
     ranked: list[Candidate] = []
@@ -186,7 +186,7 @@ def search(
                 )
                 continue
             try:
-                ranked.append(evaluate_or_save_memory(seated(problem, strategy), strategy))
+                ranked.append(evaluate_or_save_memory(placed(problem, strategy), strategy))
             except (SpecError, Infeasible) as error:
                 rejected.append((str(strategy.settle(problem)), str(error)))
         if not tried:
@@ -219,14 +219,14 @@ def on_fewer(
     for gpus in parts(problem.cluster):
         if least(problem, len(gpus), exact) >= limit:
             continue
-        smaller, fitting = problem.seated(gpus), []
+        smaller, fitting = problem.placed(gpus), []
         for strategy in _candidates(smaller, exact):
             notify(
                 "evaluating candidates",
                 f"{strategy} on {len(gpus)} of {show_count(problem.ranks, 'GPU')}",
             )
             with suppress(SpecError, Infeasible):
-                fitting.append(evaluate_or_save_memory(seated(smaller, strategy), strategy))
+                fitting.append(evaluate_or_save_memory(placed(smaller, strategy), strategy))
         if fitting:
             fitting.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
             best, *slower = fitting
@@ -270,7 +270,7 @@ def least(problem: Problem, ranks: int, exact: bool = False) -> float:
     vertices need together.
     """
     if problem.workload.mode == "full" and not exact:
-        alone = problem.seated((0,))
+        alone = problem.placed((0,))
         [needed_rows] = alone.batches(alone.layout(), 1)
         facts = [needed_rows.facts(layer) for layer in range(1, problem.workload.layers + 1)]
         counts = [(float(f.rows.sum()) / ranks, float(f.edges.sum()) / ranks) for f in facts]
@@ -333,7 +333,13 @@ def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy
         if cluster.ranks > min(problem.stats.vertices, MOST_RANKS):
             return None
         larger = replace(
-            problem, graph=None, method=method, cluster=cluster, seats=(), _layouts={}, _chunks={}
+            problem,
+            graph=None,
+            method=method,
+            cluster=cluster,
+            placement=(),
+            _layouts={},
+            _chunks={},
         )
         fitting = (
             str(s.settle(larger))

@@ -78,24 +78,25 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
     )
     asked = ", as --strategy asks" if found.forced else ""
     asked = ", as measured" if found.measured else asked
-    return f"{best.strategy} on {number}{asked}; {seating(best)}; {gradient}"
+    return f"{best.strategy} on {number}{asked}; {where_ranks_sit(best)}; {gradient}"
 
 
-def seating(best: Candidate) -> str:
+def where_ranks_sit(best: Candidate) -> str:
     """Where ranks sit, in words."""
-    each, seats = best.problem.cluster.gpus_per_server, list(best.problem.cost.seats)
-    if len(seats) == 1:
-        return f"on server {seats[0] // each}, GPU {seats[0] % each}"
-    if seats == list(range(len(seats))):
-        servers = -(-len(seats) // each)
+    each, placement = best.problem.cluster.gpus_per_server, list(best.problem.cost.placement)
+    if len(placement) == 1:
+        return f"on server {placement[0] // each}, GPU {placement[0] % each}"
+    if placement == list(range(len(placement))):
+        servers = -(-len(placement) // each)
         if servers == 1:
             return "all ranks on one server, in order"
         return f"{show_count(each, 'rank')} on each of {servers} servers, in order"
-    if len(seats) > MOST_LISTED:
-        servers = len({seat // each for seat in seats})
+    if len(placement) > MOST_LISTED:
+        servers = len({gpu // each for gpu in placement})
         return f"ranks on {show_count(servers, 'server')}, not in order (--explain lists them)"
     return "placed: " + ", ".join(
-        f"rank {rank} on server {seat // each} GPU {seat % each}" for rank, seat in enumerate(seats)
+        f"rank {rank} on server {gpu // each} GPU {gpu % each}"
+        for rank, gpu in enumerate(placement)
     )
 
 
@@ -172,7 +173,7 @@ def alone(problem: Problem, best: Candidate) -> str:
     on_gpus = problem.cluster.device.kind != "cpu"
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
-    single = problem.seated((int(best.problem.cost.seats[0]),))
+    single = problem.placed((int(best.problem.cost.placement[0]),))
     try:
         other = evaluate_or_save_memory(single, GraphParallel())
     except (Infeasible, SpecError):

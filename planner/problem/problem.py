@@ -84,9 +84,9 @@ class Problem:
     workload: Workload
     cluster: Cluster
     method: str = "metis"  # partitioner (graph/partition.py)
-    # seats[r] is the GPU of rank r, counted over all servers (decision/grouping.py chooses); empty:
-    # all GPUs in order
-    seats: tuple[int, ...] = ()
+    # placement[r] is the GPU of rank r, counted over all servers (cluster/placement.py chooses it);
+    # empty: all GPUs in order
+    placement: tuple[int, ...] = ()
     _layouts: dict[object, Layout | EstimatedLayout] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -98,12 +98,12 @@ class Problem:
     _seconds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
     # the fewest batches that fit the memory (GraNNDis)
     _fewest: dict[object, int] = field(default_factory=dict, compare=False, repr=False)
-    # by seats
+    # by placement
     _costs: dict[tuple[int, ...], Cost] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
-        return len(self.seats) or self.cluster.ranks
+        return len(self.placement) or self.cluster.ranks
 
     @cached_property
     def model(self) -> Model:
@@ -130,10 +130,12 @@ class Problem:
 
     @cached_property
     def cost(self) -> Cost:
-        """The cost model of the cluster with ranks on these seats."""
-        known = self._costs.get(self.seats)
+        """The cost model of the cluster with ranks placed so."""
+        known = self._costs.get(self.placement)
         if known is None or known.cluster is not self.cluster or known.spread != self.stats.spread:
-            known = self._costs[self.seats] = Cost.of(self.cluster, self.seats, self.stats.spread)
+            known = self._costs[self.placement] = Cost.of(
+                self.cluster, self.placement, self.stats.spread
+            )
         return known
 
     @property
@@ -144,11 +146,13 @@ class Problem:
     @property
     def by_gpu(self) -> tuple[int, ...]:
         """Ranks in the order of their GPUs: rank k of torchrun and srun is rank by_gpu[k]."""
-        return tuple(int(rank) for rank in np.argsort(self.cost.seats))
+        return tuple(int(rank) for rank in np.argsort(self.cost.placement))
 
-    def seated(self, seats: tuple[int, ...]) -> Problem:
+    def placed(self, placement: tuple[int, ...]) -> Problem:
         """The same problem with its ranks on these GPUs."""
-        return replace(self, seats=() if seats == tuple(range(self.cluster.ranks)) else seats)
+        return replace(
+            self, placement=() if placement == tuple(range(self.cluster.ranks)) else placement
+        )
 
     def layout(
         self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()

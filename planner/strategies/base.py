@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
@@ -162,7 +162,7 @@ class Strategy(ABC):
         """Every rank's tasks. The simulator plays them; the executor is held to them."""
 
     def traffic(self, problem: Problem) -> list[Phase]:
-        """What the ranks send each other in a step, from which their seats follow.
+        """What the ranks send each other in a step, from which their placement follows.
 
         Empty: ranks sit in their order.
         """
@@ -184,7 +184,7 @@ class Strategy(ABC):
         gpus = problem.cluster.gpus_per_server
         return [
             {"rank": rank, "server": gpu // gpus, "gpu": gpu % gpus, **self.role(problem, rank)}
-            for rank, gpu in enumerate(problem.cost.seats)
+            for rank, gpu in enumerate(problem.cost.placement)
         ]
 
     def knobs(self) -> dict[str, Any]:

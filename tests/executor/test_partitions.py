@@ -25,7 +25,7 @@ from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=90&edges=600&features=5&classes=3&seed=1"
-SEATS = (0, 2, 3, 1)  # ranks 0 and 3 sit on server 0
+PLACEMENT = (0, 2, 3, 1)  # ranks 0 and 3 sit on server 0
 CLUSTER = Cluster.model_validate(
     {
         "servers": 2,
@@ -46,7 +46,7 @@ class Asked:
     @property
     def gpu(self) -> np.ndarray:
         """The GPU of the rank that owns each vertex [N]."""
-        return np.array(SEATS)[partition(self.graph, 4)]
+        return np.array(PLACEMENT)[partition(self.graph, 4)]
 
     @property
     def edges(self) -> set[tuple[int, int]]:
@@ -59,7 +59,7 @@ def asked() -> Iterator[Asked]:
     graph = load(GRAPH)
     assert isinstance(graph, Graph)
     workload = Workload(model="gcn", layers=2, hidden=8)
-    problem = Problem(graph.stats, graph, workload, CLUSTER, "metis", seats=SEATS)
+    problem = Problem(graph.stats, graph, workload, CLUSTER, "metis", placement=PLACEMENT)
     with warnings.catch_warnings():  # of the libraries
         warnings.simplefilter("ignore")
         yield Asked(problem, parse("graph_parallel"), graph)

@@ -1,4 +1,4 @@
-"""Another candidate of a plan takes the place of the best: its prediction, its seats, and errors
+"""Another candidate of a plan takes the place of the best: its prediction, its placement, and errors
 that name what the plan holds."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.choose import choose
-from gnnplan.planner.decision.plan import make, question, seats, strategy_of
+from gnnplan.planner.decision.plan import make, placement, question, strategy_of
 from gnnplan.planner.decision.search import evaluate, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -42,10 +42,10 @@ def planned() -> tuple[dict[str, Any], Problem]:
     return make(problem, search(problem)), problem
 
 
-def test_every_alternative_keeps_its_prediction_and_gets_seats(
+def test_every_alternative_keeps_its_prediction_and_gets_a_placement(
     planned: tuple[dict[str, Any], Problem],
 ):
-    """Those on fewer GPUs too, of which a plan does not keep the seats."""
+    """Those on fewer GPUs too, of which a plan does not keep the placement."""
     document, problem = planned
     before = copy.deepcopy(document)
     assert len({one["gpus"] for one in document["alternatives"]}) > 1
@@ -56,7 +56,7 @@ def test_every_alternative_keeps_its_prediction_and_gets_seats(
             continue  # of several of a name the fastest is chosen
         chosen = choose(document, problem, name)
         assert {k: v for k, v in chosen["best"].items() if k != "placement"} == one
-        assert len(seats(chosen)) == one["gpus"]
+        assert len(placement(chosen)) == one["gpus"]
         again = evaluate(question(chosen), strategy_of(one))  # as validate does
         assert again.predicted.epoch_s == pytest.approx(one["predicted"]["epoch_s"], rel=1e-9)
         assert name in chosen["summary"]["use"]

@@ -238,14 +238,14 @@ def test_ports_by_where_two_gpus_sit():
         cost.send(1, Send(3, 1_000_000)).alone == 1.0 + 0.25 + 2.0
         and cost.send(0, Send(1, 1_000_000)).alone == 0.5 + 0.1
     )
-    assert [cost.placement(0, rank) for rank in (1, 2, 4)] == ["island", "intra_node", "inter_node"]
+    assert [cost.link_name(0, rank) for rank in (1, 2, 4)] == ["island", "intra_node", "inter_node"]
 
 
-def test_seats_move_ranks_not_ports():
+def test_a_placement_moves_ranks_not_ports():
     """Rank 0 on GPU 5 and rank 1 on GPU 4: an island of the second server. All ports are named
     after ranks and places."""
     cost = Cost.of(BOX, (5, 4, 0))
-    assert cost.servers == (1, 1, 0) and cost.placement(0, 1) == "island"
+    assert cost.servers == (1, 1, 0) and cost.link_name(0, 1) == "island"
     assert cost.send(0, Send(2, 1_000_000)).busy == {("nic_out", 2): 10.0, ("nic_in", 0): 10.0}
     sent = np.zeros((3, 3), dtype=int)
     sent[0, 1], sent[1, 2] = 3, 4
@@ -257,11 +257,11 @@ def test_a_ring_visits_places_one_after_the_other():
     that share what leaves a server."""
     cost = Cost.of(BOX, (0, 7, 2, 5, 4, 3, 6, 1))
     (hops,) = cost._all_reduces.hops("ring", tuple(range(8)))[0].phases
-    assert [cost.seats[a] for a in hops.source] == list(range(8)) and [
-        cost.seats[b] for b in hops.target
+    assert [cost.placement[a] for a in hops.source] == list(range(8)) and [
+        cost.placement[b] for b in hops.target
     ] == [*range(1, 8), 0]
     ring = cost.all_reduce(8_000_000, range(8))
-    at = {gpu: rank for rank, gpu in enumerate(cost.seats)}
+    at = {gpu: rank for rank, gpu in enumerate(cost.placement)}
     assert ring.busy["island_out", at[0]] == pytest.approx(1.4) and ring.busy[
         "gpu_out", at[1]
     ] == pytest.approx(14.0)
@@ -314,8 +314,8 @@ def test_equal_messages_are_counted_once_and_come_out_as_any_others(group: tuple
         assert cost.exchange(uneven, group).latency == transfer.latency
         links: dict[str, int] = {}
         for i, j in np.argwhere(talk):
-            links[cost.placement(ranks[i], ranks[j])] = (
-                links.get(cost.placement(ranks[i], ranks[j]), 0) + nbytes
+            links[cost.link_name(ranks[i], ranks[j])] = (
+                links.get(cost.link_name(ranks[i], ranks[j]), 0) + nbytes
             )
         assert cost.bytes_by_link(talk * nbytes, group) == links
 

@@ -1,4 +1,4 @@
-"""Where ranks sit: the best of all seatings where all can be looked at, near it beyond; and how
+"""Where ranks sit: the best of all placements where all can be looked at, near it beyond; and how
 many GPUs are worth using."""
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from hypothesis import strategies as st
 from pairwise import covered
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.seating import Phase, evaluator, fewer, heuristic, seat, seatings, walk
+from gnnplan.planner.cluster.placement import (
+    Phase,
+    all_placements,
+    best_placement,
+    evaluator,
+    fewer,
+    heuristic,
+    walk,
+)
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.cluster.topology import graph as topology
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.search import evaluate, search, seated
+from gnnplan.planner.decision.search import evaluate, placed, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -93,10 +101,11 @@ def traffic(ranks: int, seed: int) -> list[Phase]:
     ]
 
 
-def by_cost(where: Cluster, seats: tuple[int, ...], phases: list[Phase]) -> float:
-    """As cost.py has it, one seating at a time."""
+def by_cost(where: Cluster, placement: tuple[int, ...], phases: list[Phase]) -> float:
+    """As cost.py has it, one placement at a time."""
     return sum(
-        phase.times * float(Cost.of(where, seats).exchange(phase.sent).alone) for phase in phases
+        phase.times * float(Cost.of(where, placement).exchange(phase.sent).alone)
+        for phase in phases
     )
 
 
@@ -104,7 +113,7 @@ def by_cost(where: Cluster, seats: tuple[int, ...], phases: list[Phase]) -> floa
 
 
 @pytest.mark.parametrize("name", EIGHT)
-def test_every_kind_of_seating_is_looked_at_once(name: str):
+def test_every_kind_of_placement_is_looked_at_once(name: str):
     """As many as there are orders of the ranks, divided by the symmetries of the topology, which
     networkx counts."""
     graph = topology(EIGHT[name])
@@ -118,21 +127,21 @@ def test_every_kind_of_seating_is_looked_at_once(name: str):
             edge_match=lambda a, b: (a["port"] or "")[:1] == (b["port"] or "")[:1],
         )
         orders = {tuple(image["gpu", g] for g in range(8)) for image in same.isomorphisms_iter()}
-        assert len(seatings(EIGHT[name], range(8))) == factorial(8) / len(orders)
+        assert len(all_placements(EIGHT[name], range(8))) == factorial(8) / len(orders)
     else:
-        assert len(seatings(EIGHT[name], range(8))) == 1
+        assert len(all_placements(EIGHT[name], range(8))) == 1
 
 
 @pytest.mark.parametrize(
     ("name", "seed"), covered(list(product(EIGHT, (0, 1))), lambda row: {row[0]})
 )
-def test_eight_gpus_have_the_best_of_all_seatings(name: str, seed: int):
+def test_eight_gpus_have_the_best_of_all_placements(name: str, seed: int):
     """All 40,320 permutations, weighed without regard to symmetry. Swaps, as used beyond, come
     within a tenth of it."""
     where, phases = EIGHT[name], traffic(8, seed)
     seconds = evaluator(where, range(8), phases)
     best = float(seconds(np.array(list(permutations(range(8))))).min())
-    chosen = seat(where, range(8), phases)
+    chosen = best_placement(where, range(8), phases)
     assert sorted(chosen) == list(range(8)) and by_cost(where, chosen, phases) == pytest.approx(
         best, rel=1e-9
     )
@@ -155,37 +164,37 @@ def places(draw) -> Cluster:
 def test_no_permutation_is_faster(where: Cluster, seed: int):
     """Literally all of them, one at a time, by the cost of each phase."""
     phases = traffic(where.ranks, seed)
-    chosen = seat(where, range(where.ranks), phases)
-    best = min(by_cost(where, seats, phases) for seats in permutations(range(where.ranks)))
+    chosen = best_placement(where, range(where.ranks), phases)
+    best = min(by_cost(where, placement, phases) for placement in permutations(range(where.ranks)))
     assert by_cost(where, chosen, phases) == pytest.approx(best, rel=1e-9)
 
 
 def test_links_of_one_speed_are_used_at_once():
-    """What a rank sends inside its server and out of it goes on two links at a time, so seats matter
+    """What a rank sends inside its server and out of it goes on two links at a time, so placement matters
     where both are equally fast. They were left in order: 58 ms where 47 are possible."""
     link = Link(bandwidth=1e7, latency=0.0)
     where, phases = cluster(2, 2, intra_node=link, inter_node=link), traffic(4, 0)
-    best = min(by_cost(where, seats, phases) for seats in permutations(range(4)))
-    assert by_cost(where, seat(where, range(4), phases), phases) == pytest.approx(best)
+    best = min(by_cost(where, placement, phases) for placement in permutations(range(4)))
+    assert by_cost(where, best_placement(where, range(4), phases), phases) == pytest.approx(best)
 
 
 @given(places(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(25))
-def test_seatings_evaluated_together_are_those_evaluated_alone(where: Cluster, seed: int):
+def test_placements_evaluated_together_are_those_evaluated_alone(where: Cluster, seed: int):
     phases = [phase for phase in traffic(where.ranks, seed) if phase.sent.any()]
     some = list(permutations(range(where.ranks)))[::7]
     if phases:
         together = evaluator(where, range(where.ranks), phases)(np.array(some))
-        assert together == pytest.approx([by_cost(where, seats, phases) for seats in some])
+        assert together == pytest.approx([by_cost(where, placement, phases) for placement in some])
 
 
 def test_ranks_stay_in_order_where_nothing_is_faster():
     even = [Phase(1e6 * ~np.eye(8, dtype=bool), 1.0)]
-    assert all(seat(where, range(8), even) == tuple(range(8)) for where in EIGHT.values())
-    assert seat(EIGHT["1x8"], range(8), traffic(8, 0)) == tuple(range(8))
-    assert seat(EIGHT["2x4"], range(8), []) == tuple(range(8))
+    assert all(best_placement(where, range(8), even) == tuple(range(8)) for where in EIGHT.values())
+    assert best_placement(EIGHT["1x8"], range(8), traffic(8, 0)) == tuple(range(8))
+    assert best_placement(EIGHT["2x4"], range(8), []) == tuple(range(8))
     # no others than those it is given
-    assert set(seat(EIGHT["2x4"], (0, 1, 4, 5), traffic(4, 1))) == {0, 1, 4, 5}
+    assert set(best_placement(EIGHT["2x4"], (0, 1, 4, 5), traffic(4, 1))) == {0, 1, 4, 5}
 
 
 # -- beyond ----------------------------------------------------------------------------------------
@@ -198,14 +207,14 @@ def test_hidden_groups_are_found_among_32_gpus():
     member = np.random.default_rng(3).permutation(32) // 4  # 8 groups of 4
     together = np.equal.outer(member, member) & ~np.eye(32, dtype=bool)
     phases = [Phase(1e6 * together, 2.0)]
-    seats = seat(where, range(32), phases)
-    at = Cost.of(where, seats).places
+    placement = best_placement(where, range(32), phases)
+    at = Cost.of(where, placement).places
     assert all(
         len({int(at.island[rank]) for rank in np.flatnonzero(member == group)}) == 1
         for group in range(8)
     )
-    assert by_cost(where, seats, phases) < by_cost(where, tuple(range(32)), phases) / 10
-    assert seat(where, range(32), phases) == seats  # the same every time
+    assert by_cost(where, placement, phases) < by_cost(where, tuple(range(32)), phases) / 10
+    assert best_placement(where, range(32), phases) == placement  # the same every time
 
 
 def test_a_walk_leaves_a_place_when_it_has_seen_it():
@@ -234,9 +243,9 @@ def problem_of(where: Cluster, **workload: Any) -> Problem:
     return Problem(GRAPH.stats, GRAPH, Workload(**{"layers": 4, "hidden": 64, **workload}), where)
 
 
-def stage_of(problem: Problem, seats: tuple[int, ...]) -> list[set[int]]:
+def stage_of(problem: Problem, placement: tuple[int, ...]) -> list[set[int]]:
     """The GPUs of each of two stages of four."""
-    return [set(seats[:4]), set(seats[4:])] if seats else [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    return [set(placement[:4]), set(placement[4:])] if placement else [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
 
 def test_gnnpipe_keeps_a_group_on_a_server():
@@ -244,10 +253,10 @@ def test_gnnpipe_keeps_a_group_on_a_server():
     GPUs come in."""
     strategy = parse("gnnpipe(stages=2,chunks=8)")
     problem = problem_of(cluster(2, 4))
-    assert stage_of(problem, seated(problem, strategy).seats) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert stage_of(problem, placed(problem, strategy).placement) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     never, advised = (
-        evaluate(problem.seated(seats), strategy).predicted
-        for seats in ((0, 2, 4, 6, 1, 3, 5, 7), ())
+        evaluate(problem.placed(placement), strategy).predicted
+        for placement in ((0, 2, 4, 6, 1, 3, 5, 7), ())
     )
     assert float(never.comm_s) > 2 * float(advised.comm_s) and never.epoch_s > advised.epoch_s
     assert never.bytes == advised.bytes and never.bytes_by_link != advised.bytes_by_link
@@ -259,7 +268,7 @@ def test_groups_follow_the_islands():
     strategy, seen = parse("gnnpipe(stages=2,chunks=8)"), []
     for islands in (HALVES, [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 6, 7], [2, 3, 4, 5]]):
         problem = problem_of(cluster(1, 8, islands=islands, island=FAST))
-        seen.append(stage_of(problem, seated(problem, strategy).seats))
+        seen.append(stage_of(problem, placed(problem, strategy).placement))
         assert sorted(map(sorted, seen[-1])) == sorted(islands)
     assert seen[0] != seen[1] != seen[2]
 
@@ -272,14 +281,16 @@ def test_where_little_is_read_by_others_a_pipeline_keeps_its_messages_inside():
     onward[np.arange(6), np.arange(6) + 2] = 1e6
     halo = np.kron(np.eye(4), [[0, 1], [1, 0]])
     assert [
-        gpu // 4 for gpu in seat(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e3, 8.0)])
+        gpu // 4
+        for gpu in best_placement(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e3, 8.0)])
     ] == [0, 1] * 4
     assert [
-        gpu // 4 for gpu in seat(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e7, 8.0)])
+        gpu // 4
+        for gpu in best_placement(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e7, 8.0)])
     ] == [0] * 4 + [1] * 4
 
 
-def test_a_seating_is_not_predicted_to_be_slower_than_the_gpus_in_order():
+def test_a_placement_is_not_predicted_to_be_slower_than_the_gpus_in_order():
     """Weighed exchange by exchange, groups across servers saved a pipeline's messages; but both
     stages' exchanges passed the same cards together, and on an emulated cluster an epoch took a
     third longer than in order."""
@@ -289,11 +300,11 @@ def test_a_seating_is_not_predicted_to_be_slower_than_the_gpus_in_order():
     assert isinstance(graph, Graph)
     problem = Problem(graph.stats, graph, Workload(model="sage", layers=3, hidden=32), where)
     strategy = parse("gnnpipe(stages=2,chunks=8)").settle(problem)
-    across = problem.seated(
-        seat(where, range(4), strategy.traffic(problem), strategy.tied(problem))
+    across = problem.placed(
+        best_placement(where, range(4), strategy.traffic(problem), strategy.tied(problem))
     )
-    assert across.seats and strategy.predict(across).epoch_s > strategy.predict(problem).epoch_s
-    assert not seated(problem, strategy).seats
+    assert across.placement and strategy.predict(across).epoch_s > strategy.predict(problem).epoch_s
+    assert not placed(problem, strategy).placement
 
 
 def test_groups_that_pass_the_same_cards_slow_each_other():
@@ -305,7 +316,7 @@ def test_groups_that_pass_the_same_cards_slow_each_other():
     where = cluster(2, 2, device=device, intra_node=Link(bandwidth=1e10))
     problem = Problem(
         graph.stats, graph, Workload(model="sage", layers=3, hidden=256), where
-    ).seated((0, 2, 1, 3))
+    ).placed((0, 2, 1, 3))
     strategy = parse("gnnpipe(stages=2,chunks=8)").settle(problem)
     played = [play(strategy.schedule(problem, steps), problem.cost).end_s for steps in (2, 6)]
     assert strategy.predict(problem).epoch_s == pytest.approx((played[1] - played[0]) / 4, rel=0.05)
@@ -315,9 +326,10 @@ def test_parts_that_read_each_other_sit_together():
     """Graph parallel: the parts of a graph in a ring of communities, on two servers, cost no more
     than in any other order."""
     problem, strategy = problem_of(cluster(2, 2)), parse("graph_parallel")
-    chosen = evaluate(seated(problem, strategy), strategy).predicted
+    chosen = evaluate(placed(problem, strategy), strategy).predicted
     every = [
-        evaluate(problem.seated(seats), strategy).predicted for seats in permutations(range(4))
+        evaluate(problem.placed(placement), strategy).predicted
+        for placement in permutations(range(4))
     ]
     assert float(chosen.epoch_s) == pytest.approx(min(float(p.epoch_s) for p in every), rel=1e-9)
     assert {p.bytes_total for p in every} == {chosen.bytes_total} and len(
@@ -337,10 +349,10 @@ def test_parts_that_read_each_other_sit_together():
         ("a card across switches", "granndis"),
     ],
 )
-def test_a_seated_schedule_is_its_prediction(name: str, where: str):
+def test_a_placed_schedule_is_its_prediction(name: str, where: str):
     """On every kind of link, with ranks out of order: bytes agree, and playing it without
     contention takes what was predicted."""
-    problem = problem_of(EIGHT[where]).seated((5, 0, 3, 6, 1, 7, 2, 4))
+    problem = problem_of(EIGHT[where]).placed((5, 0, 3, 6, 1, 7, 2, 4))
     strategy = parse(name).settle(problem)
     predicted, schedule = strategy.predict(problem), strategy.schedule(problem, 3)
     assert predicted.bytes_total == sum(predicted.bytes_by_link.values())
@@ -355,14 +367,14 @@ def test_a_seated_schedule_is_its_prediction(name: str, where: str):
     ).step_s * (1 - 1e-9)
 
 
-def test_plans_remember_seats():
+def test_plans_remember_placement():
     islands = [[0, 2, 4, 6], [1, 3, 5, 7]]
     problem = problem_of(cluster(1, 8, islands=islands, island=FAST))
     found = search(problem, forced=parse("gnnpipe(stages=2,chunks=8)"))
     document = plan.make(problem, found)
     asked = plan.question(document)
-    assert asked.seats == found.best.problem.seats != () and asked.by_gpu == tuple(
-        np.argsort(asked.seats)
+    assert asked.placement == found.best.problem.placement != () and asked.by_gpu == tuple(
+        np.argsort(asked.placement)
     )
     assert (
         float(plan.chosen(document).predict(asked).epoch_s)
@@ -392,7 +404,7 @@ def test_plans_remember_seats():
         (None, "must be a list"),
     ],
 )
-def test_seats_edited_by_hand(place: Any, rule: str):
+def test_a_placement_edited_by_hand(place: Any, rule: str):
     problem = problem_of(cluster(1, 8))
     document = plan.make(problem, search(problem, forced=parse("graph_parallel")))
     if place is None:
@@ -430,7 +442,7 @@ def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
     document = plan.make(small, found)
     assert document["best"]["gpus"] == best.problem.ranks == len(document["best"]["placement"])
     assert (
-        plan.question(document).seats == best.problem.seats
+        plan.question(document).placement == best.problem.placement
         and plan.question(document).ranks == best.problem.ranks
     )
     assert any(

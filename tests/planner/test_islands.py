@@ -1,4 +1,4 @@
-"""GraNNDis with islands of GPUs in the place of servers: the same story on other links, seats that
+"""GraNNDis with islands of GPUs in the place of servers: the same story on other links, placements that
 keep an island's ranks on one, and a choice that changes with the topology."""
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.seating import Phase, evaluator, heuristic, seat, seatings
+from gnnplan.planner.cluster.placement import (
+    Phase,
+    all_placements,
+    best_placement,
+    evaluator,
+    heuristic,
+)
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.explain import preloading
-from gnnplan.planner.decision.search import search, seated
+from gnnplan.planner.decision.search import placed, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, in_neighbours
 from gnnplan.planner.graph.load import load
@@ -116,7 +122,7 @@ def test_closed_form_schedule_and_simulation(servers: int, islands: list[list[in
                 and task.work.op == "exchange"
             ):
                 for peer, nbytes in task.work.sent:
-                    links[problem.cost.placement(task.rank, peer)] += nbytes
+                    links[problem.cost.link_name(task.rank, peer)] += nbytes
         for _ in range(steps):
             links.update(
                 problem.cost.reduced_by_link(p.bytes["all_reduce"] // steps, range(problem.ranks))
@@ -228,7 +234,7 @@ def test_more_depth_is_never_more_bytes_between_islands(
     assert "halo" not in p[-1].bytes
 
 
-# -- seats -----------------------------------------------------------------------------------------
+# -- placement -------------------------------------------------------------------------------------
 
 
 def places(problem: Problem, group: str) -> list[set[int]]:
@@ -246,31 +252,33 @@ def places(problem: Problem, group: str) -> list[set[int]]:
     ["granndis(depth=1,group='island')", "granndis(group='island')", "granndis(depth=1)"],
 )
 @pytest.mark.parametrize("islands", [CROSSED, PAIRS])
-def test_groups_stay_together_and_no_seating_that_keeps_them_is_faster(
+def test_groups_stay_together_and_no_placement_that_keeps_them_is_faster(
     strategy: str, islands: list[list[int]]
 ):
-    """Every seating of 8 GPUs in which the same ranks share an island (a server), weighed by the
+    """Every placement of 8 GPUs in which the same ranks share an island (a server), weighed by the
     closed form itself."""
     problem, chosen = problem_of(2, islands, inter=1e8), parse(strategy)
     in_order = chosen.settle(problem)
-    found = seated(problem, chosen)
+    found = placed(problem, chosen)
     assert all(len(place) == 1 for place in places(found, chosen.group))
     assert in_order.tied(found) == in_order.tied(problem)
     # the same rows on every rank: only links change
     assert in_order.layout(found) is in_order.layout(problem)
     kept = [
-        seats
-        for seats in seatings(problem.cluster, range(8)).tolist()
-        if in_order.tied(problem.seated(tuple(seats))) == in_order.tied(problem)
+        placement
+        for placement in all_placements(problem.cluster, range(8)).tolist()
+        if in_order.tied(problem.placed(tuple(placement))) == in_order.tied(problem)
     ]
-    assert 1 < len(kept) < len(seatings(problem.cluster, range(8)))
-    best = min(float(in_order.predict(problem.seated(tuple(seats))).comm_s) for seats in kept)
+    assert 1 < len(kept) < len(all_placements(problem.cluster, range(8)))
+    best = min(
+        float(in_order.predict(problem.placed(tuple(placement))).comm_s) for placement in kept
+    )
     assert float(in_order.predict(found).comm_s) == pytest.approx(best, rel=1e-9)
 
 
 def test_islands_that_read_each_other_share_a_server():
-    """Four islands, two and two of them with much in common, in an order that parts them: seats
-    bring them together."""
+    """Four islands, two and two of them with much in common, in an order that parts them: the
+    placement brings them together."""
     parts = np.repeat(np.arange(4), 100)
     random = np.random.default_rng(0)
     src, dst = random.integers(0, 400, (2, 20_000))
@@ -293,7 +301,7 @@ def test_islands_that_read_each_other_share_a_server():
         frozenset((group, int(np.argmax(sends[group] * (np.arange(4) != group)))))
         for group in range(4)
     }
-    found = seated(problem, strategy)
+    found = placed(problem, strategy)
     tied, servers = strategy.tied(found), found.servers
     sharing = {
         frozenset(tied[rank] for rank in range(8) if servers[rank] == server) for server in (0, 1)
@@ -301,7 +309,7 @@ def test_islands_that_read_each_other_share_a_server():
     assert len(friends) == 2 and sharing == friends
     every = [
         strategy.predict(
-            problem.seated(tuple(np.ravel([PAIR[i] for i in order]).tolist()))
+            problem.placed(tuple(np.ravel([PAIR[i] for i in order]).tolist()))
         ).bytes_by_link["inter_node"]
         for PAIR in [((0, 1), (2, 3), (4, 5), (6, 7))]
         for order in permutations(range(4))
@@ -331,15 +339,18 @@ def test_tied_ranks_stay_tied_whatever_they_send(
         )
     ]
 
-    def torn(seats: Sequence[int]) -> bool:
+    def torn(placement: Sequence[int]) -> bool:
         return any(
-            len({tied[seats[rank]] for rank in range(8) if tied[rank] == group}) > 1
+            len({tied[placement[rank]] for rank in range(8) if tied[rank] == group}) > 1
             for group in tied
         )
 
-    every = np.array([seats for seats in permutations(range(8)) if not torn(seats)])
+    every = np.array([placement for placement in permutations(range(8)) if not torn(placement)])
     evaluate = evaluator(where, range(8), phases)
-    free, kept = seat(where, range(8), phases), seat(where, range(8), phases, tied)
+    free, kept = (
+        best_placement(where, range(8), phases),
+        best_placement(where, range(8), phases, tied),
+    )
     assert torn(free) and not torn(kept)
     seconds = evaluate(np.array([free, kept, range(8)]))
     assert (
@@ -364,8 +375,8 @@ def test_groups_that_talk_meet_among_32_gpus():
     for a in range(32):
         sent[a, tied == partner[int(tied[a])]] = 1e6
         sent[a, (a + 1) % 32] += 1e3
-    seats = seat(where, range(32), [Phase(sent, 1.0)], tied.tolist())
-    at = Cost.of(where, seats).places
+    placement = best_placement(where, range(32), [Phase(sent, 1.0)], tied.tolist())
+    at = Cost.of(where, placement).places
     assert all(
         len({int(at.island[rank]) for rank in np.flatnonzero(tied == group)}) == 1
         for group in range(16)
@@ -382,7 +393,7 @@ def test_sixteen_gpus_keep_their_groups_too(group: str):
     order of the GPUs."""
     problem = problem_of(4, CROSSED, inter=1e8)
     strategy = GraNNDis(1, group=group)
-    found = seated(problem, strategy)
+    found = placed(problem, strategy)
     assert all(len(place) == 1 for place in places(found, group)) and len(places(found, group)) == (
         8 if group == "island" else 4
     )
@@ -433,7 +444,7 @@ BRIDGES = {
 def test_bridges_on_a_preset_with_pcie(preset: str):
     """NVLink bridges between pairs of eight GPUs: the exact plan preloads in islands, with PCIe as
     it is and slower; where NVLink is no faster than the rest, and computing slow, it does not. No
-    seating breaks an island."""
+    placement breaks an island."""
     bridges = [f"islands={BRIDGES[preset]}", "island.bandwidth=42GB/s", "island.latency=5us"]
     eight = ["servers=2"] if preset == "granndis_a6000_pcie" else []
     bridged, workload = apply_overrides(
@@ -481,12 +492,12 @@ def test_what_is_offered(servers: int, islands: list[list[int]], groups: set[str
 def test_half_of_every_island_and_one_island_are_offered_what_they_have():
     """Fewer GPUs: of [[0, 2], [1, 3]] one island, a GPU of each, three GPUs."""
     problem = problem_of(1, CROSSED)
-    for seats, groups in (((0, 2), set()), ((0, 1), {"island"}), ((0, 1, 2), set())):
-        some = problem.seated(seats)
+    for placement, groups in (((0, 2), set()), ((0, 1), {"island"}), ((0, 1, 2), set())):
+        some = problem.placed(placement)
         assert {s.group for s in GraNNDis.candidates(some) if isinstance(s, GraNNDis)} == groups, (
-            seats
+            placement
         )
-    assert GraNNDis.absent(problem.seated((0, 2))).startswith(
+    assert GraNNDis.absent(problem.placed((0, 2))).startswith(
         "one server, one island: no row crosses"
     )
 

@@ -176,6 +176,9 @@ def test_forced():
         search(problem, forced=parse("gnnpipe(stages=8)"))
     with pytest.raises(SpecError, match=r"--exact excludes pipegcn.*: it is lossy; drop --exact"):
         search(problem, exact=True, forced=parse("pipegcn"))
+    mini = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
+    with pytest.raises(SpecError, match="it is lossy; drop --exact or use data_parallel or gsplit"):
+        search(mini, exact=True, forced=parse("p3(pipelined=True)"))
     assert search(problem, exact=True, forced=parse("gnnpipe(chunks=1)")).ranked[0].strategy.exact
 
 

@@ -90,7 +90,7 @@ def rows_of_an_epoch(strategy: Strategies, problem: Problem) -> np.ndarray:
 def stored(draw: st.DrawFn) -> tuple[Strategies, Problem]:
     problem = problem_of(draw(st.integers(1, 3)), draw(st.integers(1, 3)))
     if draw(st.booleans()):
-        problem = problem.seated(tuple(draw(st.permutations(range(problem.ranks)))))
+        problem = problem.placed(tuple(draw(st.permutations(range(problem.ranks)))))
     cache, hot = draw(st.sampled_from([0, ROW, 50 * ROW + 7, 10**6])), draw(st.sampled_from(HOT))
     features, shared = (
         draw(st.sampled_from(["everywhere", "spread"])),

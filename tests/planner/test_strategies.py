@@ -461,7 +461,7 @@ def crossing(schedule: Schedule, problem: Problem, steps: int = 1) -> dict[str, 
             for peer, nbytes in sent:
                 if peer < 0:
                     continue
-                links[problem.cost.placement(task.rank, peer)] += nbytes
+                links[problem.cost.link_name(task.rank, peer)] += nbytes
     rings: dict[tuple[Any, tuple[int, ...]], int] = {}
     for t in schedule.tasks:
         if (

@@ -208,6 +208,6 @@ def test_loading_to_the_device_is_no_transfer_between_ranks() -> None:
 def test_an_epoch_costs_all_gpus_of_the_servers_that_it_uses() -> None:
     """Two servers of four GPUs at 9 $/h are rented whole: 72 $/h, however few ranks compute."""
     servers = TWO_SERVERS.model_copy(update={"gpus_per_server": 4, "price": 9.0})
-    both = problem(servers, layers=2, hidden=8).seated((0, 4))
+    both = problem(servers, layers=2, hidden=8).placed((0, 4))
     candidate = evaluate(both, parse("graph_parallel"))
     assert candidate.dollars == pytest.approx(72 * float(candidate.predicted.epoch_s) / 3600)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gnnplan.planner.cluster.spec import PRESETS
-from gnnplan.planner.decision.search import evaluate, search, seated
+from gnnplan.planner.decision.search import evaluate, placed, search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
@@ -191,7 +191,7 @@ def test_servers_are_rented_whole():
     # 0.1 cents a second and GPU
     problem = replace(problem, cluster=problem.cluster.model_copy(update={"price": 3.6}))
     for gpus, rented in ((tuple(range(8)), 8), ((0, 1, 4, 5), 8), ((0, 1, 2, 3), 4), ((0,), 4)):
-        fewer = problem.seated(gpus)
-        found = evaluate(seated(fewer, parse("graph_parallel")), parse("graph_parallel"))
+        fewer = problem.placed(gpus)
+        found = evaluate(placed(fewer, parse("graph_parallel")), parse("graph_parallel"))
         assert found.dollars == pytest.approx(rented * 0.001 * float(found.predicted.epoch_s))
     assert evaluate(question(), parse("graph_parallel")).dollars is None

@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.fabric import fabric_graph, routes
-from gnnplan.planner.cluster.seating import Phase, evaluator, fewer, seat, seatings
+from gnnplan.planner.cluster.placement import (
+    Phase,
+    all_placements,
+    best_placement,
+    evaluator,
+    fewer,
+)
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.planner.cluster.topology import attached, describe_port, graph, route
 from gnnplan.planner.decision.explain import tightest
@@ -239,7 +245,7 @@ def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where: Cluster, seed
 
 @pytest.mark.parametrize("fabric", [RING, LEAVES])
 def test_copies_of_a_cluster_fill_their_own_links(fabric: Fabric):
-    """As the search for seats asks for them: servers 5 to 9 are the first cluster's again."""
+    """As the search for a placement asks for them: servers 5 to 9 are the first cluster's again."""
     ways = routes(fabric, 5)
     source, target = np.array([0, 5 + 3, 0]), np.array([2, 5 + 1, 4])
     alone = [
@@ -345,12 +351,12 @@ def test_no_plan_is_slower_on_a_better_network(data: st.DataObject, where: Clust
     )
 
 
-# -- seats and answers -----------------------------------------------------------------------------
+# -- placement and answers -------------------------------------------------------------------------
 
 
 @given(clusters(ranks=6).filter(lambda c: c.servers > 2 and c.ranks <= 6), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(30))
-def test_no_seating_on_any_fabric_is_faster(where: Cluster, seed: int):
+def test_no_placement_on_any_fabric_is_faster(where: Cluster, seed: int):
     """All permutations, one at a time, by the cost itself; and those weighed together are those
     weighed alone."""
     random = np.random.default_rng(seed)
@@ -361,30 +367,30 @@ def test_no_seating_on_any_fabric_is_faster(where: Cluster, seed: int):
     if not sent.any():
         return
     every = [*permutations(range(n))][:: 1 if n < 6 else 3]
-    alone = [float(Cost.of(where, seats).exchange(sent).alone) for seats in every]
+    alone = [float(Cost.of(where, placement).exchange(sent).alone) for placement in every]
     assert evaluator(where, range(n), [Phase(sent, 1.0)])(np.array(every)) == pytest.approx(alone)
-    chosen = seat(where, range(n), [Phase(sent, 1.0)])
+    chosen = best_placement(where, range(n), [Phase(sent, 1.0)])
     assert float(Cost.of(where, chosen).exchange(sent).alone) <= min(alone) * (1 + 1e-6)
 
 
-def test_neighbours_in_a_ring_are_seated_side_by_side():
-    """Six parts, each reads that opposite in the order given: seats bring them together, and on one
+def test_neighbours_in_a_ring_are_placed_side_by_side():
+    """Six parts, each reads that opposite in the order given: the placement brings them together, and on one
     switch nothing is gained."""
     sent = np.zeros((6, 6))
     for a in range(3):
         sent[a, a + 3] = sent[a + 3, a] = 1e8
     for fabric, gains in ((Fabric(kind="ring", oversubscription=2), True), (None, False)):
         where = cluster(6, fabric=fabric)
-        seats = seat(where, range(6), [Phase(sent, 1.0)])
-        assert (seats != tuple(range(6))) == gains
-        assert {(seats[a] - seats[a + 3]) % 6 in (1, 5) for a in range(3)} == {gains}
+        placement = best_placement(where, range(6), [Phase(sent, 1.0)])
+        assert (placement != tuple(range(6))) == gains
+        assert {(placement[a] - placement[a + 3]) % 6 in (1, 5) for a in range(3)} == {gains}
     # 6! / 12 symmetries
     assert (
-        len(seatings(cluster(6), range(6))) == 1
-        and len(seatings(cluster(6, fabric=RING), range(6))) == 60
+        len(all_placements(cluster(6), range(6))) == 1
+        and len(all_placements(cluster(6, fabric=RING), range(6))) == 60
     )
     # in how many ways six make three pairs
-    assert len(seatings(cluster(6, fabric=LEAVES), range(6))) == 15
+    assert len(all_placements(cluster(6, fabric=LEAVES), range(6))) == 15
 
 
 def test_hidden_groups_are_found_among_32_gpus():
@@ -397,7 +403,7 @@ def test_hidden_groups_are_found_among_32_gpus():
     found, ideal, given = (
         float(cost.exchange(bytes_sent).alone)
         for cost, bytes_sent in (
-            (Cost.of(where, seat(where, range(32), [Phase(sent, 1.0)])), sent),
+            (Cost.of(where, best_placement(where, range(32), [Phase(sent, 1.0)])), sent),
             (Cost.of(where), unshuffled),
             (Cost.of(where), sent),
         )
@@ -448,7 +454,7 @@ def test_a_ring_of_servers_gets_another_plan_than_a_fat_tree():
 
 def test_a_plan_names_the_tightest_link():
     """Four times oversubscribed, an uplink; on one switch a card; in one server a GPU's way out, by
-    its seat and not its rank."""
+    its GPU and not its rank."""
     for fabric, words in (
         (
             LEAVES,

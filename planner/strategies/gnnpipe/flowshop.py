@@ -352,15 +352,15 @@ class _PassPricing:
         self, stage: int, way: str, kinds: tuple[object, ...], row_bytes: Sequence[int]
     ) -> _Pass:
         widths = [width for width in row_bytes if width]  # of the exchanges
-        seated = self._seated(stage)
+        placed = self._placed(stage)
         key = (
             way,
             kinds,
-            (seated, stage if self.exchange_slowdown else None) if widths else None,
+            (placed, stage if self.exchange_slowdown else None) if widths else None,
         )
         if key not in self._passes:
             slowdown = self.exchange_slowdown[stage] if self.exchange_slowdown else 1.0
-            exchanges = [self._exchange(stage, seated, way, width) * slowdown for width in widths]
+            exchanges = [self._exchange(stage, placed, way, width) * slowdown for width in widths]
             computing = [self._compute_times[kind][way] for kind in kinds]
             self._passes[key] = _Pass(
                 _unhindered(
@@ -384,14 +384,14 @@ class _PassPricing:
             for way, work in zip(WAYS, works, strict=True)
         }
 
-    def _exchange(self, stage: int, seated: object, way: str, width: int) -> Number:
+    def _exchange(self, stage: int, placed: object, way: str, width: int) -> Number:
         """Seconds of each chunk's exchange, of so many bytes per row [.., chunks]."""
-        if (seated, way, width) not in self._exchange_s:
+        if (placed, way, width) not in self._exchange_s:
             group = self.pipe.group(self.problem, stage)
-            self._exchange_s[seated, way, width] = _side_by_side(
+            self._exchange_s[placed, way, width] = _side_by_side(
                 [self.cost.exchange(rows * width, group).alone for rows in self.sends[way]]
             )
-        return self._exchange_s[seated, way, width]
+        return self._exchange_s[placed, way, width]
 
     def _ports(self, stage: int, way: str, widths: Sequence[int]) -> Mapping[Port, Number]:
         """How long ports are busy with all of a pass' exchanges [s]."""
@@ -404,7 +404,7 @@ class _PassPricing:
             len(widths) * len(sends),
         ).busy
 
-    def _seated(self, stage: int) -> object:
+    def _placed(self, stage: int) -> object:
         """Equal for groups whose members sit alike: in the same servers, islands, .. of theirs."""
         group = list(self.pipe.group(self.problem, stage))
         numbered = [np.unique(place[group], return_inverse=True)[1] for place in self.cost.places]

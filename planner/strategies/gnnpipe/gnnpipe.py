@@ -64,7 +64,7 @@ from itertools import chain
 
 import numpy as np
 
-from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Prediction
 from gnnplan.planner.strategies.gnnpipe import flowshop

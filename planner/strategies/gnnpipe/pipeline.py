@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import Placement
+from gnnplan.planner.cluster.spec import LinkName
 from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
@@ -341,7 +341,7 @@ class Pipeline(Strategy):
         by_op: dict[str, int] = {}
         by_link: dict[str, int] = {}
 
-        def add(op: str, links: Mapping[Placement, int]) -> None:
+        def add(op: str, links: Mapping[LinkName, int]) -> None:
             for link, nbytes in links.items():
                 if nbytes:
                     by_op[op] = by_op.get(op, 0) + nbytes
@@ -353,7 +353,7 @@ class Pipeline(Strategy):
             if stage + 1 < self.stages:
                 row = 2 * self.boundary(problem, stage) * b
                 for rank, rows in zip(group, facts.rows.sum(0).tolist(), strict=True):
-                    add("pipeline", {cost.placement(rank, rank + len(group)): rows * row})
+                    add("pipeline", {cost.link_name(rank, rank + len(group)): rows * row})
             if len(group) > 1:
                 pieces = self.pieces(problem, stage)
                 width = sum(self.exchanged(problem, piece) for piece in pieces)

@@ -64,7 +64,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
@@ -182,7 +182,7 @@ class GraNNDis(Strategy):
             )
         if self.batches is not None:
             return out
-        # a search settles the same strategy many times, for each seating
+        # a search settles the same strategy many times, for each placement
         key = (out, self.tied(problem), problem.workload, problem.cluster.device.memory)
         if key not in problem._fewest:
             problem._fewest[key] = out._fewest_that_fit(problem)

@@ -47,7 +47,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory

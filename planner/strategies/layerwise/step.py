@@ -2,7 +2,7 @@
 
     step() -> [Op, Op, ...] -> account.py    bytes, and seconds without contention
                             -> schedule.py   every rank's tasks
-                            -> traffic()     who sends how much to whom, for seating the ranks
+                            -> traffic()     who sends how much to whom, for placing the ranks
 
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
@@ -19,7 +19,7 @@ from functools import cache
 
 import numpy as np
 
-from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout

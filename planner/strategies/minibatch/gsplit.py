@@ -46,7 +46,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gnnplan.planner.cluster.seating import Phase
+from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.graph.splitting import EPOCHS, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem

@@ -112,25 +112,25 @@ class Slices(Strategy):
             raise SpecError(f"p3: {why}")
         check_structure(self.name, problem, self.structure, self.structure_cache)
         lines = _lines(problem.servers, self.over)
-        seats = len(lines[0])
-        if any(len(line) != seats for line in lines):
+        holders = len(lines[0])
+        if any(len(line) != holders for line in lines):
             raise SpecError(
                 "p3: a rank has a peer on every server, so servers have equally many ranks; use"
                 " over='rank', or as many GPUs of each server"
             )
-        if seats == 1:
+        if holders == 1:
             raise SpecError(
                 f"p3 cuts columns over several (servers: {len(set(problem.servers))}, ranks:"
                 f" {problem.ranks}, over: {self.over}); use"
                 f" {'data_parallel' if problem.ranks == 1 else 'over=' + repr('rank')}"
             )
-        if self.copies < 1 or seats % self.copies:
-            fit = [c for c in range(1, seats + 1) if seats % c == 0]
+        if self.copies < 1 or holders % self.copies:
+            fit = [c for c in range(1, holders + 1) if holders % c == 0]
             raise SpecError(
                 f"p3: each copy of the columns is over equally many {self.over}s (copies:"
-                f" {self.copies}, {self.over}s: {seats}); use one of {', '.join(map(str, fit))}"
+                f" {self.copies}, {self.over}s: {holders}); use one of {', '.join(map(str, fit))}"
             )
-        if problem.stats.features < (slices := seats // self.copies):
+        if problem.stats.features < (slices := holders // self.copies):
             raise SpecError(
                 "p3 needs a feature column for each slice (features:"
                 f" {problem.stats.features}, slices: {slices}); use fewer {self.over}s, or more"

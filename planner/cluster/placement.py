@@ -1,13 +1,13 @@
 """Which GPU each rank sits on, and which GPUs to use where all of them are too many.
 
-    2 servers x 4 GPUs, 2 stages x 4   seats (0, 1, 2, 3, 4, 5, 6, 7)   not (0, 2, 4, 6, 1, 3, 5, 7)
+    2 servers x 4 GPUs, 2 stages x 4   GPUs (0, 1, 2, 3, 4, 5, 6, 7)    not (0, 2, 4, 6, 1, 3, 5, 7)
     stage 0, halo exchanges inside     server 0                         half of every halo crosses
     stage 1, a message per member      server 1                         servers
 
 A strategy describes its traffic in phases: bytes from rank to rank that are on the way at the same
-time, and how often in a step. A seating costs the seconds of all its phases (cost.py).
+time, and how often in a step. A placement costs the seconds of all its phases (cost.py).
 
-Up to 8 GPUs every seating is evaluated, except for those that only swap symmetric GPUs, so the
+Up to 8 GPUs every placement is evaluated, except for those that only swap symmetric GPUs, so the
 result is optimal. With more GPUs a heuristic fills the tightest places first (islands, switches,
 servers), then swaps ranks for as long as a swap helps.
 
@@ -27,14 +27,14 @@ import numpy as np
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import Places
-from gnnplan.planner.cluster.spec import Cluster, Placement
+from gnnplan.planner.cluster.spec import Cluster, LinkName
 
-MOST_EXHAUSTIVE = 8  # GPUs up to which every seating is evaluated
+MOST_EXHAUSTIVE = 8  # GPUs up to which every placement is evaluated
 MOST_MESSAGES = 10_000_000  # that the heuristic evaluates beyond that: a second or so
 MOST_STARTS = 8  # ranks that the heuristic tries as the first one
-MESSAGES_AT_ONCE = 100_000  # that are evaluated in one batch of seatings
+MESSAGES_AT_ONCE = 100_000  # that are evaluated in one batch of placements
 
-# Seatings [seatings, ranks] -> the seconds of each [seatings].
+# Placements [placements, ranks] -> the seconds of each [placements].
 Evaluator = Callable[[np.ndarray], np.ndarray]
 
 
@@ -76,12 +76,12 @@ def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([*out, (0,)] if cluster.ranks > 1 else []))
 
 
-def seat(
+def best_placement(
     cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], tied: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """The seats with which the phases take the fewest seconds: rank r sits on GPU `seats[r]`.
+    """The placement with which the phases take the fewest seconds: the GPU of each rank.
 
-    They are the `gpus` in their order where nothing is faster. `tied[r]` is the number of rank r's
+    It is the `gpus` in their order where nothing is faster. `tied[r]` is the number of rank r's
     group; groups are equally large, and each stays on the GPUs, in order, of one of them.
     """
     tied = tuple(tied) or tuple(range(len(gpus)))
@@ -103,9 +103,9 @@ def seat(
 
 
 def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> Evaluator:
-    """A function from seatings to the seconds of a step's phases, each of them alone.
+    """A function from placements to the seconds of a step's phases, each of them alone.
 
-    A phase alone takes its latency and its busiest port, as `Cost.exchange` has it. Seatings are
+    A phase alone takes its latency and its busiest port, as `Cost.exchange` has it. Placements are
     evaluated in batches: each sits on a copy of the cluster of its own.
     """
     n = len(gpus)
@@ -118,13 +118,13 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
 
     @cache
     def copies(count: int) -> Cost:
-        seats = np.arange(count)[:, None] * cluster.ranks + np.asarray(gpus)
-        return Cost.of(cluster, tuple(seats.ravel().tolist()))
+        placements = np.arange(count)[:, None] * cluster.ranks + np.asarray(gpus)
+        return Cost.of(cluster, tuple(placements.ravel().tolist()))
 
-    def batch_s(seats: np.ndarray) -> np.ndarray:
-        count = len(seats)
-        # Ranks of the copies that sit where each seating has its ranks.
-        ranks = position[seats] + np.arange(count)[:, None] * n
+    def batch_s(placements: np.ndarray) -> np.ndarray:
+        count = len(placements)
+        # Ranks of the copies that sit where each placement has its ranks.
+        ranks = position[placements] + np.arange(count)[:, None] * n
 
         def maximum(values: np.ndarray, size: int) -> np.ndarray:
             """Of each copy [count], from values of all copies' ranks or ports."""
@@ -144,8 +144,10 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
             total += phase.times * (latency + busiest)
         return total
 
-    def seconds(seats: np.ndarray) -> np.ndarray:
-        return np.concatenate([batch_s(seats[i : i + batch]) for i in range(0, len(seats), batch)])
+    def seconds(placements: np.ndarray) -> np.ndarray:
+        return np.concatenate(
+            [batch_s(placements[i : i + batch]) for i in range(0, len(placements), batch)]
+        )
 
     return seconds
 
@@ -174,7 +176,7 @@ def _merged(phases: Sequence[Phase]) -> list[Phase]:
 
 
 def _even(sent: np.ndarray) -> bool:
-    """Whether everyone sends as much to everyone, so that all seatings are alike."""
+    """Whether everyone sends as much to everyone, so that all placements are alike."""
     n = len(sent)
     # All but the diagonal, whichever order the array has in memory.
     apart = sent.ravel("K")[: n * n - 1].reshape(n - 1, n + 1)[:, 1:]
@@ -182,9 +184,9 @@ def _even(sent: np.ndarray) -> bool:
 
 
 def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
-    """Seconds that no seating can beat: a rank's messages on all its links at once."""
+    """Seconds that no placement can beat: a rank's messages on all its links at once."""
     cost = Cost.of(cluster)
-    places: tuple[Placement, ...] = ("island", "intra_node", "inter_node")
+    places: tuple[LinkName, ...] = ("island", "intra_node", "inter_node")
     links = [cost.link("exchange", where) for where in places if getattr(cluster, where)]
     latency, bandwidth = min(link.latency for link in links), sum(link.bandwidth for link in links)
     total = 0.0
@@ -195,20 +197,20 @@ def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
     return total
 
 
-# -- up to 8 GPUs: every seating
+# -- up to 8 GPUs: every placement
 
 
 def exhaustive(
     cluster: Cluster, gpus: Sequence[int], seconds: Evaluator, tied: Sequence[int]
 ) -> tuple[int, ...]:
-    """The best seating; the first of several that are equally good."""
-    all_seats = seatings(cluster, gpus)
-    all_seats = all_seats[_keeps_groups(gpus, all_seats, tied)]
-    return tuple(all_seats[int(np.argmin(seconds(all_seats)))].tolist())
+    """The best placement; the first of several that are equally good."""
+    every = all_placements(cluster, gpus)
+    every = every[_keeps_groups(gpus, every, tied)]
+    return tuple(every[int(np.argmin(seconds(every)))].tolist())
 
 
-def _keeps_groups(gpus: Sequence[int], seats: np.ndarray, tied: Sequence[int]) -> np.ndarray:
-    """Whether each seating [seatings, ranks] has every group on the GPUs of one group: [seatings].
+def _keeps_groups(gpus: Sequence[int], placements: np.ndarray, tied: Sequence[int]) -> np.ndarray:
+    """Whether each of `placements` [n, ranks] has every group on the GPUs of one group: [n].
 
     A group then has these GPUs to itself.
     """
@@ -216,15 +218,15 @@ def _keeps_groups(gpus: Sequence[int], seats: np.ndarray, tied: Sequence[int]) -
     group_of_gpu = np.zeros(max(gpus) + 1, dtype=np.int64)
     group_of_gpu[list(gpus)] = group
     _, first, number = np.unique(group, return_index=True, return_inverse=True)
-    same = group_of_gpu[seats] == group_of_gpu[seats[:, first[number]]]
+    same = group_of_gpu[placements] == group_of_gpu[placements[:, first[number]]]
     return np.asarray(same.all(1))
 
 
-def seatings(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
-    """All seatings [seatings, ranks], one of each set in which symmetric GPUs only swap places.
+def all_placements(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
+    """All placements [placements, ranks], one of each set in which symmetric GPUs only swap places.
 
-    Such seatings are alike in which ranks share a server, an island, a switch and a NIC, and in how
-    far their servers are apart. Nothing else enters the cost of a phase.
+    Such placements are alike in which ranks share a server, an island, a switch and a NIC, and in
+    how far their servers are apart. Nothing else enters the cost of a phase.
     """
     at = Places.of(cluster, gpus)
     hops: tuple[tuple[int, ...], ...] = ()
@@ -242,7 +244,7 @@ def _orders(
     uplinked: tuple[bool, ...],
     hops: tuple[tuple[int, ...], ...],
 ) -> np.ndarray:
-    """`seatings` as positions among the GPUs; a plan asks for the same ones many times."""
+    """`all_placements` as positions among the GPUs; a plan asks for the same ones many times."""
     orders = np.array(list(permutations(range(len(uplinked)))), dtype=np.int64)
     a, b = np.triu_indices(len(uplinked), 1)
     relations = [np.equal.outer(numbers, numbers) for numbers in map(np.asarray, places)]
@@ -273,7 +275,7 @@ def heuristic(
     seconds: Evaluator,
     tied: Sequence[int],
 ) -> tuple[int, ...]:
-    """The best of several seatings that are each improved by swaps.
+    """The best of several placements that are each improved by swaps.
 
     They start as given, in the order of a walk, and with ranks next to those they talk to; starts
     that break a group are left out.
@@ -290,20 +292,20 @@ def heuristic(
     )
     packed = [_packed(cluster, path, traffic, first, group) for first in first_ranks]
     starts = [
-        seats
-        for seats in dict.fromkeys((tuple(gpus), tuple(path), *packed))
-        if _keeps_groups(gpus, np.array([seats]), tied).all()
+        placement
+        for placement in dict.fromkeys((tuple(gpus), tuple(path), *packed))
+        if _keeps_groups(gpus, np.array([placement]), tied).all()
     ]
     messages = max(1, sum(int(np.count_nonzero(phase.sent)) for phase in phases))
     trials = MOST_MESSAGES // len(starts) // messages
-    ends = np.array([_swapped(cluster, seats, seconds, trials, group) for seats in starts])
+    ends = np.array([_swapped(cluster, placement, seconds, trials, group) for placement in starts])
     return tuple(ends[int(np.argmin(seconds(ends)))].tolist())
 
 
 def _packed(
     cluster: Cluster, path: Sequence[int], traffic: np.ndarray, first: int, tied: np.ndarray
 ) -> tuple[int, ...]:
-    """A seating that fills the GPUs of a path one by one, beginning with rank `first`.
+    """A placement that fills the GPUs of a path one by one, beginning with rank `first`.
 
     Each GPU gets the rank with the most traffic to the island so far; ties are decided by the
     switch, the server, and all ranks before. A group that has begun is finished first. `traffic` is
@@ -312,7 +314,7 @@ def _packed(
     n, at = len(path), Places.of(cluster, path)
     order: list[int] = []
     free = np.ones(n, dtype=bool)
-    # Traffic of every rank with those that are seated: on each island, switch, server; anywhere.
+    # Traffic of every rank with those that are placed: on each island, switch, server; anywhere.
     with_places = [
         {int(number): np.zeros(n) for number in numbers}
         for numbers in (at.island, at.switch, at.server)
@@ -324,52 +326,53 @@ def _packed(
         if order:
             ranks = np.flatnonzero(free & (tied == tied[order[-1]]))
             ranks = ranks if ranks.size else np.flatnonzero(free)
-            for with_seated in (*sums, with_all):
-                values = with_seated[ranks]
+            for with_placed in (*sums, with_all):
+                values = with_placed[ranks]
                 ranks = ranks[values == values.max()]
             rank = int(ranks[0])
         order.append(rank)
         free[rank] = False
-        for with_seated in (with_all, *sums):
-            with_seated += traffic[rank]
-    seats = np.zeros(n, dtype=np.int64)
-    seats[order] = path
-    return tuple(seats.tolist())
+        for with_placed in (with_all, *sums):
+            with_placed += traffic[rank]
+    placement = np.zeros(n, dtype=np.int64)
+    placement[order] = path
+    return tuple(placement.tolist())
 
 
 def _swapped(
     cluster: Cluster, start: tuple[int, ...], seconds: Evaluator, trials: int, tied: np.ndarray
 ) -> np.ndarray:
-    """The seating after swaps: rank by rank the best swap with any other, while swaps help.
+    """The placement after swaps: rank by rank the best swap with any other, while swaps help.
 
     A swap with a rank of another group swaps the groups, member by member. It ends when no swap is
-    faster, or when `trials` seatings have been evaluated.
+    faster, or when `trials` placements have been evaluated.
     """
-    seats = np.array(start)
+    placement = np.array(start)
     neighbourhoods = dict(zip(start, _neighbourhoods(cluster, start), strict=True))
     members = np.array([np.flatnonzero(tied == group) for group in tied])
-    alone = np.arange(len(seats))[:, None]
-    best_s, ranks_without_gain = float(seconds(seats[None])[0]), 0
-    for a in cycle(range(len(seats))):
-        here = neighbourhoods[int(seats[a])]
+    alone = np.arange(len(placement))[:, None]
+    best_s, ranks_without_gain = float(seconds(placement[None])[0]), 0
+    for a in cycle(range(len(placement))):
+        here = neighbourhoods[int(placement[a])]
         others = np.array(
-            [b for b in range(len(seats)) if neighbourhoods[int(seats[b])] != here], dtype=np.int64
+            [b for b in range(len(placement)) if neighbourhoods[int(placement[b])] != here],
+            dtype=np.int64,
         )
         trials -= len(others)
-        if ranks_without_gain == len(seats) or trials < 0:
+        if ranks_without_gain == len(placement) or trials < 0:
             break
         ranks_without_gain += 1
         if others.size:
-            swaps = np.tile(seats, (len(others), 1))
+            swaps = np.tile(placement, (len(others), 1))
             for moving, same_group in ((alone, True), (members, False)):
                 row = np.flatnonzero((tied[others] == tied[a]) == same_group)[:, None]
                 here_ranks, there_ranks = moving[a], moving[others[row[:, 0]]]
                 swaps[row, here_ranks], swaps[row, there_ranks] = (
-                    seats[there_ranks],
-                    seats[here_ranks],
+                    placement[there_ranks],
+                    placement[here_ranks],
                 )
             swapped_s = seconds(swaps)
             if swapped_s.min() < best_s * (1 - 1e-12):
-                seats, best_s = swaps[int(np.argmin(swapped_s))], float(swapped_s.min())
+                placement, best_s = swaps[int(np.argmin(swapped_s))], float(swapped_s.min())
                 ranks_without_gain = 0
-    return seats
+    return placement

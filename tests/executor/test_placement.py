@@ -34,9 +34,9 @@ leave(0)
 """
 
 
-def planned(case: Case, world: int, seats: tuple[int, ...], folder: Path) -> tuple[Path, Any]:
+def planned(case: Case, world: int, placement: tuple[int, ...], folder: Path) -> tuple[Path, Any]:
     """A plan of the case with its ranks on these GPUs."""
-    problem = case.problem(world).seated(seats)
+    problem = case.problem(world).placed(placement)
     candidate = evaluate(problem, case.settled(problem))
     plan.write(folder / "plan.json", plan.make(problem, SearchResult([candidate], [])))
     out = folder / "out"
