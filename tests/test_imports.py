@@ -37,6 +37,7 @@ ROOMS = {
         "running",
         "measuring",
         "planning",
+        "tuning",
     ],
     "executor": [
         "modules",

@@ -23,6 +23,7 @@ from gnnplan.executor.layers.kernels import (
     aggregate,
     attend,
     attend_pairs,
+    backward,
     linear,
     linear_sum,
     softmax_aggregate,
@@ -435,6 +436,13 @@ class Net(nn.Module):
             else None
         )
         self.initial = shapes.hands_on_initial  # layers read x0, the encoder's output
+        self.jump, self.jumped = shapes.jump, shapes.jumped
+        self.products = nn.ModuleDict()  # of layers whose rows lie side by side at the end
+        if self.jump and self.jump.of == "cat":
+            for number in self.which:
+                self.products[str(number)] = nn.Linear(
+                    shapes.layers[number - 1].h_out, self.jumped, bias=number == self.total
+                )
         self.relu = [shapes.relu_after(n) for n in range(self.total + 1)]
         self.to(torch.float64 if workload.dtype == "float64" else torch.float32)
         if shapes.nonzeros and 1 in self.which:
@@ -464,9 +472,10 @@ class Net(nn.Module):
                 parameter.data.fill_(float(name.endswith("norm.weight")))
                 continue
             parts = name.split(".")
+            first = {"layers": 0, "products": self.total + 1}
             place = (
-                int(parts[1])
-                if parts[0] == "layers"
+                first[parts[0]] + int(parts[1])
+                if parts[0] in first
                 else {"encoder": 0, "decoder": self.total + 1}[parts[0]]
             )
             generator = torch.Generator().manual_seed(
@@ -500,12 +509,44 @@ class Net(nn.Module):
         )
 
     def decode(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
-        """h_L [R, H] -> logits [R, C]; without a decoder they are h_L."""
+        """h_L [R, H], or the sum of all layers' rows -> logits [R, C]; they are that without a
+        decoder."""
         if self.decoder is None:
             return h
         if self.activates_last:
             h = activated(self.norm, h, moments)
-        return linear(drop(h), self.decoder.weight, self.decoder.bias)
+        return linear(drop(h) if self.jump is None else h, self.decoder.weight, self.decoder.bias)
+
+    # A model with a `jump` decodes the sum of what all its layers add. It is of a rank's own rows
+    # alone, so nothing is exchanged for it, and its gradient is that of what each layer adds.
+
+    def added(self, number: int, h: Tensor, drop: Drop) -> Tensor:
+        """h_l [R, H_l] of layer `number` -> what it adds to the sum [R, jumped].
+
+        drop: the dropout before the next layer.
+        """
+        assert self.jump is not None
+        rows = drop(h) if self.jump.drops else h
+        if self.jump.of == "sum":
+            return rows
+        product = cast(nn.Linear, self.products[str(number)])
+        return linear(rows, product.weight, product.bias)
+
+    @torch.no_grad()
+    def add(self, number: int, h: Tensor, drop: Drop, summed: Tensor) -> None:
+        """Add to the sum [R, jumped], in place, what layer `number` adds; keeps nothing."""
+        summed += self.added(number, h.detach(), drop)
+
+    def add_backward(self, number: int, h: Tensor, drop: Drop, gradient: Tensor) -> Tensor:
+        """The gradient of the sum [R, jumped] -> what it adds to that of h_l [R, H_l]."""
+        with torch.enable_grad():
+            rows = h.detach().requires_grad_()
+            added = self.added(number, rows, drop)
+        if added is rows:
+            return gradient
+        backward([added], [gradient])
+        assert rows.grad is not None
+        return rows.grad
 
 
 def _make_layer(shape: gnn.Layer, number: int, workload: Workload) -> nn.Module:

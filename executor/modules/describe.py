@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from gnnplan.executor.modules.chain import Chain, Gap, Linear, Step
 from gnnplan.executor.modules.convolutions import Unfit
-from gnnplan.executor.modules.follow import Chain, Gap, Linear, Step
 from gnnplan.executor.modules.make import ARGUMENTS
-from gnnplan.executor.modules.parameters import Where
-from gnnplan.planner.gnn.workload import ModuleLayer
+from gnnplan.executor.modules.parameters import Places, Where
+from gnnplan.planner.gnn.workload import Jump, ModuleLayer
 
 
 def described(chain: Chain, features: int, classes: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -66,7 +66,18 @@ def described(chain: Chain, features: int, classes: int) -> tuple[dict[str, Any]
         fields["heads"] = layers[0].heads
     if kind == "gcnii":
         fields |= _gcnii(steps)
-    return fields, {"layers": tuple(layers), "relu": not (relus and not relus.pop())}
+    return fields, {
+        "layers": tuple(layers),
+        "relu": not (relus and not relus.pop()),
+        "jump": _jump(chain),
+    }
+
+
+def _jump(chain: Chain) -> Jump | None:
+    met = chain.meeting
+    if met is None:
+        return None
+    return Jump(of=met.of, relu=met.relu, drops=bool(met.p), linear=chain.decoder is not None)
 
 
 def _layer(step: Step) -> ModuleLayer:
@@ -107,7 +118,7 @@ def _must_fit_graph(chain: Chain, features: int, classes: int) -> None:
 def _must_be_whole(chain: Chain, kind: str) -> None:
     """A GCNII has its two Linears, other models have none."""
     if kind != "gcnii":
-        linear = chain.encoder or chain.decoder
+        linear = chain.encoder or (None if chain.meeting else chain.decoder)
         if linear:
             where = "before the first" if chain.encoder else "after the last"
             raise Unfit(
@@ -133,6 +144,8 @@ def _dropout(chain: Chain) -> float:
     """The one p of all dropouts. Raises Unfit."""
     ends = [linear.gap for linear in (chain.encoder, chain.decoder) if linear]
     found = {gap.p for gap in [*(step.gap for step in chain.steps), *ends] if gap.p}
+    if chain.meeting and chain.meeting.p:
+        found.add(chain.meeting.p)
     if len(found) > 1:
         raise Unfit(
             f"it has dropouts of {', '.join(f'{p:g}' for p in sorted(found))}, and our models have"
@@ -175,7 +188,7 @@ def _gcnii(steps: Iterable[Step]) -> dict[str, float]:
     return {"alpha": alpha, "theta": theta}
 
 
-def places(module: nn.Module, chain: Chain) -> dict[str, Where]:
+def places(module: nn.Module, chain: Chain) -> dict[str, Places]:
     """Where our Net has each parameter and buffer of the module, by their name there."""
     out: dict[str, Where] = {}
 
@@ -194,8 +207,19 @@ def places(module: nn.Module, chain: Chain) -> dict[str, Where]:
             out[f"{step.skip}.weight"] = Where(f"{at}.weight_residual")
             if step.residual.bias:
                 out[f"{step.skip}.bias"] = Where(f"{at}.bias_residual")
-    for place, linear in (("encoder", chain.encoder), ("decoder", chain.decoder)):
+    met = chain.meeting
+    beside = chain.decoder if met and met.of == "cat" else None
+    decoder = None if beside else chain.decoder
+    for place, linear in (("encoder", chain.encoder), ("decoder", decoder)):
         if linear:
             for name in ("weight", "bias"):
                 out[f"{linear.name}.{name}"] = Where(f"{place}.{name}")
-    return out
+    found: dict[str, Places] = {name: (where,) for name, where in out.items()}
+    if met and beside:  # each layer has the columns that read its rows
+        widths = [chain.steps[layer - 1].convolution.h_out for layer in met.layers]
+        found[f"{beside.name}.weight"] = tuple(
+            Where(f"products.{layer}.weight", after=sum(widths[:i]))
+            for i, layer in enumerate(met.layers)
+        )
+        found[f"{beside.name}.bias"] = (Where(f"products.{len(chain.steps)}.bias"),)
+    return found

@@ -3,88 +3,30 @@
 A module that we can train is a chain. Rows go from convolution to convolution; between two of them
 they may get a norm, ReLU and dropout, in this order or with the last two exchanged. To a
 convolution's output the rows that it reads may be added (a residual), or a Linear of them. GCNII's
-chain begins and ends with a Linear, and its convolutions also read the first one's output."""
+chain begins and ends with a Linear, and its convolutions also read the first one's output. At the
+end the rows of all layers may meet: as a sum, or side by side before a Linear."""
 
 from __future__ import annotations
 
 import operator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
 from torch.nn import functional as F
 
+from gnnplan.executor.modules.chain import Chain, Gap, Linear, Meeting, Op, Rows, Step
 from gnnplan.executor.modules.convolutions import (
-    Convolution,
     Unfit,
     activation_of,
     is_convolution,
     known,
     library,
 )
+from gnnplan.executor.modules.meet import are_all, elsewhere, meeting_of
 from gnnplan.executor.modules.trace import dropout_of, place, traced
 from gnnplan.planner.gnn.workload import Residual
-
-
-@dataclass(frozen=True)
-class Op:
-    """Something that happens to rows between convolutions: 'norm', 'relu', 'drop', 'softmax'."""
-
-    name: str
-    module: str = ""  # of a norm: its name in the user's module
-    p: float = 0.0  # of dropout
-    mask: str = ""  # of dropout: the node that draws it
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A value of forward: rows of a convolution, of the features, of a Linear or of a sum."""
-
-    source: str  # its name in the user's module, of a sum in the graph; '': the features
-    width: int | None  # None: the features, whose width the first layer says
-    ops: tuple[Op, ...] = ()
-    heads: int = 0  # [N, heads, .] and not [N, width]
-
-
-@dataclass(frozen=True)
-class Gap:
-    """What happens to the inputs of a layer."""
-
-    norm: str  # 'none', 'layer' or 'batch'
-    module: str  # the norm's name in the user's module
-    relu: bool
-    p: float  # of dropout
-
-
-@dataclass(frozen=True)
-class Step:
-    """A convolution and what happens to its inputs."""
-
-    name: str  # in the user's module
-    convolution: Convolution
-    gap: Gap
-    reads: Rows
-    residual: Residual | None = None
-    skip: str = ""  # of a residual with a product: the Linear's name
-
-
-@dataclass(frozen=True)
-class Linear:
-    """The Linear before the first convolution or after the last, and what its inputs go through."""
-
-    name: str
-    h_in: int
-    h_out: int
-    gap: Gap
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A whole module."""
-
-    steps: tuple[Step, ...]
-    encoder: Linear | None
-    decoder: Linear | None
 
 
 def follow(module: nn.Module) -> Chain:
@@ -104,6 +46,28 @@ def follow(module: nn.Module) -> Chain:
     return _Walk(module).walk(graph)
 
 
+class _Placed(Unfit):
+    """An Unfit that names its line."""
+
+
+@dataclass(frozen=True)
+class _Meet:
+    """Rows that are added, or put side by side, and are no residual."""
+
+    of: str  # 'sum' or 'cat'
+    terms: tuple[Rows, ...]
+    unfit: _Placed  # what is said where a convolution reads it
+
+
+@dataclass(frozen=True)
+class _Skip:
+    """The last layer's residual, which may turn out to be a part of a sum at the end."""
+
+    node: str  # of the sum
+    without: Step
+    met: _Meet
+
+
 class _Input:
     """What forward is given, or a part of it: features, edges or a graph."""
 
@@ -121,6 +85,9 @@ class _Walk:
         self.linears: dict[str, tuple[nn.Linear, Rows]] = {}  # with what they read
         self.encoder: Linear | None = None
         self.head = ""  # whose rows the next convolution reads
+        self.layer_of: dict[str, int] = {}  # by the source of rows: the layer whose output they are
+        self.meets: dict[str, _Meet] = {}
+        self.skip: _Skip | None = None
         self.used: set[int] = set()
 
     def walk(self, graph: fx.Graph) -> Chain:
@@ -132,6 +99,8 @@ class _Walk:
                 first = node.args[0] if node.args else None
                 if isinstance(first, fx.Node) and self.in_place(node):
                     self.values[first] = self.values[node]
+            except _Placed:
+                raise
             except Unfit as unfit:
                 raise Unfit(f"{place(node)}{unfit}") from unfit
         raise AssertionError("a graph ends with its output")
@@ -162,11 +131,13 @@ class _Walk:
             if node.op == "call_method" and target == "local_var":  # of a DGL graph
                 return _Input()
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        if name in ("cat", "concat", "concatenate", "stack", "hstack"):
-            raise Unfit(
-                f"rows of several layers meet here ({name}), and our layers hand their rows to the"
-                " next one alone; add a layer's inputs to its output instead (a residual)"
-            )
+        if name in ("cat", "concat", "concatenate"):
+            given = (*node.args[1:], node.kwargs.get("dim", node.kwargs.get("axis", 0)))
+            return self.beside(node, name, given[0])
+        if name in ("stack", "hstack"):
+            raise elsewhere(name)
+        if name in ("add", "iadd", "add_"):
+            return self.added(node)
         rows = self.rows(first, str(node.name))
         if name == "dropout":
             p, drops = dropout_of(node)
@@ -177,8 +148,6 @@ class _Walk:
             return self.then(rows, Op("softmax"))
         if name in ("flatten", "mean", "squeeze", "view", "reshape") and rows.heads:
             return self.joined(rows, name, node)
-        if name in ("add", "iadd", "add_"):
-            return self.added(node)
         raise Unfit(
             f"{name} of rows is nothing that our layers do; between convolutions use a norm, ReLU"
             " and dropout"
@@ -217,7 +186,49 @@ class _Walk:
             )
         return replace(rows, heads=0)
 
+    def beside(self, node: fx.Node, name: str, dim: object) -> Rows:
+        """Rows side by side, which a Linear at the end may read."""
+        given: Any = node.args[0] if node.args else ()
+        given = given if isinstance(given, (list, tuple)) else ()
+        terms = [self.values.get(term) for term in given]
+        if dim not in (1, -1) or not terms:
+            raise elsewhere(name)
+        return self.met("cat", node, terms, elsewhere(name))
+
+    def met(self, of: str, node: fx.Node, terms: list[Any], unfit: Unfit) -> Rows:
+        """Rows that meet and are no residual. Raises `unfit` if they are not all of layers."""
+        found: list[Rows] = []
+        for term in terms:
+            inner = self.meets.get(term.source) if isinstance(term, Rows) else None
+            if inner and inner.of == of == "sum" and not term.ops:
+                found += inner.terms
+            elif isinstance(term, Rows) and term.source in self.layer_of and not term.heads:
+                found.append(term)
+            else:
+                raise unfit
+        self.meets[node.name] = _Meet(of, tuple(found), _Placed(f"{place(node)}{unfit}"))
+        widths = [term.width or 0 for term in found]
+        return Rows(node.name, sum(widths) if of == "cat" else widths[0])
+
     def added(self, node: fx.Node) -> Rows:
+        """A sum of rows: a residual, or rows of several layers that are added at the end."""
+        numbers = [term for term in node.args if not isinstance(term, fx.Node)]
+        terms = [self.values.get(term) for term in node.args if isinstance(term, fx.Node)]
+        if numbers == [0] and not node.kwargs:  # as the built-in sum begins
+            return self.rows(next(t for t in node.args if isinstance(t, fx.Node)), "a sum")
+        try:
+            step = self.steps[-1] if self.steps else None
+            rows = self.residual(node)
+        except Unfit as unfit:
+            return self.met("sum", node, [] if numbers or node.kwargs else terms, unfit)
+        assert step is not None
+        with suppress(Unfit):
+            self.met("sum", node, terms, Unfit(""))
+            self.skip = _Skip(node.name, step, self.meets.pop(node.name))
+        self.layer_of[node.name] = self.layer_of.pop(step.name)
+        return rows
+
+    def residual(self, node: fx.Node) -> Rows:
         """The sum of a convolution's rows with those that it reads, or with a Linear of them."""
         terms = [self.values.get(term) for term in node.args if isinstance(term, fx.Node)]
         found = [term for term in terms if isinstance(term, Rows) and term.source == self.head]
@@ -336,6 +347,10 @@ class _Walk:
             raise Unfit(f"{name} reads rows of several heads; write .flatten(1) before it")
         if not self.steps and rows.source in self.linears:
             self.encoder, self.head = self.end(rows.source), rows.source
+        if self.skip and rows.source == self.skip.without.name:
+            self.take_back(self.skip)
+        if rows.source in self.meets:
+            raise self.meets[rows.source].unfit
         if rows.source != self.head:
             raise Unfit(
                 f"{name} reads rows of {rows.source or 'the features'}, not of"
@@ -347,7 +362,8 @@ class _Walk:
         if conv.drops:
             rows = self.then(rows, Op("drop", p=conv.drops, mask=node.name))
         self.steps.append(Step(name, conv, self.gap(rows, name), rows, conv.residual))
-        self.head = name
+        self.head, self.skip = name, None
+        self.layer_of[name] = len(self.steps)
         out = Rows(name, conv.h_out, heads=conv.heads if conv.splits else 0)
         return self.then(out, Op("relu")) if activation_of(conv.activation) else out
 
@@ -387,8 +403,10 @@ class _Walk:
         rows = self.rows(output, "the output")
         if not self.steps:
             raise Unfit("no convolution of torch_geometric.nn or dgl.nn is called; use one")
-        decoder = None
-        if rows.source in self.linears and self.linears[rows.source][1].source == self.head:
+        decoder, meeting = None, self.meeting(rows)
+        if meeting:
+            decoder = self.end(rows.source) if rows.source in self.linears else None
+        elif rows.source in self.linears and self.linears[rows.source][1].source == self.head:
             decoder = self.end(rows.source)
         elif rows.source != self.head:
             raise Unfit(f"the output is not that of {self.steps[-1].name}; return its rows")
@@ -400,7 +418,51 @@ class _Walk:
                 f"the output is {ops[0]} of the last layer, and our last layer puts out logits;"
                 " return these"
             )
-        return Chain(tuple(self.steps), self.encoder, decoder)
+        return Chain(tuple(self.steps), self.encoder, decoder, meeting)
+
+    # -- rows of all layers that meet at the end -------------------------------------------------
+
+    def take_back(self, skip: _Skip) -> None:
+        """What was taken for a residual of the last layer is a sum of its own."""
+        self.steps[-1], self.head, self.skip = skip.without, skip.without.name, None
+        self.meets[skip.node] = skip.met
+        self.layer_of[self.head] = self.layer_of.pop(skip.node)
+
+    def meeting(self, output: Rows) -> Meeting | None:
+        """How rows of all layers meet before the output; None if they do not."""
+        linear, rows = self.linears.get(output.source, (None, output))
+        skip, last = self.skip, self.steps[-1].residual
+        is_none_of_ours = bool(linear or (last and last.after_relu))
+        if skip and rows.source == skip.node and is_none_of_ours and self.are_all(skip.met.terms):
+            self.take_back(skip)
+        if rows.source not in self.meets:
+            return None
+        met = self.meets[rows.source]
+        if skip and not self.are_all(met.terms):  # with the parts of a sum they may be
+            self.take_back(skip)
+            parts = {skip.node: skip.met.terms}
+            terms = (part for term in met.terms for part in parts.get(term.source, (term,)))
+            met = replace(met, terms=tuple(terms))
+        if not self.are_all(met.terms):
+            raise met.unfit
+        if met.of == "cat" and not linear:
+            raise Unfit("rows side by side are the output; let a Linear read them")
+        if linear and rows.ops:
+            raise Unfit(
+                f"{rows.ops[0].name} between the rows of all layers and {output.source}; do that to"
+                " each layer's rows before they meet"
+            )
+        try:
+            return meeting_of(met.of, met.terms, self.layer_of, self.steps)
+        except Unfit as unfit:
+            # two layers' rows look like a residual too
+            raise met.unfit if met.of == "sum" and len(self.steps) == 2 else unfit from unfit
+
+    def are_all(self, terms: tuple[Rows, ...]) -> bool:
+        """Whether these are the rows of every layer, before the last one's residual if any."""
+        skip = self.skip
+        layer_of = self.layer_of | ({skip.without.name: len(self.steps)} if skip else {})
+        return are_all(terms, layer_of, len(self.steps))
 
 
 def norm_in(module: nn.Module, name: str) -> tuple[nn.Module, str]:

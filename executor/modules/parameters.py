@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,14 +42,18 @@ class Where:
 
     name: str
     view: str = "whole"
+    after: int = 0  # columns of the user's tensor before it, where several lie side by side
 
     def under(self, prefix: str) -> Where:
         """The same of a Net that has the layer at `prefix`."""
-        return Where(f"{prefix}.{self.name}", self.view)
+        return replace(self, name=f"{prefix}.{self.name}")
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The tensor, in the user's shape, among ours."""
         return VIEWS[self.view](tensors[self.name])
+
+
+Places = tuple[Where, ...]  # of a tensor of the user's: one, or several side by side
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Parameters:
     A tensor without a place takes no part in training."""
 
     state: Mapping[str, Tensor]
-    places: Mapping[str, Where]
+    places: Mapping[str, Places]
 
     def fill(self, net: nn.Module) -> None:
         """Give our Net these parameters."""
@@ -68,7 +72,9 @@ class Parameters:
     def trained(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Our Net's weights as the state_dict of the user's module."""
         return {
-            name: self.places[name].of(ours).to(value.dtype).contiguous()
+            name: _beside([where.of(ours) for where in self.places[name]])
+            .to(value.dtype)
+            .contiguous()
             if name in self.places
             else value.contiguous()
             for name, value in self.state.items()
@@ -78,7 +84,9 @@ class Parameters:
         """Write a file that `kept` reads; its path and its SHA-256, which its name has too.
 
         Raises SpecError."""
-        places = {key: astuple(where) for key, where in sorted(self.places.items())}
+        places = {
+            key: [astuple(where) for where in found] for key, found in sorted(self.places.items())
+        }
         data = save(
             {key: value.cpu().clone().contiguous() for key, value in self.state.items()},
             {KEY: json.dumps(places)},
@@ -90,14 +98,24 @@ class Parameters:
         return path, sha256
 
 
-def put(net: nn.Module, places: Mapping[str, Where], state: Mapping[str, Tensor]) -> None:
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
+def put(net: nn.Module, places: Mapping[str, Places], state: Mapping[str, Tensor]) -> None:
     """Copy a state_dict of the user's module into our Net, as far as it holds these tensors.
 
     A Net that is cut by columns (P3) has smaller ones, and is filled from a whole Net."""
     ours = net.state_dict()
-    for name, where in places.items():
-        if where.name in ours and where.of(ours).shape == state[name].shape:
-            where.of(ours).copy_(state[name])
+    for name, found in places.items():
+        for where in found:
+            if where.name not in ours:
+                continue
+            mine, theirs = where.of(ours), state[name]
+            if len(found) > 1:
+                theirs = theirs[:, where.after : where.after + mine.shape[1]]
+            if mine.shape == theirs.shape:
+                mine.copy_(theirs)
 
 
 def kept(path: Path) -> Parameters:
@@ -106,7 +124,9 @@ def kept(path: Path) -> Parameters:
         with safe_open(path, "pt") as file:
             places = json.loads((file.metadata() or {})[KEY])
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return Parameters(state, {name: Where(*where) for name, where in places.items()})
+        return Parameters(
+            state, {name: tuple(Where(*where) for where in found) for name, found in places.items()}
+        )
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise SpecError(
             f"{path}: holds no parameters of a module ({error}); plan again, from the module"

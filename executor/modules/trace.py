@@ -27,7 +27,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, (nn.Sequential, nn.ModuleList)):
+        if isinstance(m, (nn.Sequential, nn.ModuleList)) or type(m).__name__ == "JumpingKnowledge":
             return False
         of_library = ("torch.nn", "torch_geometric.nn.norm", "dgl.nn.pytorch")
         return is_convolution(m) or type(m).__module__.startswith(of_library)

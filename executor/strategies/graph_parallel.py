@@ -101,6 +101,7 @@ class Worker(Resumable):
         )
         self.features: Tensor | SparseRows = torch.empty(0)  # what layer 1 or the encoder reads
         self.cached: Tensor | None = None
+        self.to_sum: Tensor | None = None  # gradient of the sum of all layers' rows
 
     def _numbers_to_smooth(self) -> int:
         """Size of the buffer in which the comm lane receives what is then smoothed.
@@ -279,7 +280,19 @@ class Worker(Resumable):
                     )
             out = self._kept(entered.segment)
             entered.out = None if self.options.checkpoint else out
+            if self.summed is not None:
+                self.net.add(layer, self._own(out), self._drop_next(step, layer), self.summed)
+                if layer == len(self.layers):
+                    out = self.summed
             return self._enter(out, step, layer + 1)
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Those of a layer's rows that the loss is of."""
+        return rows[: len(self.own_vertices)]
+
+    def _drop_next(self, step: int, layer: int) -> Drop:
+        """Dropout of own rows before the layer that follows."""
+        return self._drop(step, layer + 1, self.own_vertices)
 
     def _first_segment(self, step: int) -> Callable[[], Tensor]:
         """Layer 1 on constant features."""
@@ -343,7 +356,11 @@ class Worker(Resumable):
         assert entered.segment is not None and home is not None
         with self.rank.span(Label("backward", step, layer=layer), "compute"):
             gradient = self._through_projection(above, home)
-            backward([entered.segment() if entered.out is None else entered.out], [gradient])
+            out = entered.segment() if entered.out is None else entered.out
+            if self.to_sum is not None:
+                gradient = self._through_sum(step, layer, out, gradient, self.to_sum)
+            backward([out], [gradient])
+            del out
             entered.out = entered.segment = None
         if not entered.leaf.requires_grad:
             return None
@@ -360,6 +377,17 @@ class Worker(Resumable):
             else:
                 self._halo(step, layer, "b", far, home=gradient)()
         self._moments_home(step, layer, entered, gradient)
+        return gradient
+
+    def _through_sum(
+        self, step: int, layer: int, out: Tensor, gradient: Tensor, to_sum: Tensor
+    ) -> Tensor:
+        """The gradient of h_l by the layer above -> also by the sum of all layers' rows."""
+        drop = self._drop_next(step, layer)
+        by_sum = self.net.add_backward(layer, self._own(out), drop, to_sum)
+        if layer == len(self.layers):
+            return by_sum
+        self._own(gradient).add_(by_sum)
         return gradient
 
     def _through_projection(self, above: _Step | None, gradient: Tensor) -> Tensor:
@@ -381,10 +409,13 @@ class Worker(Resumable):
     def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
         """Forward of all layers.
 
-        Returns what each keeps, last the decoder, whose leaf is h_L [own, H_L]; and the encoder's
-        output with its graph, if there is an encoder.
+        Returns what each keeps, last the decoder, whose leaf is h_L [own, H_L] or the sum of all
+        layers' rows; and the encoder's output with its graph, if there is an encoder.
         """
-        encoded, self.x0 = None, None
+        encoded, self.x0, self.summed = None, None, None
+        if self.net.jump:
+            own, dtype = len(self.own_vertices), dtype_of(self.problem.workload)
+            self.summed = torch.zeros(own, self.net.jumped, dtype=dtype, device=self.rank.device)
         if self.net.encoder is None:
             entered = [_Step(torch.empty(0))]
         else:
@@ -421,6 +452,7 @@ class Worker(Resumable):
         gradient = last.leaf.grad
         assert gradient is not None
         self._moments_home(step, len(self.layers) + 1, last, gradient)
+        self.to_sum, self.summed = gradient if self.net.jump else None, None
         del last
         for layer in reversed(self.layers):
             gradient = self._backward(step, layer, entered[-1], above, gradient)
@@ -432,6 +464,7 @@ class Worker(Resumable):
                 assert gradient is not None
                 gradient = self._through_projection(above, gradient)
                 backward([encoded], [gradient if self.x0 is None else gradient + self.x0.grad])
+        self.to_sum = None
         return loss, logits
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ checking.py    check() -> Check
 planning.py    plan() -> Plan
 simulation.py  Plan.simulate() -> Simulation, Plan.sweep() -> Sweep
 running.py     Plan.run() -> Run
+tuning.py      tune() -> Tuned
 validation.py  validate() -> Validation, Validations
 measuring.py   measure() -> Cluster
 view.py        how answers show themselves, as text and HTML

@@ -32,10 +32,11 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare each strategy's gradients for a model with one process's, before training.
+    """Compare each strategy's gradients for a model with one process's.
 
-    One step on a graph of 60 vertices, in float64, on two CPU ranks of this machine; says of each
-    strategy that cannot carry the model what is missing. Exit code 1 if a gradient differs.
+    Before training: one step on a graph of 60 vertices, in float64, on two CPU ranks of this
+    machine. Says of each strategy that cannot carry the model what is missing. Exit code 1 if a
+    gradient differs.
     """
     from gnnplan.api.checking import check as compare
 

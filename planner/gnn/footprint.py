@@ -780,9 +780,8 @@ def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Nu
         logits = 0.0 * logits  # h_L itself
         prepared = None
     else:
-        spec = (
-            model.layers[-1] if model.activates_last else Layer(*model.decoder, 1, 0, False, False)
-        )
+        spec = model.decoder_inputs
+        assert spec is not None
         prepared = Prepared.of(model, spec, own)
         prepared.forward(tape)
         gradient = prepared.rows
@@ -796,6 +795,33 @@ def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Nu
         tape.free(prepared.dropped)
         prepared.backward(tape)
     return logits, tape.most, gradient
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Memory of adding a layer's rows to the sum of all layers' [B]."""
+
+    forward: Number  # the most in the forward pass, which keeps nothing
+    backward: Number  # the most in the backward pass
+    gradient: Number  # what it leaves: the gradient of the rows; 0 where it is that of the sum
+    products: tuple[Product, ...]
+
+
+def addition(model: Model, layer: int, own: Number) -> Addition:
+    """Memory of adding a layer's rows, a rank's `own`, to the sum of all layers'."""
+    if model.jump is None:
+        return Addition(0.0, 0.0, 0.0, ())
+    h_out, drops = model.layers[layer - 1].h_out, bool(model.jump.drops and model.dropout)
+    rows, added = own * h_out * model.itemsize, own * model.jumped * model.itemsize
+    dropped = (rows + own * h_out) * drops  # and their mask
+    if model.jump.of == "sum":
+        return Addition(dropped, dropped + rows * drops, rows * drops, ())
+    after = "bias" if layer == len(model.layers) else ""
+    product = Product(own, h_out, model.jumped, True, (after,))
+    block = np.minimum(own, product.block) * max(h_out, model.jumped)
+    temporaries = (block + 3 * h_out * model.jumped) * model.itemsize
+    backward = dropped + added + rows + np.maximum(temporaries, rows * drops)
+    return Addition(dropped + added, backward, rows, (product,))
 
 
 class Moments:

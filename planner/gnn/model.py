@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gnnplan.planner.gnn.counted import Counted, between
-from gnnplan.planner.gnn.workload import Module, Residual, Workload
+from gnnplan.planner.gnn.workload import Jump, Module, Residual, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
 
@@ -109,6 +109,29 @@ class Model:
     nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
     redrawn: bool = False  # every step has other edges (mini-batches)
     relu: bool = True  # between layers
+    # All layers' rows, or products of them, are added up; the sum is what is decoded.
+    jump: Jump | None = None
+
+    @property
+    def jumped(self) -> int:
+        """Numbers per row of the sum of all layers' rows; 0: nothing is summed."""
+        if self.jump is None:
+            return 0
+        return self.classes if self.jump.of == "cat" else self.layers[-1].h_out
+
+    @property
+    def carried(self) -> int:
+        """Numbers per row that go past all layers: a pipeline stage hands them on."""
+        return self.layers[0].h_in if self.hands_on_initial else self.jumped
+
+    @property
+    def decoder_inputs(self) -> Layer | None:
+        """The layer whose preparation the decoder's inputs get; None: there is no decoder."""
+        if self.decoder is None:
+            return None
+        if self.activates_last:
+            return self.layers[-1]
+        return Layer(*self.decoder, 1, 0, False, False, drops=self.jump is None)
 
     @property
     def first_varying(self) -> int:
@@ -130,6 +153,9 @@ class Model:
         if self.decoder and len(self.layers) in layers:
             total += self.decoder[0] * self.decoder[1] + self.decoder[1]
             total += 2 * self.decoder[0] if self.activates_last and self.norm != "none" else 0
+        if self.jump and self.jump.of == "cat":  # a matrix per layer, and one bias
+            total += sum(self.layers[layer - 1].h_out for layer in layers) * self.classes
+            total += self.classes * (len(self.layers) in layers)
         return total
 
     @cached_property
@@ -161,6 +187,8 @@ class Model:
         """Whether the layer (0: the encoder) ends in ReLU.
 
         It does not where the next layer activates its own inputs."""
+        if self.jump and layer == len(self.layers):
+            return self.jump.relu
         return self.hands_on_initial or (
             self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates
         )
@@ -398,16 +426,38 @@ class Model:
             (spec.h_in, spec.multiplied), rows, constant_input=False, prepared_as=spec
         )
 
+    def add_up(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of adding a layer's `rows`, a rank's own, to the sum of all
+        layers'.
+
+        The backward pass does it once more, to keep nothing."""
+        nothing = Compute(itemsize=self.itemsize)
+        if self.jump is None:
+            return nothing, nothing
+        h_out, drops = self.layers[layer - 1].h_out, bool(self.jump.drops and self.dropout)
+        multiplies = self.jump.of == "cat"
+        product = self._product(h_out, self.jumped, rows) if multiplies else nothing
+        dropped = Compute(
+            elementwise_bytes=2.0 * rows * h_out * drops * self.itemsize,
+            launches=(MASK + 3) * drops,
+            itemsize=self.itemsize,
+            hash_ops=1.0 * rows * h_out * drops,
+        )
+        added = Compute(elementwise_bytes=3.0 * rows * self.jumped * self.itemsize, launches=2)
+        # a product's gradient is written block by block
+        passes = 3.0 + 2 * multiplies + 2 * drops
+        passed = Compute(elementwise_bytes=passes * rows * h_out * self.itemsize, launches=3)
+        again = product + dropped
+        return again + added, again + product + product + passed
+
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
         return self._rowwise(self.encoder, rows, constant_input=True)
 
     def finish(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of decoder and loss on a rank's own rows."""
-        # the decoder's inputs are prepared as those of the last layer
-        prepared_as = self.layers[-1] if self.activates_last else None
         forward, backward = self._rowwise(
-            self.decoder, rows, constant_input=False, prepared_as=prepared_as
+            self.decoder, rows, constant_input=False, prepared_as=self.decoder_inputs
         )
         # the loss takes training rows, which are about half of all
         per_logit = 0.5 if self.classes >= VECTOR else 0.5 * SHORT
@@ -531,13 +581,16 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     [(40, 16), (16, 16), (16, 5)]
     """
     classes = max(classes, 1)
-    architecture = ARCHITECTURES[workload.model]
+    architecture, module = ARCHITECTURES[workload.model], workload.module
+    layers = _as_in_module(architecture.layers(workload, features, classes, nonzeros > 0), module)
+    jump = module.jump if module else None
+    decoder = (workload.hidden, classes) if architecture.encodes else None
+    if jump and jump.of == "sum" and jump.linear:
+        decoder = (layers[-1].h_out, classes)
     return Model(
-        layers=_as_in_module(
-            architecture.layers(workload, features, classes, nonzeros > 0), workload.module
-        ),
+        layers=layers,
         encoder=(features, workload.hidden) if architecture.encodes else None,
-        decoder=(workload.hidden, classes) if architecture.encodes else None,
+        decoder=decoder,
         dropout=workload.dropout,
         itemsize=workload.itemsize,
         features=features,
@@ -547,7 +600,8 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         activates_last=architecture.activates_last,
         nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
-        relu=architecture.relu and (workload.module is None or workload.module.relu),
+        relu=architecture.relu and (module is None or module.relu),
+        jump=jump,
     )
 
 

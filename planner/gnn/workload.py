@@ -44,6 +44,21 @@ class Residual(Spec):
     after_relu: bool = False  # added after the layer's ReLU, not before
 
 
+class Jump(Spec):
+    """Rows of all layers that meet at the end, each as its layer hands them on."""
+
+    of: Literal["sum", "cat"]
+    relu: bool = False  # of the last layer's rows
+    drops: bool = False  # after the dropout that the next layer does, or the end
+    linear: bool = True  # a Linear reads what they make, as always of 'cat'
+
+    @model_validator(mode="after")
+    def _is_multiplied(self) -> Jump:
+        if self.of == "cat" and not self.linear:
+            raise ValueError("rows side by side are read by a Linear (linear: false); use of=sum")
+        return self
+
+
 class ModuleLayer(Spec):
     """A layer of a user's module: its widths, and what the module does to its inputs."""
 
@@ -71,6 +86,7 @@ class Module(Spec):
     classes: int = Field(ge=1)
     layers: tuple[ModuleLayer, ...] = Field(min_length=1)
     relu: bool = True  # between layers
+    jump: Jump | None = None
 
 
 class Workload(Spec):

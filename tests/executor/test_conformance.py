@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jumping import jumping
 from pairwise import covered
 from ranks import Case, Ranks, Result
 
+from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.strategies import FAMILIES, parse
 from gnnplan.planner.vocabulary.schedule import LANES, Collective, Load, Send
 from gnnplan.planner.vocabulary.trace import (
@@ -211,6 +214,12 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
         "rough",
         0.0,
     ),
+    # rows of all layers meet at the end
+    (4, 1, "gnnpipe(stages=2,chunks=3)", "sage met=cat", "rough", 0.5),
+    (3, 1, "gnnpipe", "gcn met=sum", "rough", 0.0),
+    (4, 2, "granndis(depth=1)", "gcn met=sum", "multi", 0.0),
+    (2, 1, "gsplit", "gcn mode=mini batch=6 fanout=3,2,2,1 met=sum-dropped", "rough", 0.5),
+    (2, 1, "p3", "sage mode=mini batch=6 fanout=3,2,2,1 met=cat-dropped", "rough", 0.5),
 ]
 
 
@@ -263,7 +272,9 @@ _played: dict[tuple, Played] = {}
     params=covered(SETTINGS, needs, several=False),
     ids=lambda setting: f"{setting[2]}-{setting[3]}-{setting[0]}x{setting[1]}-{setting[4]}",
 )
-def played(request: pytest.FixtureRequest, run_ranks: Ranks, graphs: dict[str, str]) -> Played:
+def played(
+    request: pytest.FixtureRequest, run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path
+) -> Played:
     """Each setting runs once for all tests."""
     world, servers, strategy, model, graph, dropout = request.param
     if request.param not in _played:
@@ -282,6 +293,10 @@ def played(request: pytest.FixtureRequest, run_ranks: Ranks, graphs: dict[str, s
         case = Case(
             strategy, graphs[graph], workload, servers, epochs=EPOCHS, eval_every=1, islands=islands
         )
+        if met := workload.pop("met", ""):
+            of, _, dropped = met.partition("-")
+            jump = Jump(of=of, relu=True, drops=bool(dropped))
+            case = jumping(case, tmp_path, (8, 8, 8, 8) if of == "sum" else (8, 10, 4, 6), jump)
         _played[request.param] = Played(run_ranks(world, [case])[0])
     return _played[request.param]
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from jumping import jumping
 from pairwise import covered
 from ranks import Case, ForkServer, Ranks
 from torch.profiler import ProfilerActivity, profile
@@ -28,7 +29,7 @@ from gnnplan.executor.ranks.rank import Rank, wait_in_turn
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
-from gnnplan.planner.gnn.workload import Residual, Workload
+from gnnplan.planner.gnn.workload import Jump, Residual, Workload
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.p3 import memory as p3_memory
 
@@ -342,10 +343,15 @@ def test_the_watch_does_not_wait_for_its_turn() -> None:
 def test_predicted_memory_is_what_a_run_fills(
     name: str, fresh_ranks: Ranks, dataset: Callable[[str], str]
 ) -> None:
+    world, case = RUNS[name]
+    case = replace(case, graph=case.graph if ":" in case.graph else dataset(case.graph))
+    must_fill_as_predicted(world, case, fresh_ranks)
+
+
+def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
     """The fullest rank's to 5 %, every rank's to 8 %. Runs are of 30 to 200 MB, so that Python's
     own objects are small beside them."""
-    world, case = RUNS[name]
-    case = replace(case, epochs=3, graph=case.graph if ":" in case.graph else dataset(case.graph))
+    case = replace(case, epochs=3)
     (result,) = fresh_ranks(world, [case])
     problem = case.problem(world)
     use = case.settled(problem).memory(problem)
@@ -353,6 +359,41 @@ def test_predicted_memory_is_what_a_run_fills(
     measured = np.array([result.rank(rank)["peak_bytes"] for rank in range(world)])
     assert predicted.max() == pytest.approx(measured.max(), rel=0.05), use
     assert predicted == pytest.approx(measured, rel=0.08), use
+
+
+MET = {
+    "sum": ("graph_parallel", (2, "sage", (128,) * 3, 0.0), Jump(of="sum", relu=True)),
+    "cat, checkpoints": (
+        "graph_parallel(checkpoint=True)",
+        (2, "gcn", (118,) * 6, 0.5),
+        Jump(of="cat", relu=True, drops=True),
+    ),
+    "recompute": ("granndis(depth=1)", (2, "sage", (122,) * 3, 0.0), Jump(of="cat", relu=True)),
+    "pipeline, sum": ("gnnpipe(chunks=4)", (2, "gcn", (200,) * 2, 0.0), Jump(of="sum", relu=True)),
+    "pipeline, cat": (
+        "gnnpipe(chunks=4)",
+        (2, "sage", (110,) * 4, 0.5),
+        Jump(of="cat", relu=True, drops=True),
+    ),
+}
+
+
+@glibc
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "pipeline, sum" else pytest.param(name, marks=pytest.mark.nightly)
+        for name in MET
+    ],
+)
+def test_predicted_memory_of_rows_that_meet_at_the_end(
+    name: str, fresh_ranks: Ranks, tmp_path: Path
+) -> None:
+    strategy, (world, model, widths, p), jump = MET[name]
+    servers = 2 if "granndis" in strategy else 1
+    case = Case(strategy, DENSE, {"model": model, "dropout": p}, servers=servers)
+    must_fill_as_predicted(world, jumping(case, tmp_path, widths, jump), fresh_ranks)
 
 
 MINI = {"mode": "mini", "layers": 3, "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from gnnplan.executor.ranks.learner import Gradients
 from gnnplan.executor.ranks.optimizer import Adam
 from gnnplan.planner.gnn import model as gnn
 from gnnplan.planner.gnn.model import describe
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 
@@ -255,6 +256,30 @@ def test_gcnii_touches_what_torch_says() -> None:
     assert model.backward(2, rows, rows, edges).elementwise_bytes == pytest.approx(
         backward.nbytes, rel=0.1
     )
+
+
+@pytest.mark.parametrize(("of", "products"), [("sum", 0), ("cat", 1)])
+def test_rows_that_meet_touch_what_torch_says(of: Literal["sum", "cat"], products: int) -> None:
+    """A product is done once forward, and backward once more before its two gradients."""
+    rows, width, classes = 4000, 32, 16
+    workload = Workload(model="gcn", layers=3, hidden=width)
+    model = replace(describe(workload, 8, classes), jump=Jump(of=of, relu=True))
+    layers = (*model.layers[:2], replace(model.layers[2], h_out=width))
+    model = replace(model, layers=layers)
+    net, h = Net(model, workload), random(rows, width, dtype=torch.float32)
+    summed, to_h = torch.zeros(rows, model.jumped), torch.zeros(rows, width)
+    gradient = random(rows, model.jumped, dtype=torch.float32)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with Touched() as forward:
+        net.add(1, h, keep, summed)
+    with Touched() as backward:
+        to_h += net.add_backward(1, h, keep, gradient)
+    for touched, told, times in zip(
+        (forward, backward), model.add_up(1, rows), (1, 3), strict=True
+    ):
+        assert told.elementwise_bytes == pytest.approx(touched.nbytes, rel=0.05)
+        assert told.flops == products * times * 2 * rows * width * classes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

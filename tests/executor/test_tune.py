@@ -97,9 +97,15 @@ def test_the_best_of_the_other_kind_is_always_among_those_that_run():
     ],
 )
 def test_where_there_is_nothing_to_tune_the_plan_says_why(
-    result: SearchResult, epochs: int, why: str, tmp_path: Path
+    result: SearchResult,
+    epochs: int,
+    why: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     document = tune(PROBLEM, result, tmp_path / "runs", epochs=epochs)
+    told = capsys.readouterr().err
+    assert told.startswith("not tuned: ") and why in told
     assert why in document["summary"]["tuned"] and why in document["tuned"]["why"]
     assert document["tuned"]["strategies"] == [] and not (tmp_path / "runs").exists()
     untuned = plan.make(PROBLEM, result)

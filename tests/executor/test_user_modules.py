@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from gnnplan.executor.modules.read import (
 )
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.graph_parallel import open_worker
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
@@ -43,7 +44,7 @@ PYG = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_geometric.nn import BatchNorm, GATConv, GATv2Conv, GCN2Conv, GCNConv, GINConv, SAGEConv, SGConv
+from torch_geometric.nn import BatchNorm, GATConv, GATv2Conv, GCN2Conv, GCNConv, GINConv, JumpingKnowledge, SAGEConv, SGConv
 """
 DGL = """
 import torch
@@ -301,6 +302,73 @@ class M(nn.Module):
         return self.c(g, self.b(g, self.a(g, x).flatten(1)).flatten(1)).squeeze(1)
 """,
 }
+# Rows of all layers meet at the end: added up in several ways, or side by side before a Linear.
+MODULES |= {
+    "pyg gcn, sum": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.convs = nn.ModuleList([GCNConv(in_channels, 16), GCNConv(16, 16), GCNConv(16, 16)])
+        self.lin = nn.Linear(16, out_channels)
+    def forward(self, x, edge_index):
+        met = 0
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+            met = met + x
+            x = F.dropout(x, {{p}}, self.training)
+        return self.lin(met)
+""",
+    "pyg sage, cat": f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 8), SAGEConv(8, 10)])
+        self.jump = JumpingKnowledge("cat")
+        self.lin = nn.Linear(34, out_channels)
+    def forward(self, x, edge_index):
+        xs = []
+        for conv in self.convs:
+            x = F.dropout(conv(x, edge_index).relu(), {{p}}, self.training)
+            xs.append(x)
+        return self.lin(self.jump(xs))
+""",
+    "pyg gin, sum of logits": f"""{PYG}
+def net(a, b):
+    return nn.Sequential(nn.Linear(a, 9), nn.ReLU(), nn.Linear(9, b))
+class M(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GINConv(net(in_channels, out_channels)), GINConv(net(out_channels, out_channels))
+        self.norm = nn.LayerNorm(out_channels)
+    def forward(self, x, edge_index):
+        a = self.a(x, edge_index)
+        b = self.b(F.dropout(self.norm(a).relu(), {{p}}, self.training), edge_index).relu()
+        return a + b
+""",
+    "dgl gat, cat": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = GATConv(in_feats, 5, 3, feat_drop={{p}}, activation=F.relu)
+        self.b = GATConv(15, 4, 2, feat_drop={{p}}, residual=True, activation=F.relu)
+        self.jump, self.lin = JumpingKnowledge("cat"), nn.Linear(23, out_feats)
+    def forward(self, g, x):
+        a = self.a(g, x).flatten(1)
+        b = self.b(g, a).flatten(1)
+        return self.lin(self.jump([b, a]))
+""",
+    "dgl sage, sum with a residual": f"""{DGL}
+class M(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a, self.b, self.c = (SAGEConv(width, 8, "mean") for width in (in_feats, 8, 8))
+        self.lin = nn.Linear(8, out_feats)
+    def forward(self, g, x):
+        a = self.a(g, x).relu()
+        b = (self.b(g, a) + a).relu()
+        return self.lin(self.c(g, b) + b + a)
+""",
+}
 LOOPED = ("gcn", "gat", "gcn2", "sgc", "gatv2")  # those of DGL are for graphs with self loops
 
 
@@ -454,7 +522,7 @@ def test_two_ranks_train_a_live_module_of_a_notebook(
             parameter.add_(0.01)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     problem = Case("graph_parallel", graphs["rough"], {"dtype": "float64", "lr": 0.05}).problem(2)
-    problem = with_user_module(problem, module, folder=tmp_path)
+    problem, _ = with_user_module(problem, module, folder=tmp_path)
     assert not module.training and all(value.isfinite().all() for value in before.values())
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
@@ -554,6 +622,20 @@ def frame(body: str, more: str = "pass", before: str = PYG) -> str:
     return before + FRAME.format(
         more=more.replace("\n", "\n        "), body=body.replace("\n", "\n        ")
     )
+
+
+JUMPING = """
+y1 = self.a(x, edge_index)
+h1 = y1.relu()
+h2 = self.b(h1, edge_index).relu()
+h3 = self.c(h2, edge_index).relu()
+"""
+
+
+def jumping(end: str, more: str = "pass") -> str:
+    """A module of three layers with this end."""
+    layers = "self.b, self.c, self.lin = GCNConv(8, 8), GCNConv(8, 8), nn.Linear(8, out_channels)"
+    return frame(JUMPING.strip() + f"\n{end}", f"{layers}\n{more}")
 
 
 PLAIN = "return self.b(self.a(x, edge_index).relu(), edge_index)"
@@ -705,6 +787,46 @@ REFUSED = {
         ),
         "norm between c and its sum; put that after the sum",
     ),
+    "two of three layers": (
+        jumping("return self.l2(torch.cat([h1, h3], -1))", "self.l2 = nn.Linear(16, 4)"),
+        "line 18: rows of several layers meet here (cat)",
+    ),
+    "a sum of two of three layers": (
+        jumping("return self.lin(h1 + h3)"),
+        "line 18: the sum takes other rows than c reads",
+    ),
+    "the longest of rows": (
+        jumping("return self.lin(self.m([h1, h2, h3]))", "self.m = JumpingKnowledge('max')"),
+        "rows of several layers meet here (stack)",
+    ),
+    "rows one above the other": (
+        jumping("return self.lin(torch.cat([h1, h2, h3]))"),
+        "line 18: rows of several layers meet here (cat)",
+    ),
+    "rows side by side": (
+        jumping("return torch.cat([h1, h2, h3], 1)"),
+        "rows side by side are the output; let a Linear read them",
+    ),
+    "ReLU of a sum": (
+        jumping("return self.lin((h1 + h2 + h3).relu())"),
+        "relu between the rows of all layers and lin",
+    ),
+    "rows before their ReLU": (
+        jumping("return self.lin(y1 + h2 + h3)"),
+        "rows of a meet others in another way than b reads them",
+    ),
+    "some rows dropped": (
+        jumping("return self.lin(h1 + h2 + F.dropout(h3, 0.5, self.training))"),
+        "some layers' rows meet after a dropout, others before",
+    ),
+    "a layer after rows have met": (
+        jumping("return self.d(h1 + h2 + h3, edge_index)", "self.d = GCNConv(8, out_channels)"),
+        "line 18: the sum takes other rows than c reads",
+    ),
+    "widths of rows that meet": (
+        jumping("return self.lin(h1 + h2 + h3)", "self.c = GCNConv(8, 9)"),
+        "rows of 8, 8, 9 numbers are added up; make the layers' widths equal",
+    ),
     "width of a sum": (
         frame("h = self.a(x, edge_index).relu()\nreturn self.b(h, edge_index) + h"),
         "the sum after b reads rows of 4 numbers, and those before it have 8",
@@ -721,6 +843,41 @@ def test_what_our_layers_lack_is_refused_by_name(what: str, tmp_path: Path) -> N
         read(f"{file}:M", Workload(), FEATURES, CLASSES)
     assert str(file) in str(refused.value) and words in str(refused.value)
     assert refused.value.exit_code == 2
+
+
+SUM, CAT = Jump(of="sum", relu=True), Jump(of="cat", relu=True)
+MET = {
+    "in order": ("return self.lin(h1 + h2 + h3)", SUM),
+    "from the last": ("return self.lin(h3 + h2 + h1)", SUM),
+    "in brackets": ("return self.lin(h1 + (h3 + h2))", SUM),
+    "as a list": ("return self.lin(sum([h1, h2, h3]))", SUM),
+    "by name": ("return self.lin(torch.add(h1, h3).add(h2))", SUM),
+    "log_softmax": ("return (self.lin(h1 + h2 + h3)).log_softmax(1)", SUM),
+    "side by side": ("return self.l3(torch.cat([h1, h2, h3], dim=-1))", CAT),
+    "backwards": ("return self.l3(torch.cat((h3, h2, h1), 1))", CAT),
+    "PyG's": ("return self.l3(self.jump([h1, h2, h3]))", CAT),
+}
+
+
+@pytest.mark.parametrize("how", MET)
+def test_rows_of_all_layers_meet_however_it_is_written(how: str, tmp_path: Path) -> None:
+    end, jump = MET[how]
+    more = "self.l3, self.jump = nn.Linear(24, out_channels), JumpingKnowledge('cat')"
+    (tmp_path / "model.py").write_text(jumping(end, more))
+    user = read(f"{tmp_path / 'model.py'}:M", Workload(), FEATURES, CLASSES)
+    assert user.description.jump == jump
+    assert not any(layer.residual for layer in user.description.layers)
+
+
+def test_a_residual_at_the_end_stays_one(tmp_path: Path) -> None:
+    """Where two layers' rows meet without ReLU or Linear, both readings compute the same."""
+    (tmp_path / "model.py").write_text(
+        frame("h = self.a(x, edge_index).relu()\nreturn h + self.b(h, edge_index)")
+        .replace("GCNConv(in_channels, 8)", "GCNConv(in_channels, out_channels)")
+        .replace("GCNConv(8, out_channels)", "GCNConv(out_channels, out_channels)")
+    )
+    user = read(f"{tmp_path / 'model.py'}:M", Workload(), FEATURES, CLASSES)
+    assert user.description.jump is None and user.description.layers[1].residual
 
 
 def test_what_is_dropped_in_place_is_dropped_for_the_residual_too(tmp_path: Path) -> None:
@@ -757,6 +914,32 @@ def test_on_a_directed_graph_in_degrees_are_not_out_degrees(
         workload_of(file, graph, directed=True)
     file.write_text(MODULES["dgl gcn, no ReLU"].replace("{p}", "0.0"))
     workload_of(file, graph, directed=True)  # DGL's GraphConv takes out-degrees, as ours does
+
+
+def test_a_default_that_a_module_is_made_with_is_said(
+    tmp_path: Path, graphs: dict[str, str]
+) -> None:
+    """A class that requires hidden_channels got 256 without a word."""
+    file = tmp_path / "model.py"
+    file.write_text(f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, hidden_channels, out_channels):
+        super().__init__()
+        self.a = SAGEConv(in_channels, hidden_channels)
+        self.b = SAGEConv(hidden_channels, out_channels)
+    def forward(self, x, edge_index):
+        return self.b(self.a(x, edge_index).relu(), edge_index)
+""")
+    problem = Case("graph_parallel", graphs["rough"], {}).problem(2)
+    wide, notes = with_user_module(problem, f"{file}:M")
+    assert notes == [
+        "M is made with hidden_channels=256, the default, since it requires one and none was"
+        " given; --set hidden=.. gives another"
+    ]
+    assert wide.workload.hidden == 256
+    given = replace(problem, workload=problem.workload.model_copy(update={"hidden": 24}))
+    narrow, notes = with_user_module(given, f"{file}:M", ["hidden"])
+    assert (narrow.workload.hidden, notes) == (24, [])
 
 
 def test_what_the_module_decides_cannot_be_set_otherwise(

@@ -31,6 +31,20 @@ class Passage:
     encoded: Tensor | None = None  # with its graph
     loss: Tensor | None = None  # on the last stage, with its graph
     gradient: Tensor | None = None  # of h, on the way back
+    summed: Tensor | None = None  # of all layers' rows so far, if the model adds them up
+    to_sum: Tensor | None = None  # its gradient
+
+    @property
+    def carried(self) -> Tensor | None:
+        """What goes past all layers, to the next stage."""
+        return self.summed if self.x0 is None else self.x0.detach()
+
+    @property
+    def carried_gradient(self) -> Tensor | None:
+        """Its gradient, for the stage before."""
+        if self.x0 is None:
+            return self.to_sum
+        return self.x0.grad if self.x0.grad is not None else torch.zeros_like(self.x0)
 
 
 @dataclass
@@ -136,11 +150,12 @@ def forward(
 
 
 def layer_backward(
-    net: Net, layer: int, chunk: Chunk, history: History, kept: Kept, passage: Passage
+    net: Net, layer: int, chunk: Chunk, history: History, kept: Kept, passage: Passage, drop: Drop
 ) -> Tensor | None:
     """The passage's gradient of the layer's output -> that of its input rows.
 
-    Returns the gradient of own and then far rows; None if the inputs are constant.
+    drop: dropout of the chunk's own rows before the next layer. Returns the gradient of own and
+    then far rows; None if the inputs are constant.
     """
     if kept.again:
         kept.again()
@@ -150,8 +165,15 @@ def layer_backward(
         passage.loss.backward()  # type: ignore[no-untyped-call]
         # their graph would hold the layer's rows while the layers before go backward
         passage.loss = passage.h = None
-    else:
-        assert kept.out is not None and passage.gradient is not None
+        if passage.summed is not None:
+            passage.to_sum, passage.summed = passage.summed.grad, None
+    if passage.to_sum is not None:
+        assert kept.out is not None
+        by_sum = net.add_backward(layer, kept.out, drop, passage.to_sum)
+        passage.gradient = by_sum if passage.gradient is None else passage.gradient.add_(by_sum)
+        del by_sum
+    if passage.gradient is not None:
+        assert kept.out is not None
         backward([kept.out], [passage.gradient])
     if kept.x is None or kept.read is None or kept.rows is None:
         return None

@@ -78,8 +78,8 @@ class Worker(Resumable):
         self.history = History(
             self.net, widths, kept.size, self.dtype, device, strategy.historical_gradients
         )
-        # columns of x0 that travel with every row
-        self.initial_columns = self.shapes.layers[0].h_in if self.shapes.hands_on_initial else 0
+        # columns that travel with every row past all layers: x0, or the sum of layers' rows
+        self.carried_columns = self.shapes.carried
         # epoch 0 does not exist in training: its embeddings are those of the initial weights
         self._whole_graph()
         self.history.remember(self.varying)
@@ -123,8 +123,9 @@ class Worker(Resumable):
                 logits[self.chunks[c].rows] = passage.h.detach()
             elif passage.h is not None:
                 onward = passage.h
-                if passage.x0 is not None:
-                    onward = torch.cat([onward, passage.x0.detach()], 1)
+                if passage.carried is not None:
+                    onward = torch.cat([onward, passage.carried], 1)
+                passage.summed = None  # it is the next stage's
                 departures += self._send(step, c, "f", behind, onward)
                 del onward
         del passage, layers  # of the last chunk, which would stay until the end
@@ -205,8 +206,8 @@ class Worker(Resumable):
             return exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """A message's rows, and a copy of the initial rows that travel with them."""
-        width = message.shape[1] - self.initial_columns
+        """A message's rows, and a copy of what travels with them past all layers."""
+        width = message.shape[1] - self.carried_columns
         return message[:, :width], message[:, width:].clone(memory_format=torch.contiguous_format)
 
     def _empty_message(self, boundary: int) -> Tensor:
@@ -240,8 +241,9 @@ class Worker(Resumable):
                 if last_layer in piece:
                     out = kept[last_layer].out
                     assert out is not None
-                    drop = self._drop(step, last_layer + 1, self.vertices[chunk.rows])
-                    passage.h = self.net.decode(out, drop)
+                    if passage.summed is not None:
+                        out = passage.summed.requires_grad_()
+                    passage.h = self.net.decode(out, self._drop_next(step, last_layer, chunk))
                     passage.loss = self.targets[c].loss(passage.h)
         return passage, kept
 
@@ -250,21 +252,40 @@ class Worker(Resumable):
             return Passage(None)
         if message is None:  # an empty sub-chunk
             message = self._empty_message(self.stage - 1)
-        h, x0 = self._split(message)
-        return Passage(h, x0.requires_grad_() if self.initial_columns else None)
+        h, carried = self._split(message)
+        if self.net.initial:
+            return Passage(h, carried.requires_grad_())
+        return Passage(h, summed=carried if self.net.jump else None)
 
     def _encode(self, step: int, chunk: Chunk, passage: Passage) -> None:
         assert self.inputs is not None
         drop = self._drop(step, 0, self.vertices[chunk.rows])
         passage.encoded = self.inputs.encode(chunk, drop)
         passage.h = passage.encoded.detach()
-        if self.initial_columns:
+        if self.net.initial:
             passage.x0 = passage.encoded.detach().requires_grad_()
+
+    def _drop_next(self, step: int, layer: int, chunk: Chunk) -> Drop:
+        """Dropout of a chunk's own rows before the layer that follows."""
+        return self._drop(step, layer + 1, self.vertices[chunk.rows])
 
     def _layer(
         self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
     ) -> Kept:
         """One layer on a chunk; the passage goes on with its output."""
+        kept = self._compute(step, c, layer, passage, far, refresh)
+        if self.net.jump:
+            chunk = self.chunks[c]
+            assert passage.h is not None
+            if passage.summed is None:
+                passage.summed = passage.h.new_zeros(chunk.size, self.net.jumped)
+            drop = self._drop_next(step, layer, chunk)
+            self.net.add(layer, passage.h, drop, passage.summed)
+        return kept
+
+    def _compute(
+        self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
+    ) -> Kept:
         chunk = self.chunks[c]
         if passage.h is None:  # constant features
             assert self.inputs is not None
@@ -286,21 +307,25 @@ class Worker(Resumable):
     ) -> Tensor | None:
         """The gradient of the chunk's output rows through the stage.
 
-        Returns the gradient of its input rows, and of x0, for the stage before.
+        Returns the gradient of its input rows, and of what goes past all layers, for the stage
+        before.
         """
-        chunk, x0 = self.chunks[c], passage.x0
+        chunk = self.chunks[c]
         if passage.loss is None:
             if message is None:  # an empty sub-chunk
                 message = self._empty_message(self.stage)
-            passage.gradient, to_x0 = self._split(message)
-            if x0 is not None:
-                x0.grad = to_x0
+            passage.gradient, to_carried = self._split(message)
+            if passage.x0 is not None:
+                passage.x0.grad = to_carried
+            elif self.net.jump:
+                passage.to_sum = to_carried
         for piece in reversed(self.pieces):
             with self.rank.span(self._label("backward", step, piece, c), "compute"):
                 for layer in reversed(piece):
                     if layer:
+                        drop = self._drop_next(step, layer, chunk)
                         passage.gradient = layer_backward(
-                            self.net, layer, chunk, self.history, kept.pop(layer), passage
+                            self.net, layer, chunk, self.history, kept.pop(layer), passage, drop
                         )
                     else:
                         self._encode_backward(passage)
@@ -312,10 +337,10 @@ class Worker(Resumable):
         if self.is_first:
             return None
         assert passage.gradient is not None
-        if x0 is None:
+        carried = passage.carried_gradient
+        if carried is None:
             return passage.gradient.clone()
-        to_x0 = x0.grad if x0.grad is not None else torch.zeros_like(x0)
-        return torch.cat([passage.gradient, to_x0], 1)
+        return torch.cat([passage.gradient, carried], 1)
 
     @staticmethod
     def _encode_backward(passage: Passage) -> None:
@@ -335,36 +360,41 @@ class Worker(Resumable):
         Returns the logits [own, C] on the last stage, else nothing. Fills the history's mixed rows
         with those of this pass.
         """
-        h, x0 = self._first_rows()
+        h, carried = self._first_rows()
         for layer in self.layers:
             if h is None:
                 assert self.inputs is not None
                 h = self.inputs.first_layer_sparse_exactly()
-                continue
-            if layer in self.history.mixed:
-                h = with_far(self.chunks, h)
-                self.history.mixed[layer].copy_(h)
-            h = torch.cat(self._layer_exactly(layer, h, x0))
+            else:
+                if layer in self.history.mixed:
+                    h = with_far(self.chunks, h)
+                    self.history.mixed[layer].copy_(h)
+                h = torch.cat(self._layer_exactly(layer, h, carried))
+            if self.net.jump:
+                if carried is None:
+                    carried = h.new_zeros(self.own, self.net.jumped)
+                self.net.add(layer, h, keep, carried)
         assert h is not None
         if self.is_last:
-            return self.net.decode(h)
-        send(self.rank, h if x0 is None else torch.cat([h, x0], 1), self.rank.rank + self.members)
+            return self.net.decode(carried if carried is not None and self.net.jump else h)
+        onward = h if carried is None else torch.cat([h, carried], 1)
+        send(self.rank, onward, self.rank.rank + self.members)
         return self.vertices[:0]
 
     def _first_rows(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the stage's first layer reads of own rows, and GCNII's initial rows.
+        """What the stage's first layer reads of own rows, and what goes past all layers.
 
         The first is None if layer 1 reads sparse features, which are there by chunk.
         """
         if not self.is_first:
             shape = self.own, self.strategy.boundary(self.problem, self.stage - 1)
             message = Arrival(self.rank, shape, self.dtype, self.rank.rank - self.members).wait()
-            return self._split(message) if self.initial_columns else (message, None)
+            return self._split(message) if self.carried_columns else (message, None)
         assert self.inputs is not None
         if self.net.encoder is not None:
             assert self.inputs.features is not None
             h = self.net.encode(self.inputs.features)
-            return h, h if self.initial_columns else None
+            return h, h if self.net.initial else None
         return (None if self.inputs.by_chunk else self.inputs.dense), None
 
     def _layer_exactly(self, layer: int, h: Tensor, x0: Tensor | None) -> list[Tensor]:
@@ -374,7 +404,7 @@ class Worker(Resumable):
         outs, rows = [], part.prepare(h, keep)
         for c, chunk in enumerate(self.chunks):
             gathered = aggregated[c] if aggregated else chunk.gather(part, rows)
-            own_x0 = None if x0 is None else x0[chunk.rows]
+            own_x0 = x0[chunk.rows] if x0 is not None and self.net.initial else None
             outs.append(part.update(gathered, rows[chunk.rows], h[chunk.rows], own_x0, relu))
         return outs
 

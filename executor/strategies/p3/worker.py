@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, counts_of, dtype_of, sparse_rows
-from gnnplan.executor.layers.kernels import Rows, SparseRows, backward, dropout
-from gnnplan.executor.layers.layer import ColumnLayer, missing_calls
+from gnnplan.executor.layers.kernels import SparseRows, backward, dropout
+from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
@@ -293,19 +293,32 @@ class Worker(Resumable):
             del pulled
             summed.requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
+            own = torch.from_numpy(share.own).to(device)
+
+            def dropping(number: int, vertices: Tensor) -> Drop:
+                return lambda rows: dropout(
+                    rows, workload.seed, step, number, vertices, workload.dropout
+                )
+
+            def added_up(number: int, h: Tensor, summed: Tensor | None) -> Tensor | None:
+                if net.jump is None:
+                    return None
+                added = net.added(number, h[: len(own)], dropping(number + 1, own))
+                return added if summed is None else summed + added
+
+            of_layers = added_up(1, h, None)
             for number, part in enumerate(share.parts[1:], 2):
-                vertices = torch.from_numpy(part.source).to(device)
-
-                def drop(rows: Rows, number: int = number, vertices: Tensor = vertices) -> Rows:
-                    return dropout(rows, workload.seed, step, number, vertices, workload.dropout)
-
+                drop = dropping(number, torch.from_numpy(part.source).to(device))
                 h = net.layer(number)(part.block.to(device), h, drop, None, net.relu_after(number))
+                of_layers = added_up(number, h, of_layers)
+            h = h if of_layers is None else of_layers
         seeds = share.everyone
         with self.rank.span(Label("loss", step), "compute"):
             leaf = h.detach().requires_grad_()
             assert self.problem.graph is not None
             targets = Targets(self.problem.graph, share.own, workload, device, seeds)
-            loss = targets.loss(leaf)
+            logits = net.decode(leaf)
+            loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         with self.rank.span(Label("backward", step), "compute"):
             assert leaf.grad is not None
@@ -319,7 +332,7 @@ class Worker(Resumable):
             "b",
         )
         self.scored.append(targets)
-        return loss.detach() * (seeds / self.problem.stats.train_vertices), leaf.detach()
+        return loss.detach() * (seeds / self.problem.stats.train_vertices), logits.detach()
 
     def _tail(self, flight: Flight) -> None:
         """Bring the gradient of all peers' blocks to this rank's columns of the first weight."""

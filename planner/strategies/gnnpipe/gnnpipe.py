@@ -44,7 +44,8 @@ Exact: the gradient of one process with one chunk only; else historical rows app
 Bytes per epoch, for N vertices, rows of H numbers of b bytes, g ranks per stage and W weights of
 all stages:
 
-    2 (stages-1) N H b        chunks between stages; twice for GCNII, which hands initial rows on
+    2 (stages-1) N H b        chunks between stages; twice for GCNII, which hands initial rows on;
+                              a model whose layers' rows are summed hands the sum on
     2 b sum_l H_{l-1} halo    hybrid: over layers whose input varies; halo: rows that other members
                               of the group read, in whichever chunk (formulas.hybrid_bytes)
     2 (g-1) W b               hybrid: all-reduces, each of a stage's weights in its group

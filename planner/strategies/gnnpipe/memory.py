@@ -17,6 +17,7 @@ from gnnplan.planner.gnn.footprint import (
     Moments,
     Prepared,
     Product,
+    addition,
     block,
     footprint,
     gathers_linearly,
@@ -117,7 +118,9 @@ def _moments(
                 problem.workload.model, model, layer, rows, sources, edges, apart=not sparse
             )
         need = footprints[key]
-        products += need.products
+        added = addition(model, layer, rows)  # to the sum of all layers' rows
+        products += (*need.products, *added.products)
+        backward = np.maximum(backward, _largest_chunk(added.backward))
         linear = gathers_linearly(problem.workload.model, spec) and not spec.projects_first
         read = (rows if linear else sources) * spec.h_in * b
         if not varies:
@@ -144,11 +147,14 @@ def _moments(
             backward = np.maximum(backward, _largest_chunk(size))
     if layers[-1] == len(model.layers):
         trained = rows * min(1.0, problem.stats.train_vertices / problem.stats.vertices)
-        most = loss(model, rows, trained)[1]
+        _, most, gradient = loss(model, rows, trained)
+        if model.decoder:  # its gradient comes chunk by chunk
+            most = most - gradient
+            backward = np.maximum(backward, _largest_chunk(gradient))
         logits = (rows * model.classes * b).sum(0)
         m.keep(_all_chunks(most) - (trained * model.classes * b).sum(0), logits)
         products += [Product(rows, *model.decoder)] if model.decoder else []
-    m.at(backward)
+    m.at(backward + _largest_chunk(rows * model.jumped * b))
     if problem.cluster.device.kind == "cpu" and b == 4:
         m.buffers = m.buffers + kernels(dict.fromkeys(products), rows.shape[1])
     return m
@@ -166,8 +172,10 @@ def _keep_inputs(pipe: Pipeline, problem: Problem, stage: int, m: Moments) -> li
     )
     own = rows.astype(float).sum(0)
     if stage:
-        initial = model.hands_on_initial * model.layers[0].h_in
-        m.keep(own * (pipe.boundary(problem, stage - 1) + initial) * b)
+        # a copy of what goes past all layers; the sum of layers' rows stays in the last stage
+        is_last = stage + 1 == pipe.stages
+        carried = model.carried * (model.hands_on_initial or is_last)
+        m.keep(own * (pipe.boundary(problem, stage - 1) + carried) * b)
         return []
     if not model.encoder:
         return []

@@ -286,6 +286,8 @@ class Pipeline(Strategy):
                 launches=1,
                 itemsize=b,
             )
+        added_forward, added_backward = model.add_up(layer, rows)
+        forward, backward = forward + added_forward, backward + added_backward
         if varies:
             # their gradients are added there, to scattered rows
             scattered = sources - rows
@@ -300,9 +302,7 @@ class Pipeline(Strategy):
     def boundary(self, problem: Problem, stage: int) -> int:
         """Numbers per row that `stage` hands to the next stage."""
         model, stages = self.shape(problem)
-        return model.input_width(stages[stage + 1].start) + (
-            model.layers[0].h_in if model.hands_on_initial else 0
-        )
+        return model.input_width(stages[stage + 1].start) + model.carried
 
     def refresh_work(self, problem: Problem, stage: int, rows: float) -> Compute:
         """Work at the start of a step: historical rows are laid out for every layer of the stage.

@@ -21,6 +21,7 @@ from gnnplan.planner.gnn.footprint import (
     Moments,
     Prepared,
     Product,
+    addition,
     block,
     footprint,
     kernels,
@@ -186,6 +187,10 @@ def moments(
         return alike[key]
 
     m = Moments(problem.ranks)
+    own = of(layers[-1])[0].rows
+    additions = [addition(model, layer, own) for layer in layers]  # to the sum of all layers' rows
+    summed = own * model.jumped * b
+    m.keep(summed)
     initial: Number = 0.0  # rows that GCNII's layers all read
     if model.encoder:
         local = local_rows(layout, 0)
@@ -217,8 +222,8 @@ def moments(
                 m.free(np.where(halo > 0, before, 0.0))  # the copy has these rows
         else:
             m.keep(need.kept)
+        m.at(additions[layer - 1].forward)
         before = np.asarray(out, dtype=np.float64)
-    own = of(layers[-1])[0].rows
     logits, most, gradient = loss(
         model, own, own * min(1.0, problem.stats.train_vertices / problem.stats.vertices)
     )
@@ -226,9 +231,16 @@ def moments(
     m.keep(logits)
     if options.checkpoint:
         m.free(before)  # h_L
+    if model.jump:
+        m.free(summed * (model.decoder is not None))  # else the logits
+        m.keep(gradient)  # for all layers
+        gradient = 0.0 * gradient
     for layer in reversed(layers):
         f, need = of(layer)
         spec = model.layers[layer - 1]
+        added = additions[layer - 1]
+        m.at(gradient, added.backward)
+        gradient = np.maximum(gradient, added.gradient)
         if options.checkpoint:
             m.at(gradient, need.forward)
             m.at(gradient, need.backward)
@@ -258,4 +270,5 @@ def moments(
         )
     if model.decoder:
         products.append(Product(own, *model.decoder))
+    products += [product for added in additions for product in added.products]
     return m, products

@@ -131,6 +131,7 @@ def step(
         work = (model.forward, model.backward)[forward_or_backward](
             layer, f.rows, f.sources, f.edges, options.narrow
         )
+        work = work + model.add_up(layer, facts[like[layers]].rows)[forward_or_backward]
         if options.narrow:
             work = work + model.project(layer + 1, f.rows)[forward_or_backward]
         # a checkpoint's backward pass begins with the forward pass

@@ -171,11 +171,14 @@ class P3(Slices):
         forward = backward = Compute(
             elementwise_bytes=passes * model.itemsize, launches=4, itemsize=model.itemsize
         )
+        own = facts[max(facts)].rows
         for layer, f in facts.items():
+            added_forward, added_backward = model.add_up(layer, own)
+            forward, backward = forward + added_forward, backward + added_backward
             if layer > 1:
                 forward = forward + model.forward(layer, f.rows, f.sources, f.edges)
                 backward = backward + model.backward(layer, f.rows, f.sources, f.edges)
-        loss_forward, loss_backward = model.finish(facts[max(facts)].rows)
+        loss_forward, loss_backward = model.finish(own)
         return [
             Op("forward", work=forward),
             Op("loss", work=loss_forward + loss_backward),
