@@ -18,6 +18,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gnnplan.api.checking import Check as Check
+    from gnnplan.api.checking import check as check
     from gnnplan.api.measuring import measure as measure
     from gnnplan.api.planning import Answer as Answer
     from gnnplan.api.planning import Plan as Plan
@@ -45,6 +47,7 @@ __version__ = "0.2.0.dev0"
 
 # where a public name is; it is imported when it is first used, so that `import gnnplan` is quick
 _HOMES = {
+    "api.checking": ("Check", "check"),
     "api.measuring": ("measure",),
     "api.planning": ("Answer", "Plan", "load_plan", "plan"),
     "api.running": ("Run",),

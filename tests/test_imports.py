@@ -33,6 +33,7 @@ ROOMS = {
         "asking",
         "simulation",
         "validation",
+        "checking",
         "running",
         "measuring",
         "planning",

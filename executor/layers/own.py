@@ -17,7 +17,7 @@ import torch
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.layers.layer import EDGES, Layer, missing_calls
 from gnnplan.executor.modules.make import in_file, make
-from gnnplan.executor.modules.read import MAX_SOURCE, Source, read, with_module, with_user_module
+from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -45,17 +45,6 @@ def with_user_model(
         )
     workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
     return replace(problem, workload=workload), []
-
-
-def user_workload(
-    workload: Workload, model: str, features: int, classes: int, given: Iterable[str] = ()
-) -> Workload:
-    """The workload with the user's `FILE.py:NAME` on some graph of so many columns and classes.
-
-    given: as of modules.read.with_module. Raises SpecError."""
-    if names_layer(model, workload.seed):
-        return own_layers(workload, model, features, classes)
-    return with_module(workload, read(model, workload, features, classes), given)
 
 
 def names_layer(model: Source, seed: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.modules.convolutions import Unfit
-from gnnplan.executor.modules.describe import described, places
+from gnnplan.executor.modules.describe import described, places, widths
 from gnnplan.executor.modules.follow import follow
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
 from gnnplan.executor.modules.parameters import SUFFIX, Parameters, Places, cast, kept
@@ -68,7 +68,12 @@ def with_user_module(
 
 
 def read(
-    model: Source, workload: Workload, features: int, classes: int, folder: Path | None = None
+    model: Source,
+    workload: Workload,
+    features: int,
+    classes: int,
+    folder: Path | None = None,
+    own_widths: tuple[bool, bool] = (False, False),
 ) -> UserModule:
     """The user's module, for a graph of so many columns and classes.
 
@@ -79,6 +84,9 @@ def read(
     A live object may be from anywhere, a notebook's cell too: ranks read its parameters from a
     file, which is written to `folder` (default: modules/ in gnnplan's cache directory), under a
     name that says its content. Ranks on other servers need it at the same path.
+
+    own_widths: whether `features` and `classes` are but what a class is called with, and the module
+    may read and write rows of other widths.
 
     Raises SpecError, of a file with its line."""
     classes = max(classes, 1)
@@ -101,6 +109,9 @@ def read(
     try:
         with _modes_kept(module):
             chain = follow(module)
+        reads, writes = (width for _, width in widths(chain))
+        features = reads if own_widths[0] else features
+        classes = writes if own_widths[1] else classes
         fields, own = described(chain, features, classes)
     except Unfit as unfit:
         raise SpecError(f"{f'{file}: ' if file else ''}{name}: {unfit}") from unfit
