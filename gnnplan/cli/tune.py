@@ -38,7 +38,7 @@ def tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the strategies that are within doubt, and plan by their runs.
+    """Run the strategies within doubt, and plan by what they took.
 
     Each trains for a few epochs, again and again, the faster ones longer; it ends as soon as the
     order is certain or --share of the training is spent. A lossy strategy is
