@@ -119,11 +119,12 @@ def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
     return arrays, others
 
 
-def must_not_swell(what: str, unpacked: float, packed: float) -> None:
+def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0) -> None:
     """Raise SpecError for what a few megabytes were made to unpack into gigabytes.
 
-    unpacked, packed: sizes [B]. Edges pack tenfold, labels that most vertices lack 60-fold."""
-    if unpacked > MOST_SWOLLEN and unpacked > MOST_PACKED * packed:
+    unpacked, packed: sizes [B]. most: the share of MOST_SWOLLEN that may be. Edges
+    pack tenfold, labels that most vertices lack 60-fold."""
+    if unpacked > most * MOST_SWOLLEN and unpacked > MOST_PACKED * packed:
         raise SpecError(
             f"{what}: unpacks to {show_bytes(unpacked)} from {show_bytes(packed)}, more than"
             f" {MOST_PACKED} times as much; if it is meant so, store it uncompressed"
