@@ -29,6 +29,8 @@ from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
+from commands import words
+
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "convergence"
 DATASETS = Path(
     os.environ.get("GNNPLAN_DATASETS", Path(__file__).resolve().parents[2] / "shared" / "datasets")
@@ -541,7 +543,8 @@ def _staleness_figure(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    verb, names = sys.argv[1], sys.argv[2:] or list(STUDIES)
+    verb, *named = words(__doc__)
+    names = named or list(STUDIES)
     if verb in ("run", "table"):
         for name in names:
             run(name) if verb == "run" else print(f"\n{table(name)}")

@@ -7,10 +7,9 @@ Needs matplotlib (`pip install gnnplan[figures]`).
 """
 
 import json
-import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+from commands import words
 
 from gnnplan.api.planning import Answer
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
@@ -24,6 +23,8 @@ MOST = 8  # candidates shown
 
 
 def main(source: str, target: str) -> None:
+    import matplotlib.pyplot as plt
+
     plan = json.loads(Path(source).read_text())
     candidates = [plan["best"], *plan["alternatives"]][:MOST][::-1]
     figure, axes = plt.subplots(figsize=(10, 0.55 * len(candidates) + 1.4))
@@ -63,4 +64,4 @@ def main(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*words(__doc__))

@@ -25,7 +25,6 @@ import itertools
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accuracy import gnnplan, write
+from commands import gnnplan, words, write
 
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.decision.search import evaluate
@@ -394,7 +393,7 @@ def quote() -> None:
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
+    match words(__doc__):
         case ["run", datasets, *problems]:
             run(Path(datasets), problems)
         case ["predict", datasets]:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import csv
 import json
 import platform
-import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from accuracy import gnnplan, write
+from commands import gnnplan, words, write
 
 from gnnplan.planner.decision.plan import chosen, question, read
 
@@ -118,8 +117,5 @@ def main(datasets: Path, record: bool, graphs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        "--record" in sys.argv,
-        [word for word in sys.argv[2:] if word != "--record"],
-    )
+    folder, *named = words(__doc__)
+    main(Path(folder), "--record" in named, [word for word in named if word != "--record"])

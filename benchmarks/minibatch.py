@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from accuracy import gnnplan
+from commands import gnnplan, words
 from spine import GRAPH, HIDDEN, LAYERS, LR
 
 from gnnplan.planner.graph.graph import Graph
@@ -355,7 +355,7 @@ def split_against_data_parallel(rounds: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    verb, rest = sys.argv[1], sys.argv[2:]
+    verb, *rest = words(__doc__)
     if verb == "redundancy":
         redundancy(rest or ["flickr", "ogbn_arxiv", "amazon_photo"])
     elif verb == "splitters":

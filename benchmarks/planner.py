@@ -17,6 +17,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+from commands import words
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
@@ -151,4 +152,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    words(__doc__)
     main()

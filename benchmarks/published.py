@@ -11,10 +11,11 @@ has the columns of planner/evidence/papers/rows.py; it is not part of the projec
 """
 
 import csv
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
+
+from commands import words
 
 from gnnplan.planner.evidence.papers import calibrate
 from gnnplan.planner.evidence.papers import mini_batch as mini_batches
@@ -312,4 +313,5 @@ def figures(path: str) -> None:
 
 
 if __name__ == "__main__":
-    {"fit": fit, "table": table, "figures": figures}[sys.argv[1]](sys.argv[2])
+    verb, rows = words(__doc__)
+    {"fit": fit, "table": table, "figures": figures}[verb](rows)

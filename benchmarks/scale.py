@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from commands import words
 
 from gnnplan.api.asking import problem_of
 from gnnplan.cli import app
@@ -302,6 +303,7 @@ def one(step: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    words(__doc__)
     if sys.argv[1:2] == ["--step"]:
         one(sys.argv[2], Path(sys.argv[3]))
     elif sys.argv[1:2] == ["ranks"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from commands import words
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
@@ -145,4 +146,5 @@ def main(repeats: int = 3) -> None:
 
 
 if __name__ == "__main__":
+    words(__doc__)
     main()

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from commands import words
 from spine import GRAPH, HIDDEN, LAYERS
 
 STRATEGIES = (
@@ -160,4 +161,5 @@ def main(mbit: float = 400.0, epochs: int = 12) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:2]), *map(int, sys.argv[2:3]))
+    rate, epochs = words(__doc__)[:1], words(__doc__)[1:2]
+    main(*map(float, rate), *map(int, epochs))

@@ -21,6 +21,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from commands import words
+
 GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
 HIDDEN, LAYERS, LR = 256, 3, 0.01
 
@@ -156,6 +158,7 @@ OURS = (
 
 
 def main() -> None:
+    words(__doc__)
     if sys.argv[1:2] == ["dgl-child"]:
         warnings.filterwarnings("ignore", module="dgl")
         print(json.dumps(dgl_child(int(sys.argv[2]), int(sys.argv[3]))))

@@ -18,15 +18,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gnnplan.api.checking import Check as Check
+    from gnnplan.api.checking import check as check
     from gnnplan.api.measuring import measure as measure
     from gnnplan.api.planning import Answer as Answer
     from gnnplan.api.planning import Plan as Plan
     from gnnplan.api.planning import load_plan as load_plan
     from gnnplan.api.planning import plan as plan
-    from gnnplan.api.planning import tune as tune
     from gnnplan.api.running import Run as Run
     from gnnplan.api.simulation import Simulation as Simulation
     from gnnplan.api.simulation import Sweep as Sweep
+    from gnnplan.api.tuning import Tuned as Tuned
+    from gnnplan.api.tuning import tune as tune
     from gnnplan.api.validation import Validation as Validation
     from gnnplan.api.validation import Validations as Validations
     from gnnplan.api.validation import validate as validate
@@ -44,10 +47,12 @@ __version__ = "0.2.0.dev0"
 
 # where a public name is; it is imported when it is first used, so that `import gnnplan` is quick
 _HOMES = {
+    "api.checking": ("Check", "check"),
     "api.measuring": ("measure",),
-    "api.planning": ("Answer", "Plan", "load_plan", "plan", "tune"),
+    "api.planning": ("Answer", "Plan", "load_plan", "plan"),
     "api.running": ("Run",),
     "api.simulation": ("Simulation", "Sweep"),
+    "api.tuning": ("Tuned", "tune"),
     "api.validation": ("Validation", "Validations", "validate"),
     "planner.cluster.spec": ("Cluster",),
     "planner.gnn.workload": ("Workload",),

@@ -1,7 +1,7 @@
 """Whether the suite still bites: small faults, one by one, and the tests that should notice each.
 
     python tests/mutants.py            all faults of mutants.toml, in copies of the repository
-    python tests/mutants.py straggler  those whose name has the word
+    python tests/mutants.py straggler  those whose name has all these words
 
 The tests pass without a fault first, or nothing is said. Prints the survivors, faults that no test
 noticed. Exits with 1 where more than two survive.
@@ -9,6 +9,7 @@ noticed. Exits with 1 where more than two survive.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -64,8 +65,15 @@ def noticed(copies: SimpleQueue[Path], mutant: dict) -> tuple[bool, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("word", nargs="*", help="of the names of faults; default: all faults")
+    words = parser.parse_args().word
     begin = time.monotonic()
-    chosen = [each for each in mutants() if all(word in each["name"] for word in sys.argv[1:])]
+    chosen = [each for each in mutants() if all(word in each["name"] for word in words)]
+    if not chosen:
+        parser.error(f"no fault's name has {' and '.join(words)}; {LIST} lists them")
     survivors = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()

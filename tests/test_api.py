@@ -64,6 +64,36 @@ def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(tmp_pa
     assert [row["at"] for row in swept.rows] == [{"hidden": "8"}, {"hidden": "512"}]
 
 
+def test_a_tuning_of_python_is_that_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    plan = gnnplan.plan(GRAPH, CLUSTER, strategy="graph_parallel", **FIELDS)
+    plan.write(tmp_path / "p")
+    tuned = gnnplan.tune(plan, tmp_path / "runs")
+    assert "not tuned: nothing else was compared" in capsys.readouterr().err
+    told = command("tune", tmp_path / "p", "--out", tmp_path / "runs", "-o", tmp_path / "tuned")
+    assert told.startswith(f"{tuned}\nwritten to") and str(tuned).startswith("use:    graph_par")
+    assert json.loads((tmp_path / "tuned").read_text()) == tuned.document
+
+
+def test_a_tuned_plan_shows_what_its_runs_took(tmp_path: Path):
+    plan = gnnplan.plan(GRAPH, CLUSTER, strategy="graph_parallel", **FIELDS)
+    row = {"exact": True, "predicted_s": 1.0, "runs": 2, "epochs": 8, "cost_s": 30.0}
+    ran = {"measured_s": 1.1, "certain": True, "failed": ""}
+    none = {"measured_s": None, "slower": None, "doubt": None, "certain": None}
+    strategies = [
+        row | ran | {"strategy": "graph_parallel", "slower": None, "doubt": None},
+        row | ran | {"strategy": "pipegcn", "slower": 0.25, "doubt": 0.05, "exact": False},
+        row | none | {"strategy": "gnnpipe", "failed": "no port"},
+    ]
+    document = plan.document | {"tuned": {"strategies": strategies, "refit": None}}
+    document["summary"]["tuned"] = "certain after 4 runs"
+    text = str(gnnplan.Tuned(document, tmp_path / "runs"))
+    assert "tuned:  certain after 4 runs" in text and "+25 % ± 5 %" in text
+    assert "gnnpipe was left out: no port" in text and "refit:  too few runs" in text
+    assert f"gnnplan validate {tmp_path / 'runs'}/*" in text
+
+
 def test_inputs_are_files_mappings_and_objects(tmp_path: Path):
     by_name = gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
     cluster, workload = by_name.cluster, by_name.workload

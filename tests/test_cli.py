@@ -435,6 +435,12 @@ def test_measure_is_kept_and_written(
     assert "provenance:" in gnnplan("measure").out
 
 
+def test_the_list_of_verbs_is_not_cut_at_80_columns(gnnplan: Call, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = gnnplan("--help").out.partition("Commands:")[2].splitlines()[1:]
+    assert len(lines) == 12 and not [line for line in lines if line.endswith("...")]
+
+
 @pytest.mark.processes
 def test_help_of_every_verb_comes_without_heavy_imports():
     program = """
@@ -1579,6 +1585,7 @@ def test_more_ranks_than_this_machine_holds(
     monkeypatch.setattr(module, "free_memory", lambda: 300e6)
     answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
     assert answer.code == 2 and not (tmp_path / "out").exists()
+    assert "training" not in answer.err  # refused before it is said to begin
     assert (
         "the plan is for 2 ranks, but this machine has memory for 1" in answer.err
         and "plan again with --ranks" in answer.err

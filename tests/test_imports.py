@@ -33,9 +33,11 @@ ROOMS = {
         "asking",
         "simulation",
         "validation",
+        "checking",
         "running",
         "measuring",
         "planning",
+        "tuning",
     ],
     "executor": [
         "modules",

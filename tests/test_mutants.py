@@ -1,7 +1,9 @@
 """The list of mutants stays true while code moves: `make mutants` applies them."""
 
+import sys
+
 import pytest
-from mutants import ROOT, mutants
+from mutants import ROOT, main, mutants
 
 
 def test_there_are_forty_spread_over_all_packages():
@@ -24,3 +26,11 @@ def test_a_mutants_place_is_there_once(mutant: dict):
         path, _, name = test.partition("::")
         name = name.partition("[")[0].rpartition(".")[2]
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
+
+
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("no fault has this name", 2)])
+def test_asking_for_help_runs_no_fault(word: str, code: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["mutants.py", word])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gnnplan.planner.vocabulary.progress import progress
+from gnnplan.planner.vocabulary.progress import progress, say
 
 
 def test_a_slow_phase_is_one_line_with_its_seconds_and_a_fast_one_is_none(
@@ -37,8 +37,11 @@ def test_a_terminal_keeps_one_line_that_is_cleared(monkeypatch: pytest.MonkeyPat
         notify("reading", "graph")
         while "graph" not in screen.getvalue():
             time.sleep(0.01)
+        before = len(screen.getvalue())
+        say("a note")  # it takes the line's place, and stays
+        assert "\r\x1b[Ka note\n" in screen.getvalue()[before:]
     told = screen.getvalue()
-    assert "\n" not in told and told.startswith("\r\x1b[Kreading: graph ... 0 s")
+    assert told.count("\n") == 1 and told.startswith("\r\x1b[Kreading: graph ... 0 s")
     assert told.endswith("\r\x1b[K")
 
 

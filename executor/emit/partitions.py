@@ -12,8 +12,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
 
     Returns a note or None. Raises SpecError where DGL is absent.
     """
-    dgl, partition = library("dgl"), library("dgl.distributed.partition")
+    dgl = library("dgl")
     import torch
 
     graph = _graph(problem)
@@ -63,12 +63,12 @@ def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     data = {"feat": _features(graph), "label": _tensor(graph.y), **_masks(graph), "orig_id": ids}
     whole.ndata.update(data)
     ours = _Assignment(assigned)
+    write = _with(dgl.distributed.partition_graph, metis_partition_assignment=ours)
     with (
         _complete(folder) as temporary,
-        patch.object(partition, "metis_partition_assignment", ours),
         contextlib.redirect_stdout(io.StringIO()),  # timings
     ):
-        dgl.distributed.partition_graph(
+        write(
             whole,
             GRAPH_NAME,
             problem.ranks // per_server,
@@ -100,6 +100,11 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
         def _metis(self, *_: Any) -> Tensor:
             return ours()
 
+    class Partitioner(writer.Partitioner):  # type: ignore[misc, name-defined]
+        """PyG's partitioner, of our clusters."""
+
+        generate_partition = _with(writer.Partitioner.generate_partition, ClusterData=Clusters)
+
     whole = data.Data(
         x=_features(graph),
         edge_index=torch.stack(_edges(graph)),
@@ -107,10 +112,9 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     )
     with (
         _complete(folder) as temporary,
-        patch.object(writer, "ClusterData", Clusters),
         contextlib.redirect_stderr(io.StringIO()),  # 'Computing METIS partitioning...'
     ):
-        writer.Partitioner(whole, problem.ranks, str(temporary)).generate_partition()
+        Partitioner(whole, problem.ranks, str(temporary)).generate_partition()
         ours.must_be_taken("torch_geometric")
         torch.save(_tensor(graph.y), temporary / "label.pt")
         torch.save(_masks(graph), temporary / "split.pt")
@@ -134,6 +138,16 @@ class _Assignment:
                 f"this version of {name} partitions graphs in another way than those that gnnplan"
                 " knows; see pyproject.toml for their versions"
             )
+
+
+def _with(function: FunctionType, **names: Any) -> FunctionType:
+    """The function, for which these names of its module stand for something else.
+
+    The libraries take no assignment. Their own functions and modules stay as they are."""
+    scope = {**function.__globals__, **names}
+    return FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 @contextlib.contextmanager

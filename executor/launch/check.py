@@ -1,28 +1,40 @@
-"""Proves on a small graph that strategies give one process's gradients for a model.
+"""Compares on a small graph what strategies make of a model's gradients with one process.
 
-Every strategy takes one step of gradient descent with rate 1, in float64, on two ranks. What the
-weights have moved by is then the gradient, and it must equal one process's. Mini-batch strategies
-take all training vertices as their one batch. The two ranks are processes that take one strategy
-after the other (`main`), so their libraries are imported once."""
+Every strategy takes one step of gradient descent with rate 1, in float64, on two CPU ranks over
+Gloo. What the weights have moved by is then the gradient, and it must equal one process's.
+Mini-batch strategies take all training vertices as their one batch.
+
+This is the program of a process that `gnnplan.check` starts (gnnplan/api/checking.py). It imports
+torch and reads the model once, forks the two ranks, and is the one process itself while they
+train. The ranks are two processes and one process group for all strategies. It forks before it has
+threads, which is why it is a process of its own: a notebook has threads."""
 
 from __future__ import annotations
 
+import gc
 import json
+import math
+import os
+import select
+import signal
 import sys
-import tempfile
+import time
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.own import user_workload
-from gnnplan.executor.modules.read import state_of
-from gnnplan.executor.ranks.rank import Rank, open_rank
+from gnnplan.executor.layers.own import names_layer, own_layers
+from gnnplan.executor.modules.read import Source, read, read_again, state_of, with_module
+from gnnplan.executor.ranks.rank import Rank, die_with_parent, open_rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.model import describe
@@ -33,8 +45,13 @@ from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.planner.vocabulary.files import write_atomically
 
 RANKS = 2
+FEATURES, CLASSES = 12, 4  # of the graph, where the model has no widths of its own
+STEP = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64"}
+PORT_DIGITS = 5
+SECONDS = 300.0  # after which ranks that do not answer are lost
 WITHIN = 1e-9  # of a gradient's largest number
 # A gradient this much smaller than the model's largest is rounding: that of a bias before a norm.
 ROUNDING = 1e-6
@@ -58,9 +75,10 @@ ALONE = {"full": "graph_parallel", "mini": "data_parallel"}
 class Verdict:
     """What a strategy does with the model.
 
-    answer: 'exact', 'differs', 'lossy' (by design, it runs) or 'cannot'. gap: the largest
-    difference from one process's gradient, as a share of the largest number in it, of a strategy
-    that says it is exact."""
+    answer: 'equal' to one process's gradient; 'differs', though the strategy says it is exact;
+    'lossy', a strategy that changes the gradient by design, of which nothing is claimed but that
+    its step leaves finite weights; or 'cannot' carry the model. gap: the largest difference from
+    one process's gradient, as a share of the largest number in a tensor; None of 'cannot'."""
 
     strategy: str
     answer: str
@@ -68,16 +86,27 @@ class Verdict:
     reason: str
 
 
-def check(model: str, features: int, classes: int, fields: Mapping[str, Any]) -> list[Verdict]:
-    """The verdict on each strategy, for a kind of model or a user's `file.py:Name`.
+def main() -> None:
+    """Answer the question in the folder that is named: question.json -> answer.json."""
+    die_with_parent()
+    torch.set_num_threads(1)  # no pool of threads that forks would miss
+    gc.disable()  # to look for cycles in what a user's file imports took half a second
+    out = Path(sys.argv[1])
+    answer: dict[str, Any]
+    try:
+        answer = _answer(json.loads((out / "question.json").read_text()), out)
+    except GnnplanError as error:
+        answer = {"error": type(error).__name__, "message": str(error)}
+    write_atomically(out / "answer.json", json.dumps(answer))
 
-    fields: of the Workload. Raises SpecError where the model itself is not understood."""
-    given = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64", **fields}
-    if is_module(model):
-        asked = checked(Workload, given, "--", list(fields))
-        workload = user_workload(asked, model, features, classes, fields)
-    else:
-        workload = checked(Workload, {**given, "model": model}, "--", ["model", *fields])
+
+def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """What was compared, and the verdict on each strategy.
+
+    question: `model` as the command line takes it, with `fields` of the Workload that the user has
+    set, `features` and `classes` (None: the model's own, else as below); or the `workload` of a
+    live module. Raises SpecError where the model itself is not understood, and LostRank."""
+    workload, features, classes = _asked(question)
     graph = (
         f"synthetic:community?vertices=60&edges=400&features={features}&classes={classes}&seed=0"
     )
@@ -98,20 +127,71 @@ def check(model: str, features: int, classes: int, fields: Mapping[str, Any]) ->
             ).model_dump(mode="json")
             _settled(task, RANKS)
             tasks[number] = task
+            (out / str(number)).mkdir()
         except SpecError as error:
             verdicts[number] = Verdict(text, "cannot", None, str(error).removeprefix("mode: "))
-    with tempfile.TemporaryDirectory(prefix="gnnplan-check-") as folder:
-        out = Path(folder)
-        (out / "tasks.json").write_text(json.dumps(tasks))
-        _run(out)
+    start = _initial(workload, features, classes)
+    if workload.is_converted:
+        for task in tasks.values():  # ranks that are forks need not read the module again
+            read_again(Workload.model_validate(task["workload"]))
+    gc.freeze()  # every training begins with a collection
+    with _Ranks(out, tasks) as ranks:
         alone: dict[str, dict[str, Tensor]] = {}
-        start = _initial(workload, features, classes)
-        for number, task in tasks.items():
+        for task in tasks.values():
             mode = task["workload"]["mode"]
             if mode not in alone:
                 alone[mode] = _alone(task, ALONE[mode], out / mode)
-            verdicts[number] = _verdict(task, out / str(number), start, alone[mode])
-    return [verdicts[number] for number in sorted(verdicts)]
+        ranks.wait()
+    for number, task in tasks.items():
+        mode = task["workload"]["mode"]
+        verdicts[number] = _verdict(task, out / str(number), start, alone[mode])
+    stats = loaded.stats
+    return {
+        "graph": {
+            "vertices": stats.vertices,
+            "edges": stats.edges,
+            "features": features,
+            "classes": classes,
+        },
+        "ranks": RANKS,
+        "dtype": "float64",
+        "within": WITHIN,
+        "strategies": [asdict(verdicts[number]) for number in sorted(verdicts)],
+    }
+
+
+def _asked(question: Mapping[str, Any]) -> tuple[Workload, int, int]:
+    """The workload, and the widths of its graph. Raises SpecError."""
+    if "workload" in question:
+        workload = Workload.model_validate(question["workload"])
+        assert workload.module is not None
+        return workload, workload.module.features, workload.module.classes
+    model, fields = question["model"], question["fields"]
+    if is_module(model):
+        workload = workload_of(model, fields, question["features"], question["classes"])
+        assert workload.module is not None
+        return workload, workload.module.features, workload.module.classes
+    workload = checked(Workload, {**STEP, **fields, "model": model}, "--", ["model", *fields])
+    return workload, question["features"] or FEATURES, question["classes"] or CLASSES
+
+
+def workload_of(
+    model: Source,
+    fields: Mapping[str, Any],
+    features: int | None,
+    classes: int | None,
+    folder: Path | None = None,
+) -> Workload:
+    """The one step of a user's module or layer, on a graph of so many columns and classes.
+
+    features, classes: None are the module's own where it has some, else those of a small graph.
+    folder: for the parameters of a live module. Raises SpecError."""
+    asked = checked(Workload, {**STEP, **fields}, "--", list(fields))
+    own = features is None, classes is None
+    if names_layer(model, asked.seed):
+        return own_layers(asked, str(model), features or FEATURES, classes or CLASSES)
+    user = read(model, asked, features or FEATURES, classes or CLASSES, folder, own_widths=own)
+    return with_module(asked, user, fields)
 
 
 def _settled(task: Mapping[str, Any], ranks: int) -> tuple[Problem, Strategy]:
@@ -158,49 +238,128 @@ def _verdict(
     found = load_file(out / "weights.safetensors")
     gradients = {name: (alone[name] - start[name]).abs().max().item() for name in start}
     least = ROUNDING * max(gradients.values())
-    gap, name = max(
-        ((found[name] - alone[name]).abs().max().item() / max(size, least), name)
+    gaps = {
+        name: (found[name] - alone[name]).abs().max().item() / max(size, least)
         for name, size in gradients.items()
-    )
+    }
+    name = max(gaps, key=lambda name: math.inf if math.isnan(gaps[name]) else gaps[name])
+    gap = gaps[name]
+    if not math.isfinite(gap):
+        return Verdict(text, "differs", None, f"{name} is not finite after the step")
     if not strategy.exact:
-        return Verdict(text, "lossy", None, "by design; it runs")
+        return Verdict(
+            text, "lossy", gap, "not compared, for it changes gradients by design; its step ran"
+        )
     if gap <= WITHIN:
-        return Verdict(text, "exact", gap, f"one process's gradient within {WITHIN:g}")
+        return Verdict(text, "equal", gap, f"one process's gradient within {WITHIN:g}")
     return Verdict(
         text, "differs", gap, f"the gradient of {name} is off by more than {WITHIN:g} of it"
     )
 
 
-def _run(out: Path) -> None:
-    """Start the ranks, and wait for them."""
-    from gnnplan.executor.launch import agent
+class _Ranks:
+    """The ranks: forks of this process, which must have no threads. None outlives the block."""
 
-    def blame(failures: dict[int, Any]) -> GnnplanError:
-        return LostRank(
-            f"rank {min(failures)} of gnnplan check was lost; its words stand above this line"
-        )
+    def __init__(self, out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> None:
+        self.out = out
+        self.running: dict[int, int] = {}  # pidfd -> rank
+        self.pids: list[int] = []
+        port, to_ranks = os.pipe()
+        for rank in range(RANKS):
+            pid = os.fork()
+            if not pid:
+                os.close(to_ranks)
+                _be_rank(rank, port, out, tasks)
+            self.pids.append(pid)
+            self.running[os.pidfd_open(pid)] = rank
+        # where they meet; it has a thread, so it is opened after the forks
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(to_ranks, f"{self.store.port:{PORT_DIGITS}}".encode() * RANKS)
+        os.close(to_ranks)
+        os.close(port)
 
-    arguments = ["-P", "-m", "gnnplan.executor", "check", str(out)]
-    agent.run(arguments, RANKS, 0, blame, lambda error, left: None)
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pidfd, rank in self.running.items():
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGKILL)
+            os.waitpid(self.pids[rank], 0)
+            os.close(pidfd)
+        self.running.clear()
+
+    def wait(self) -> None:
+        """Wait until both ranks are done. Raises LostRank, which names the one that ended first."""
+        until = time.monotonic() + SECONDS
+        while self.running:
+            ended, _, _ = select.select(list(self.running), [], [], until - time.monotonic())
+            if not ended:
+                silent = sorted(self.running.values())
+                raise LostRank(
+                    f"rank {silent[0]} of gnnplan check gave no answer in {SECONDS:g} s, in"
+                    f" {self._place(silent[0])}"
+                )
+            codes = {self.running[pidfd]: self._reap(pidfd) for pidfd in ended}
+            lost = {rank: code for rank, code in codes.items() if code}
+            if lost:  # a rank whose peer is lost fails too: who was killed was first, else by time
+                first = min(lost, key=lambda rank: (lost[rank] > 0, self._failed_at(rank)))
+                raise self._blame(first, lost[first])
+
+    def _reap(self, pidfd: int) -> int:
+        """The exit code of a rank that has ended; -N: by signal N."""
+        rank = self.running.pop(pidfd)
+        os.close(pidfd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
+
+    def _place(self, rank: int) -> str:
+        """The strategy that a rank was in."""
+        begun = self.out / f"rank{rank}"
+        return begun.read_text() if begun.exists() else "its start"
+
+    def _failed_at(self, rank: int) -> float:
+        failed = self.out / f"rank{rank}.failed"
+        return failed.stat().st_mtime_ns if failed.exists() else math.inf
+
+    def _blame(self, rank: int, code: int) -> LostRank:
+        failed = self.out / f"rank{rank}.failed"
+        words = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if failed.exists():
+            words = failed.read_text()
+        return LostRank(f"rank {rank} of gnnplan check was lost in {self._place(rank)} ({words})")
 
 
-def main() -> None:
-    """Be a rank: train all tasks of the folder that is named."""
-    out = Path(sys.argv[1])
-    base = open_rank(timeout_s=60.0)
-    for number, task in json.loads((out / "tasks.json").read_text()).items():
-        here = out / number
-        here.mkdir(exist_ok=True)
-        problem, strategy = _settled(task, RANKS)
-        rank = replace(base, spans=[], sent={})  # what it records is of one training
-        try:
-            train(rank, problem, strategy, here, 1, 0)
-        except SpecError as error:  # on all ranks alike: what the model lacks
-            (here / f".rank{base.rank}").write_text(str(error))
-            (here / f".rank{base.rank}").replace(here / "error.txt")
-    base.close()
-
-
-def as_documents(verdicts: list[Verdict]) -> list[dict[str, Any]]:
-    """The verdicts, JSON-ready."""
-    return [asdict(verdict) for verdict in verdicts]
+def _be_rank(number: int, port: int, out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> NoReturn:
+    """Be a rank of the fork that calls this: train all tasks, and end."""
+    code = 1
+    try:
+        die_with_parent()
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": os.read(port, PORT_DIGITS).decode().strip(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(RANKS),
+            "LOCAL_WORLD_SIZE": str(RANKS),
+        }
+        base = open_rank(timeout_s=60.0, on_cpu=True)
+        for task_number, task in tasks.items():
+            (out / f"rank{number}").write_text(task["strategy"])
+            here = out / str(task_number)
+            problem, strategy = _settled(task, RANKS)
+            rank = replace(base, spans=[], sent={})  # what it records is of one training
+            try:
+                train(rank, problem, strategy, here, 1, 0)
+            except SpecError as error:  # on all ranks alike: what the model lacks
+                write_atomically(here / "error.txt", str(error))
+        base.close()
+        code = 0
+    except BaseException as error:
+        (out / f"rank{number}.failed").write_text(f"{type(error).__name__}: {error}"[:500])
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # at once: Gloo's threads sometimes abort a regular exit

@@ -31,9 +31,9 @@ def prepare(plan: Path, choice: str | None = None) -> tuple[dict[str, Any], Prob
     document = read(plan)
     problem = question(document)
     if choice is not None:
-        from gnnplan.planner.decision.choose import choose
+        from gnnplan.planner.decision import alternative
 
-        document = choose(document, problem, choice)
+        document = alternative.take(document, problem, choice)
         problem = problem.placed(placement(document))
     return document, *trainable(problem, chosen(document), str(plan))
 

@@ -78,9 +78,9 @@ def begin(
 ) -> None:
     """Train with a plan's strategy in a folder that gets all that a run leaves.
 
-    `document` is the plan, `strategy` its choice, settled. Raises SpecError, LostRank.
+    `document` is the plan, `strategy` its choice, settled; this machine can hold its ranks
+    (`must_fit_here`). Raises SpecError, LostRank.
     """
-    must_fit_here(problem)
     strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
     make_folder(out)
     write(out / "plan.json", document)

@@ -30,7 +30,7 @@ from gnnplan.planner.evidence.halving import Contender, Reading, Result, differe
 from gnnplan.planner.evidence.runs import WARM_UP, Planned, Run, refit_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import Notify, say, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 MOST = 4  # strategies that are run
@@ -136,6 +136,7 @@ def tune(
     ahead = prospect(problem, found, share, epochs)
     budget = {"share": share, "budget_s": ahead.budget_s, "budget_epochs": ahead.budget_epochs}
     if ahead.why_not:
+        say(str(ahead))
         document = plans.make(problem, found, exact, notify)
         document["summary"]["tuned"] = str(ahead)
         return {**document, "tuned": {**budget, "why": ahead.why_not, "strategies": []}}
@@ -143,6 +144,7 @@ def tune(
     must_fit_here(problem)
     must_be_this_machine(problem, emulate)
     runner = _Runner(ahead.candidates, out, exact, emulate, notify)
+    say(str(ahead))
     contenders = [_contender(candidate) for candidate in ahead.candidates]
     result = halve(contenders, runner, ahead.budget_s)
     if result is None:

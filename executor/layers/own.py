@@ -17,7 +17,7 @@ import torch
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.layers.layer import EDGES, Layer, missing_calls
 from gnnplan.executor.modules.make import in_file, make
-from gnnplan.executor.modules.read import MAX_SOURCE, Source, read, with_module, with_user_module
+from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -26,8 +26,10 @@ from gnnplan.planner.vocabulary.files import read_bytes
 
 def with_user_model(
     problem: Problem, model: Source, given: Iterable[str] = (), folder: Path | None = None
-) -> Problem:
-    """The problem with the user's model: layers of their own, or a module of convolutions.
+) -> tuple[Problem, list[str]]:
+    """The problem with the user's model, and notes on how that was made.
+
+    The model is layers of their own, or a module of convolutions.
 
     model, given, folder: as of modules.read.with_user_module. Layers are `FILE.py:NAME`, where NAME
     is a class of layer.Layer; the workload's `layers` and `hidden` say how many there are, and how
@@ -42,18 +44,7 @@ def with_user_model(
             " ones; convert the graph with gnnplan convert, whose folder has dense features"
         )
     workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
-    return replace(problem, workload=workload)
-
-
-def user_workload(
-    workload: Workload, model: str, features: int, classes: int, given: Iterable[str] = ()
-) -> Workload:
-    """The workload with the user's `FILE.py:NAME` on some graph of so many columns and classes.
-
-    given: as of modules.read.with_module. Raises SpecError."""
-    if names_layer(model, workload.seed):
-        return own_layers(workload, model, features, classes)
-    return with_module(workload, read(model, workload, features, classes), given)
+    return replace(problem, workload=workload), []
 
 
 def names_layer(model: Source, seed: int) -> bool:
@@ -171,7 +162,7 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
     file = Path(module.file)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed * 1_000_003 + number)
-        layer = make(
+        layer, _ = make(
             class_in(file, module.name, module.sha256), module.name, file, workload, h_in, h_out
         )
     if not isinstance(layer, Layer):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from gnnplan.executor.modules.chain import Chain, Gap, Step
+from gnnplan.executor.modules.chain import Chain, Gap, Linear, Step
 from gnnplan.executor.modules.convolutions import Unfit
 from gnnplan.executor.modules.make import ARGUMENTS
 from gnnplan.executor.modules.parameters import Places, Where
@@ -93,14 +93,16 @@ def _layer(step: Step) -> ModuleLayer:
     )
 
 
+def widths(chain: Chain) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Who reads the features and who writes the logits, with how many columns."""
+    first, last = chain.encoder or chain.steps[0], chain.decoder or chain.steps[-1]
+    reads = first.h_in if isinstance(first, Linear) else first.convolution.h_in
+    writes = last.h_out if isinstance(last, Linear) else last.convolution.h_out
+    return (first.name, reads), (last.name, writes)
+
+
 def _must_fit_graph(chain: Chain, features: int, classes: int) -> None:
-    first, last = chain.steps[0], chain.steps[-1]
-    reads, reader = first.convolution.h_in, first.name
-    if chain.encoder:
-        reads, reader = chain.encoder.h_in, chain.encoder.name
-    writes, writer = last.convolution.h_out, last.name
-    if chain.decoder:
-        writes, writer = chain.decoder.h_out, chain.decoder.name
+    (reader, reads), (writer, writes) = widths(chain)
     if reads != features:
         raise Unfit(
             f"{reader} reads rows of {reads} numbers, and the graph has {features} features; make"

@@ -66,13 +66,13 @@ def in_file(file: Path, name: str) -> object:
 
 def make(
     found: object, name: str, file: Path | None, workload: Workload, features: int, classes: int
-) -> nn.Module:
-    """The module itself, or what the class or function makes with what it requires.
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The module itself, or what the class or function makes; and what that was called with.
 
     file: that it is from, to name it in errors. Raises SpecError."""
     where = f"{file}: " if file else ""
     if isinstance(found, nn.Module):
-        return found
+        return found, {}
     if not callable(found):
         raise SpecError(
             f"{where}{name} is a {type(found).__name__}; name a torch.nn.Module, a class of"
@@ -86,7 +86,7 @@ def make(
         raise SpecError(
             f"{where}{name} makes a {type(made).__name__}; let it make a torch.nn.Module"
         )
-    return made
+    return made, arguments
 
 
 def _execute(file: Path) -> ModuleType:

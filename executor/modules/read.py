@@ -6,7 +6,7 @@ one."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.modules.convolutions import Unfit
-from gnnplan.executor.modules.describe import described, places
+from gnnplan.executor.modules.describe import described, places, widths
 from gnnplan.executor.modules.follow import follow
-from gnnplan.executor.modules.make import in_file, make
+from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
 from gnnplan.executor.modules.parameters import SUFFIX, Parameters, Places, cast, kept
 from gnnplan.planner.gnn.workload import Module, Workload
 from gnnplan.planner.problem.problem import Problem
@@ -37,35 +37,43 @@ class UserModule:
     """A user's module, and what it is among ours.
 
     fields: of the Workload. places: by the name of each of its parameters and buffers, where our
-    Net has it."""
+    Net has it. arguments: that the class or function was called with, by its own names."""
 
     module: nn.Module
     fields: Mapping[str, Any]
     description: Module
     places: Mapping[str, Places]
     by_in_degree: bool  # right on undirected graphs alone
+    arguments: Mapping[str, Any]
 
 
 def with_user_module(
     problem: Problem, model: Source, given: Iterable[str] = (), folder: Path | None = None
-) -> Problem:
-    """The problem with the user's module as its model; it can be planned, simulated and run.
+) -> tuple[Problem, list[str]]:
+    """The problem with the user's module as its model, and notes on how that was made.
 
     model: `FILE.py:NAME`; or a live torch.nn.Module, which stays as it is and whose parameters
     training starts from; or its class, or a function that makes it, which is called with the
     graph's widths. given: fields of the workload that the user set, which the module must not
     contradict. folder: see `read`. Raises SpecError.
 
-    >>> with_user_module(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
+    >>> problem, notes = with_user_module(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
     """
     stats = problem.stats
     user = read(model, problem.workload, stats.features, stats.classes, folder)
     must_suit(user, stats.directed)
-    return replace(problem, workload=with_module(problem.workload, user, given))
+    given = list(given)
+    workload = with_module(problem.workload, user, given)
+    return replace(problem, workload=workload), assumed(user, given)
 
 
 def read(
-    model: Source, workload: Workload, features: int, classes: int, folder: Path | None = None
+    model: Source,
+    workload: Workload,
+    features: int,
+    classes: int,
+    folder: Path | None = None,
+    own_widths: tuple[bool, bool] = (False, False),
 ) -> UserModule:
     """The user's module, for a graph of so many columns and classes.
 
@@ -76,6 +84,9 @@ def read(
     A live object may be from anywhere, a notebook's cell too: ranks read its parameters from a
     file, which is written to `folder` (default: modules/ in gnnplan's cache directory), under a
     name that says its content. Ranks on other servers need it at the same path.
+
+    own_widths: whether `features` and `classes` are but what a class is called with, and the module
+    may read and write rows of other widths.
 
     Raises SpecError, of a file with its line."""
     classes = max(classes, 1)
@@ -92,12 +103,15 @@ def read(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         found = in_file(file, name) if file else model
-        module = make(found, name, file, workload, features, classes)
+        module, arguments = make(found, name, file, workload, features, classes)
     if file:
         module = module.to(dtype)
     try:
         with _modes_kept(module):
             chain = follow(module)
+        reads, writes = (width for _, width in widths(chain))
+        features = reads if own_widths[0] else features
+        classes = writes if own_widths[1] else classes
         fields, own = described(chain, features, classes)
     except Unfit as unfit:
         raise SpecError(f"{f'{file}: ' if file else ''}{name}: {unfit}") from unfit
@@ -109,7 +123,7 @@ def read(
         file=str(file), name=name, sha256=sha256, features=features, classes=classes, **own
     )
     by_in_degree = any(step.convolution.by_in_degree for step in chain.steps)
-    return UserModule(module, fields, description, where, by_in_degree)
+    return UserModule(module, fields, description, where, by_in_degree, arguments)
 
 
 @contextmanager
@@ -163,6 +177,17 @@ def with_module(workload: Workload, user: UserModule, given: Iterable[str]) -> W
     return Workload.model_validate(
         workload.model_dump() | dict(user.fields) | {"module": user.description.model_dump()}
     )
+
+
+def assumed(user: UserModule, given: Collection[str]) -> list[str]:
+    """A note for each argument of the module that has the workload's default, as nobody gave it."""
+    field_of = {alias: field for field, aliases in ARGUMENTS.items() for alias in aliases}
+    return [
+        f"{user.description.name} is made with {argument}={value}, the default, since it requires"
+        f" one and none was given; --set {field}=.. gives another"
+        for argument, value in user.arguments.items()
+        if (field := field_of[argument]) not in ("features", "classes", *given)
+    ]
 
 
 def must_suit(user: UserModule, directed: bool) -> None:

@@ -242,12 +242,14 @@ def as_torchrun_has_it() -> MutableMapping[str, str]:
     return env
 
 
-def open_rank(timeout_s: float = 30.0, problem: Problem | None = None) -> Rank:
+def open_rank(
+    timeout_s: float = 30.0, problem: Problem | None = None, on_cpu: bool = False
+) -> Rank:
     """This process's rank, from the environment of torchrun or Slurm; without one, rank 0 of 1.
 
     Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU.
     The backend is NCCL if every local rank has a GPU of its own. NCCL refuses two ranks on one GPU,
-    so those use Gloo, through host memory.
+    so those use Gloo, through host memory. on_cpu: use no GPU.
     """
     env = as_torchrun_has_it()
     number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
@@ -255,7 +257,7 @@ def open_rank(timeout_s: float = 30.0, problem: Problem | None = None) -> Rank:
     local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", str(size))))
     torch.set_num_threads(max(1, int(env.get("GNNPLAN_THREADS", "1"))))
     keep_allocator()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if not on_cpu and torch.cuda.is_available() else 0
     if problem is not None and problem.placement and size == problem.ranks:
         number = problem.by_gpu[number]
         if gpus >= problem.cluster.gpus_per_server:  # this process sees them all

@@ -2,9 +2,11 @@
 
 defaults.py    the graph where none is named
 asking.py      a graph, a GNN and a cluster, in any form a user has them -> Problem
+checking.py    check() -> Check
 planning.py    plan() -> Plan
 simulation.py  Plan.simulate() -> Simulation, Plan.sweep() -> Sweep
 running.py     Plan.run() -> Run
+tuning.py      tune() -> Tuned
 validation.py  validate() -> Validation, Validations
 measuring.py   measure() -> Cluster
 view.py        how answers show themselves, as text and HTML

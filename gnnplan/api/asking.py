@@ -63,18 +63,19 @@ def ask(
     settings = settings_of(overrides)
     machine, fitted = _cluster_of(cluster, asked.model)
     source = source_of(name, features, labels, split, task)
+    made: list[str] = []
     problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed)
     if module:
         from gnnplan.executor.layers.own import with_user_model
 
         notify("reading the model")
         given = (setting.partition("=")[0].strip() for setting in settings)
-        problem = with_user_model(problem, module, [*wanted.given, *given])
+        problem, made = with_user_model(problem, module, [*wanted.given, *given])
         if problem.workload.model != asked.model:  # constants of a testbed may be its own
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)
             problem = replace(problem, cluster=with_ranks(machine, ranks))
-    return Question(problem, (*problem.stats.notes, *([fitted] if fitted else [])))
+    return Question(problem, (*problem.stats.notes, *made, *([fitted] if fitted else [])))
 
 
 def source_name(graph: Any) -> str:

@@ -114,34 +114,6 @@ def load_plan(path: str | Path) -> Plan:
     return Plan(documents.read(path), name=str(path))
 
 
-def tune(
-    plan: Plan,
-    out: str | Path | None = None,
-    *,
-    share: float = 0.1,
-    epochs: int | None = None,
-    emulate: str | None = None,
-    notify: Notify = silent,
-) -> Plan:
-    """Run the few strategies whose predictions are within doubt, and plan by what they took.
-
-    out: a new folder for the runs; default: one in runs/. share: the most that it may cost, of the
-    seconds that so many `epochs` (default: the workload's) are predicted to take. emulate: as of
-    `Plan.run`. The plan's document says under 'tuned' what was measured; where training is too
-    short to be worth it, why not. Raises SpecError, LostRank.
-    """
-    from gnnplan.api.running import rate_of
-    from gnnplan.executor.launch import launcher as launch
-    from gnnplan.executor.launch.tune import asked
-    from gnnplan.executor.launch.tune import tune as by_runs
-
-    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
-    folder = launch.new_folder("tune") if out is None else Path(out)
-    problem, found = asked(plan.document, notify)
-    exact = documents.is_exact(plan.document)
-    return Plan(by_runs(problem, found, folder, share, epochs, servers, exact, notify))
-
-
 @dataclass(frozen=True)
 class Answer:
     """A strategy, and what is predicted of it."""
@@ -236,9 +208,9 @@ class Plan(View):
 
         strategy: 'NEXT', the fastest alternative, or one as `answers` name it. Raises SpecError.
         """
-        from gnnplan.planner.decision.choose import choose
+        from gnnplan.planner.decision import alternative
 
-        document = choose(self.document, self.problem, strategy)
+        document = alternative.take(self.document, self.problem, strategy)
         return Plan(document, self.problem.placed(documents.placement(document)), self.name)
 
     def simulate(
@@ -261,21 +233,12 @@ class Plan(View):
         as long. repetitions: how often to play with noise. flows: each message has a fair share of
         its links of its own. trace: a folder for a Kineto trace per rank. Raises SpecError,
         Infeasible."""
-        from gnnplan.api.simulation import Simulation
+        from gnnplan.api.simulation import Playing, Simulation
 
+        playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
+        exact, folder = documents.is_exact(self.document), None if trace is None else Path(trace)
         return Simulation.of(
-            self.problem,
-            self.strategy,
-            documents.is_exact(self.document),
-            steps=steps,
-            overrides=overrides,
-            jitter=jitter,
-            stragglers=stragglers or {},
-            repetitions=repetitions,
-            seed=seed,
-            flows=flows,
-            trace=None if trace is None else Path(trace),
-            notify=notify,
+            self.problem, self.strategy, exact, playing, overrides, flows, folder, notify
         )
 
     def sweep(
@@ -294,21 +257,11 @@ class Plan(View):
 
         'device' takes the GPUs of presets. The other arguments are those of `simulate`. Raises
         SpecError."""
-        from gnnplan.api.simulation import Sweep
+        from gnnplan.api.simulation import Playing, Sweep
 
-        return Sweep.of(
-            self.problem,
-            self.strategy,
-            documents.is_exact(self.document),
-            fields,
-            steps=steps,
-            overrides=overrides,
-            jitter=jitter,
-            stragglers=stragglers or {},
-            repetitions=repetitions,
-            seed=seed,
-            notify=notify,
-        )
+        playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
+        exact = documents.is_exact(self.document)
+        return Sweep.of(self.problem, self.strategy, exact, fields, playing, overrides, notify)
 
     def run(
         self,

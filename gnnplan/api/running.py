@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -14,6 +13,7 @@ from gnnplan.planner.graph.arrays import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_count, show_time
 
 if TYPE_CHECKING:
@@ -124,17 +124,18 @@ def train(
         launch.must_go_on(out, last, number)
     else:
         launch.must_be_new(out)
+    launch.must_fit_here(problem)
     onwards = f" after {last}" if last else ""
-    _say(
+    say(
         f"training {problem.stats.name} with {strategy} on"
         f" {show_count(problem.ranks, 'rank')}, {show_count(number, 'epoch')}{onwards}, into {out}"
     )
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
-        _say(f"note: {note}")
+        say(f"note: {note}")
     launch.begin(document, problem, strategy, out, options, servers)
     for note in stand_in:
-        _say(f"note: {note}")
+        say(f"note: {note}")
     return Run(out)
 
 
@@ -150,7 +151,3 @@ def rate_of(text: str) -> float | None:
             f"--emulate {text!r} is not a rate such as 400Mbit/s or 50MB/s, nor 'unshaped'"
         )
     return quantity(text)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -33,6 +33,78 @@ from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
 from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
 
+@dataclass(frozen=True)
+class Playing:
+    """How schedules are played, as `Plan.simulate` says. Raises SpecError for wrong numbers."""
+
+    steps: int
+    jitter: float
+    stragglers: Mapping[int, float]
+    repetitions: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        _ = self.noise
+
+    @property
+    def noise(self) -> Noise | None:
+        """None where all ranks compute as predicted."""
+        disturbed = self.jitter or self.stragglers
+        return Noise(self.jitter, self.stragglers, self.seed) if disturbed else None
+
+    @property
+    def times(self) -> int:
+        """How often a schedule is played."""
+        return self.repetitions if self.noise else 1
+
+    def must_be_of(self, ranks: int) -> None:
+        """Raise SpecError where a straggler is none of the ranks."""
+        for rank, times in self.stragglers.items():
+            if rank >= ranks:
+                raise SpecError(
+                    f"--straggler {rank}={times:g}: there is no rank {rank} (ranks: {ranks},"
+                    f" counted from 0); use rank {ranks - 1} or less"
+                )
+
+    def must_be_short(self, tasks: int) -> None:
+        """Raise SpecError where so many tasks a step would take minutes to play."""
+        if tasks * self.steps * self.times <= MOST_TASKS:
+            return
+        most = max(1, MOST_TASKS // tasks)
+        if self.noise:
+            times = f" {self.repetitions:,} times"
+            fewer_steps, fewer_times = (
+                min(self.steps, max(most // 2, 1)),
+                max(most // self.steps, 1),
+            )
+            less = f"--steps {fewer_steps} --repetitions {fewer_times}"
+        else:
+            times, less = "", f"--steps {most}"
+        raise SpecError(
+            f"--steps {self.steps:,} of {tasks:,} tasks each{times} are more than {MOST_TASKS:,}"
+            f" tasks; use {less} or less"
+        )
+
+    def __call__(self, candidate: Candidate) -> dict[str, float]:
+        """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
+        problem, strategy = candidate.problem, candidate.strategy
+        batches = strategy.steps(problem)
+        if batches * problem.ranks > MOST_TASKS:
+            return {}
+        once: Schedule = strategy.schedule(problem, batches)
+        if len(once.tasks) * self.steps * self.times > MOST_TASKS:
+            return {}
+        schedule = strategy.schedule(problem, self.steps * batches)
+        task_graph = TaskGraph(schedule, problem.cost)
+        played = play(schedule, problem.cost, task_graph=task_graph)
+        out = {"simulated_s": played.epoch_s(batches)}
+        if noise := self.noise:
+            out |= percentiles(
+                epochs(schedule, problem.cost, batches, noise, self.repetitions, task_graph)
+            )
+        return out
+
+
 class Simulation(View):
     """A plan that was played: `epoch_s`, and by operation what was simulated and predicted."""
 
@@ -46,25 +118,20 @@ class Simulation(View):
         base: Problem,
         strategy: Strategy,
         exact: bool,
-        *,
-        steps: int,
+        playing: Playing,
         overrides: Overrides,
-        jitter: float,
-        stragglers: Mapping[int, float],
-        repetitions: int,
-        seed: int,
         flows: bool,
         trace: Path | None,
         notify: Notify,
     ) -> Simulation:
         """As `Plan.simulate` says."""
-        noise = Noise(jitter, stragglers, seed) if jitter or stragglers else None
+        steps, noise, repetitions = playing.steps, playing.noise, playing.repetitions
         problem, strategy = moved(base, strategy, settings_of(overrides), exact)
-        must_be_there(stragglers, problem.ranks)
+        playing.must_be_of(problem.ranks)
         batches = strategy.steps(problem)
         must_be_playable(problem, batches)
         schedule = strategy.schedule(problem, batches)
-        must_be_few(len(schedule.tasks), steps, repetitions if noise else None)
+        playing.must_be_short(len(schedule.tasks))
         if trace:
             make_folder(trace)
         notify(f"writing the schedule of {strategy}")
@@ -113,7 +180,7 @@ class Simulation(View):
             document["noise"] = {
                 "jitter": noise.jitter,
                 "stragglers": {str(rank): times for rank, times in noise.stragglers.items()},
-                "seed": seed,
+                "seed": noise.seed,
                 "repetitions": repetitions,
                 "epochs": len(disturbed),
                 **percentiles(disturbed),
@@ -185,17 +252,11 @@ class Sweep(View):
         strategy: Strategy,
         exact: bool,
         fields: Mapping[str, Iterable[object]] | Sequence[str],
-        *,
-        steps: int,
+        playing: Playing,
         overrides: Overrides,
-        jitter: float,
-        stragglers: Mapping[int, float],
-        repetitions: int,
-        seed: int,
         notify: Notify,
     ) -> Sweep:
         """As `Plan.sweep` says."""
-        noise = Noise(jitter, stragglers, seed) if jitter or stragglers else None
         if isinstance(fields, Mapping):
             texts = [f"{field}={','.join(map(str, values))}" for field, values in fields.items()]
         else:
@@ -205,8 +266,7 @@ class Sweep(View):
             swept, base, settings_of(overrides), lambda name: read_fitted(name, model)[0]
         )
         for _, problem in asked:
-            must_be_there(stragglers, problem.ranks)
-        playing = Playing(steps, noise, repetitions)
+            playing.must_be_of(problem.ranks)
         return cls(swept, strategy.name, exact, rows(asked, strategy.name, playing, exact, notify))
 
     @property
@@ -304,63 +364,8 @@ def best_of_family(strategy: Strategy, problem: Problem, exact: bool) -> Strateg
     )
 
 
-def must_be_few(tasks: int, steps: int, repetitions: int | None) -> None:
-    """Raise SpecError where so many tasks would take minutes to play; None: played once."""
-    if tasks * steps * (repetitions or 1) <= MOST_TASKS:
-        return
-    most = max(1, MOST_TASKS // tasks)
-    if repetitions is None:
-        times, less = "", f"--steps {most}"
-    else:
-        times = f" {repetitions:,} times"
-        fewer_steps, fewer_times = min(steps, max(most // 2, 1)), max(most // steps, 1)
-        less = f"--steps {fewer_steps} --repetitions {fewer_times}"
-    raise SpecError(
-        f"--steps {steps:,} of {tasks:,} tasks each{times} are more than {MOST_TASKS:,} tasks;"
-        f" use {less} or less"
-    )
-
-
-def must_be_there(slow: Mapping[int, float], ranks: int) -> None:
-    """Raise SpecError where a straggler is none of the ranks."""
-    for rank in slow:
-        if rank >= ranks:
-            raise SpecError(
-                f"--straggler {rank}={slow[rank]:g}: there is no rank {rank} (ranks: {ranks},"
-                f" counted from 0); use rank {ranks - 1} or less"
-            )
-
-
 def describe_noise(noise: Mapping[str, Any]) -> str:
     """The noise of a simulation's document in words."""
     words = [f"jitter {noise['jitter']:g}"] if noise["jitter"] else []
     words += [f"rank {rank} {times:g} times as slow" for rank, times in noise["stragglers"].items()]
     return " and ".join(words)
-
-
-@dataclass(frozen=True)
-class Playing:
-    """How each recommendation of a sweep is played."""
-
-    steps: int
-    noise: Noise | None
-    repetitions: int
-
-    def __call__(self, candidate: Candidate) -> dict[str, float]:
-        """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
-        problem, strategy = candidate.problem, candidate.strategy
-        batches = strategy.steps(problem)
-        if batches * problem.ranks > MOST_TASKS:
-            return {}
-        once: Schedule = strategy.schedule(problem, batches)
-        if len(once.tasks) * self.steps * (self.repetitions if self.noise else 1) > MOST_TASKS:
-            return {}
-        schedule = strategy.schedule(problem, self.steps * batches)
-        task_graph = TaskGraph(schedule, problem.cost)
-        played = play(schedule, problem.cost, task_graph=task_graph)
-        out = {"simulated_s": played.epoch_s(batches)}
-        if self.noise:
-            out |= percentiles(
-                epochs(schedule, problem.cost, batches, self.noise, self.repetitions, task_graph)
-            )
-        return out

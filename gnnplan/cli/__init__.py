@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from gnnplan.cli.common import app, print_json, say
+from gnnplan.cli.common import app, print_json
+from gnnplan.planner.vocabulary.progress import say
 
 # in the order of --help
 for _verb in (

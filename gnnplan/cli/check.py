@@ -6,14 +6,24 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import MODEL_HELP, Json, app, print_json, table
+from gnnplan.cli.common import MODEL_HELP, Json, app, print_json, show
 
 
 @app.command()
 def check(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    features: Annotated[int, typer.Option(min=2, max=10_000, help="Columns of its graph.")] = 12,
-    classes: Annotated[int, typer.Option(min=2, max=1000, help="Classes of its graph.")] = 4,
+    features: Annotated[
+        int | None,
+        typer.Option(
+            min=2, max=10_000, help="Columns of its graph.  [default: the model's own, or 12]"
+        ),
+    ] = None,
+    classes: Annotated[
+        int | None,
+        typer.Option(
+            min=2, max=1000, help="Classes of its graph.  [default: the model's own, or 4]"
+        ),
+    ] = None,
     hidden: Annotated[
         int | None, typer.Option(help="Hidden width, where the model asks for one.")
     ] = None,
@@ -22,25 +32,18 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Prove before training that strategies give one process's gradients for a model.
+    """Compare each strategy's gradients for a model with one process's.
 
-    On a graph of 60 vertices, in float64, on two ranks of this machine; says of each strategy that
-    cannot carry the model what is missing. Exit code 1 if a gradient differs.
+    Before training: one step on a graph of 60 vertices, in float64, on two CPU ranks of this
+    machine. Says of each strategy that cannot carry the model what is missing. Exit code 1 if a
+    gradient differs.
     """
-    from gnnplan.executor.launch import check as checking
+    from gnnplan.api.checking import check as compare
 
-    fields = {"hidden": hidden, "layers": layers}
-    found = checking.check(
-        model, features, classes, {name: value for name, value in fields.items() if value}
-    )
-    differs = [verdict.strategy for verdict in found if verdict.answer == "differs"]
+    found = compare(model, features=features, classes=classes, hidden=hidden, layers=layers)
     if as_json:
-        print_json({"model": model, "strategies": checking.as_documents(found), "differs": differs})
+        print_json({**found.document, "differs": found.differs})
     else:
-        rows = [
-            [v.strategy, v.answer, "-" if v.gap is None else f"{v.gap:.0e}", v.reason]
-            for v in found
-        ]
-        table(f"gradients of {model}", ["strategy", "gradient", "off by", "why"], rows)
-    if differs:
+        show(found)
+    if not found.ok:
         raise typer.Exit(1)

@@ -88,11 +88,6 @@ Directed = Annotated[
 ]
 
 
-def say(line: str = "") -> None:
-    """Print a line for people, on standard error."""
-    print(line, file=sys.stderr)
-
-
 def print_json(document: dict[str, Any]) -> None:
     """Print a JSON document on standard output."""
     print(json.dumps(document, indent=1, allow_nan=False))

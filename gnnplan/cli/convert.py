@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Features, Json, Labels, Split, app, print_json, say
+from gnnplan.cli.common import Features, Json, Labels, Split, app, print_json
+from gnnplan.planner.vocabulary.progress import say
 
 
 @app.command()
@@ -33,8 +34,10 @@ def convert(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a graph into a folder of .npy arrays, which every rank opens without parsing; large
-    files are read a piece at a time. Nothing is left behind if it fails."""
+    """Turn a graph of any format into a folder of .npy arrays.
+
+    Every rank opens it without parsing. Large files are read a piece at a time. Nothing is left
+    behind if it fails."""
     from gnnplan.planner.graph.formats import Extras, recognise
     from gnnplan.planner.graph.formats import convert as write
     from gnnplan.planner.vocabulary.errors import SpecError

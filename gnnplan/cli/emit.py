@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json, say
+from gnnplan.cli.common import Json, app, print_json
+from gnnplan.planner.vocabulary.progress import say
 
 FILES = ("torchrun", "slurm", "kubernetes")
 FOLDERS = ("distdgl", "pyg")
@@ -43,10 +44,10 @@ def emit_plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a plan for torchrun, Slurm or Kubernetes to start, or its partition for DistDGL or PyG.
+    """Write launch files of a plan, or its parts for DistDGL or PyG.
 
-    A launch file says at its top what it assumes. Partitions are written by the libraries' own
-    code, and hold features, labels and masks.
+    Launch files are for torchrun, Slurm or Kubernetes; each says at its top what it assumes. Parts
+    are written by the libraries' own code, and hold features, labels and masks.
     """
     from gnnplan.planner.decision import plan as plans
     from gnnplan.planner.vocabulary.errors import SpecError

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json, say
+from gnnplan.cli.common import Json, app, print_json
+from gnnplan.planner.vocabulary.progress import say
 
 if TYPE_CHECKING:
     from gnnplan.planner.cluster.spec import Cluster
@@ -50,8 +51,9 @@ def measure(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Micro-benchmarks with all ranks active: the numbers that a plan uses, each with its
-    provenance.
+    """Measure what plans need of this machine, with all ranks active.
+
+    Micro-benchmarks give the numbers, each with its provenance.
 
     Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or,
     started by torchrun or srun, of real ones. Or read: gnnplan measure --cluster dgx_a100

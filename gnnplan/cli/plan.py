@@ -21,7 +21,6 @@ from gnnplan.cli.common import (
     Task,
     app,
     print_json,
-    say,
     show,
 )
 
@@ -111,7 +110,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Rank the strategies that fit and recommend one, with its rank placement and the reasons.
+    """Rank the strategies that fit, and recommend one with reasons.
 
     Ranks those that train on the full graph; with --mode mini those that train on mini-batches. The
     two are not compared, for they need different numbers of epochs.
@@ -120,7 +119,7 @@ def plan(
     from gnnplan.api.planning import answer
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
-    from gnnplan.planner.vocabulary.progress import progress
+    from gnnplan.planner.vocabulary.progress import progress, say
     from gnnplan.planner.vocabulary.units import show_count
 
     if output:

@@ -61,11 +61,11 @@ def profile(
     directed: Directed = False,
     as_json: Json = False,
 ) -> None:
-    """Facts of a graph that a plan needs: halo rows, cut, balance and growth per part count. Cached
-    by content.
+    """Show what partitions of a graph cost: halo rows, cut, balance.
 
-    With --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what
-    caches hit, what a split sends."""
+    Per number of parts, with the growth of what layers reach. Facts are cached by content. With
+    --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what caches
+    hit, what a split sends."""
     from gnnplan.planner.graph.load import load, source_of
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import read_workload

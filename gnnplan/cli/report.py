@@ -22,7 +22,7 @@ def report(
     ),
     as_json: Json = False,
 ) -> None:
-    """Draw a plan, and what runs of it measured, as one page that opens offline.
+    """Draw a plan and its runs as one page that opens offline.
 
     What epochs are made of, who does what when, memory, traffic, and where another strategy wins;
     of runs also the errors of the prediction, losses and accuracies. Needs plotly: pip install

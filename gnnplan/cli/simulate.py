@@ -64,8 +64,10 @@ def simulate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Play a plan's schedule in virtual time, perhaps on another cluster, with jitter or
-    stragglers; sweep fields and see where the recommendation changes."""
+    """Play a plan in virtual time: what if the cluster were another?
+
+    Perhaps with jitter or stragglers. --sweep varies fields, and says where the recommendation
+    changes."""
     from gnnplan.api.planning import load_plan
     from gnnplan.api.simulation import Simulation, Sweep
     from gnnplan.planner.vocabulary.errors import SpecError

@@ -34,8 +34,9 @@ def view_traces(
         ),
     ] = "perfetto",
 ) -> None:
-    """Put the traces of all ranks into one file, or write them as GPU kernels for Holistic Trace
-    Analysis.
+    """Merge the traces of all ranks, or write them for HTA.
+
+    HTA, Holistic Trace Analysis, reads them as GPU kernels.
 
     A run on several servers leaves its traces there; copy them into one folder first.
     """

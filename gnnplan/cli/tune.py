@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json, say, table
+from gnnplan.cli.common import Json, app, print_json, show
 
 
 @app.command()
@@ -38,7 +38,7 @@ def tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the few strategies whose predictions are within doubt, and plan by what they took.
+    """Run the strategies within doubt, and plan by what they took.
 
     Each trains for a few epochs, again and again, the faster ones longer; it ends as soon as the
     order is certain or --share of the training is spent. A lossy strategy is
@@ -46,92 +46,22 @@ def tune(
     constants. Where the training is too short to be worth it, the plan stays as it is.
 
     For example: gnnplan tune plan.json --epochs 1000 -o tuned.json && gnnplan run tuned.json"""
-    from gnnplan.api.running import rate_of
-    from gnnplan.executor.launch import launcher as launch
-    from gnnplan.executor.launch.tune import asked, prospect
-    from gnnplan.executor.launch.tune import tune as tune_by_runs
-    from gnnplan.planner.decision import plan as plans
-    from gnnplan.planner.vocabulary.errors import SpecError
+    from gnnplan.api.planning import load_plan
+    from gnnplan.api.tuning import tune as tune_by_runs
+    from gnnplan.executor.launch.launcher import new_folder
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress
 
-    if launch.started_by_launcher():
-        raise SpecError(
-            "tune starts ranks of its own, and torchrun or srun has started this one; call it alone"
-        )
-    out = out or launch.new_folder("tune")
+    out = out or new_folder("tune")
     output = output or out.with_name(f"{out.name}.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     must_be_writable(output)
-    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
-    document = plans.read(plan_file)
     with progress() as notify:
-        problem, found = asked(document, notify)
-    say(str(prospect(problem, found, share, epochs)))
-    with progress() as notify:
-        document = tune_by_runs(
-            problem, found, out, share, epochs, servers, plans.is_exact(document), notify
+        tuned = tune_by_runs(
+            load_plan(plan_file), out, share=share, epochs=epochs, emulate=emulate, notify=notify
         )
-    plans.write(output, document)
+    tuned.write(output)
     if as_json:
-        return print_json(document)
-    show_tuned(document, out, output)
-
-
-def show_tuned(document: dict[str, Any], out: Path, output: Path) -> None:
-    """Print the answer, what was measured, what was refitted, and where it all is."""
-    for label in ("use", "tuned"):
-        print(f"{label + ':':8}{document['summary'][label]}")
-    tuned = document["tuned"]
-    if tuned["strategies"]:
-        show_measured(tuned)
-        print(f"refit:  {refit_line(tuned['refit'])}")
-        print(f"runs are in {out}; to compare them: gnnplan validate {out}/*")
+        return print_json(tuned.document)
+    show(tuned)
     print(f"written to {output}; next: gnnplan run {output}")
-
-
-def show_measured(tuned: dict[str, Any]) -> None:
-    """The table of the strategies that were run, the recommended one first."""
-    from gnnplan.planner.vocabulary.units import show_percent, show_time
-
-    def slower(row: dict[str, Any]) -> str:
-        if row["slower"] is None:
-            return "failed" if row["failed"] else "-"
-        doubt = "" if row["doubt"] is None else f" ± {show_percent(row['doubt'])}"
-        return show_percent(row["slower"], sign=True) + doubt
-
-    table(
-        "measured",
-        ["strategy", "exact", "predicted", "measured", "slower by", "certain", "epochs", "cost"],
-        [
-            [
-                row["strategy"],
-                "yes" if row["exact"] else "no",
-                show_time(row["predicted_s"]),
-                "-" if row["measured_s"] is None else show_time(row["measured_s"]),
-                slower(row),
-                "-" if row["certain"] is None else "yes" if row["certain"] else "no",
-                f"{row['epochs']} in {row['runs']}",
-                show_time(row["cost_s"]),
-            ]
-            for row in tuned["strategies"]
-        ],
-    )
-    for row in tuned["strategies"]:
-        if row["failed"]:
-            print(f"- {row['strategy']} was left out: {row['failed']}")
-
-
-def refit_line(refit: dict[str, Any] | None) -> str:
-    """What was refitted, in words."""
-    from gnnplan.planner.vocabulary.units import show_count, show_percent
-
-    if refit is None:
-        return "too few runs"
-    errors = (
-        f"epochs of {show_count(len(refit['scored']), 'run')} that were not fitted were"
-        f" {show_percent(refit['before']['mean'], 1)} off and would be"
-        f" {show_percent(refit['after']['mean'], 1)} off"
-    )
-    factors = ", ".join(f"{name} x {factor:.2f}" for name, factor in refit["factors"].items())
-    return f"{factors}; {errors}" if refit["kept"] else f"constants stay as they were; {errors}"

@@ -37,10 +37,10 @@ def validate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare what was predicted, simulated and measured, and name the part of the prediction to
-    doubt. Exit 1 if bytes or order differ.
+    """Compare runs with their predictions, and say what to doubt.
 
-    Of several runs: errors by operation, how right the ranking of strategies was (Kendall's tau,
+    Predicted, simulated and measured seconds side by side. Exit 1 if bytes or order differ. Of
+    several runs: errors by operation, how right the ranking of strategies was (Kendall's tau,
     regret) and which constants to doubt. With --published FILE.csv: the figures that others have
     printed, beside what the model predicts of them."""
     from gnnplan.api.validation import Validation, Validations

@@ -14,7 +14,7 @@ all links are busy at once. all_reduce.py finds the ports that these messages pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -46,6 +46,7 @@ def all_reduce(algorithm: Algorithm, servers: Sequence[Sequence[int]]) -> AllRed
     goes on to the next. A hierarchical all-reduce needs equally many ranks on each server. A ring
     takes its place elsewhere.
     """
+    assert algorithm in get_args(Algorithm), algorithm
     if algorithm == "tree":
         return _tree(servers)
     if algorithm == "hierarchical" and len({len(ranks) for ranks in servers}) == 1:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
 
 from gnnplan.planner.cluster.collectives import Algorithm
+from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.spec import (
@@ -32,6 +33,8 @@ from gnnplan.planner.vocabulary.spec import (
     bounded,
 )
 
+OPERATIONS = ("all_reduce", "exchange", "send")  # that links can be measured for
+PLACES = ("intra_node", "inter_node", "island", "switch")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
 MOST_RANKS = 4096  # a plan evaluates every pair of ranks
@@ -265,6 +268,14 @@ class Cluster(Spec):
             if before and now and key not in leave and now.differs(before):
                 measured[key] = link.carried(before, now)
         return self.model_copy(update={"collectives": measured})
+
+    @model_validator(mode="after")
+    def _knows_what_was_measured(self) -> Cluster:
+        known = [f"{operation}.{place}" for operation in OPERATIONS for place in PLACES]
+        for key in self.collectives:
+            if key not in known:
+                raise ValueError(f"collectives: no operation and link {key!r}{suggest(key, known)}")
+        return self
 
     @model_validator(mode="after")
     def _has_a_network(self) -> Cluster:

@@ -1,13 +1,13 @@
 """The decision: which strategy to use, where its ranks sit, and why.
 
-    search.py       all candidates, ranked; what would make one fit
-    recommendation.py   which of them is recommended: when a lossy one is surely faster
-    summary.py      the five lines that a plan opens with
-    explain.py      all reasons
-    sensitivity.py  which links, devices and depths would change the choice
-    sweep.py        the decision at many values of some fields
-    plan.py         plan.json, written and read
-    choose.py       another candidate of a plan as its best
+    search.py          all candidates, ranked; what would make one fit
+    recommendation.py  which of them is recommended: when a lossy one is surely faster
+    summary.py         the five lines that a plan opens with
+    explain.py         all reasons
+    sensitivity.py     which links, devices and depths would change the choice
+    sweep.py           the decision at many values of some fields
+    plan.py            plan.json, written and read
+    alternative.py     another candidate of a plan as its best (--strategy NEXT)
 
 The room may import every room of the planner but evidence/.
 """

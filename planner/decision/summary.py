@@ -12,7 +12,6 @@ explain.py has all reasons.
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -39,7 +38,7 @@ from gnnplan.planner.vocabulary.units import (
 )
 
 MOST_CHANGES = 2  # told
-WIDEST_RIVALS = 92  # columns: 'close' is one line of 100 with its label
+WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
@@ -185,8 +184,8 @@ def alone(problem: Problem, best: Candidate) -> str:
 def rivals(found: SearchResult) -> str:
     """The lossy strategy that was passed over, or the runner-up and why it lost.
 
-    After a runner-up also the fastest exact strategy or other family, if it fits in WIDEST_RIVALS
-    columns.
+    Names are whole, as --strategy takes them. After a runner-up also the fastest exact strategy or
+    other family, if it fits in WIDEST_RIVALS columns.
     """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
@@ -194,16 +193,14 @@ def rivals(found: SearchResult) -> str:
     if not others:
         return "nothing else fits"
     if found.passed_over:
-        told, strategy = doubted(others[0], best), others[0].strategy
-        return told if len(told) <= WIDEST_RIVALS else told.replace(str(strategy), strategy.name)
+        return doubted(others[0], best)
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
     if within_doubt(found):
         why = ": within doubt, try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
-    told = textwrap.shorten(_loss(others[0], best), WIDEST_RIVALS - len(why), placeholder="...")
-    told += why
+    told = _loss(others[0], best) + why
     for kind, candidates in (("exact", exact), ("another kind", families)):
         if candidates and candidates[0] is not others[0]:
             more = f"{told}; {kind}: {_loss(candidates[0], best)}"

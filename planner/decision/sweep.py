@@ -177,31 +177,33 @@ def rows(
 
 
 def changes(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where another family is recommended at the next value of a field, the others unchanged.
+    """Where another strategy is recommended at the next value of a field, the others unchanged.
 
-    Points at which nothing fits are passed over.
+    'from' and 'to' are families where these differ, else variants of one. Points at which nothing
+    fits are passed over.
     """
     out = []
     for axis in swept:
-        last: dict[tuple[tuple[str, str], ...], str] = {}
+        last: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
         for row in table:
             others = tuple(
                 (field, value) for field, value in row["at"].items() if field != axis.field
             )
             if row["best"] is None:
                 continue
-            before = last.get(others, row["family"])
-            if before != row["family"]:
+            before = last.get(others, row)
+            if before["best"] != row["best"]:
+                told = "best" if before["family"] == row["family"] else "family"
                 out.append(
                     {
                         "field": axis.field,
                         "value": row["at"][axis.field],
                         "with": dict(others),
-                        "from": before,
-                        "to": row["family"],
+                        "from": before[told],
+                        "to": row[told],
                     }
                 )
-            last[others] = row["family"]
+            last[others] = row
     return out
 
 

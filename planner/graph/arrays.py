@@ -32,6 +32,7 @@ from gnnplan.planner.graph.graph import (
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, must_be_file
+from gnnplan.planner.vocabulary.units import show_bytes
 
 ARRAYS = (
     "src",
@@ -50,6 +51,8 @@ ARRAYS = (
 STAND_IN_FEATURES = 128
 STAND_IN_CLASSES = 16
 STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
+MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
+MOST_SWOLLEN = 1 << 29  # [B] that may be smaller than that
 LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
 
 
@@ -91,6 +94,7 @@ def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
                 continue
             if name in arrays:
                 raise SpecError(f"{path}: {name}: is there twice; keep one")
+            must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
             with archive.open(info) as stream:
                 nbytes += check_header(path, name, stream, info.file_size)
             must_fit(path, "what it holds", nbytes)
@@ -113,6 +117,18 @@ def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
         must_fit(path, "what it holds", nbytes)
         arrays[file.stem] = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
     return arrays, others
+
+
+def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0) -> None:
+    """Raise SpecError for what a few megabytes were made to unpack into gigabytes.
+
+    unpacked, packed: sizes [B]. most: the share of MOST_SWOLLEN that may be. Edges
+    pack tenfold, labels that most vertices lack 60-fold."""
+    if unpacked > most * MOST_SWOLLEN and unpacked > MOST_PACKED * packed:
+        raise SpecError(
+            f"{what}: unpacks to {show_bytes(unpacked)} from {show_bytes(packed)}, more than"
+            f" {MOST_PACKED} times as much; if it is meant so, store it uncompressed"
+        )
 
 
 def read_header(
@@ -149,7 +165,9 @@ def check_header(
             " plain numbers (x.astype(...))"
         )
     if any(size < 0 for size in shape):
-        raise SpecError(f"{path}: {name}: negative size in shape {shape}")
+        raise SpecError(
+            f"{path}: {name}: negative size in shape {shape}; the file is damaged, write it again"
+        )
     if mapped and (fortran or dtype != np.float32 or len(shape) != 2):
         raise SpecError(
             f"{path}: {name}: is mapped, not read, so it must be float32 [vertices, features] in C"
@@ -190,7 +208,7 @@ def _typed(
     if array.ndim not in ndim:
         raise SpecError(
             f"{path}: {name}: must have {' or '.join(map(str, ndim))} dimension(s), has shape"
-            f" {array.shape}"
+            f" {array.shape}; reshape it"
         )
     return array
 
@@ -213,8 +231,9 @@ def must_be_a_graph(path: str, arrays: Mapping[str, Array], others: list[str]) -
     _check_ids(path, src, dst, vertices, counted)
     if "x" in arrays or "x_indptr" in arrays:
         own_features(path, arrays, vertices)
-    y, classes = _labels(path, arrays, vertices, meta)
-    _masks(path, arrays, y, classes, vertices, np.random.default_rng(0), [], 0)
+    if {"y", "train_mask", "val_mask", "test_mask"} & arrays.keys():  # of as many vertices
+        y, classes = _labels(path, arrays, vertices, meta)
+        _masks(path, arrays, y, classes, vertices, np.random.default_rng(0), [], 0)
     return vertices, len(src)
 
 
@@ -393,7 +412,7 @@ def _count(
     if len(set(counts.values())) > 1:
         raise SpecError(
             f"{path}: {', '.join(counts)}: must be given for the same number of vertices, are for "
-            f"{', '.join(f'{count:,}' for count in counts.values())}"
+            f"{', '.join(f'{count:,}' for count in counts.values())}; give each a row per vertex"
         )
     vertices = (
         next(iter(counts.values()))
@@ -532,7 +551,7 @@ def _labels(
         first = int(np.flatnonzero((y < -1) | (y >= allowed))[0])
         raise SpecError(
             f"{path}: y[{first}]: labels must be class ids 0 to {allowed - 1:,} (-1 = none), found"
-            f" {int(y[first])}"
+            f" {int(y[first])}; renumber them with numpy.unique(y, return_inverse=True)"
         )
     if meta.get("classes"):
         return y.astype(np.int64), int(allowed)
@@ -586,7 +605,7 @@ def _masks(
     if (shared := train & test).any():
         raise SpecError(
             f"{path}: train_mask, test_mask: must not overlap, share {int(shared.sum()):,} vertices"
-            f" (first: {int(np.flatnonzero(shared)[0])})"
+            f" (first: {int(np.flatnonzero(shared)[0])}); take these out of one"
         )
     if (train & val).any() or (val & test).any():
         notes.append("val_mask overlaps train_mask or test_mask")

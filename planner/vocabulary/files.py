@@ -110,10 +110,11 @@ def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> byte
     try:
         with open(path, "rb") as stream:
             # The file's own size, for `most` would be allocated as a buffer.
-            raw = stream.read(min(os.fstat(stream.fileno()).st_size, most) + 1)
+            size = os.fstat(stream.fileno()).st_size
+            raw = stream.read(size + 1) if size <= most else b""
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from error
-    if len(raw) > most:
+    if max(size, len(raw)) > most:
         raise SpecError(
             f"{path}: larger than {show_bytes(most)}, so not what is expected here; {remedy}"
         )
@@ -186,10 +187,12 @@ def read_yaml(path: str | Path) -> Document:
         mark = error.problem_mark or error.context_mark
         raise SpecError(
             f"{path}:{mark.line + 1 if mark else 1}: not valid YAML:"
-            f" {error.problem or error.context}"
+            f" {error.problem or error.context}; mend this line"
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+        raise SpecError(
+            f"{path}: not valid YAML: {str(error).splitlines()[0]}; save it as text in UTF-8"
+        ) from error
     if not isinstance(data, dict):
         raise SpecError(
             f"{path}:1: must be a mapping of fields (key: value), not {type(data).__name__}"

@@ -1,4 +1,4 @@
-"""Lines on standard error that say what a command is doing, if it takes longer than two seconds."""
+"""Lines for people, on standard error: notes, and what takes longer than two seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 EVERY_S = 2.0
+_CLEAR = "\r\x1b[K"  # of a terminal's line
 
 
 class Notify(Protocol):
@@ -20,6 +21,11 @@ class Notify(Protocol):
 
 def silent(phase: str, detail: str = "", /) -> None:
     """Say nothing, for callers whom nobody waits for."""
+
+
+def say(line: str) -> None:
+    """Print a line, in place of one that tells progress."""
+    print(f"{_CLEAR if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -42,14 +48,14 @@ def progress(every_s: float = EVERY_S) -> Iterator[Notify]:
     def end() -> None:
         seconds = time.monotonic() - began
         if phase and seconds >= every_s:
-            line = "\r\x1b[K" if on_terminal else f"{phase}: {seconds:.0f} s\n"
+            line = _CLEAR if on_terminal else f"{phase}: {seconds:.0f} s\n"
             print(line, end="", file=sys.stderr, flush=True)
 
     def report() -> None:
         while not over.wait(every_s):
             if phase:
                 doing = f"{phase}: {detail}" if detail else phase
-                line = f"\r\x1b[K{doing} ... {time.monotonic() - began:.0f} s"
+                line = f"{_CLEAR}{doing} ... {time.monotonic() - began:.0f} s"
                 print(line, end="", file=sys.stderr, flush=True)
 
     reporter = threading.Thread(target=report, daemon=True)

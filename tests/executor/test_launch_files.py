@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,6 +79,14 @@ def two_servers(plan: Plan, folder: Path, kind: str, each: int) -> Path:
     cluster = folder / "cluster.yaml"
     cluster.write_text(SERVERS.format(kind=kind, each=each))
     return plan("--cluster", cluster, "--ranks", 2 * each, "--strategy", "graph_parallel")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def environment(tmp_path: Path, **more: str) -> dict[str, str]:
@@ -197,11 +206,12 @@ def test_torchrun_on_two_servers(plan: Plan, tmp_path: Path):
     path = two_servers(plan, tmp_path, "cpu", 1)
     script = tmp_path / "launch.sh"
     script.write_text(torchrun(Launch.of(path, read(path))))
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     begun = [
         subprocess.Popen(
             ["bash", script, "--epochs", "2", "--out", "run"],
             cwd=tmp_path,
-            env=environment(tmp_path, NODE_RANK=node, MASTER_ADDR="127.0.0.1", MASTER_PORT="29517"),
+            env=environment(tmp_path, NODE_RANK=node, **there),
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from gnnplan.executor.strategies.graph_parallel import open_worker
 from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.p3.slices import Slices
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -442,9 +444,16 @@ def ours(case: Case, state: dict[str, Tensor]) -> Tensor:
     problem = case.problem(1)
     net = Net(problem.model, problem.workload)
     put(net, made(case).places, state)
-    rank = Rank(0, 1, torch.device("cpu"), "gloo")
-    worker = open_worker(rank, problem, problem.layout(), ExchangeOptions(), net=net)
-    return worker.evaluate(0)
+    return logits_of(net, problem)
+
+
+def logits_of(net: Net, problem: Problem) -> Tensor:
+    """Our logits of all vertices, in one process."""
+    rank, layout = Rank(0, 1, torch.device("cpu"), "gloo"), problem.layout()
+    rows = open_worker(rank, problem, layout, ExchangeOptions(), net=net).evaluate(0)
+    logits = torch.empty_like(rows)
+    logits[torch.from_numpy(layout.own(0))] = rows
+    return logits
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -485,34 +494,6 @@ def test_a_module_trains_here_as_in_its_own_library(
     torch.testing.assert_close(mine, logits, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pyg sage",
-        "dgl sage",
-        "pyg sage, residual",
-        "dgl gat, residual",
-        "pyg gcn, sum",
-        pytest.param("dgl gat, cat", marks=pytest.mark.nightly),
-    ],
-)
-def test_two_ranks_train_a_module_that_the_other_library_evaluates(
-    name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
-) -> None:
-    case = case_of(tmp_path, name, graphs["rough"], 0.25)
-    (result,) = run_ranks(2, [case])
-    assert result.losses == pytest.approx(run_ranks.alone(case).losses, rel=1e-9)
-    module = made(case).module
-    before = theirs(name, module.eval(), loaded(graphs["rough"])).detach()
-    module.load_state_dict(result.weights)
-    with torch.no_grad():
-        logits = theirs(name, module, loaded(graphs["rough"]))
-    assert (logits - before).abs().max() > 0.1  # it has learnt something
-    torch.testing.assert_close(ours(case, result.weights), logits, rtol=1e-5, atol=1e-5)
-
-
 def live(name: str) -> Any:
     """The class M, which no file has, as a notebook's cell makes it."""
     cell: dict[str, Any] = {}
@@ -541,7 +522,7 @@ def test_two_ranks_train_a_live_module_of_a_notebook(
             parameter.add_(0.01)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     problem = Case("graph_parallel", graphs["rough"], {"dtype": "float64", "lr": 0.05}).problem(2)
-    problem = with_user_module(problem, module, folder=tmp_path)
+    problem, _ = with_user_module(problem, module, folder=tmp_path)
     assert not module.training and all(value.isfinite().all() for value in before.values())
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
@@ -555,10 +536,7 @@ def test_two_ranks_train_a_live_module_of_a_notebook(
         logits = theirs(name, module, graph)
     net = Net(problem.model, problem.workload)
     put(net, start.places, result.weights)
-    rank = Rank(0, 1, torch.device("cpu"), "gloo")
-    alone = case.problem(1)
-    worker = open_worker(rank, alone, alone.layout(), ExchangeOptions(), net=net)
-    mine = worker.evaluate(0)
+    mine = logits_of(net, case.problem(1))
     torch.testing.assert_close(
         mine.log_softmax(1) if "batch norm" in name else mine, logits, rtol=1e-5, atol=1e-5
     )
@@ -936,6 +914,32 @@ def test_on_a_directed_graph_in_degrees_are_not_out_degrees(
         workload_of(file, graph, directed=True)
     file.write_text(MODULES["dgl gcn, no ReLU"].replace("{p}", "0.0"))
     workload_of(file, graph, directed=True)  # DGL's GraphConv takes out-degrees, as ours does
+
+
+def test_a_default_that_a_module_is_made_with_is_said(
+    tmp_path: Path, graphs: dict[str, str]
+) -> None:
+    """A class that requires hidden_channels got 256 without a word."""
+    file = tmp_path / "model.py"
+    file.write_text(f"""{PYG}
+class M(nn.Module):
+    def __init__(self, in_channels, hidden_channels, out_channels):
+        super().__init__()
+        self.a = SAGEConv(in_channels, hidden_channels)
+        self.b = SAGEConv(hidden_channels, out_channels)
+    def forward(self, x, edge_index):
+        return self.b(self.a(x, edge_index).relu(), edge_index)
+""")
+    problem = Case("graph_parallel", graphs["rough"], {}).problem(2)
+    wide, notes = with_user_module(problem, f"{file}:M")
+    assert notes == [
+        "M is made with hidden_channels=256, the default, since it requires one and none was"
+        " given; --set hidden=.. gives another"
+    ]
+    assert wide.workload.hidden == 256
+    given = replace(problem, workload=problem.workload.model_copy(update={"hidden": 24}))
+    narrow, notes = with_user_module(given, f"{file}:M", ["hidden"])
+    assert (narrow.workload.hidden, notes) == (24, [])
 
 
 def test_what_the_module_decides_cannot_be_set_otherwise(

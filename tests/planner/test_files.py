@@ -106,6 +106,12 @@ def test_a_cluster_from_a_file(cluster_with):
             "collectives:\n  all_reduce.intra_node: {bandwith: 1GB/s}\n",
             "cluster.yaml:13: .*bandwith: unknown field; did you mean band",
         ),
+        (
+            "",
+            "collectives:\n  all_redu.intra_node: {bandwidth: 1GB/s}\n",
+            "no operation and link 'all_redu.intra_node'; did you mean all_reduce.intra_node",
+        ),
+        ("", "all_reduce: rings\n", "all_reduce: must be 'ring', 'tree' or 'hierarchical'"),
         ("", "device: *d\n", "cluster.yaml:12: not valid YAML"),
         ("", "provenance: &p {a: b}\ncollectives: *p\n", "cluster.yaml:.*anchors and aliases"),
         (

@@ -9,286 +9,65 @@ import os
 import pickle
 import struct
 import sys
-import warnings
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import networkx as nx
 import numpy as np
 import pytest
 import scipy.io
 import scipy.sparse as sp
+from written import (
+    ALL,
+    EDGES,
+    GRAPH,
+    MASKS,
+    WIDTH,
+    N,
+    csv,
+    csv_gz,
+    csv_with_names,
+    dgl_bin,
+    dgl_graph,
+    edge_index,
+    edge_index_npy,
+    edge_index_pt,
+    graphbolt_csv,
+    graphbolt_numpy,
+    graphml,
+    graphsaint,
+    ids,
+    matrix,
+    matrix_market,
+    networkx_graph,
+    npz,
+    ogb_binary,
+    ogb_text,
+    old_pt,
+    parquet,
+    pyg_data,
+    pyg_processed,
+    pyg_pt,
+    quiet,
+    scipy_coo,
+    scipy_csr,
+    tensors,
+    tsv,
+    zipped,
+)
 
 from gnnplan.cli import main
-from gnnplan.planner.graph import formats
+from gnnplan.planner.graph import arrays, formats
 from gnnplan.planner.graph.formats import Extras, convert, from_object, parts_of, text
 from gnnplan.planner.graph.formats.parts import collect
 from gnnplan.planner.graph.load import load, source_of
 from gnnplan.planner.vocabulary.errors import SpecError
 
-N, WIDTH, CLASSES = 30, 5, 3
-MASKS = ("train_mask", "val_mask", "test_mask")
-ALL = {"x", "y", *MASKS}
-
-
-def drawn() -> dict[str, np.ndarray]:
-    """A directed graph without duplicates, in random order, one self-loop in it."""
-    rng = np.random.default_rng(7)
-    pairs = rng.choice(N * N, 90, replace=False)
-    part = rng.permutation(np.arange(N) % 3)
-    return {
-        "src": pairs // N,
-        "dst": pairs % N,
-        "x": rng.standard_normal((N, WIDTH)).astype(np.float32),
-        "y": rng.permutation(np.arange(N) % CLASSES),
-        **{mask: part == i for i, mask in enumerate(MASKS)},
-    }
-
-
-GRAPH = drawn()
-EDGES = np.stack([GRAPH["src"], GRAPH["dst"]])
-
-
-def quiet(name: str) -> ModuleType:
-    """A library, without the warnings of its import; skips where it is absent."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ.setdefault("DGLBACKEND", "pytorch")
-        return pytest.importorskip(name, exc_type=ImportError)
-
-
-def tensors(*names: str) -> dict:
-    torch = quiet("torch")
-    return {name: torch.from_numpy(GRAPH[name].copy()) for name in names}
-
-
-def matrix() -> sp.coo_matrix:
-    return sp.coo_matrix((np.ones(90), EDGES), shape=(N, N))
-
-
-def ids(mask: str) -> np.ndarray:
-    return np.flatnonzero(GRAPH[mask])
-
-
-# -- objects, and the files that their libraries write ---------------------------------------------
-
-
-def dgl_graph() -> object:
-    dgl = quiet("dgl")
-    graph = dgl.graph((GRAPH["src"], GRAPH["dst"]), num_nodes=N)
-    data = tensors("x", "y", *MASKS)
-    graph.ndata.update({"feat": data["x"], "label": data["y"]} | {m: data[m] for m in MASKS})
-    return graph
-
-
-def pyg_data() -> object:
-    quiet("torch_geometric")
-    data = importlib.import_module("torch_geometric.data").Data
-    return data(edge_index=edge_index(), **tensors("x", "y", *MASKS), num_nodes=N)
-
-
-def edge_index() -> object:
-    return quiet("torch").from_numpy(EDGES.copy())
-
-
-def networkx_graph(x: bool = True) -> nx.DiGraph:
-    graph = nx.DiGraph()
-    for v in range(N):
-        of = {"y": int(GRAPH["y"][v])} | {mask: bool(GRAPH[mask][v]) for mask in MASKS}
-        graph.add_node(v, **of, **({"x": GRAPH["x"][v].tolist()} if x else {}))
-    graph.add_edges_from(EDGES.T.tolist())
-    return graph
-
-
-def dgl_bin(folder: Path) -> Path:
-    quiet("dgl").save_graphs(str(folder / "graph.bin"), [dgl_graph()])
-    return folder / "graph.bin"
-
-
-def pyg_pt(folder: Path) -> Path:
-    quiet("torch").save(pyg_data(), folder / "data.pt")
-    return folder / "data.pt"
-
-
-def pyg_processed(folder: Path) -> Path:
-    """As InMemoryDataset.save writes it: the dictionary, slices, the class."""
-    data = pyg_data()
-    quiet("torch").save((data.to_dict(), None, type(data)), folder / "data.pt")
-    return folder / "data.pt"
-
-
-def old_pt(folder: Path) -> Path:
-    data = {"edge_index": edge_index(), **tensors("x", "y", *MASKS)}
-    quiet("torch").save(data, folder / "old.pt", _use_new_zipfile_serialization=False)
-    return folder / "old.pt"
-
-
-def edge_index_pt(folder: Path) -> Path:
-    quiet("torch").save(edge_index(), folder / "edges.pt")
-    return folder / "edges.pt"
-
-
-def edge_index_npy(folder: Path) -> Path:
-    np.save(folder / "edges.npy", EDGES)
-    return folder / "edges.npy"
-
-
-def zipped(path: Path, table: np.ndarray, fmt: str = "%d") -> None:
-    with gzip.open(path, "wt") as stream:
-        np.savetxt(stream, table, fmt=fmt, delimiter=",")
-
-
-def ogb_text(folder: Path) -> Path:
-    """The layout of https://ogb.stanford.edu/docs/nodeprop/ as downloaded: raw/ and split/."""
-    root = folder / "ogbn_small"
-    (root / "raw").mkdir(parents=True)
-    (root / "split" / "time").mkdir(parents=True)
-    zipped(root / "raw" / "edge.csv.gz", EDGES.T)
-    zipped(root / "raw" / "node-feat.csv.gz", GRAPH["x"], "%.9g")
-    zipped(root / "raw" / "node-label.csv.gz", GRAPH["y"][:, None])
-    zipped(root / "raw" / "num-node-list.csv.gz", np.array([[N]]))
-    zipped(root / "raw" / "num-edge-list.csv.gz", np.array([[90]]))
-    for part, mask in zip(("train", "valid", "test"), MASKS, strict=True):
-        zipped(root / "split" / "time" / f"{part}.csv.gz", ids(mask)[:, None])
-    return root
-
-
-def ogb_binary(folder: Path) -> Path:
-    root = ogb_text(folder)
-    for file in (root / "raw").iterdir():
-        file.unlink()
-    np.savez_compressed(
-        root / "raw" / "data.npz",
-        edge_index=EDGES,
-        node_feat=GRAPH["x"],
-        num_nodes_list=np.array([N]),
-        num_edges_list=np.array([90]),
-    )
-    label = GRAPH["y"].astype(np.float32)[:, None]
-    np.savez_compressed(root / "raw" / "node-label.npz", node_label=label)
-    return root
-
-
-METADATA = """
-dataset_name: small
-graph:
-  nodes:
-    - num: 30
-  edges:
-    - format: {kind}
-      path: edges.{kind}
-feature_data:
-  - domain: node
-    type: null
-    name: feat
-    format: numpy
-    in_memory: false
-    path: feat.npy
-tasks:
-  - name: node_classification
-    num_classes: 3
-"""
-
-
-def graphbolt(folder: Path, kind: str) -> Path:
-    """The layout of https://docs.dgl.ai/stochastic_training/ondisk-dataset-specification.html."""
-    document = METADATA.format(kind=kind)
-    for name, mask in zip(("train_set", "validation_set", "test_set"), MASKS, strict=True):
-        document += f"    {name}:\n      - type: null\n        data:\n"
-        for what, array in (("seeds", ids(mask)), ("labels", GRAPH["y"][ids(mask)])):
-            np.save(folder / f"{name}_{what}.npy", array)
-            document += f"          - name: {what}\n            format: numpy\n"
-            document += f"            path: {name}_{what}.npy\n"
-    (folder / "metadata.yaml").write_text(document)
-    np.save(folder / "feat.npy", GRAPH["x"])
-    if kind == "csv":
-        np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
-    else:
-        np.save(folder / "edges.numpy", EDGES)
-        os.rename(folder / "edges.numpy.npy", folder / "edges.numpy")
-    return folder
-
-
-def graphbolt_csv(folder: Path) -> Path:
-    return graphbolt(folder, "csv")
-
-
-def graphbolt_numpy(folder: Path) -> Path:
-    return graphbolt(folder, "numpy")
-
-
-def graphsaint(folder: Path) -> Path:
-    sp.save_npz(folder / "adj_full.npz", matrix().tocsr())
-    np.save(folder / "feats.npy", GRAPH["x"].astype(np.float64))
-    classes = {str(v): int(y) for v, y in enumerate(GRAPH["y"])}
-    (folder / "class_map.json").write_text(json.dumps(classes))
-    roles = {role: ids(m).tolist() for role, m in zip(("tr", "va", "te"), MASKS, strict=True)}
-    (folder / "role.json").write_text(json.dumps(roles))
-    return folder
-
-
-def csv(folder: Path) -> Path:
-    np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
-    return folder / "edges.csv"
-
-
-def csv_with_names(folder: Path) -> Path:
-    """As pandas writes a table: an index, the columns in another order, a weight."""
-    rows = [f"{i},{v},0.5,{u}" for i, (u, v) in enumerate(EDGES.T)]
-    (folder / "named").write_text("\n".join([",target,weight,source", *rows]) + "\n")
-    return folder / "named"
-
-
-def tsv(folder: Path) -> Path:
-    """As SNAP has it: comments, tabs, no end of the last line."""
-    rows = [f"{u}\t{v}" for u, v in EDGES.T]
-    (folder / "snap.txt").write_text("\n".join(["# Nodes: 30", "# From\tTo", *rows]))
-    return folder / "snap.txt"
-
-
-def csv_gz(folder: Path) -> Path:
-    zipped(folder / "edges.csv.gz", EDGES.T)
-    return folder / "edges.csv.gz"
-
-
-def parquet(folder: Path) -> Path:
-    arrow, writer = quiet("pyarrow"), quiet("pyarrow.parquet")
-    columns = {"weight": np.ones(90), "dst": GRAPH["dst"], "src": GRAPH["src"]}
-    writer.write_table(arrow.table(columns), folder / "edges.parquet", row_group_size=40)
-    return folder / "edges.parquet"
-
-
-def matrix_market(folder: Path) -> Path:
-    scipy.io.mmwrite(folder / "graph.mtx", matrix())
-    return folder / "graph.mtx"
-
-
-def scipy_csr(folder: Path) -> Path:
-    sp.save_npz(folder / "graph.npz", matrix().tocsr())
-    return folder / "graph.npz"
-
-
-def scipy_coo(folder: Path) -> Path:
-    sp.save_npz(folder / "graph.npz", matrix())
-    return folder / "graph.npz"
-
-
-def graphml(folder: Path) -> Path:
-    nx.write_graphml(networkx_graph(x=False), folder / "graph.graphml")
-    return folder / "graph.graphml"
-
-
-def npz(folder: Path) -> Path:
-    np.savez(folder / "own.npz", **GRAPH)
-    return folder / "own.npz"
-
-
 starts = pytest.mark.processes
 # writer -> what its file holds beside the edges
 WRITERS = [
-    pytest.param(dgl_bin, ALL, marks=starts),
     *(
         pytest.param(writer, ALL)
         for writer in (pyg_pt, pyg_processed, old_pt, ogb_text, ogb_binary)
@@ -332,8 +111,7 @@ def test_a_librarys_file_is_the_graph_that_was_written(
     path = str(write(place))
     vertices, edges, _ = convert(path, tmp_path / "mapped")
     assert (vertices, edges) == (N, 90)
-    # DGL's files are read by a process of their own, which takes seconds: once is enough
-    arrays = collect(parts_of(str(tmp_path / "mapped") if write is dgl_bin else path))
+    arrays = collect(parts_of(path))
     assert np.array_equal(in_order(arrays), in_order(GRAPH))
     assert arrays.keys() & ALL == held
     for name in held:
@@ -344,8 +122,19 @@ def test_a_librarys_file_is_the_graph_that_was_written(
     assert mapped.stats.hash == load(reference(tmp_path, held), directed=True).stats.hash
     if "x" in held:
         assert isinstance(mapped.x, np.memmap)
-    if write is not dgl_bin:
-        assert load(path, directed=True).stats.hash == mapped.stats.hash
+    assert load(path, directed=True).stats.hash == mapped.stats.hash
+
+
+@starts
+def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
+    """It is read by a process of its own, which takes seconds: once is enough for both."""
+    parts = parts_of(str(dgl_bin(place)))
+    graph = formats.graph_of(parts, "it", formats.MadeUp(), directed=True)
+    assert graph.stats.hash == load(reference(tmp_path, ALL), directed=True).stats.hash
+    formats.mapped.write(parts, tmp_path / "mapped")
+    mapped = load(str(tmp_path / "mapped"), directed=True)
+    assert mapped.stats.hash == graph.stats.hash and isinstance(mapped.x, np.memmap)
+    assert sorted(os.listdir(place)) == ["graph.bin"]
 
 
 @pytest.mark.parametrize("make", [dgl_graph, pyg_data, networkx_graph])
@@ -554,6 +343,25 @@ def test_bad_files_beside_an_edge_list_are_named(
     assert not (tmp_path / "mapped").exists()
 
 
+def test_the_split_of_ogbs_saver_is_read(tmp_path: Path):
+    """A dictionary of tensors; of arrays it would need code of the file."""
+    root = ogb_binary(tmp_path)
+    expected = load(str(root)).stats.hash
+    for file in (root / "split" / "time").iterdir():
+        file.unlink()
+    torch, path = quiet("torch"), root / "split" / "time" / "split_dict.pt"
+    lists = dict(zip(("train", "valid", "test"), map(ids, MASKS), strict=True))
+    torch.save({part: torch.from_numpy(chosen) for part, chosen in lists.items()}, path)
+    graph = load(str(root))
+    assert graph.stats.hash == expected and "the official split by time" in graph.stats.notes
+    torch.save({"train": torch.tensor([0])}, path)
+    with pytest.raises(SpecError, match="must be a dictionary of train, valid and test"):
+        load(str(root))
+    torch.save(lists, path)
+    with pytest.raises(SpecError, match=r"only code of the file can make.* save tensors"):
+        load(str(root))
+
+
 def test_what_a_graph_has_is_not_replaced(tmp_path: Path):
     features, *_ = extras_npy(tmp_path)
     with pytest.raises(SpecError, match=r"has its own features, so --features .* leave it out"):
@@ -657,6 +465,48 @@ class Hostile:
         return exec, ("open('/tmp/gnnplan-hostile', 'w')",)
 
 
+def instead(
+    write: Callable[[Path], Path], file: str, make: Callable[[Path], object]
+) -> Callable[[Path], Path]:
+    """What `write` writes, with `make` in the place of one file ('': of all)."""
+
+    def replace(folder: Path) -> Path:
+        path = write(folder)
+        (path / file).unlink()
+        make(path / file)
+        return path
+
+    return replace
+
+
+def sparse_of(**members: object) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        given = {"format": b"coo", "shape": [9, 9], "row": [0, 1], "col": [1, 2], "data": [1, 1]}
+        np.savez(folder / "bad.npz", **(given | members))
+        return folder / "bad.npz"
+
+    return write
+
+
+def longer(write: Callable[[Path], Path], file: str, size: int) -> Callable[[Path], Path]:
+    """The file with a hole behind it, which takes no place on the disk."""
+
+    def lengthen(folder: Path) -> Path:
+        path = write(folder)
+        os.truncate(path / file, size)
+        return path
+
+    return lengthen
+
+
+def repeated_row(folder: Path) -> Path:
+    """A few bytes whose tensor claims gigabytes: not too many for memory."""
+    torch = quiet("torch")
+    wide = torch.zeros(1).expand(N, 2**24)
+    torch.save({"edge_index": edge_index(), "x": wide}, folder / "wide.pt")
+    return folder / "wide.pt"
+
+
 def two_dgl_graphs(folder: Path) -> Path:
     quiet("dgl").save_graphs(str(folder / "two.bin"), [dgl_graph(), dgl_graph()])
     return folder / "two.bin"
@@ -680,6 +530,61 @@ def several_graphs(folder: Path) -> Path:
 HERE = "# Nodes\n0\t1\n"
 BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><graphml>&b;</graphml>'
 BAD = {
+    "ogb: a pipe": (
+        instead(ogb_text, "raw/node-feat.csv.gz", os.mkfifo),
+        r"node-feat\.csv\.gz: cannot be read \(Is a pipe",
+    ),
+    "ogb: empty features": (
+        instead(ogb_text, "raw/node-feat.csv.gz", Path.touch),
+        "ogbn_small: x: holds no rows of features; give a row for each vertex",
+    ),
+    "ogb: an empty part": (
+        instead(ogb_text, "split/time/valid.csv.gz", Path.touch),
+        "time: valid: holds no vertex; repeat the download",
+    ),
+    "ogb: too many vertices": (
+        changed(ogb_text, "raw/num-node-list.csv.gz", np.array([[2**31 - 1]])),
+        "has 2,147,483,647 vertices, but 30 labels",
+    ),
+    "graphbolt: a link to itself": (
+        instead(graphbolt_csv, "edges.csv", lambda path: path.symlink_to(path)),
+        "Symlink loop|Too many levels",
+    ),
+    "graphbolt: no edges": (
+        instead(graphbolt_csv, "edges.csv", Path.touch),
+        "holds no edges; write it again",
+    ),
+    "graphbolt: too many vertices": (
+        changed(graphbolt_csv, "metadata.yaml", ("num: 30", "num: 2000000000")),
+        r"feat: has 30 rows, but graph\.nodes\.num is 2,000,000,000",
+    ),
+    "graphsaint: a pipe": (
+        instead(graphsaint, "adj_full.npz", os.mkfifo),
+        r"adj_full\.npz: cannot be read \(Is a pipe",
+    ),
+    "graphsaint: roles are a pipe": (
+        instead(graphsaint, "role.json", os.mkfifo),
+        r"role\.json: cannot be read \(Is a pipe",
+    ),
+    "graphsaint: a large list": (
+        longer(graphsaint, "class_map.json", 10**10),
+        r"class_map\.json: larger than 1\.07 GB",
+    ),
+    "graphml: large": (longer(graphml, "", 10**12), "NetworkX's objects of it would take"),
+    "npz: fractions": (sparse_of(row=[0.5, 1.0]), "row: must hold integers, has dtype float64"),
+    "npz: negative": (sparse_of(row=[0, -1]), "cannot be read as a sparse matrix"),
+    "npz: diagonals": (
+        sparse_of(format=b"dia", shape=[2**31 - 1] * 2, data=[[1.0]], offsets=[0]),
+        "holds diagonals; save it with save_npz",
+    ),
+    "pt: one row many times": (
+        repeated_row,
+        r"x: shape \[30, 16777216\] needs 2,013,265,920 B but only 4 B are stored",
+    ),
+    "ogb: a split of nothing": (
+        changed(ogb_text, "split/time/train.csv.gz", None),
+        "one split is needed, a folder with train.csv.gz or split_dict.pt, found none",
+    ),
     "absent": (lambda d: d / "none.csv", r"a graph is a \.npz file"),
     "empty file": (put(""), "of no format that is read"),
     "junk": (put(bytes(range(128, 256))), "of no format that is read"),
@@ -828,6 +733,70 @@ def test_bad_input_is_named_and_leaves_nothing(
             convert(str(path), tmp_path / "mapped")
         assert sorted(os.listdir(tmp_path)) == ["written"]
     assert sorted(place.rglob("*")) == before and not os.path.exists("/tmp/gnnplan-hostile")
+
+
+def packed(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, raw in members.items():
+            archive.writestr(name, raw)
+    return path
+
+
+def packed_npz(folder: Path) -> Path:
+    return packed(folder / "g.npz", {"src.npy": zeros(), "dst.npy": zeros()})
+
+
+def packed_sparse(folder: Path) -> Path:
+    path = scipy_coo(folder)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    return packed(path, members | {"row.npy": zeros()})
+
+
+def packed_ogb(folder: Path) -> Path:
+    root = ogb_binary(folder)
+    with zipfile.ZipFile(root / "raw" / "data.npz") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    packed(root / "raw" / "data.npz", members | {"node_feat.npy": zeros((N, 2**16))})
+    return root
+
+
+def packed_pt(folder: Path) -> Path:
+    """torch does not compress, and unpacks what others did."""
+    quiet("torch").save(quiet("torch").zeros((2, 2**20), dtype=int), folder / "plain.pt")
+    with zipfile.ZipFile(folder / "plain.pt") as archive:
+        return packed(folder / "g.pt", {name: archive.read(name) for name in archive.namelist()})
+
+
+def packed_text(folder: Path) -> Path:
+    (folder / "edges.csv.gz").write_bytes(gzip.compress(b"0,1\n" * 2**20))
+    return folder / "edges.csv.gz"
+
+
+def zeros(shape: tuple[int, ...] = (2**19,)) -> bytes:
+    body = io.BytesIO()
+    np.save(body, np.zeros(shape, np.int64))
+    return body.getvalue()
+
+
+@pytest.mark.parametrize("write", [packed_npz, packed_sparse, packed_ogb, packed_pt, packed_text])
+def test_what_was_packed_to_fill_memory_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
+):
+    path = write(tmp_path)
+    monkeypatch.setattr(arrays, "MOST_SWOLLEN", 1 << 20)  # for small files; real ones are larger
+    with pytest.raises(SpecError, match=r"unpacks to .* MB from .* kB.*store it uncompressed"):
+        load(str(path))
+
+
+def test_vertices_that_an_edge_list_claims_take_no_memory_to_convert(tmp_path: Path):
+    (tmp_path / "edges.csv").write_text("0,1\n0,2147483640\n")
+    tracemalloc.start()
+    try:
+        assert convert(str(tmp_path / "edges.csv"), tmp_path / "g")[:2] == (2147483641, 2)
+        assert tracemalloc.get_traced_memory()[1] < 64e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path: Path):

@@ -21,6 +21,7 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Link
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.recommendation import SURE_GAIN
 from gnnplan.planner.decision.search import SearchResult, evaluate, families, parts, search
+from gnnplan.planner.decision.summary import rivals
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -570,6 +571,16 @@ def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult
         ],
         [],
     )
+
+
+def test_the_line_of_close_ones_names_a_strategy_whole():
+    found = with_epochs(
+        search(problem_of(), may_use_fewer=False), ("graph_parallel", 1.0), ("pipegcn", 9.0)
+    )
+    stages = ",".join(str(1 + n % 3) for n in range(50))
+    long = parse(f"gnnpipe(layers_per_stage='{stages}')")
+    found.ranked[1] = replace(found.ranked[1], strategy=long)
+    assert len(str(long)) > 100 and rivals(found).startswith(f"{long} +800.0 % (")
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,12 @@ def test_where_the_recommendation_changes():
         {"field": "b", "value": "y", "with": {"a": "3"}, "from": "r", "to": "q"},
     ]
     assert changes(axes(["a=1"]), [row("1", "x", "p")]) == []
+    # where only the variant changes, the variants are named
+    variants = [row("1", "x", "p") | {"best": f"p(k={k})"} for k in (2, 4)]
+    variants[1]["at"] = {"a": "2", "b": "x"}
+    assert changes(axes(["a=1,2"]), variants) == [
+        {"field": "a", "value": "2", "with": {"b": "x"}, "from": "p(k=2)", "to": "p(k=4)"}
+    ]
 
 
 def test_rows_are_plans_of_their_own():

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gnnplan.planner.graph.formats.mapped import of_own, write
 from gnnplan.planner.graph.formats.parts import Parts, library, reading, take_vertex_data
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
@@ -49,6 +51,8 @@ def read(path: str) -> Parts:
                 " file is damaged, save it again with dgl.save_graphs"
             )
         parts = of_own(str(out), path)
+    if parts.x is not None:
+        parts.x = np.asarray(parts.x)  # mapped still, but its file has no name any more
     parts.notes += [line.removeprefix("note: ") for line in done.stdout.splitlines() if line]
     return parts
 

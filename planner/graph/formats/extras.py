@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import check_header
+from gnnplan.planner.graph.arrays import check_header, must_not_swell
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.parts import (
@@ -197,6 +197,7 @@ def _arrays(path: str) -> dict[str, Array]:
     with reading(path, ".npz"):
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
+                must_not_swell(f"{path}: {info.filename}", info.file_size, info.compress_size)
                 with archive.open(info) as stream:
                     nbytes += check_header(path, info.filename, stream, info.file_size)
             must_fit(path, "what it holds", nbytes)

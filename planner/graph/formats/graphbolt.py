@@ -72,7 +72,8 @@ class _Metadata:
         path = (self.folder / name).resolve()
         if not path.is_relative_to(self.folder.resolve()):
             raise self.document.error(
-                (*where, "path"), f"must lie in the dataset's folder, is {name[:MOST_SHOWN]}"
+                (*where, "path"),
+                f"must lie in the dataset's folder, is {name[:MOST_SHOWN]}; copy it there",
             )
         return str(path), self.get((*where, "format"), str)
 
@@ -104,6 +105,11 @@ def read(path: str) -> Parts:
         (name,) = places
     if name is not None:
         parts.x = meta.array(places[name])
+        if len(parts.x) != vertices:  # before labels and masks of so many are made
+            raise SpecError(
+                f"{path}: {name}: has {len(parts.x):,} rows, but graph.nodes.num is {vertices:,};"
+                " give a row per vertex"
+            )
     if others := sorted(set(places) - {name}):
         parts.notes.append("ignored features: " + ascii(", ".join(others[:8]))[1:-1])
     if tasks := meta.get(("tasks",), list, []):
@@ -160,9 +166,10 @@ def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
         raise SpecError(f"{parts.path}: labels of all sets must have one shape, have {shapes}")
     (shape,) = shapes
     if shape:
-        must_fit(parts.path, "labels", float(vertices) * min(shape[0], MOST_CLASSES))
+        must_fit(parts.path, "labels", 8.0 * vertices * min(shape[0], MOST_CLASSES))
         parts.y = np.zeros((vertices, *shape), labels[0][1].dtype)
     else:
+        must_fit(parts.path, "labels", 8.0 * vertices)
         parts.y = np.full(vertices, -1, np.int64)
     for chosen, y in labels:
         parts.y[chosen.ravel()] = y

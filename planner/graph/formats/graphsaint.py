@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gnnplan.planner.graph.graph import MOST_CLASSES, Array, must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_json
 
-LARGEST_JSON = 4 << 30  # [B]
+LARGEST_JSON = 1 << 30  # [B]
 ROLES = {
     "train_mask": ("tr", "train"),
     "val_mask": ("va", "val", "valid"),
@@ -27,11 +28,11 @@ def read(path: str) -> Parts:
     parts = of_matrix(load_matrix(str(folder / "adj_full.npz")), str(folder / "adj_full.npz"))
     parts.path = path
     assert parts.vertices is not None
-    if (folder / "feats.npy").is_file():
+    if os.path.lexists(folder / "feats.npy"):
         parts.x = mapped_array(str(folder / "feats.npy"))
-    if (folder / "class_map.json").is_file():
+    if os.path.lexists(folder / "class_map.json"):
         parts.y = _labels(folder / "class_map.json", parts.vertices)
-    if (folder / "role.json").is_file():
+    if os.path.lexists(folder / "role.json"):
         parts.masks = roles(folder / "role.json", parts.vertices)
     return parts
 
@@ -63,7 +64,7 @@ def _labels(path: Path, vertices: int) -> Array:
     if values.ndim > 2 or values.dtype.kind not in "iuf":
         raise SpecError(
             f"{path}: must hold a class, or as many zeros and ones, for every vertex, holds"
-            f" {values.dtype} of shape {list(values.shape)}"
+            f" {values.dtype} of shape {list(values.shape)}; mend its values"
         )
     masks_of(str(path), vertices, {"class_map": ids})
     if values.ndim == 2:

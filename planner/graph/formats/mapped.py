@@ -79,6 +79,8 @@ def write(parts: Parts, folder: Path) -> tuple[int, int]:
             f"{folder}: cannot be written ({error.strerror or error}); choose another place or free"
             " it"
         ) from error
+    except SpecError as error:  # of who reads what was written: the reader knows its source only
+        raise SpecError(str(error).replace(str(temporary), parts.path)) from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(temporary)

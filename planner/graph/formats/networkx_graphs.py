@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,17 @@ from gnnplan.planner.graph.formats.parts import (
     reading,
     tensor_array,
 )
-from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.graph.graph import Array, must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ENTITY = b"<!ENTITY"
+PER_BYTE = 10  # [B] of Python objects per byte of GraphML, at least
 
 
 def read_graphml(path: str) -> Parts:
     networkx = library("networkx")
     with reading(path, "GraphML"):
+        must_fit(path, "NetworkX's objects of it", PER_BYTE * float(os.stat(path).st_size))
         with open(path, "rb") as stream:
             tail = b""
             while block := stream.read(1 << 20):

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import check_header, read_header
+from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
 from gnnplan.planner.graph.formats.parts import (
     Parts,
     class_ids,
     masks_of,
     must_be_count,
     reading,
+    tensor_array,
 )
+from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import column, matrix, tables, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
 SPLITS = {"train_mask": "train", "val_mask": "valid", "test_mask": "test"}
+NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # what a split's folder holds
 
 
 def raw_of(path: str) -> Path | None:
@@ -50,9 +54,31 @@ def read(path: str) -> Parts:
         return parts
     parts.notes.append(f"the official split by {split.name}")
     vertices = _vertices(parts)
-    ids = {name: column(str(split / f"{part}.csv.gz")) for name, part in SPLITS.items()}
+    if parts.y is not None and len(parts.y) != vertices:  # before masks of so many are made
+        raise SpecError(
+            f"{path}: has {vertices:,} vertices, but {len(parts.y):,} labels; the download is"
+            " damaged, repeat it"
+        )
+    ids = _ids_of(split)
+    for name, chosen in ids.items():
+        if not chosen.size:
+            raise SpecError(f"{split}: {SPLITS[name]}: holds no vertex; repeat the download")
     parts.masks = masks_of(str(split), vertices, ids)
     return parts
+
+
+def _ids_of(split: Path) -> dict[str, Array]:
+    """The vertices of each part, by lists in text, or as ogb's DatasetSaver writes them."""
+    if (split / LISTS).is_file():
+        return {name: column(str(split / f"{part}.csv.gz")) for name, part in SPLITS.items()}
+    path = str(split / SAVED)
+    held = load_tensors(path)
+    if not isinstance(held, dict) or not held.keys() >= {*SPLITS.values()}:
+        raise SpecError(
+            f"{path}: must be a dictionary of train, valid and test; save it again with ogb's"
+            " DatasetSaver"
+        )
+    return {name: tensor_array(path, part, held[part]) for name, part in SPLITS.items()}
 
 
 def _vertices(parts: Parts) -> int:
@@ -61,18 +87,24 @@ def _vertices(parts: Parts) -> int:
 
 
 def _split_of(folder: Path) -> Path | None:
-    """The only folder in split/ with lists of ids."""
-    found = sorted((folder / "split").glob("*/train.csv.gz"))
-    if len(found) > 1:
-        names = ", ".join(file.parent.name for file in found)
-        raise SpecError(f"{folder / 'split'}: has several splits ({names}); keep one")
-    return found[0].parent if found else None
+    """The only folder in split/, which has lists of ids; None if there is no split/."""
+    if not (folder / "split").is_dir():
+        return None
+    found = sorted({file.parent for file in (folder / "split").glob("*/*") if file.name in NAMES})
+    if len(found) != 1:
+        names = ", ".join(split.name for split in found) or "none"
+        raise SpecError(
+            f"{folder / 'split'}: one split is needed, a folder with {' or '.join(NAMES)}, found"
+            f" {names}; keep one, or remove split/ for a random one"
+        )
+    return found[0]
 
 
 def _one(path: str, name: str, counts: Array) -> int:
     if counts.size != 1:
         raise SpecError(
-            f"{path}: {name}: node property prediction has one graph, this folder {counts.size}"
+            f"{path}: {name}: node property prediction has one graph, this folder {counts.size};"
+            " give a folder of ogbn-..., or repeat the download"
         )
     return must_be_count(path, name, int(counts.ravel()[0]), 2**62)
 
@@ -97,9 +129,9 @@ def _text(raw: Path, path: str) -> Parts:
             )
 
     parts = Parts(path, edges(), vertices)
-    if (raw / "node-feat.csv.gz").is_file():
+    if os.path.lexists(raw / "node-feat.csv.gz"):
         parts.x = matrix(str(raw / "node-feat.csv.gz"), np.float32)
-    if (raw / "node-label.csv.gz").is_file():
+    if os.path.lexists(raw / "node-label.csv.gz"):
         labels = str(raw / "node-label.csv.gz")
         parts.y = class_ids(labels, "labels", _whole(whole_matrix(labels)))
     return parts
@@ -131,7 +163,7 @@ def _binary(raw: Path, path: str) -> Parts:
             rows = _rows(data, "node_feat", 0, width[0] * width[1], max(1, step))
             parts.x = (piece.reshape(-1, width[1]) for piece in rows)
     labels = str(raw / "node-label.npz")
-    if Path(labels).is_file():
+    if os.path.lexists(labels):
         parts.y = class_ids(labels, "node_label", _whole_or_ids(_member(labels, "node_label")))
     return parts
 
@@ -152,6 +184,7 @@ def _shape(path: str, name: str) -> tuple[tuple[int, ...], np.dtype]:
         raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
     with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
         info = archive.getinfo(f"{name}.npy")
+        must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
         with archive.open(info) as stream:
             check_header(path, name, stream, info.file_size, fits=False)
         with archive.open(info) as stream:

@@ -20,7 +20,10 @@ def edge_list(path: str) -> Parts:
     with reading(path, "Parquet"), parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
     if len(schema.names) < 2:
-        raise SpecError(f"{path}: an edge list has two columns, this file has {len(schema.names)}")
+        raise SpecError(
+            f"{path}: an edge list has two columns, this file has {len(schema.names)};"
+            " write both ends of an edge"
+        )
     names = [schema.names[i] for i in columns_of(schema.names)]
     for name in names:
         if "int" not in str(schema.field(name).type):

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -29,6 +29,7 @@ from gnnplan.planner.graph.graph import (
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
+T = TypeVar("T")
 # an array; or its rows, some at a time, for files that may exceed memory; or sparse
 Matrix: TypeAlias = "Array | sp.csr_matrix | Iterator[Array]"
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -163,7 +164,7 @@ def masks_of(path: str, vertices: int, ids: Mapping[str, Array]) -> dict[str, Ar
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise SpecError(
                 f"{path}: {name}: must be a list of vertex ids, is {chosen.dtype} of shape"
-                f" {list(chosen.shape)}"
+                f" {list(chosen.shape)}; write whole numbers"
             )
         must_be_ids(path, name, chosen, vertices)
         masks[name] = np.zeros(vertices, bool)
@@ -191,7 +192,8 @@ def must_be_count(path: str, name: str, value: Any, most: int = MOST_VERTICES) -
     """A number of vertices or classes that a file claims. Raises SpecError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= most:
         raise SpecError(
-            f"{path}: {name}: must be a whole number of 0 to {most:,}, is {str(value)[:MOST_SHOWN]}"
+            f"{path}: {name}: must be a whole number of 0 to {most:,}, is"
+            f" {str(value)[:MOST_SHOWN]}; write the file again"
         )
     return int(value)
 
@@ -213,8 +215,16 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
     Raises SpecError for objects, sparse tensors, and expanded tensors beyond memory."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         if str(value.layout) != "torch.strided":
-            raise SpecError(f"{path}: {name}: must be a dense tensor, is {value.layout}")
-        must_fit(path, f"{name} of shape {list(value.shape)}", value.numel() * value.element_size())
+            raise SpecError(
+                f"{path}: {name}: must be a dense tensor, is {value.layout}; save its .to_dense()"
+            )
+        nbytes, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+        must_fit(path, f"{name} of shape {list(value.shape)}", nbytes)
+        if nbytes > max(stored, AT_ONCE):  # rows that are one row many times, as .expand() makes
+            raise SpecError(
+                f"{path}: {name}: shape {list(value.shape)} needs {nbytes:,} B but only"
+                f" {stored:,} B are stored; save its .contiguous()"
+            )
         if str(value.dtype) == "torch.bfloat16":
             value = value.float()
         return np.asarray(value.detach().cpu().numpy())
@@ -224,6 +234,7 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
         raise SpecError(
             f"{path}: {name}: must be a tensor or an array of numbers, is {type(value).__name__}"
+            f"{f' of {value.dtype}' if isinstance(value, np.ndarray) else ''}; save it as numbers"
         )
     return value
 
@@ -256,7 +267,7 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> None:
 def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
     """src and dst as int32, some at a time. Raises SpecError for ids beyond the vertices."""
     vertices, first = parts.vertices or MOST_VERTICES, 0
-    for src, dst in parts.edges:
+    for src, dst in pieces_of(parts.path, "its edges", parts.edges):
         if len(src) != len(dst):
             raise SpecError(
                 f"{parts.path}: src, dst: must have the same length, have {len(src):,} and"
@@ -268,12 +279,20 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
                 must_be_ids(parts.path, name, ids, vertices, first + start)
             yield src[piece].astype(np.int32), dst[piece].astype(np.int32)
         first += len(src)
+    if not first:
+        raise SpecError(f"{parts.path}: holds no edges; write it again, it may be cut off")
+
+
+def pieces_of(path: str, what: str, pieces: Iterable[T]) -> Iterator[T]:
+    """The pieces, read one by one. Raises SpecError for whatever a library raises meanwhile."""
+    with reading(path, what):
+        yield from pieces
 
 
 def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
     """Rows as finite float32, some at a time. Raises SpecError."""
     first, width = 0, None
-    for rows in [x] if isinstance(x, np.ndarray) else x:
+    for rows in pieces_of(path, "its features", [x] if isinstance(x, np.ndarray) else x):
         if (
             rows.dtype.kind not in "fiub"
             or rows.ndim != 2
@@ -291,6 +310,8 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
             must_be_finite(path, "x", piece, first + start)
             yield piece
         first += len(rows)
+    if not first:
+        raise SpecError(f"{path}: x: holds no rows of features; give a row for each vertex")
 
 
 def collect(parts: Parts) -> dict[str, Array]:

@@ -5,19 +5,22 @@ classes in it become `_Record`, so PyG itself is not imported."""
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
+from gnnplan.planner.graph.arrays import must_not_swell
 from gnnplan.planner.graph.formats.parts import (
     Parts,
     endpoints,
     library,
     must_be_count,
+    reading,
     take_vertex_data,
     tensor_array,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
 PYG = (
     "torch_geometric.data.data.Data",
@@ -43,6 +46,11 @@ def load_tensors(path: str) -> Any:
 
     Raises SpecError for anything that needs code to load."""
     torch = library("torch")
+    must_be_file(path)
+    if zipfile.is_zipfile(path):
+        with reading(path, ".pt"), zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():  # torch does not compress, but unpacks what others did
+                must_not_swell(f"{path}: {info.filename}", info.file_size, info.compress_size)
     allowed = [(_Record, name) for name in PYG]
     # so that two names of one file are two entries, and other code's list stays as it is
     error: Exception
@@ -57,7 +65,7 @@ def load_tensors(path: str) -> Any:
         said = text.rpartition("WeightsUnpickler error: ")[2][: 2 * MOST_SHOWN]
         raise SpecError(
             f"{path}: holds objects that only code of the file can make, which is never run"
-            f" ({said}); save torch.save(data.to_dict(), ...)"
+            f" ({said}); save tensors in dictionaries, as torch.save(data.to_dict(), ...) does"
         ) from error
     raise SpecError(
         f"{path}: cannot be read as .pt ({type(error).__name__}: {text[: 2 * MOST_SHOWN]}); the"

@@ -7,23 +7,37 @@ from typing import Any
 
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.arrays import check_header
+from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
 from gnnplan.planner.graph.formats.parts import Parts, must_be_count, reading
 from gnnplan.planner.graph.graph import must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_file
+
+PLACES = ("row", "col", "coords", "indices", "indptr", "offsets", "shape")  # whole numbers
 
 
 def load_matrix(path: str) -> Any:
     """The matrix of a .npz by scipy.sparse.save_npz, checked. Raises SpecError."""
     nbytes = 0
+    must_be_file(path, "it should hold a sparse matrix")
     with reading(path, "a sparse matrix"):
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():  # before scipy allocates what headers claim
+                name = info.filename.removesuffix(".npy")
+                must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
                 with archive.open(info) as stream:
-                    name = info.filename.removesuffix(".npy")
                     nbytes += check_header(path, name, stream, info.file_size)
+                with archive.open(info) as stream:
+                    _, _, dtype, _ = read_header(path, name, stream)
+                if name in PLACES and dtype.kind not in "iu":  # scipy would round them
+                    raise SpecError(
+                        f"{path}: {name}: must hold integers, has dtype {dtype}; write it again"
+                        " with scipy.sparse.save_npz"
+                    )
             must_fit(path, "what it holds", nbytes)
         matrix = sp.load_npz(path)
+    if matrix.format == "dia":  # whose numbers of rows and columns scipy would allocate unseen
+        raise SpecError(f"{path}: holds diagonals; save it with save_npz(path, matrix.tocoo())")
     return matrix
 
 
@@ -34,7 +48,9 @@ def read(path: str) -> Parts:
 def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
     """The edges of a square matrix; what is stored is an edge, zeros too."""
     if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise SpecError(f"{path}: a graph's matrix is square, this one is of shape {matrix.shape}")
+        raise SpecError(
+            f"{path}: a graph's matrix is square, this one is of shape {matrix.shape}; give [N, N]"
+        )
     must_be_count(path, "shape", int(matrix.shape[0]))
     with reading(path, "a sparse matrix"):
         if matrix.format in ("csr", "csc", "bsr"):

@@ -5,6 +5,7 @@ Files may be compressed with gzip. They are read a block at a time, never whole.
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from gnnplan.planner.graph.arrays import must_not_swell
 from gnnplan.planner.graph.formats.parts import Parts, must_be_count, reading
 from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -46,10 +48,13 @@ def start_of(path: str, most: int = 1 << 16) -> str | None:
 
 def lines_of(path: str, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
     """Whole lines after the first `skip`, some at a time, with the number of the first one."""
-    number, rest = 1, b""
+    number, rest, unpacked = 1, b"", 0
     with reading(path, "text"), opened(path) as stream:
+        stored = os.stat(path).st_size
         while True:
             block = stream.read(BLOCK)
+            unpacked += len(block)
+            must_not_swell(f"{path}:{number}", unpacked, stored, 1 / 8)  # empty lines take time
             text = rest + block
             cut = text.rfind(b"\n") + 1 if block else len(text)
             if block and not cut and len(text) >= BLOCK:
@@ -232,14 +237,17 @@ def matrix_market(path: str) -> Parts:
     if len(words) < 5 or len(counts) < 2 or not all(re.fullmatch(r"\d{1,18}", n) for n in counts):
         raise SpecError(
             f"{path}:{head or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
-            " pattern general' and one of rows, columns and entries are required"
+            " pattern general' and one of rows, columns and entries are required; write it with"
+            " scipy.io.mmwrite"
         )
     layout, symmetry = words[2], words[4]
     rows, columns, entries = (int(number) for number in [*counts, "0"][:3])
     if layout != "coordinate":
         raise SpecError(f"{path}:1: a graph is a matrix in coordinates, this one is {layout}")
     if rows != columns:
-        raise SpecError(f"{path}: a graph's matrix is square, this one is {rows:,} x {columns:,}")
+        raise SpecError(
+            f"{path}: a graph's matrix is square, this one is {rows:,} x {columns:,}; write N x N"
+        )
     vertices = must_be_count(path, "rows", rows)
 
     def edges() -> Iterator[tuple[Array, Array]]:

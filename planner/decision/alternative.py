@@ -16,7 +16,7 @@ NEXT = "NEXT"  # the fastest alternative
 MOST_NAMED = 8  # candidates in an error
 
 
-def choose(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any]:
+def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any]:
     """The plan with the candidate that `text` names as `best`; what was best is an alternative.
 
     problem: the plan's question. text: NEXT, or a strategy as the plan prints it; where the plan

@@ -1,0 +1,171 @@
+"""How good `plan` and `tune` choose, against all strategies measured.
+
+    python benchmarks/tune.py run DATASETS [QUESTION ...]   answers that are missing in tune.csv
+    python benchmarks/tune.py table                         a table of them, as Markdown
+
+A question is a graph with a GNN on a cluster that this machine plays. For each one the cluster's
+constants are measured, then `plan` and `tune` answer, and then every strategy runs in rounds: all
+of them in turn, ROUNDS times, a round's order being that of the one before turned round. Regret is
+how much slower than the fastest of these the chosen one is. `tune` may spend SHARE of a training
+that is predicted to take TRAINING seconds. Rows go to traces/measured/tune.csv with the machine's
+pace before and after. It needs Linux, root and iproute2, and a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import UTC, datetime
+from itertools import product
+from math import ceil
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from commands import words
+from measured import FAMILIES, JOBS, SHARING, TRACES, name, pace
+
+import gnnplan
+from gnnplan import GnnplanError, Plan
+
+ROWS = TRACES / "tune.csv"
+GRAPHS = ("physics", "squirrel")
+CLUSTERS = ((1, 2, ""), (1, 4, ""), (2, 2, "400Mbit/s"), (2, 2, "100Mbit/s"))
+TRAINING, SHARE = 900.0, 0.1  # [s], and of it
+ROUNDS, LEAST, SPENT = 2, 6, 3.0  # epochs of a run: at least, or for so many seconds
+FIELDS = (
+    "date",
+    "question",
+    "epochs",  # of the training
+    "plan",
+    "tune",
+    "plan_regret",
+    "tune_regret",
+    "certain",
+    "why",
+    "budget_s",
+    "spent_s",
+    "measured_s",  # of every strategy
+    "paces_s",
+)
+
+
+def fields(words: tuple[str, ...]) -> dict[str, str]:
+    """('--model', 'gcn', ..) as keywords."""
+    return {key[2:]: value for key, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def quietly(plan: Plan, **options: Any) -> list[float]:
+    """Seconds of a run's epochs after the first two."""
+    with (
+        tempfile.TemporaryDirectory() as out,
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
+        run = plan.run(f"{out}/run", eval_every=0, checkpoint_every=0, **options)
+        lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["epoch_s"] for line in lines[2:]]
+
+
+def measured(plans: dict[str, Plan], emulate: str | None) -> dict[str, float]:
+    """Median seconds per epoch of every strategy, over all rounds."""
+    epochs: dict[str, list[float]] = {strategy: [] for strategy in plans}
+    for turn in range(ROUNDS):
+        for strategy in list(plans) if turn % 2 == 0 else list(plans)[::-1]:
+            count = max(LEAST, ceil(SPENT / plans[strategy].best.epoch_s))
+            epochs[strategy] += quietly(plans[strategy], epochs=count + 2, emulate=emulate)
+    return {strategy: median(seconds) for strategy, seconds in epochs.items()}
+
+
+def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source: str) -> None:
+    """Append the row of a question."""
+    emulate, workload = rate or None, fields(JOBS[graph][1])
+    plan = gnnplan.plan(source, cluster, **workload)
+    epochs = ceil(TRAINING / plan.best.epoch_s)
+    before = pace()
+    with tempfile.TemporaryDirectory() as out:
+        tuned = gnnplan.tune(plan, f"{out}/tune", share=SHARE, epochs=epochs, emulate=emulate)
+    asked = [*FAMILIES, *(SHARING if servers > 1 else ()), plan.best.strategy, tuned.best.strategy]
+    plans: dict[str, Plan] = {}
+    for strategy in asked:
+        try:
+            forced = gnnplan.plan(source, cluster, strategy=strategy, **workload)
+        except GnnplanError:  # GCNII has nothing to narrow
+            continue
+        plans.setdefault(forced.best.strategy, forced)
+    seconds = measured(plans, emulate)
+    fastest = min(seconds.values())
+    found = tuned.document["tuned"]
+    row = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "question": f"{graph}, {name(servers, each, rate)}",
+        "epochs": epochs,
+        "plan": plan.best.strategy,
+        "tune": tuned.best.strategy,
+        "plan_regret": round(seconds[plan.best.strategy] / fastest - 1, 4),
+        "tune_regret": round(seconds[tuned.best.strategy] / fastest - 1, 4),
+        "certain": found.get("certain", ""),
+        "why": found["why"],
+        "budget_s": round(found["budget_s"], 2),
+        "spent_s": round(found.get("spent_s", 0.0), 2),
+        "measured_s": json.dumps({strategy: round(s, 5) for strategy, s in seconds.items()}),
+        "paces_s": json.dumps([round(before, 3), round(pace(), 3)]),
+    }
+    is_new = not ROWS.exists()
+    with ROWS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(json.dumps(row), flush=True)
+
+
+def run(datasets: Path, wanted: list[str]) -> None:
+    """Answer the questions that have no row."""
+    done = {row["question"] for row in rows()}
+    for (servers, each, rate), graph in product(CLUSTERS, GRAPHS):
+        question = f"{graph}, {name(servers, each, rate)}"
+        if question in done or (wanted and question not in wanted):
+            continue
+        cluster = gnnplan.measure(each, servers=servers, emulate=rate or "unshaped")
+        answer(graph, servers, each, rate, cluster, str(datasets / f"{JOBS[graph][0]}.npz"))
+
+
+def rows() -> list[dict[str, str]]:
+    """All that there are."""
+    if not ROWS.exists():
+        return []
+    with ROWS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table() -> None:
+    """Markdown."""
+    print(
+        "| question | `plan` | regret | `tune` | regret | certain | cost |\n"
+        "|---|---|--:|---|--:|---|--:|"
+    )
+    found = rows()
+    for row in found:
+        cost = float(row["spent_s"]) / TRAINING
+        print(
+            f"| {row['question']} | {row['plan']} | {float(row['plan_regret']):.1%} |"
+            f" {row['tune']} | {float(row['tune_regret']):.1%} |"
+            f" {'yes' if row['certain'] == 'True' else 'no'} | {cost:.1%} |"
+        )
+    regrets = [fmean(float(row[f"{way}_regret"]) for row in found) for way in ("plan", "tune")]
+    cost = fmean(float(row["spent_s"]) for row in found) / TRAINING
+    print(f"| mean | | {regrets[0]:.1%} | | {regrets[1]:.1%} | | {cost:.1%} |")
+
+
+if __name__ == "__main__":
+    match words(__doc__):
+        case ["run", datasets, *questions]:
+            run(Path(datasets), questions)
+        case ["table"]:
+            table()
+        case _:
+            raise SystemExit(__doc__)

@@ -1,0 +1,124 @@
+"""`check`: which strategies give one process's gradients for a model, tried on a small graph."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING, Any
+
+from gnnplan.api.view import Table, View
+from gnnplan.planner.vocabulary import errors
+
+if TYPE_CHECKING:
+    from gnnplan.executor.modules.read import Source
+
+
+class Check(View):
+    """What strategies make of a model's gradients, and on what that was tried."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+
+    @property
+    def ok(self) -> bool:
+        """Whether every strategy that says its gradient is exact has one process's."""
+        return not self.differs
+
+    @property
+    def differs(self) -> list[str]:
+        """Strategies that say their gradient is exact, and it is not one process's."""
+        return [row["strategy"] for row in self.table if row["answer"] == "differs"]
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """A row per strategy; pandas.DataFrame takes it.
+
+        answer: 'equal', 'differs', 'lossy' (by design: not compared) or 'cannot' carry the model;
+        reason: in words, of 'cannot' what is missing; gap: the largest difference from one
+        process's gradient, as a share of the largest number in a tensor."""
+        rows: list[dict[str, Any]] = self.document["strategies"]
+        return rows
+
+    def blocks(self) -> list[str | Table]:
+        found, graph = self.document, self.document["graph"]
+        rows = [
+            [
+                row["strategy"],
+                row["answer"],
+                "-" if row["gap"] is None else f"{row['gap']:.0e}",
+                row["reason"],
+            ]
+            for row in self.table
+        ]
+        equal = sum(row["answer"] == "equal" for row in self.table)
+        return [
+            Table(
+                f"gradients of {found['model']}, beside one process's",
+                ["strategy", "gradient", "off by", "why"],
+                rows,
+            ),
+            f"tried: one step on a generated graph of {graph['vertices']} vertices and"
+            f" {graph['edges']} edges ({graph['features']} features, {graph['classes']} classes),"
+            f" in {found['dtype']}, on {found['ranks']} CPU ranks over Gloo; equal in {equal} of"
+            f" {len(rows)}",
+        ]
+
+
+def check(
+    model: Source, *, features: int | None = None, classes: int | None = None, **fields: Any
+) -> Check:
+    """Compare every strategy's gradients for a model with one process's, on a small graph.
+
+    model: a kind of ours ('gcn'), 'model.py:MyGNN', or a live torch.nn.Module, its class or a
+    function that makes one. features, classes: of the graph; default: the model's own where it has
+    some, else 12 and 4. fields: of the Workload, where the model asks for them (hidden=16).
+
+    One step in float64 on two ranks of this machine. Raises SpecError where the model is not
+    understood, and LostRank.
+
+    >>> gnnplan.check("gcn", layers=2, hidden=8)  # doctest: +SKIP
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    with tempfile.TemporaryDirectory(prefix="gnnplan-check-") as folder:
+        out = Path(folder)
+        question: dict[str, Any]
+        if isinstance(model, str):
+            name = model
+            question = {"model": model, "fields": given, "features": features, "classes": classes}
+        else:
+            from gnnplan.executor.launch.check import workload_of
+
+            name = getattr(model, "__name__", type(model).__name__)
+            workload = workload_of(model, given, features, classes, out)
+            question = {"workload": workload.model_dump(mode="json")}
+        (out / "question.json").write_text(json.dumps(question))
+        return Check({"model": name, **_answer(out)})
+
+
+def _answer(out: Path) -> dict[str, Any]:
+    """What the process says that does the work (executor/launch/check.py)."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "gnnplan.executor", "check", str(out)],
+        # ranks are forks, so their parent must have no threads, numpy's included
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what a user's file prints is not our answer
+        start_new_session=True,  # Ctrl-C is for this process, which ends that one
+    )
+    try:
+        code = process.wait()
+    finally:
+        process.kill()  # its ranks die with it
+        process.wait()
+    if code:
+        how = Signals(-code).name if code < 0 else f"exit code {code}"
+        raise errors.LostRank(f"the process that gnnplan check starts was lost ({how})")
+    answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(answer["message"])
+    return answer

@@ -1,0 +1,112 @@
+"""`tune`: which strategy, by short runs of the few within doubt; the answer is Tuned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gnnplan.api.planning import Plan
+from gnnplan.api.running import rate_of
+from gnnplan.api.view import Table
+from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
+
+
+class Tuned(Plan):
+    """A plan by what short runs took; it shows those runs, whose folders are in `out`."""
+
+    def __init__(self, document: dict[str, Any], out: Path) -> None:
+        super().__init__(document)
+        self.out = out
+
+    def blocks(self) -> list[str | Table]:
+        summary, tuned = self.document["summary"], self.document["tuned"]
+        lines: list[str | Table] = [f"{name + ':':8}{summary[name]}" for name in ("use", "tuned")]
+        if not tuned["strategies"]:
+            return lines
+        return [
+            *lines,
+            _measured(tuned["strategies"]),
+            *(
+                f"- {row['strategy']} was left out: {row['failed']}"
+                for row in tuned["strategies"]
+                if row["failed"]
+            ),
+            f"refit:  {_refitted(tuned['refit'])}",
+            f"runs are in {self.out}; to compare them: gnnplan validate {self.out}/*",
+        ]
+
+
+def tune(
+    plan: Plan,
+    out: str | Path | None = None,
+    *,
+    share: float = 0.1,
+    epochs: int | None = None,
+    emulate: str | None = None,
+    notify: Notify = silent,
+) -> Tuned:
+    """Run the few strategies whose predictions are within doubt, and plan by what they took.
+
+    What is run and what it may cost is said on standard error before the first run. out: a new
+    folder for the runs; default: one in runs/. share: the most that it may cost, of the seconds
+    that so many `epochs` (default: the workload's) are predicted to take. emulate: as of
+    `Plan.run`. The plan's document says under 'tuned' what was measured; where training is too
+    short to be worth it, why not. Raises SpecError, LostRank.
+    """
+    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch.tune import asked
+    from gnnplan.executor.launch.tune import tune as by_runs
+
+    if launch.started_by_launcher():
+        raise SpecError(
+            "tune starts ranks of its own, and torchrun or srun has started this one; call it alone"
+        )
+    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
+    folder = launch.new_folder("tune") if out is None else Path(out)
+    problem, found = asked(plan.document, notify)
+    exact = documents.is_exact(plan.document)
+    return Tuned(by_runs(problem, found, folder, share, epochs, servers, exact, notify), folder)
+
+
+def _measured(strategies: list[dict[str, Any]]) -> Table:
+    """The strategies that were run, the recommended one first."""
+
+    def slower(row: dict[str, Any]) -> str:
+        if row["slower"] is None:
+            return "failed" if row["failed"] else "-"
+        doubt = "" if row["doubt"] is None else f" ± {show_percent(row['doubt'])}"
+        return show_percent(row["slower"], sign=True) + doubt
+
+    return Table(
+        "measured",
+        ["strategy", "exact", "predicted", "measured", "slower by", "certain", "epochs", "cost"],
+        [
+            [
+                row["strategy"],
+                "yes" if row["exact"] else "no",
+                show_time(row["predicted_s"]),
+                "-" if row["measured_s"] is None else show_time(row["measured_s"]),
+                slower(row),
+                "-" if row["certain"] is None else "yes" if row["certain"] else "no",
+                f"{row['epochs']} in {row['runs']}",
+                show_time(row["cost_s"]),
+            ]
+            for row in strategies
+        ],
+    )
+
+
+def _refitted(refit: dict[str, Any] | None) -> str:
+    """What was refitted, in words."""
+    if refit is None:
+        return "too few runs"
+    errors = (
+        f"epochs of {show_count(len(refit['scored']), 'run')} that were not fitted were"
+        f" {show_percent(refit['before']['mean'], 1)} off and would be"
+        f" {show_percent(refit['after']['mean'], 1)} off"
+    )
+    factors = ", ".join(f"{name} x {factor:.2f}" for name, factor in refit["factors"].items())
+    return f"{factors}; {errors}" if refit["kept"] else f"constants stay as they were; {errors}"

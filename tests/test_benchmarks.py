@@ -1,0 +1,28 @@
+"""Every benchmark starts: it imports what is there, and says what it is for."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if "__main__" in path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_a_benchmark_says_what_it_is_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")  # put back: benchmarks set them
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert not end.value.code
+    assert f"python benchmarks/{path.name}" in capsys.readouterr().out
+
+
+def test_all_benchmarks_are_found():
+    assert {"measured", "memory", "spine"} <= {path.stem for path in PROGRAMS}

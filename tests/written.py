@@ -1,0 +1,272 @@
+"""A small graph, and its files as other libraries write them. Tests read these back and train on
+them; `quiet` imports a library that may be absent."""
+
+import gzip
+import importlib
+import json
+import os
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import networkx as nx
+import numpy as np
+import pytest
+import scipy.io
+import scipy.sparse as sp
+
+N, WIDTH, CLASSES = 30, 5, 3
+MASKS = ("train_mask", "val_mask", "test_mask")
+ALL = {"x", "y", *MASKS}
+
+
+def drawn() -> dict[str, np.ndarray]:
+    """A directed graph without duplicates, in random order, one self-loop in it."""
+    rng = np.random.default_rng(7)
+    pairs = rng.choice(N * N, 90, replace=False)
+    part = rng.permutation(np.arange(N) % 3)
+    return {
+        "src": pairs // N,
+        "dst": pairs % N,
+        "x": rng.standard_normal((N, WIDTH)).astype(np.float32),
+        "y": rng.permutation(np.arange(N) % CLASSES),
+        **{mask: part == i for i, mask in enumerate(MASKS)},
+    }
+
+
+GRAPH = drawn()
+EDGES = np.stack([GRAPH["src"], GRAPH["dst"]])
+
+
+def quiet(name: str) -> ModuleType:
+    """A library, without the warnings of its import; skips where it is absent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ.setdefault("DGLBACKEND", "pytorch")
+        return pytest.importorskip(name, exc_type=ImportError)
+
+
+def tensors(*names: str) -> dict:
+    torch = quiet("torch")
+    return {name: torch.from_numpy(GRAPH[name].copy()) for name in names}
+
+
+def matrix() -> sp.coo_matrix:
+    return sp.coo_matrix((np.ones(90), EDGES), shape=(N, N))
+
+
+def ids(mask: str) -> np.ndarray:
+    return np.flatnonzero(GRAPH[mask])
+
+
+# -- objects, and the files that their libraries write ---------------------------------------------
+
+
+def dgl_graph() -> object:
+    dgl = quiet("dgl")
+    graph = dgl.graph((GRAPH["src"], GRAPH["dst"]), num_nodes=N)
+    data = tensors("x", "y", *MASKS)
+    graph.ndata.update({"feat": data["x"], "label": data["y"]} | {m: data[m] for m in MASKS})
+    return graph
+
+
+def pyg_data() -> object:
+    quiet("torch_geometric")
+    data = importlib.import_module("torch_geometric.data").Data
+    return data(edge_index=edge_index(), **tensors("x", "y", *MASKS), num_nodes=N)
+
+
+def edge_index() -> object:
+    return quiet("torch").from_numpy(EDGES.copy())
+
+
+def networkx_graph(x: bool = True) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    for v in range(N):
+        of = {"y": int(GRAPH["y"][v])} | {mask: bool(GRAPH[mask][v]) for mask in MASKS}
+        graph.add_node(v, **of, **({"x": GRAPH["x"][v].tolist()} if x else {}))
+    graph.add_edges_from(EDGES.T.tolist())
+    return graph
+
+
+def dgl_bin(folder: Path) -> Path:
+    quiet("dgl").save_graphs(str(folder / "graph.bin"), [dgl_graph()])
+    return folder / "graph.bin"
+
+
+def pyg_pt(folder: Path) -> Path:
+    quiet("torch").save(pyg_data(), folder / "data.pt")
+    return folder / "data.pt"
+
+
+def pyg_processed(folder: Path) -> Path:
+    """As InMemoryDataset.save writes it: the dictionary, slices, the class."""
+    data = pyg_data()
+    quiet("torch").save((data.to_dict(), None, type(data)), folder / "data.pt")
+    return folder / "data.pt"
+
+
+def old_pt(folder: Path) -> Path:
+    data = {"edge_index": edge_index(), **tensors("x", "y", *MASKS)}
+    quiet("torch").save(data, folder / "old.pt", _use_new_zipfile_serialization=False)
+    return folder / "old.pt"
+
+
+def edge_index_pt(folder: Path) -> Path:
+    quiet("torch").save(edge_index(), folder / "edges.pt")
+    return folder / "edges.pt"
+
+
+def edge_index_npy(folder: Path) -> Path:
+    np.save(folder / "edges.npy", EDGES)
+    return folder / "edges.npy"
+
+
+def zipped(path: Path, table: np.ndarray, fmt: str = "%d") -> None:
+    with gzip.open(path, "wt") as stream:
+        np.savetxt(stream, table, fmt=fmt, delimiter=",")
+
+
+def ogb_text(folder: Path) -> Path:
+    """The layout of https://ogb.stanford.edu/docs/nodeprop/ as downloaded: raw/ and split/."""
+    root = folder / "ogbn_small"
+    (root / "raw").mkdir(parents=True)
+    (root / "split" / "time").mkdir(parents=True)
+    zipped(root / "raw" / "edge.csv.gz", EDGES.T)
+    zipped(root / "raw" / "node-feat.csv.gz", GRAPH["x"], "%.9g")
+    zipped(root / "raw" / "node-label.csv.gz", GRAPH["y"][:, None])
+    zipped(root / "raw" / "num-node-list.csv.gz", np.array([[N]]))
+    zipped(root / "raw" / "num-edge-list.csv.gz", np.array([[90]]))
+    for part, mask in zip(("train", "valid", "test"), MASKS, strict=True):
+        zipped(root / "split" / "time" / f"{part}.csv.gz", ids(mask)[:, None])
+    return root
+
+
+def ogb_binary(folder: Path) -> Path:
+    root = ogb_text(folder)
+    for file in (root / "raw").iterdir():
+        file.unlink()
+    np.savez_compressed(
+        root / "raw" / "data.npz",
+        edge_index=EDGES,
+        node_feat=GRAPH["x"],
+        num_nodes_list=np.array([N]),
+        num_edges_list=np.array([90]),
+    )
+    label = GRAPH["y"].astype(np.float32)[:, None]
+    np.savez_compressed(root / "raw" / "node-label.npz", node_label=label)
+    return root
+
+
+METADATA = """
+dataset_name: small
+graph:
+  nodes:
+    - num: 30
+  edges:
+    - format: {kind}
+      path: edges.{kind}
+feature_data:
+  - domain: node
+    type: null
+    name: feat
+    format: numpy
+    in_memory: false
+    path: feat.npy
+tasks:
+  - name: node_classification
+    num_classes: 3
+"""
+
+
+def graphbolt(folder: Path, kind: str) -> Path:
+    """The layout of https://docs.dgl.ai/stochastic_training/ondisk-dataset-specification.html."""
+    document = METADATA.format(kind=kind)
+    for name, mask in zip(("train_set", "validation_set", "test_set"), MASKS, strict=True):
+        document += f"    {name}:\n      - type: null\n        data:\n"
+        for what, array in (("seeds", ids(mask)), ("labels", GRAPH["y"][ids(mask)])):
+            np.save(folder / f"{name}_{what}.npy", array)
+            document += f"          - name: {what}\n            format: numpy\n"
+            document += f"            path: {name}_{what}.npy\n"
+    (folder / "metadata.yaml").write_text(document)
+    np.save(folder / "feat.npy", GRAPH["x"])
+    if kind == "csv":
+        np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
+    else:
+        np.save(folder / "edges.numpy", EDGES)
+        os.rename(folder / "edges.numpy.npy", folder / "edges.numpy")
+    return folder
+
+
+def graphbolt_csv(folder: Path) -> Path:
+    return graphbolt(folder, "csv")
+
+
+def graphbolt_numpy(folder: Path) -> Path:
+    return graphbolt(folder, "numpy")
+
+
+def graphsaint(folder: Path) -> Path:
+    sp.save_npz(folder / "adj_full.npz", matrix().tocsr())
+    np.save(folder / "feats.npy", GRAPH["x"].astype(np.float64))
+    classes = {str(v): int(y) for v, y in enumerate(GRAPH["y"])}
+    (folder / "class_map.json").write_text(json.dumps(classes))
+    roles = {role: ids(m).tolist() for role, m in zip(("tr", "va", "te"), MASKS, strict=True)}
+    (folder / "role.json").write_text(json.dumps(roles))
+    return folder
+
+
+def csv(folder: Path) -> Path:
+    np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
+    return folder / "edges.csv"
+
+
+def csv_with_names(folder: Path) -> Path:
+    """As pandas writes a table: an index, the columns in another order, a weight."""
+    rows = [f"{i},{v},0.5,{u}" for i, (u, v) in enumerate(EDGES.T)]
+    (folder / "named").write_text("\n".join([",target,weight,source", *rows]) + "\n")
+    return folder / "named"
+
+
+def tsv(folder: Path) -> Path:
+    """As SNAP has it: comments, tabs, no end of the last line."""
+    rows = [f"{u}\t{v}" for u, v in EDGES.T]
+    (folder / "snap.txt").write_text("\n".join(["# Nodes: 30", "# From\tTo", *rows]))
+    return folder / "snap.txt"
+
+
+def csv_gz(folder: Path) -> Path:
+    zipped(folder / "edges.csv.gz", EDGES.T)
+    return folder / "edges.csv.gz"
+
+
+def parquet(folder: Path) -> Path:
+    arrow, writer = quiet("pyarrow"), quiet("pyarrow.parquet")
+    columns = {"weight": np.ones(90), "dst": GRAPH["dst"], "src": GRAPH["src"]}
+    writer.write_table(arrow.table(columns), folder / "edges.parquet", row_group_size=40)
+    return folder / "edges.parquet"
+
+
+def matrix_market(folder: Path) -> Path:
+    scipy.io.mmwrite(folder / "graph.mtx", matrix())
+    return folder / "graph.mtx"
+
+
+def scipy_csr(folder: Path) -> Path:
+    sp.save_npz(folder / "graph.npz", matrix().tocsr())
+    return folder / "graph.npz"
+
+
+def scipy_coo(folder: Path) -> Path:
+    sp.save_npz(folder / "graph.npz", matrix())
+    return folder / "graph.npz"
+
+
+def graphml(folder: Path) -> Path:
+    nx.write_graphml(networkx_graph(x=False), folder / "graph.graphml")
+    return folder / "graph.graphml"
+
+
+def npz(folder: Path) -> Path:
+    np.savez(folder / "own.npz", **GRAPH)
+    return folder / "own.npz"
