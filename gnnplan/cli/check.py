@@ -32,7 +32,7 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare each strategy's gradients for a model with one process's.
+    """Compare each strategy's gradients with one process's.
 
     Before training: one step on a graph of 60 vertices, in float64, on two CPU ranks of this
     machine. Says of each strategy that cannot carry the model what is missing. Exit code 1 if a

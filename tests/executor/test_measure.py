@@ -57,7 +57,7 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
     cluster = measure(2, said.append, seconds=0.02)
     assert (cluster.servers, cluster.gpus_per_server, cluster.cores) == (1, 2, 1)
     # a step of one layer takes a millisecond
-    assert cluster.timeslice_slowdown >= 1 and 0 < cluster.cold_cache_penalty < 0.1
+    assert cluster.timeslice_slowdown >= 1 and 0 <= cluster.cold_cache_penalty < 0.1
     # several servers played on this machine talk over the same loopback
     assert cluster.inter_node == cluster.intra_node
     device = cluster.device
