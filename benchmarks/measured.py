@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
-from multiprocessing import Pool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def pace() -> float:
 
     The work is copies of 32 MB and a loop of Python.
     """
-    with Pool() as cores:
+    with get_context("spawn").Pool() as cores:  # a fork of a process with threads may hang
         return max(cores.map(_work, range(os.cpu_count() or 1), chunksize=1))
 
 

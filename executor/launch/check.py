@@ -237,7 +237,7 @@ def _verdict(
         return Verdict(text, "cannot", None, failed.read_text())
     found = load_file(out / "weights.safetensors")
     gradients = {name: (alone[name] - start[name]).abs().max().item() for name in start}
-    least = ROUNDING * max(gradients.values())
+    least = max(ROUNDING * max(gradients.values()), sys.float_info.min)
     gaps = {
         name: (found[name] - alone[name]).abs().max().item() / max(size, least)
         for name, size in gradients.items()
@@ -248,7 +248,10 @@ def _verdict(
         return Verdict(text, "differs", None, f"{name} is not finite after the step")
     if not strategy.exact:
         return Verdict(
-            text, "lossy", gap, "not compared, for it changes gradients by design; its step ran"
+            text,
+            "lossy",
+            gap,
+            "it changes gradients by design; its step ran and left finite weights",
         )
     if gap <= WITHIN:
         return Verdict(text, "equal", gap, f"one process's gradient within {WITHIN:g}")
@@ -293,7 +296,9 @@ class _Ranks:
         """Wait until both ranks are done. Raises LostRank, which names the one that ended first."""
         until = time.monotonic() + SECONDS
         while self.running:
-            ended, _, _ = select.select(list(self.running), [], [], until - time.monotonic())
+            ended, _, _ = select.select(
+                list(self.running), [], [], max(0.0, until - time.monotonic())
+            )
             if not ended:
                 silent = sorted(self.running.values())
                 raise LostRank(

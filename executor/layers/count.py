@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.layers.layer import Layer, keep
+from gnnplan.executor.layers.layer import ColumnLayer, Layer, keep
 from gnnplan.planner.gnn.counted import (
     Counted,
     CountedGather,
@@ -36,7 +36,18 @@ from gnnplan.planner.gnn.model import VECTOR
 SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))
 KINDS = ("flops", "gemm_bytes", "elementwise_bytes", "exponentials")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise", "linear")
-EXPONENTIALS = ("exp", "exp_", "log", "log_softmax", "_softmax", "tanh", "sigmoid", "gelu")
+EXPONENTIALS = (
+    "exp",
+    "exp_",
+    "log",
+    "_log_softmax",
+    "_softmax",
+    "tanh",
+    "sigmoid",
+    "silu",
+    "gelu",
+    "elu",
+)
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
 
@@ -196,6 +207,8 @@ def count(
             kind: _fit([[getattr(w, kind)] for w in of], kind.replace("_", " "))[0]
             for kind in KINDS
         }
+        if len({w.launches for w in of}) > 1:
+            raise Unmeasured("the number of its operations depends on how large the block is")
         # the largest tensor of a block may be another one of a larger block
         largest = _factors([[float(w.tensor_bytes)] for w in of])[0]
         gathers = [
@@ -265,6 +278,22 @@ def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
     out.sum().backward()
 
 
+def must_sum_columns(layer: Layer, h_in: int, h_out: int, relu: bool, dtype: torch.dtype) -> None:
+    """Raise Unmeasured if P3's calls give another output than the layer does."""
+    rows, sources, edges = SIZES[0]
+    block = _block(layer, rows, sources, edges, dtype)
+    x = torch.randn(sources, h_in, dtype=dtype)
+    parts = cast(ColumnLayer, layer)
+    with torch.no_grad():
+        summed = parts.transform(parts.gather(block, parts.scatter(block, x, keep)), x[:rows])
+        out, expected = parts.apply(summed, relu), layer(block, x, relu=relu)
+    if out.shape != expected.shape or not torch.allclose(out, expected, rtol=1e-4, atol=1e-5):
+        raise Unmeasured(
+            "scatter, gather, transform and apply, one after the other, give another output than"
+            " gather and update; make them equal, or leave by_columns out (P3 then refuses it)"
+        )
+
+
 def _note(
     layer: Layer,
     h_in: int,
@@ -289,9 +318,8 @@ def _note(
 
     try:
         with notes.during("gather"):
-            prepared = layer.prepare(x, keep)
-            leaf = prepared.detach().requires_grad_(varies)
-            del prepared
+            prepared = layer.prepare(x.requires_grad_(varies), keep)
+            leaf = prepared.detach().requires_grad_(prepared.requires_grad)
         with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("gather"):
             gathered = layer.gather(block, layer.gathers(leaf))
             read = gathered.detach().requires_grad_(gathered.requires_grad)
@@ -301,9 +329,11 @@ def _note(
         with notes.during("update backward"):
             out.backward(gradient)  # type: ignore[no-untyped-call]
         with notes.during("gather backward"):
-            if gathered.requires_grad:
+            if read.grad is not None:
                 gathered.backward(read.grad)  # type: ignore[no-untyped-call]
             read.grad = None
+            if prepared is not x and prepared.requires_grad:
+                prepared.backward(leaf.grad)  # type: ignore[no-untyped-call]
     finally:
         if is_collecting:
             gc.enable()

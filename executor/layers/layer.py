@@ -3,7 +3,8 @@
 A layer is split where ranks may have to talk to each other:
 
     prepare   row-wise: what is done to the layer's inputs, dropout for instance
-    project   row-wise: a product, before the exchange if that narrows the rows
+    project   row-wise: a product, before `gather`; before the exchange where that narrows the rows
+              (layers of ours alone)
     gather    over the edges of a Block
     update    row-wise, on destinations: the rest
 
@@ -92,7 +93,7 @@ class Layer(nn.Module):
         moments: Tensor | None = None,
     ) -> Tensor:
         """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
-        rows = self.prepare(x, drop, moments)
+        rows = self.prepare(x, drop) if moments is None else self.prepare(x, drop, moments)
         gathered = self.gather(block, self.gathers(rows))
         return self.update(gathered, rows[: block.n_dst], x[: block.n_dst], x0, relu)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from gnnplan.executor.layers.count import Unmeasured, count
+from gnnplan.executor.layers.count import Unmeasured, count, must_sum_columns
 from gnnplan.executor.layers.layer import EDGES, Layer, missing_calls
 from gnnplan.executor.modules.make import in_file, make
 from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
@@ -119,6 +119,7 @@ def _counted(
         found = count(layer, shape.h_in, shape.h_out, relu, varies, dtype)
         half = None
         if cut:
+            must_sum_columns(layer, shape.h_in, shape.h_out, relu, dtype)
             sliced = made(workload, number, cut, shape.h_out).to(dtype)
             half = count(sliced, cut, shape.h_out, relu, varies, dtype)
     except Unmeasured as error:

@@ -108,11 +108,12 @@ def known(conv: nn.Module) -> Convolution:
     if key not in _READ or type(conv).__module__.partition(".")[0] != key[0]:
         names = ", ".join(name for of, name in _READ if of == key[0])
         raise Unfit(f"{key[1]} is not known here; of {key[0]} use one of {names}")
-    for path, only in _ONLY[key].items():
+    sums = {"aggr": "add", "flow": "source_to_target"} if key[0] == "torch_geometric" else {}
+    for path, only in (sums | _ONLY[key]).items():
         value: Any = conv
         for name in path.split("."):
             value = getattr(value, name)
-        if value != only:
+        if value != only and (value, only) != ("sum", "add"):  # two words of PyG for one thing
             shown = value if isinstance(value, (int, float, str, bool)) else type(value).__name__
             raise Unfit(f"{key[1]} has {path}={shown}, and our layer has {path}={only}; use that")
     return _READ[key](conv)

@@ -38,8 +38,8 @@ class Check(View):
     def table(self) -> list[dict[str, Any]]:
         """A row per strategy; pandas.DataFrame takes it.
 
-        answer: 'equal', 'differs', 'lossy' (by design: not compared) or 'cannot' carry the model;
-        reason: in words, of 'cannot' what is missing; gap: the largest difference from one
+        answer: 'equal', 'differs', 'lossy' (by design: `gap` is not judged) or 'cannot' carry the
+        model; reason: in words, of 'cannot' what is missing; gap: the largest difference from one
         process's gradient, as a share of the largest number in a tensor."""
         rows: list[dict[str, Any]] = self.document["strategies"]
         return rows

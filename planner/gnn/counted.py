@@ -1,6 +1,6 @@
 """What a layer of the user's own does, as counted from its operations.
 
-executor/modules/count.py runs the layer on small blocks of several sizes and notes what torch does.
+executor/layers/count.py runs the layer on small blocks of several sizes and notes what torch does.
 Every number is linear in a block's rows R, sources S and edges E, so it is kept as four factors:
 
     amount = a R + b S + c E + d
@@ -104,18 +104,19 @@ class Counted(Spec):
     backward_events: tuple[Event, ...]
 
 
-def between(half: Counted, whole: Counted, share: float) -> Counted:
-    """The layer for a `share` of its input's columns, from that for half of them and for all."""
+def between(part: Counted, whole: Counted, at: float, share: float) -> Counted:
+    """The layer for a `share` of its input's columns, from that for the share `at`, and for all."""
+    weight = (share - at) / (1 - at)
 
-    def blend(of_half: Any, of_whole: Any) -> Any:
+    def blend(of_part: Any, of_whole: Any) -> Any:
         if isinstance(of_whole, dict):
-            return {name: blend(of_half[name], value) for name, value in of_whole.items()}
+            return {name: blend(of_part[name], value) for name, value in of_whole.items()}
         if isinstance(of_whole, tuple):
-            return tuple(map(blend, of_half, of_whole))
+            return tuple(blend(*pair) for pair in zip(of_part, of_whole, strict=True))
         if isinstance(of_whole, float):
-            return of_half + (of_whole - of_half) * (2 * share - 1)
+            return of_part + (of_whole - of_part) * weight
         if isinstance(of_whole, int) and not isinstance(of_whole, bool):
-            return max(0, round(of_half + (of_whole - of_half) * (2 * share - 1)))
+            return max(min(of_part, 1), round(of_part + (of_whole - of_part) * weight))
         return of_whole
 
-    return Counted.model_validate(blend(half.model_dump(), whole.model_dump()))
+    return Counted.model_validate(blend(part.model_dump(), whole.model_dump()))

@@ -655,7 +655,7 @@ def _own_layers(workload: Workload, features: int, classes: int, sparse: bool) -
     ):
         counted = own.counted
         if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
-            counted = between(own.half, counted, h_in / own.h_in)
+            counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
         assert counted is not None
         self_edges = counted.edges in ("gcn", "loop")
         layers.append(

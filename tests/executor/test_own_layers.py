@@ -115,6 +115,35 @@ def test_p3_cuts_the_work_of_layer_1_by_columns(tmp_path: Path) -> None:
         )
 
 
+NORMING = """
+import torch
+from torch import nn
+from gnnplan.layers import Layer
+
+class M(Layer):
+    edges = "mean"
+    def __init__(self, h_in, h_out):
+        super().__init__()
+        self.norm, self.lin = nn.LayerNorm(h_in), nn.Linear(h_in, h_out)
+    def prepare(self, x, drop):
+        return drop(self.norm(x))
+    def update(self, gathered, rows, x, x0, relu):
+        out = self.lin(gathered + rows)
+        return out.relu() if relu else out
+"""
+
+
+def test_what_a_layer_does_to_its_inputs_is_counted_both_ways(tmp_path: Path) -> None:
+    plain = NORMING.replace("drop(self.norm(x))", "drop(x)")
+    normed, unnormed = (
+        describe(workload_of(tmp_path, code), FEATURES, CLASSES) for code in (NORMING, plain)
+    )
+    block = 1000.0, 1500.0, 20000.0
+    for way in (Model.forward, Model.backward):
+        more = way(normed, 2, *block).elementwise_bytes - way(unnormed, 2, *block).elementwise_bytes
+        assert more > 2 * 1500 * 16 * 8  # all rows are read and written, at least
+
+
 # -- trained ---------------------------------------------------------------------------------------
 
 RUNS = [
@@ -196,6 +225,10 @@ REFUSED = {
     "an error of its own": (
         HEAD.format("mean") + LINEAR + UPDATE + "        return self.lni(gathered)\n",
         "layer 1 .*AttributeError.*lni",
+    ),
+    "P3's calls that give another output": (
+        EXAMPLE.replace("class Contrast", "class M").replace("return x\n", "return 2 * x\n"),
+        "give another output than gather and update; make them equal",
     ),
     "an argument that we do not know": (
         HEAD.format("mean") + "    def __init__(self, h_in, depth):\n        super().__init__()\n",
