@@ -383,7 +383,8 @@ MET = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "pipeline, sum" else pytest.param(name, marks=pytest.mark.nightly)
+        # a pipeline's fullest moment is short: on a busy machine the watch may sleep through it
+        name if name == "cat, checkpoints" else pytest.param(name, marks=pytest.mark.nightly)
         for name in MET
     ],
 )
