@@ -4,9 +4,9 @@
     python benchmarks/tune.py table                         a table of them, as Markdown
 
 A question is a graph with a GNN on a cluster that this machine plays. For each one the cluster's
-constants are measured, then `plan` and `tune` answer, and then every strategy runs in rounds: all
-of them in turn, ROUNDS times, a round's order being that of the one before turned round. Regret is
-how much slower than the fastest of these the chosen one is. `tune` may spend SHARE of a training
+constants are measured, then `plan` and `tune` answer, and then every strategy is started anew and
+all take turns for ROUNDS rounds, a round's order being that of the one before turned round. Regret
+is how much slower than the fastest of these the chosen one is. `tune` may spend SHARE of a training
 that is predicted to take TRAINING seconds. Rows go to traces/measured/tune.csv with the machine's
 pace before and after. It needs Linux, root and iproute2, and a machine that does nothing else.
 """
@@ -14,13 +14,12 @@ pace before and after. It needs Linux, root and iproute2, and a machine that doe
 from __future__ import annotations
 
 import csv
-import io
 import json
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from itertools import product
-from math import ceil
+from math import ceil, exp, log
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,12 +29,17 @@ from measured import FAMILIES, JOBS, SHARING, TRACES, name, pace
 
 import gnnplan
 from gnnplan import GnnplanError, Plan
+from gnnplan.api.running import rate_of
+from gnnplan.executor.launch.launcher import Emulated
+from gnnplan.executor.launch.turns import InTurns
+from gnnplan.planner.evidence.halving import TURN_S
 
 ROWS = TRACES / "tune.csv"
 GRAPHS = ("physics", "squirrel")
 CLUSTERS = ((1, 2, ""), (1, 4, ""), (2, 2, "400Mbit/s"), (2, 2, "100Mbit/s"))
 TRAINING, SHARE = 900.0, 0.1  # [s], and of it
-ROUNDS, LEAST, SPENT = 2, 6, 3.0  # epochs of a run: at least, or for so many seconds
+ROUNDS, WARM_UP = 12, 2  # turns of every strategy, and epochs before the first
+LONGEST = 300.0  # [s] of a turn
 FIELDS = (
     "date",
     "question",
@@ -58,26 +62,36 @@ def fields(words: tuple[str, ...]) -> dict[str, str]:
     return {key[2:]: value for key, value in zip(words[::2], words[1::2], strict=True)}
 
 
-def quietly(plan: Plan, **options: Any) -> list[float]:
-    """Seconds of a run's epochs after the first two."""
-    with (
-        tempfile.TemporaryDirectory() as out,
-        redirect_stdout(io.StringIO()),
-        redirect_stderr(io.StringIO()),
-    ):
-        run = plan.run(f"{out}/run", eval_every=0, checkpoint_every=0, **options)
-        lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["epoch_s"] for line in lines[2:]]
-
-
 def measured(plans: dict[str, Plan], emulate: str | None) -> dict[str, float]:
-    """Median seconds per epoch of every strategy, over all rounds."""
-    epochs: dict[str, list[float]] = {strategy: [] for strategy in plans}
-    for turn in range(ROUNDS):
-        for strategy in list(plans) if turn % 2 == 0 else list(plans)[::-1]:
-            count = max(LEAST, ceil(SPENT / plans[strategy].best.epoch_s))
-            epochs[strategy] += quietly(plans[strategy], epochs=count + 2, emulate=emulate)
-    return {strategy: median(seconds) for strategy, seconds in epochs.items()}
+    """Seconds per epoch of every strategy.
+
+    Of each strategy the median, over all rounds, of how it compares with the round's mean."""
+    servers = None if emulate is None else Emulated(rate_of(emulate))
+    with tempfile.TemporaryDirectory() as out, ExitStack() as ends:
+        runs: dict[str, InTurns] = {}
+        for number, (strategy, plan) in enumerate(plans.items()):
+            runs[strategy] = InTurns(plan.document, Path(out) / str(number), servers)
+            ends.callback(runs[strategy].close)
+            must_work(strategy, runs[strategy].turn(WARM_UP, LONGEST))
+        rounds: dict[str, list[float]] = {strategy: [] for strategy in plans}
+        for turn in range(ROUNDS):
+            for strategy in list(plans) if turn % 2 == 0 else list(plans)[::-1]:
+                run, before = runs[strategy], len(runs[strategy].metrics())
+                epoch_s = float(run.metrics()[-1]["epoch_s"])
+                must_work(strategy, run.turn(1 + ceil(TURN_S / epoch_s), LONGEST))
+                epochs = run.metrics()[before + 1 :]
+                rounds[strategy].append(log(median(row["epoch_s"] for row in epochs)))
+    means = [fmean(of_round) for of_round in zip(*rounds.values(), strict=True)]
+    return {
+        strategy: exp(fmean(means) + median(a - b for a, b in zip(logs, means, strict=True)))
+        for strategy, logs in rounds.items()
+    }
+
+
+def must_work(strategy: str, why: str) -> None:
+    """Stop where a run has failed."""
+    if why:
+        raise SystemExit(f"{strategy}: {why}")
 
 
 def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source: str) -> None:

@@ -78,7 +78,7 @@ def test_a_tuning_of_python_is_that_of_the_command_line(
 
 def test_a_tuned_plan_shows_what_its_runs_took(tmp_path: Path):
     plan = gnnplan.plan(GRAPH, CLUSTER, strategy="graph_parallel", **FIELDS)
-    row = {"exact": True, "predicted_s": 1.0, "runs": 2, "epochs": 8, "cost_s": 30.0}
+    row = {"exact": True, "predicted_s": 1.0, "turns": 2, "epochs": 8, "cost_s": 30.0}
     ran = {"measured_s": 1.1, "certain": True, "failed": ""}
     none = {"measured_s": None, "slower": None, "doubt": None, "certain": None}
     strategies = [

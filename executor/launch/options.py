@@ -15,7 +15,12 @@ from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_bytes, write_atomi
 
 MAX_FILE = 1 << 16  # [B]
 MOST = 10**9  # epochs, restarts, seconds
-NOT_INHERITED = ("resume", "restarts", "quiet")  # each call of `gnnplan run` says these anew
+NOT_INHERITED = (
+    "resume",
+    "restarts",
+    "quiet",
+    "turns",
+)  # each call of `gnnplan run` says these anew
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Options:
     restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, when one is lost
     tensorboard: str | None = None  # folder of TensorBoard's event files
     quiet: bool = False  # no lines about epochs
+    turns: bool = False  # train only as many epochs as the file `turns` in the run's folder says
 
     @classmethod
     def of(cls, out: Path, given: Mapping[str, Any], resume: bool) -> Options:

@@ -27,7 +27,7 @@ from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, found, ran_out
 from gnnplan.executor.launch.roll_call import roll_call
 from gnnplan.executor.launch.scalars import Scalars
-from gnnplan.executor.ranks import activity
+from gnnplan.executor.ranks import activity, turns
 from gnnplan.executor.ranks.checkpoint import Checkpoints, latest, question
 from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, open_rank
 from gnnplan.planner.decision.plan import read, write
@@ -143,11 +143,19 @@ class _Process:
                 self.options.eval_every,
                 report,
                 checkpoints,
+                self._may_train,
             )
         if rank.world > 1:
             # the first rank that ends may read what all ranks have left
             torch.distributed.barrier()
         rank.close()
+
+    def _may_train(self, epoch: int) -> bool:
+        """Whether an epoch, counted from 0, is to be trained."""
+        if not self.options.turns:
+            return True
+        self.activity.begin("phase", f"waiting for its turn, epoch {epoch + 1}")
+        return turns.may_train(self.out, epoch)
 
     def _take_place(self, document: dict[str, Any], problem: Problem) -> None:
         """Find out which rank of the plan this process is, and open its activity file."""

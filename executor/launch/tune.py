@@ -6,12 +6,8 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import ceil, expm1, isfinite
 from pathlib import Path
@@ -20,16 +16,26 @@ from typing import Any
 
 import torch
 
-from gnnplan.executor.launch.checks import must_be_trainable, must_fit_here
-from gnnplan.executor.launch.launcher import Emulated, Options, begin
+from gnnplan.executor.launch.checks import LEAST_MEMORY, must_be_trainable, must_fit_here
+from gnnplan.executor.launch.launcher import Emulated
+from gnnplan.executor.launch.turns import InTurns
+from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.recommendation import DOUBT, UNKNOWN_DOUBT
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, search
-from gnnplan.planner.evidence.halving import Contender, Reading, Result, difference, halve, least_s
-from gnnplan.planner.evidence.runs import WARM_UP, Planned, Run, refit_cluster
+from gnnplan.planner.evidence.halving import (
+    WARM_UP,
+    Contender,
+    Reading,
+    Result,
+    difference,
+    halve,
+    least_s,
+)
+from gnnplan.planner.evidence.runs import Planned, Run, refit_cluster
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, say, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
@@ -107,7 +113,8 @@ def prospect(
 
 
 def _least_s(candidates: list[Candidate]) -> float:
-    return least_s([_contender(candidate) for candidate in candidates])
+    contenders = [_contender(candidate) for candidate in candidates]
+    return least_s(contenders, restarts=not fit_together(candidates))
 
 
 def _contender(candidate: Candidate) -> Contender:
@@ -143,10 +150,11 @@ def tune(
     must_be_trainable(problem)
     must_fit_here(problem)
     must_be_this_machine(problem, emulate)
-    runner = _Runner(ahead.candidates, out, exact, emulate, notify)
     say(str(ahead))
     contenders = [_contender(candidate) for candidate in ahead.candidates]
-    result = halve(contenders, runner, ahead.budget_s)
+    with closing(_Runner(ahead.candidates, out, exact, emulate, notify)) as runner:
+        result = halve(contenders, runner, ahead.budget_s, runner.restarts)
+        runner.finish()
     if result is None:
         words = "\n".join(f"{contender.name}: {contender.failed}" for contender in contenders)
         raise LostRank(f"none of the strategies ran to its end:\n{words}")
@@ -194,35 +202,12 @@ def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-class _TimeIsUp(BaseException):
-    """Like KeyboardInterrupt: no library on the way out may take it for an error of its own."""
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _TimeIsUp after so many seconds, where the system can interrupt this thread."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not (hasattr(signal, "setitimer") and in_main_thread):
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise _TimeIsUp
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 class _Runner:
-    """Runs candidates, each run in a folder of its own: 01-graph_parallel, 02-pipegcn, ...
+    """Gives candidates their turns, each in a run of its own: 01-graph_parallel, 02-pipegcn, ...
 
-    Folders of runs that did not finish are hidden (.02-pipegcn), so that `gnnplan validate DIR/*`
-    finds finished ones only.
+    A run waits between its turns; where memory cannot hold all at once (`restarts`) it ends after
+    each. Folders of runs that did not finish are hidden (.02-pipegcn), so that `gnnplan validate
+    DIR/*` finds finished ones only. Close it: no process stays.
     """
 
     def __init__(
@@ -237,60 +222,73 @@ class _Runner:
             raise SpecError(f"{out} is not empty; give another --out, or remove it")
         self.candidates, self.out, self.exact = candidates, out, exact
         self.emulate, self.notify = emulate, notify
+        self.restarts = not fit_together(candidates)
         self.started = 0
+        self.waiting: dict[int, InTurns] = {}  # candidate -> its run
         self.runs: list[Run] = []
 
     def __call__(self, index: int, epochs: int, most_s: float) -> Reading:
+        candidate, began = self.candidates[index], time.monotonic()
+        detail = f"{show_count(epochs, 'epoch')}, at most {show_time(most_s)}"
+        self.notify(f"a turn of {candidate.strategy}", detail)
+        run = self.waiting.get(index) or self._begin(index)
+        before = len(run.metrics())
+        failed = run.turn(WARM_UP + epochs, most_s)
+        rows = run.metrics()[before + WARM_UP :]
+        if run.is_over:
+            failed = self._hide(index, failed)
+        elif self.restarts:
+            self._end(index)
+        epochs_s = tuple(float(row["epoch_s"]) for row in rows)
+        return Reading(() if failed else epochs_s, time.monotonic() - began, failed)
+
+    def _begin(self, index: int) -> InTurns:
         candidate = self.candidates[index]
         self.started += 1
-        folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
-        epochs += WARM_UP
-        self.notify(
-            f"run {self.started}: {candidate.strategy}, {epochs} epochs",
-            f"at most {show_time(most_s)}",
-        )
-        options = Options(epochs=epochs, eval_every=0, checkpoint_every=0, quiet=True)
         document = plans.for_run(candidate.problem, candidate, self.exact)
-        began, failed, finished = time.monotonic(), "", False
-        try:
-            with _at_most(most_s):
-                begin(
-                    document, candidate.problem, candidate.strategy, folder, options, self.emulate
-                )
-                finished = True
-        except _TimeIsUp:
-            pass
-        except GnnplanError as error:
-            failed = str(error)
-        wall_s = time.monotonic() - began
-        metrics = _metrics(folder)
-        epochs_s = tuple(float(row["epoch_s"]) for row in metrics[WARM_UP:])
-        if finished:
-            self.runs.append(_run(folder, candidate, metrics, epochs_s))
-        elif folder.exists():
-            hidden = folder.with_name(f".{folder.name}")
-            folder.rename(hidden)
-            failed = failed.replace(str(folder), str(hidden))
-        return Reading(() if failed else epochs_s, wall_s, failed)
+        folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
+        run = self.waiting[index] = InTurns(document, folder, self.emulate)
+        return run
+
+    def _end(self, index: int) -> None:
+        run, candidate = self.waiting[index], self.candidates[index]
+        if not run.end():
+            self._hide(index, "")
+            return
+        del self.waiting[index]
+        metrics = run.metrics()
+        step = {
+            "predicted_s": float(candidate.predicted.epoch_s),
+            "measured_s": median(float(row["epoch_s"]) for row in metrics[WARM_UP:]),
+        }
+        planned = Planned(candidate.problem, candidate.strategy)
+        self.runs.append(Run.of(str(run.folder), planned, {"step": step}, metrics))
+
+    def _hide(self, index: int, failed: str) -> str:
+        """Hide the folder of a run that did not finish -> its error, which may name the folder."""
+        folder = self.waiting.pop(index).folder
+        hidden = folder.with_name(f".{folder.name}")
+        folder.rename(hidden)
+        return failed.replace(str(folder), str(hidden))
+
+    def finish(self) -> None:
+        """Let all runs that wait end as finished ones."""
+        for index in list(self.waiting):
+            self._end(index)
+
+    def close(self) -> None:
+        """End all processes."""
+        for run in self.waiting.values():
+            run.close()
 
 
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; a run that was stopped may have begun another."""
-    path = folder / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _run(
-    folder: Path,
-    candidate: Candidate,
-    metrics: list[dict[str, Any]],
-    epochs_s: tuple[float, ...],
-) -> Run:
-    """The run as a refit reads it."""
-    step = {"predicted_s": float(candidate.predicted.epoch_s), "measured_s": median(epochs_s)}
-    planned = Planned(candidate.problem, candidate.strategy)
-    return Run.of(str(folder), planned, {"step": step}, metrics)
+def fit_together(candidates: list[Candidate]) -> bool:
+    """Whether this machine's memory holds the runs of all candidates at once."""
+    device = candidates[0].problem.cluster.device
+    if device.kind == "cuda":
+        return sum(candidate.memory_bytes for candidate in candidates) <= device.memory
+    needed = sum(c.problem.ranks * (LEAST_MEMORY + c.memory_bytes) for c in candidates)
+    return needed <= free_memory()
 
 
 # -- what the runs say -----------------------------------------------------------------------------
@@ -332,7 +330,7 @@ def _evidence(contender: Contender, result: Result) -> dict[str, Any]:
         "slower": expm1(found.slower) if compared else None,
         "doubt": expm1(found.doubt) if compared and isfinite(found.doubt) else None,
         "certain": found.is_certain if compared else None,
-        "runs": len(contender.readings),
+        "turns": len(contender.readings),
         "epochs": sum(len(reading.epochs_s) + WARM_UP for reading in contender.readings),
         "cost_s": sum(reading.wall_s for reading in contender.readings),
         "failed": contender.failed,

@@ -91,7 +91,7 @@ def _measured(strategies: list[dict[str, Any]]) -> Table:
                 "-" if row["measured_s"] is None else show_time(row["measured_s"]),
                 slower(row),
                 "-" if row["certain"] is None else "yes" if row["certain"] else "no",
-                f"{row['epochs']} in {row['runs']}",
+                f"{row['epochs']} in {row['turns']}",
                 show_time(row["cost_s"]),
             ]
             for row in strategies

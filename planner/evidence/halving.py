@@ -1,52 +1,56 @@
-"""Successive halving: which of a few strategies is fastest, from short runs within a budget.
+"""Which of a few strategies is fastest, by turns: successive halving within a budget of seconds.
 
-    rung 1   A B C D   5 epochs each, 2 of them to warm up
-    rung 2   C A       8 epochs: the faster half goes on, in reverse order
-    rung 3   A C       14 epochs, and so on until the order is certain or the budget is used up
+    rung 1   A B C D   D C B A   A B C D   D C B A     rounds of turns, each in reverse order
+    rung 2   C A   A C   C A   A C                     the faster half goes on
+    rung 3   A C   C A   ...                           for as many rounds as all before
 
-The file decides only: `measure` does the runs (executor/launch/tune.py), or a test makes them up.
+A turn is a second of epochs of a run that waits between its turns. Every strategy takes one in each
+round, so a machine whose pace changes in minutes is equally slow for all. It ends when the order is
+certain or the budget is used up. The file decides only: `measure` gives the turns
+(executor/launch/turns.py), or a test makes them up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import ceil, expm1, log
+from math import ceil, expm1, hypot, log
 from statistics import mean, median
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import norm
 from scipy.stats import t as student
 
-from gnnplan.planner.evidence.runs import WARM_UP, median_error
 from gnnplan.planner.vocabulary.units import show_percent
 
-FIRST = 3  # epochs of a run in the first rung, after those that warm up; twice as many in the next
+TURN_S = 1.0  # [s] of a turn's epochs, at least; one epoch where that takes longer
+WARM_UP = 1  # epochs before them, not compared: caches are cold, and no message is under way
+FIRST = 4  # rounds of the first rung
 MOST_RUNGS = 5
-FEWEST_RUNGS = 2  # before anything is certain: one disturbance spoils one rung
+FEWEST = 2  # rounds before anything is certain: one disturbance spoils one round
 START_S = 8.0  # [s] of a run before its first epoch, until a run has shown it
-NOISE = 0.03  # by which medians of equal runs differ; 1.8 % on a machine that nobody else uses
-PRIOR_RUNGS = 2  # that the expected spread between rungs counts for, beside the observed one
-CONFIDENCE = (
-    0.98  # it is asked after every rung: of equal runs 1 in 10 are called different at most
-)
+NOISE = 0.03  # by which medians of equal turns differ: standard deviation
+PRIOR = 2  # rounds that NOISE counts for, beside the spread observed
+LUCK = 0.01  # by which equal runs differ however long they are: where their memory happens to lie
+CONFIDENCE = 0.98  # asked after every rung: of equal runs 1 in 10 are called different at most
 
 
 class Reading(NamedTuple):
-    """What a run has measured."""
+    """What a turn has measured."""
 
     epochs_s: tuple[float, ...]  # without those that warm up
-    wall_s: float  # from its start to its end
-    failed: str = ""  # why it did not finish, in the words of its error
+    wall_s: float  # of the turn, and of the run's start if it is the first
+    failed: str = ""  # why the run ended, in the words of its error
 
 
-# (contender, epochs after warming up, most seconds that it may take) -> Reading
+# (contender, epochs after warming up, most seconds that they may take) -> Reading
 Measure = Callable[[int, int, float], Reading]
 
 
 @dataclass(eq=False)
 class Contender:
-    """A strategy in the competition, and its runs so far, one per rung that it took part in."""
+    """A strategy in the competition, and its turns so far, one per round."""
 
     name: str
     exact: bool
@@ -73,28 +77,25 @@ class Difference(NamedTuple):
 
 
 def difference(contender: Contender, leader: Contender) -> Difference:
-    """How certain it is that `contender` is slower than `leader`: a t-test on the rungs of both.
+    """How certain it is that `contender` is slower than `leader`: a t-test on the rounds of both.
 
-    Every rung gives one number, the log of the ratio of the two medians: runs of a rung follow
-    each other, so a change of the machine's pace meets both, and rungs alternate their order. Of a
-    few numbers the spread is unknown, so it is mixed with an expected one, which counts for
-    PRIOR_RUNGS rungs: the error of the medians, as the epochs within the runs show it, and NOISE
-    between runs. The interval is that of Student's t at CONFIDENCE. Nothing is certain before
-    FEWEST_RUNGS.
+    Every round gives one number, the log of the ratio of the two medians. Of a few numbers the
+    spread is unknown, so it is mixed with an expected one (NOISE of both), which counts for PRIOR
+    rounds. The interval is that of Student's t at CONFIDENCE. More rounds do not lessen the LUCK of
+    the two runs, which widens it. Nothing is certain before FEWEST rounds.
     """
     pairs = list(zip(contender.readings, leader.readings, strict=False))
     if not pairs:
         return Difference(0.0, np.inf)
     logs = [log(median(a.epochs_s) / median(b.epochs_s)) for a, b in pairs]
-    expected = mean(
-        median_error(a.epochs_s) ** 2 + median_error(b.epochs_s) ** 2 + 2 * NOISE**2
-        for a, b in pairs
-    )
-    freedom = PRIOR_RUNGS + len(logs) - 1
+    if len(logs) < FEWEST:
+        return Difference(mean(logs), np.inf)
+    freedom = PRIOR + len(logs) - 1
     spread = sum((one - mean(logs)) ** 2 for one in logs)
-    variance = (PRIOR_RUNGS * expected + spread) / freedom
-    doubt = float(student.ppf((1 + CONFIDENCE) / 2, freedom)) * (variance / len(logs)) ** 0.5
-    return Difference(mean(logs), doubt if len(logs) >= FEWEST_RUNGS else np.inf)
+    deviation = ((PRIOR * 2 * NOISE**2 + spread) / freedom / len(logs)) ** 0.5
+    tail = (1 + CONFIDENCE) / 2
+    by_rounds, by_luck = student.ppf(tail, freedom) * deviation, norm.ppf(tail) * 2**0.5 * LUCK
+    return Difference(mean(logs), hypot(by_rounds, by_luck))
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ class Result:
 
     @property
     def is_certain(self) -> bool:
-        """Whether all that went beyond the first rungs are certainly slower than the best."""
-        went_on = [c for c in self.others if len(c.readings) >= FEWEST_RUNGS]
+        """Whether all that went beyond the first rung are certainly slower than the best."""
+        went_on = [c for c in self.others if len(c.readings) > FIRST]
         return all(difference(c, self.best).is_certain for c in went_on or self.others)
 
     @property
@@ -144,69 +145,102 @@ def _gap(slower: Contender, faster: Contender) -> str:
     return f"{show_percent(expm1(found.slower))}{doubt}"
 
 
-def halve(contenders: Sequence[Contender], measure: Measure, budget_s: float) -> Result | None:
-    """Measure the contenders until it is certain which is fastest, or the budget is used up.
+def halve(
+    contenders: Sequence[Contender], measure: Measure, budget_s: float, restarts: bool = False
+) -> Result | None:
+    """Give the contenders turns until it is certain which is fastest, or the budget is used up.
 
-    A rung starts only if its runs are expected to fit what is left of the budget, and a run is told
-    how much that is. The first rung leaves contenders out rather than the second rung. A contender
-    that fails is out. After a rung the slower half is out, and all that are certainly slower than
-    the fastest; the fastest exact one stays while it may be as fast. None: none has run.
+    A turn begins only if it is expected to fit what is left of the budget, and is told how much
+    that is. The first round leaves contenders out rather than the second round. A contender that
+    fails is out. After a rung the slower half is out, and all that are certainly slower than the
+    fastest; the fastest exact one stays while it may be as fast. restarts: every turn starts a run.
+    None: none has run.
     """
-    spent_s, start_s, alive = 0.0, START_S, list(contenders)
+    competition = _Competition(contenders, measure, budget_s, restarts)
+    alive, rounds = list(contenders), 0
     for rung in range(MOST_RUNGS):
-        epochs = _affordable(alive[:2] if rung == 0 else alive, rung, start_s, budget_s - spent_s)
-        if epochs < FIRST or (rung and len(alive) < 2):
+        for _ in range(FIRST if rung == 0 else rounds):
+            alive, is_time_left = competition.round(alive[::-1] if rounds % 2 else alive)
+            rounds += 1
+            alive = sorted(alive, key=contenders.index)
+            if not is_time_left:
+                return _result(contenders, alive, competition.spent_s)
+        alive = _survivors(alive)
+        if len(alive) < 2:
             break
+    return _result(contenders, alive, competition.spent_s)
+
+
+def least_s(contenders: Sequence[Contender], restarts: bool = False) -> float:
+    """Seconds of the fewest rounds that can make anything certain, as predicted."""
+    first = sum(_turn_s(contender, START_S, restarts) for contender in contenders)
+    return first + (FEWEST - 1) * sum(
+        _turn_s(contender, START_S if restarts else 0.0, restarts) for contender in contenders
+    )
+
+
+class _Competition:
+    """The budget, what is spent of it, and what a run's start takes."""
+
+    def __init__(
+        self, contenders: Sequence[Contender], measure: Measure, budget_s: float, restarts: bool
+    ) -> None:
+        self.contenders, self.measure = contenders, measure
+        self.budget_s, self.restarts = budget_s, restarts
+        self.spent_s, self.start_s = 0.0, START_S
+
+    def round(self, order: Sequence[Contender]) -> tuple[list[Contender], bool]:
+        """A turn of each, in this order: those that are not out, and whether time was left."""
         ran: list[Contender] = []
-        for contender in alive if rung % 2 == 0 else alive[::-1]:
-            two_more_s = _run_s([contender, *alive[:2]], FIRST, start_s)
-            is_too_many = rung == 0 and len(ran) >= 2 and spent_s + two_more_s > budget_s
-            if spent_s >= budget_s or is_too_many:
-                break
-            reading = measure(contenders.index(contender), epochs, budget_s - spent_s)
-            spent_s += reading.wall_s
+        for contender in order:
+            is_new = not contender.readings
+            # a third and a fourth must leave time for a second round
+            again = [*ran, contender] if is_new and len(ran) >= FEWEST else []
+            needs_s = self._expected_s(contender, is_new) + sum(
+                self._expected_s(one, False) for one in again
+            )
+            if self.spent_s + needs_s > self.budget_s:
+                if again:
+                    continue
+                return [c for c in order if c.readings and not c.failed], False
+            epochs = _turn_epochs(contender, self.restarts)
+            index = list(self.contenders).index(contender)
+            reading = self.measure(index, epochs, self.budget_s - self.spent_s)
+            self.spent_s += reading.wall_s
             contender.failed = reading.failed
             if reading.epochs_s:
-                ran.append(contender)
                 contender.readings.append(reading)
-                start_s = reading.wall_s - sum(reading.epochs_s) - WARM_UP * contender.epoch_s
-        alive = [contender for contender in alive if contender.readings and not contender.failed]
-        if spent_s >= budget_s:
-            break
-        alive = _survivors(alive)
-    return _result(contenders, alive, spent_s)
+                if is_new:
+                    in_epochs_s = sum(reading.epochs_s) + WARM_UP * contender.epoch_s
+                    self.start_s = max(0.0, reading.wall_s - in_epochs_s)
+            if reading.epochs_s and not reading.failed:
+                ran.append(contender)
+        return ran, self.spent_s < self.budget_s
+
+    def _expected_s(self, contender: Contender, is_new: bool) -> float:
+        start_s = self.start_s if is_new or self.restarts else 0.0
+        return _turn_s(contender, start_s, self.restarts)
 
 
-def least_s(contenders: Sequence[Contender]) -> float:
-    """Seconds of the fewest rungs that can make anything certain, as predicted."""
-    first, second = contenders, contenders[: _half(len(contenders))]
-    return _run_s(first, FIRST, START_S) + _run_s(second, 2 * FIRST, START_S)
+def _turn_epochs(contender: Contender, restarts: bool) -> int:
+    """Epochs of a turn, after those that warm up."""
+    turn_s = START_S if restarts else TURN_S
+    return max(1, ceil(turn_s / contender.epoch_s))
 
 
-def _run_s(contenders: Sequence[Contender], epochs: int, start_s: float) -> float:
-    """Expected seconds of a run of each, with so many epochs after those that warm up."""
-    return sum(max(start_s, 0.0) + (WARM_UP + epochs) * c.epoch_s for c in contenders)
-
-
-def _affordable(contenders: Sequence[Contender], rung: int, start_s: float, left_s: float) -> int:
-    """How many epochs after warming up a run of a rung may have, so that all fit in time."""
-    spare_s = left_s - _run_s(contenders, 0, start_s)
-    most = FIRST * 2**rung
-    return min(most, int(spare_s / sum(c.epoch_s for c in contenders))) if contenders else 0
-
-
-def _half(count: int) -> int:
-    return max(2, ceil(count / 2))
+def _turn_s(contender: Contender, start_s: float, restarts: bool) -> float:
+    """Expected seconds of a turn."""
+    return start_s + (WARM_UP + _turn_epochs(contender, restarts)) * contender.epoch_s
 
 
 def _by_speed(contenders: Sequence[Contender]) -> list[Contender]:
-    """From fastest to slowest in the rungs that all of them ran."""
-    rungs = min((len(contender.readings) for contender in contenders), default=0)
+    """From fastest to slowest in the rounds that all of them ran."""
+    rounds = min((len(contender.readings) for contender in contenders), default=0)
 
     def level(contender: Contender) -> float:
-        if not rungs:
+        if not rounds:
             return log(contender.epoch_s)
-        return mean(log(median(reading.epochs_s)) for reading in contender.readings[:rungs])
+        return mean(log(median(reading.epochs_s)) for reading in contender.readings[:rounds])
 
     return sorted(contenders, key=level)
 
@@ -217,7 +251,7 @@ def _survivors(alive: Sequence[Contender]) -> list[Contender]:
         return []
     ordered = _by_speed(alive)
     possible = [c for c in ordered if c is ordered[0] or not difference(c, ordered[0]).is_certain]
-    kept = possible[: _half(len(alive))]
+    kept = possible[: max(2, ceil(len(alive) / 2))]
     kept += [c for c in possible if c.exact][:1]
     return [contender for contender in alive if contender in kept]
 
