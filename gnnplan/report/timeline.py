@@ -48,7 +48,7 @@ class Window:
             for rank in ranks
         ]
         shares = dict.fromkeys(show_percent(one / self.seconds) for one in (min(busy), max(busy)))
-        return f"{show_time(self.seconds)}, in which ranks compute {' to '.join(shares)} of it"
+        return f"{show_time(self.seconds)}, of which ranks compute {' to '.join(shares)}"
 
 
 def timeline(facts: Facts) -> Picture:
