@@ -73,7 +73,8 @@ def test_the_page_is_one_small_file_that_fetches_nothing(plan: Path, tmp_path: P
     assert 1e6 < output.stat().st_size <= MOST_BYTES
     document = plans.read(plan)
     for line in document["summary"].values():
-        assert page._text(line) in text
+        assert page._prose(line) in text
+    assert "showSendToCloud: false" in text  # or plotly offers to upload pictures
     pictures = json.loads(re.search(r'id="pictures">(.*?)</script>', text, re.S)[1])
     for key in pictures:
         assert re.search(rf'id="{key}" role="img" aria-label="[^"]{{40,}}"', text), key
@@ -134,7 +135,7 @@ def test_the_timeline_shows_one_epoch_of_every_rank_and_lane(facts: Facts):
     drawn = {(mark.rank, mark.lane) for mark in marks(window)}
     assert drawn == {(span.rank, span.lane) for span in facts.simulated}
     assert all(0 <= mark.start <= mark.end <= window.seconds for mark in marks(window))
-    ranks = {label.split()[0] for label in timeline(facts).figure.layout.yaxis.ticktext}
+    ranks = {label.split()[1] for label in timeline(facts).figure.layout.yaxis.ticktext}
     assert ranks == {str(rank) for rank in range(facts.problem.ranks)}
 
 
@@ -266,6 +267,8 @@ def test_a_browser_draws_every_picture(width: int, scheme: str, plan: Path, tmp_
         drawn = "[...document.querySelectorAll('.plot')].every(p => p.querySelector('.trace, .hm'))"
         assert ask(drawn)
         assert browser.get_log("browser") == []
+        buttons = ask("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
+        assert buttons and not any("Share" in title for title in buttons)
         page_width = "document.documentElement.{}Width"
         assert ask(page_width.format("scroll")) <= ask(page_width.format("client")) <= width
         background = ask("getComputedStyle(document.body).backgroundColor")

@@ -16,7 +16,6 @@ from gnnplan.report.picture import (
     COLOURS,
     COMMUNICATION,
     COMPUTATION,
-    DOUBT,
     MEASURED,
     SIZES,
     TIMES,
@@ -39,7 +38,7 @@ NOTHING = "nothing fits"
 
 
 def epochs(facts: Facts) -> Picture:
-    """Strategies as stacked bars, the fastest on top; measured epochs beside them."""
+    """Strategies as stacked bars, the plan's choice on top; measured epochs beside them."""
     leaders, error = facts.leaders[:MOST_BARS], doubt(facts.problem.cluster)
     seconds = [leader.seconds("epoch_s") for leader in leaders]
     unit, scale = unit_of(max(seconds), TIMES)
@@ -57,7 +56,7 @@ def epochs(facts: Facts) -> Picture:
     ]
     if error is not None:
         whiskers = [second * error * scale for second in seconds]
-        traces[-1].error_x = {"array": whiskers, "thickness": 2, "color": DOUBT}
+        traces[-1].error_x = {"array": whiskers, "thickness": 2}
     measured = {
         leader.name: median(taken)
         for leader in leaders
@@ -82,10 +81,12 @@ def epochs(facts: Facts) -> Picture:
     for place, leader in enumerate(leaders):
         text = _headline(leader, facts.problem.cluster.ranks)
         drawn.add_annotation(text=text, y=place, yshift=19, **at_left)
-    see = [f"{leaders[0].name} is the fastest: {show_time(seconds[0])} per epoch."]
+    see = [f"{leaders[0].name} is the plan's choice: {show_time(seconds[0])} per epoch."]
     if len(leaders) > 1:
-        gap = show_percent(seconds[1] / seconds[0] - 1, 1, sign=True)
-        see.append(f"{leaders[1].name} follows with {gap}.")
+        ahead = seconds[1] < seconds[0]  # a lossy one that is not surely faster
+        gap = seconds[0] / seconds[1] if ahead else seconds[1] / seconds[0]
+        far = f"{show_percent(gap - 1, 1)} {'faster by prediction' if ahead else 'slower'}"
+        see.append(f"{leaders[1].name} is {far}.")
     if not all(leader.exact for leader in leaders):
         see.append("A star marks lossy strategies: they change the gradient.")
     if error is None:
@@ -200,10 +201,13 @@ def flips(facts: Facts) -> Picture:
     )
     drawn = figure([field], 110 + 56 * len(widths))
     categories(drawn, f"bandwidth {found.link}", "hidden width")
+    # on two lines, or a phone turns them
+    drawn.update_xaxes(tickvals=bandwidths, ticktext=[b.replace(" ", "<br>") for b in bandwidths])
     x, y = len(FACTORS) // 2, widths.index(str(facts.problem.workload.hidden))
     frame = {"color": "#ffffff", "width": 3}
     drawn.add_shape(x0=x - 0.44, x1=x + 0.44, y0=y - 0.4, y1=y + 0.4, line=frame)
-    others = [kind for kind in kinds if kind != names[y][x]]
+    lossy = {w.strategy.name for row in found.winners for w in row if not w.strategy.exact}
+    others = [k + " (lossy)" * (k in lossy) for k in kinds if k != names[y][x]]
     see = f"{names[y][x]} wins everywhere in this grid."
     if others:
         see = f"Another colour is another winner: {', '.join(others)}."

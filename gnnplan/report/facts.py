@@ -92,7 +92,7 @@ class Facts:
 
     @cached_property
     def leaders(self) -> list[Leader]:
-        """The plan's candidates, the fastest first."""
+        """The plan's candidates, its choice first."""
         return [_leader(one) for one in (self.document["best"], *self.document["alternatives"])]
 
     @cached_property

@@ -69,7 +69,7 @@ def errors(facts: Facts) -> Picture:
     see = (
         "Bars to the left are predicted too short, to the right too long, each as a share of the"
         f" measured epoch. Whole epochs are off by: {epochs}. Of {names[0]},"
-        f" {facts.runs[0].run.comparison['diagnosis'].replace('`', '')}."
+        f" {facts.runs[0].run.comparison['diagnosis']}."
     )
     other = [one.run.folder for one in facts.runs if not one.run.comparison["device"]["equal"]]
     if other:
@@ -106,7 +106,7 @@ def losses(facts: Facts) -> Picture:
         rows.append([name, str(len(one.metrics)), f"{first:.4g}", f"{last:.4g}", accuracy])
     out = figure(drawn, 500)
     out.update_yaxes(title_text="loss", row=1, col=1)
-    out.update_yaxes(title_text="accuracy", row=2, col=1)
+    out.update_yaxes(title_text="validation accuracy", row=2, col=1)
     out.update_xaxes(title_text="epoch", row=2, col=1)
     told = "; ".join(f"{row[0]} ends at loss {row[3]} and accuracy {row[4]}" for row in rows)
     see = f"Losses on top, accuracies on validation vertices below, by epoch: {told}."

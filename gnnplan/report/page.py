@@ -8,6 +8,7 @@ import base64
 import gzip
 import html
 import json
+import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from gnnplan import __version__
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_count
+from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts, gather
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_ROWS = 400  # of a table
+# pages by the template of plotly that they use: text, dim text, and a field with nothing in it
+THEMES = {
+    "light": ("plotly_white", "#1c2024", "#5a6370", "#f3f6fa"),
+    "dark": ("plotly_dark", "#e8eaed", "#a3abb6", "#1c2228"),
+}
 
 
 def report(
@@ -82,17 +88,12 @@ def draw(facts: Facts, notify: Notify = silent) -> tuple[list[Picture], dict[str
 
 def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> str:
     """The text of the page."""
-    import plotly.io as pio
     from plotly.offline import get_plotlyjs
 
-    clear = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
-    templates = {
-        name: pio.templates[source].update(layout=clear).to_plotly_json()
-        for name, source in (("light", "plotly_white"), ("dark", "plotly_dark"))
-    }
+    templates = {name: _template(*theme) for name, theme in THEMES.items()}
     figures = {picture.key: json.loads(picture.figure.to_json()) for picture in pictures}
     missing = [
-        f'<section class="absent"><h2>{_text(title)}</h2><p>{_text(reason)}</p></section>'
+        f'<section class="absent"><h2>{_text(title)}</h2><p>{_prose(reason)}</p></section>'
         for title, reason in absent.items()
     ]
     packed = gzip.compress(get_plotlyjs().encode(), mtime=0)
@@ -100,8 +101,8 @@ def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> s
         title=_text(f"{question(facts)}: report"),
         heading=_text(question(facts)),
         summary="\n".join(
-            f"<dt>{_text(name)}</dt><dd>{_text(line)}</dd>"
-            for name, line in facts.document["summary"].items()
+            f"<dt>{_text(name)}</dt><dd>{_prose(line)}</dd>"
+            for name, line in summary(facts).items()
         ),
         sections="\n".join([*map(_section, pictures), *missing]),
         tables="\n".join(map(_table, pictures)),
@@ -119,15 +120,45 @@ def question(facts: Facts) -> str:
     model = f"{workload.module.name}, " if workload.module else ""
     return (
         f"{problem.stats.name.split('?')[0]}, {model}{workload.model}"
-        f" {show_count(workload.layers, 'layer')} x {workload.hidden}, on {cluster.name}:"
+        f" {show_count(workload.layers, 'layer')} x {workload.hidden}, on cluster {cluster.name}:"
         f" {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"
         f" {cluster.device.name}"
     )
 
 
+def summary(facts: Facts) -> dict[str, str]:
+    """The plan's lines, and one about its runs."""
+    from gnnplan.report.outcome import run_names
+
+    lines: dict[str, str] = dict(facts.document["summary"])
+    if facts.runs:
+        lines["ran"] = "; ".join(
+            f"{name} took {show_time(one.run.measured_s)} per epoch (its prediction was off by"
+            f" {show_percent(one.run.comparison['step']['predicted_error'], sign=True)})"
+            for name, one in zip(run_names(facts), facts.runs, strict=True)
+        )
+    return lines
+
+
+def _template(source: str, text: str, dim: str, nothing: str) -> dict[str, Any]:
+    """A template of plotly on the page's own background."""
+    import plotly.io as pio
+
+    from gnnplan.report.picture import COMPUTATION
+
+    clear = "rgba(0,0,0,0)"
+    template: dict[str, Any] = pio.templates[source].to_plotly_json()
+    buttons = {"bgcolor": clear, "color": dim, "activecolor": text}
+    template["layout"] |= {"paper_bgcolor": clear, "plot_bgcolor": clear, "modebar": buttons}
+    # opaque: plotly chooses the colour of the text in a field as if it lay on white
+    template["data"]["heatmap"][0]["colorscale"] = [[0, nothing], [1, COMPUTATION]]
+    template["data"]["bar"][0]["error_x"] = {"color": text}
+    return template
+
+
 def _section(picture: Picture) -> str:
     return (
-        f"<section><h2>{_text(picture.title)}</h2><p>{_text(picture.see)}</p>"
+        f"<section><h2>{_text(picture.title)}</h2><p>{_prose(picture.see)}</p>"
         f'<div class="plot" id="{picture.key}" role="img" aria-label="{_text(picture.alt)}"></div>'
         "</section>"
     )
@@ -151,6 +182,12 @@ def _table(picture: Picture) -> str:
 
 def _text(words: str) -> str:
     return html.escape(words)
+
+
+def _prose(words: str) -> str:
+    """A sentence with its commands set as such, and numbers on one line with their units."""
+    joined = re.sub(r"(?<=\d) (?=(?:%|[mu]?s|[kMGT]?B)(?!\w))", "\u00a0", _text(words))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", joined)
 
 
 def _json(value: Any) -> str:

@@ -9,14 +9,12 @@ from typing import Any
 import plotly.graph_objects as go
 
 COMPUTATION, COMMUNICATION, WAITING = "#4c78a8", "#f58518", "#9d9d9d"
-MEASURED, DOUBT = "#e45756", "#8250df"
+MEASURED = "#e45756"
 # plotly's T10: readable on white and on black
 COLOURS = (
     *("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2"),
     *("#e45756", "#eeca3b", "#9d755d", "#ff9da6", "#bab0ac"),
 )
-# from nothing to the most; transparent, so that it suits a light and a dark page
-SHADES = [[0, "rgba(76,120,168,0.06)"], [1, "rgba(76,120,168,1)"]]
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 MOST_READ = 3  # rows of the table that are read out in place of the picture
@@ -64,7 +62,8 @@ def figure(traces: Any, height: int, **layout: Any) -> go.Figure:
 
 
 def categories(drawn: go.Figure, x: str, y: str, **y_axis: Any) -> go.Figure:
-    """The figure with axes of names instead of numbers."""
+    """The figure with axes of names instead of numbers, and without room for a legend."""
+    drawn.update_layout(margin_t=8)
     drawn.update_xaxes(type="category", showgrid=False, title_text=x)
     return drawn.update_yaxes(type="category", showgrid=False, title_text=y, **y_axis)
 

@@ -19,6 +19,15 @@ from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, pat
 
 MOST_RANKS = 16  # drawn
 MOST_MARKS = 8_000  # of a panel, which bounds the size of the page
+# what strangers ask about: lanes and operations
+TERMS = {
+    "comm": "exchanges between ranks",
+    "reduce": "sums of gradients over ranks",
+    "copy": "copies to the device",
+    "host": "sampling",
+    "halo": "rows of neighbours that other ranks hold",
+    "pipeline": "rows to the next stage, and their gradients back",
+}
 FINENESS = (16_000, 8_000, 4_000, 2_000, 1_000, 500)  # shares of the window that are not joined
 
 
@@ -38,8 +47,8 @@ class Window:
             sum(s.seconds for s in self.spans if (s.rank, s.lane) == (rank, "compute"))
             for rank in ranks
         ]
-        least, most = (show_percent(share / self.seconds) for share in (min(busy), max(busy)))
-        return f"{show_time(self.seconds)}, in which ranks compute {least} to {most} of the time"
+        shares = dict.fromkeys(show_percent(one / self.seconds) for one in (min(busy), max(busy)))
+        return f"{show_time(self.seconds)}, of which ranks compute {' to '.join(shares)}"
 
 
 def timeline(facts: Facts) -> Picture:
@@ -48,7 +57,7 @@ def timeline(facts: Facts) -> Picture:
     windows = [steady("simulated", facts.simulated, steps)]
     windows += [steady(one.run.folder, one.measured, steps) for one in facts.same[:1]]
     panels = [marks(window) for window in windows]
-    names = sorted({mark.op for panel in panels for mark in panel}, key=lambda op: (_waits(op), op))
+    names = _by_lane(mark for panel in panels for mark in panel)
     colours = {op: WAITING if _waits(op) else c for op, c in zip(names, COLOURS * 9, strict=False)}
     longest = max(window.seconds for window in windows)
     unit, scale = unit_of(longest, TIMES)
@@ -71,7 +80,7 @@ def timeline(facts: Facts) -> Picture:
         drawn.update_yaxes(
             row=row,
             tickvals=list(range(len(places))),
-            ticktext=[f"{rank} {LANE_ORDER[lane]}" for rank, lane in places],
+            ticktext=[f"rank {rank} {LANE_ORDER[lane]}" for rank, lane in places],
             range=[len(places) - 0.5, -1.5],
             tickfont_size=10,
             showgrid=False,
@@ -162,6 +171,15 @@ def _lines(
     )
 
 
+def _by_lane(marks: Iterable[Span]) -> list[str]:
+    """Operations as a legend has them: by lane, then by time; waiting last."""
+    first: dict[str, tuple[bool, int, float]] = {}
+    for mark in marks:
+        key = _waits(mark.op), LANE_ORDER.index(mark.lane), mark.start
+        first[mark.op] = min(first.get(mark.op, key), key)
+    return sorted(first, key=lambda op: first[op])
+
+
 def _waits(name: str) -> bool:
     return name.partition(":")[0] in WAITS
 
@@ -178,9 +196,14 @@ def totals(window: Window) -> dict[tuple[int, str, str], float]:
 def _see(facts: Facts, windows: list[Window], steps: int) -> str:
     unit = "an epoch" if facts.batches == 1 else show_count(steps, "step")
     words = [
-        f"The steady state of {unit}, a row per rank and lane; gaps in a compute row are waiting.",
+        f"The steady state of {unit}. A rank has a row per lane, and its lanes work side by side;"
+        " gaps in its compute row are waiting.",
         f"Simulated: {windows[0].computing}.",
     ]
+    used = {word for span in windows[0].spans for word in (span.lane, span.op.partition(":")[0])}
+    terms = [f"{term}, {meaning}" for term, meaning in TERMS.items() if term in used]
+    if terms:
+        words.insert(1, f"Names: {'; '.join(terms)}.")
     if facts.same:
         words.append(f"Measured, in {windows[1].name}: {windows[1].computing}.")
     elif facts.runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,6 @@ from gnnplan.report.picture import (
     COMMUNICATION,
     COMPUTATION,
     MEASURED,
-    SHADES,
     SIZES,
     WAITING,
     Picture,
@@ -30,6 +30,7 @@ from gnnplan.report.picture import (
 )
 
 MOST_RANKS = 64  # of the matrix and of the drawing; beyond, servers stand for their ranks
+EVEN = 1.01  # pairs that differ by less send the same
 MOST_TOLD = 3  # links in words
 MOST_NAMED = 32  # places with their number beside them
 MOST_WRITTEN = 4  # ranks whose bytes are written into the fields
@@ -37,8 +38,8 @@ MOST_WRITTEN = 4  # ranks whose bytes are written into the fields
 CLASSES = (
     ("idle", 0.0, 1e-12, WAITING, 1),
     ("below 1 % of the epoch", 1e-12, 0.01, COMPUTATION, 2),
-    ("1 % to 10 %", 0.01, 0.1, COMMUNICATION, 3),
-    ("10 % or more", 0.1, np.inf, MEASURED, 5),
+    ("1 % to 10 % of the epoch", 0.01, 0.1, COMMUNICATION, 3),
+    ("10 % of the epoch or more", 0.1, np.inf, MEASURED, 5),
 )
 # floors of the drawing, from the bottom; what else joins servers is on floor JOINS
 FLOORS = {"gpu": 0, "island": 1, "switch": 2, "host": 3, "nic": 4, "spine": 6}
@@ -78,10 +79,16 @@ def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
     """The ports that an epoch's bytes pass, the busiest first."""
     source, target = np.nonzero(sent)
     problem, epoch_s = candidate.problem, float(candidate.predicted.epoch_s)
+    placement = problem.cost.placement
+    rank_of = {f"GPU {gpu}": f"rank {rank}" for rank, gpu in enumerate(placement)}
     found = [
         Load(
             (port, number),
-            topology.describe_port(problem.cluster, problem.cost.placement, (port, number)),
+            re.sub(
+                r"GPU \d+",  # as the drawing has them; and ranks may be CPUs
+                lambda gpu: rank_of.get(gpu[0], gpu[0]),
+                topology.describe_port(problem.cluster, placement, (port, number)),
+            ),
             nbytes,
             nbytes / float(kind.link.bandwidth) / epoch_s,
         )
@@ -107,7 +114,6 @@ def matrix(facts: Facts) -> Picture:
         y=names,
         z=np.round(shown * scale, 6).tolist(),
         zmin=0,
-        colorscale=SHADES,
         colorbar={"title_text": unit, "thickness": 12},
         xgap=1,
         ygap=1,
@@ -121,10 +127,12 @@ def matrix(facts: Facts) -> Picture:
     a, b = pairs[0]
     all_pairs = shown.size - len(shown)
     talking = sum(i != j for i, j in pairs)
-    see = (
-        f"An epoch sends {show_bytes(sent.sum())}, most of it from {what} {a} to {what} {b}:"
-        f" {show_bytes(shown[a, b])}. {talking} of {all_pairs} pairs send something."
-    )
+    most, least = (shown[tuple(pair)] for pair in (pairs[0], pairs[-1]))
+    see = f"An epoch sends {show_bytes(sent.sum())}. {talking} of {all_pairs} pairs send something"
+    if most <= least * EVEN:
+        see += f", {show_bytes(most)} each."
+    else:
+        see += f"; the most, {show_bytes(most)}, goes from {what} {a} to {what} {b}."
     columns = [f"from {what}", f"to {what}", "bytes per epoch"]
     rows = [[str(i), str(j), show_bytes(shown[i, j])] for i, j in pairs]
     return Picture("matrix", "Who sends whom", see, drawn, columns, rows)
