@@ -24,7 +24,6 @@ from gnnplan.planner.graph.splitting import SPLITTERS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
     FAMILIES,
-    NAMES,
     P3,
     DataParallel,
     GNNPipe,
@@ -34,6 +33,7 @@ from gnnplan.planner.strategies import (
     Prediction,
     Strategy,
     named,
+    names,
     parse,
 )
 from gnnplan.planner.strategies.gnnpipe.flowshop import MANY, balance
@@ -886,7 +886,7 @@ def test_a_size_may_have_any_unit_of_bytes():
     assert parse("gsplit(cache='1GiB')") == GSplit(cache=2**30)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_a_published_name_is_its_preset(name: str):
     strategy = parse(name)
     assert strategy == parse(f" {name}() ") == named(name, {}) and strategy.name == name

@@ -68,7 +68,7 @@ from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Prediction, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise.account import predict_layers
 from gnnplan.planner.strategies.layerwise.schedule import schedule_layers
@@ -114,6 +114,8 @@ class GraNNDis(Strategy):
     group: str = "server"
 
     family: ClassVar[str] = "granndis"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
+    examples: ClassVar[tuple[Example, ...]] = (Example("granndis", servers=2),)
     claim: ClassVar[float] = 1e-6
 
     @property

@@ -43,13 +43,13 @@ this folder; planner/ownership/layout.py for parts and halos; executor/strategie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Prediction, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise.account import predict_layers
 from gnnplan.planner.strategies.layerwise.schedule import schedule_layers
@@ -78,21 +78,22 @@ class GraphParallel(Strategy):
     checkpoint: bool = False
 
     family: ClassVar[str] = "graph_parallel"
+    names: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "pipegcn": {"staleness": 1},
+        "pipegcn_f": {"staleness": 1, "smoothing": "f"},
+        "pipegcn_g": {"staleness": 1, "smoothing": "g"},
+        "pipegcn_gf": {"staleness": 1, "smoothing": "gf"},
+    }
+    executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
+    examples: ClassVar[tuple[Example, ...]] = (
+        Example("graph_parallel"),
+        Example("graph_parallel(narrow=True)"),
+        Example("graph_parallel(checkpoint=True)"),
+        Example("pipegcn"),
+    )
     # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
     # form follows
     claim: ClassVar[float] = 0.25
-
-    @property
-    def name(self) -> str:
-        return (
-            f"pipegcn{'_' if self.smoothing else ''}{self.smoothing}"
-            if self.staleness
-            else "graph_parallel"
-        )
-
-    @property
-    def implied(self) -> dict[str, Any]:
-        return {"staleness": self.staleness, "smoothing": self.smoothing if self.staleness else ""}
 
     @property
     def exact(self) -> bool:

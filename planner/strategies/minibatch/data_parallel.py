@@ -51,7 +51,7 @@ from typing import ClassVar
 
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Bytes, Example, Memory, Prediction, Strategy
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -86,6 +86,8 @@ class DataParallel(Strategy):
 
     family: ClassVar[str] = "data_parallel"
     mode: ClassVar[str] = "mini"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
+    examples: ClassVar[tuple[Example, ...]] = (Example("data_parallel"),)
     # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
     claim: ClassVar[float] = 0.1
 

@@ -50,7 +50,7 @@ from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.graph.splitting import EPOCHS, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Bytes, Example, Memory, Prediction, Strategy
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, traffic
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -87,6 +87,8 @@ class GSplit(Strategy):
 
     family: ClassVar[str] = "gsplit"
     mode: ClassVar[str] = "mini"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
+    examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"),)
     # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
     claim: ClassVar[float] = 0.1
 
