@@ -351,9 +351,6 @@ def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -
     whole = replace(
         problem,
         workload=problem.workload.model_copy(update={"mode": "full"}),
-        _layouts={},
-        _batches={},
-        _mini={},
     )
     try:
         other = search(whole, exact, may_use_fewer=False).best

@@ -338,8 +338,6 @@ def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy
             method=method,
             cluster=cluster,
             placement=(),
-            _layouts={},
-            _chunks={},
         )
         fitting = (
             str(s.settle(larger))

@@ -188,8 +188,6 @@ def test_one_rank_sends_nothing(problem: Problem):
     alone = replace(
         problem,
         cluster=problem.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}),
-        _mini={},
-        _layouts={},
     )
     for strategy in variants(alone):
         assert strategy.predict(alone).bytes == {}

@@ -328,8 +328,6 @@ def test_more_servers_as_proposed_would_fit(how: dict[str, Any]):
         return replace(
             problem,
             cluster=problem.cluster.model_copy(update={"servers": count}),
-            _layouts={},
-            _chunks={},
         )
 
     assert name in [str(c.strategy) for c in search(on(int(servers)), **how).ranked]
@@ -428,9 +426,7 @@ def test_explanations_of_one_server_and_of_statistics():
         "nothing crosses servers" in line for line in plan.make(one, search(one))["explanation"]
     )
     problem = problem_of()
-    guess = replace(
-        problem, stats=replace(problem.stats, known=False), graph=None, _layouts={}, _chunks={}
-    )
+    guess = replace(problem, stats=replace(problem.stats, known=False), graph=None)
     assert any("statistics only" in line for line in plan.make(guess, search(guess))["explanation"])
 
 

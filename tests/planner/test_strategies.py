@@ -484,7 +484,7 @@ def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_kn
     problem: Problem,
 ):
     stats = replace(problem.stats, known=False)
-    problem = replace(problem, stats=stats, graph=None, _layouts={}, _chunks={})
+    problem = replace(problem, stats=stats, graph=None)
     for strategy in variants(problem):
         note(str(strategy))
         bytes_of_the_schedule_are_those_of_predict(Told(problem, problem, strategy))
@@ -571,8 +571,6 @@ def test_one_rank_sends_nothing(problem: Problem):
     alone = replace(
         problem,
         cluster=problem.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}),
-        _layouts={},
-        _chunks={},
     )
     for strategy in variants(alone):
         p, schedule = strategy.predict(alone), strategy.schedule(alone, 2)

@@ -185,10 +185,13 @@ class GraNNDis(Strategy):
         if self.batches is not None:
             return out
         # a search settles the same strategy many times, for each placement
-        key = (out, self.tied(problem), problem.workload, problem.cluster.device.memory)
-        if key not in problem._fewest:
-            problem._fewest[key] = out._fewest_that_fit(problem)
-        return replace(out, batches=problem._fewest[key])
+        device = problem.cluster.device
+        asked = (out, self.tied(problem), problem.workload, device.kind, device.memory)
+        batches = problem.known.answer(
+            ("fewest that fit", *asked, problem.graph, problem.stats, problem.method),
+            lambda: out._fewest_that_fit(problem),
+        )
+        return replace(out, batches=batches)
 
     def _fewest_that_fit(self, problem: Problem) -> int:
         """The smallest number of batches R whose memory fits; if none does, that which needs least.
