@@ -1,6 +1,7 @@
 """The strategies: what each does to bytes, memory and seconds of a training epoch.
 
     base.py         what every strategy answers; how strategies are written and read as text
+    program/        what ranks do, written once; bytes, seconds and tasks are read from it
     layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis
     gnnpipe/        full graph, layers in a pipeline: GNNPipe
     minibatch/      mini-batches: data parallelism, GSplit; where features and adjacency lists are

@@ -47,22 +47,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
-from gnnplan.planner.strategies.layerwise.account import predict_layers
-from gnnplan.planner.strategies.layerwise.schedule import schedule_layers
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation, traffic
+from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
+from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Schedule
 
 SMOOTHINGS = ("", "f", "g", "gf")
 GAMMA = 0.95  # PipeGCN, Sec. 3.4
 
 
 @dataclass(frozen=True)
-class GraphParallel(Strategy):
+class GraphParallel(Stepwise):
     """Graph parallelism (staleness 0) and PipeGCN (staleness 1).
 
     staleness: steps by which halo rows and gradients lag, 0 or 1.
@@ -162,11 +161,5 @@ class GraphParallel(Strategy):
     def memory(self, problem: Problem) -> Memory:
         return layerwise_memory.memory(problem, problem.layout(), self.exchange_options)
 
-    def predict(self, problem: Problem) -> Prediction:
-        return predict_layers(problem, problem.layout(), self.exchange_options)
-
-    def schedule(self, problem: Problem, steps: int) -> Schedule:
-        return schedule_layers(problem, problem.layout(), self.exchange_options, steps)
-
-    def traffic(self, problem: Problem) -> list[Phase]:
-        return traffic(problem, problem.layout(), self.exchange_options)
+    def program(self, problem: Problem) -> Program:
+        return layerwise.program(problem, problem.layout(), self.exchange_options)
