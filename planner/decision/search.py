@@ -189,8 +189,8 @@ def search(
                 ranked.append(evaluate_or_save_memory(placed(problem, strategy), strategy))
             except (SpecError, Infeasible) as error:
                 rejected.append((str(strategy.settle(problem)), str(error)))
-        if not tried:
-            rejected.append((family.family, family.absent(problem)))
+        if not tried and (why := family.absent(problem)):
+            rejected.append((family.family, why))
     if not ranked:
         reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
         raise Infeasible(

@@ -23,6 +23,7 @@ from gnnplan.planner.strategies.base import Prediction as Prediction
 from gnnplan.planner.strategies.base import Strategy as Strategy
 from gnnplan.planner.strategies.base import parse_call, read_list, read_size
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe as GNNPipe
+from gnnplan.planner.strategies.layerwise.bns import BNS as BNS
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis as GraNNDis
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as GraphParallel
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
@@ -34,6 +35,7 @@ FAMILIES: tuple[type[Strategy], ...] = (
     GraphParallel,
     GNNPipe,
     GraNNDis,
+    BNS,
     DataParallel,
     GSplit,
     P3,
@@ -55,6 +57,8 @@ def families() -> tuple[type[Strategy], ...]:
             ) from error
         if not (isinstance(family, type) and issubclass(family, Strategy)):
             raise SpecError(f"{whose} is {point.value}, which is no class of a Strategy")
+        if "executor" not in vars(family):  # else it would train as the class that it derives from
+            raise SpecError(f"{whose} names no executor of its own (Strategy.executor)")
         taken = {name for other in found for name in [other.family, *other.names]}
         if twice := taken & {family.family, *family.names}:
             raise SpecError(f"{whose} has a name that is taken: {', '.join(sorted(twice))}")

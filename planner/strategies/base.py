@@ -123,7 +123,7 @@ class Strategy(ABC):
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
-        """Why `candidates` is empty for this problem."""
+        """Why `candidates` is empty for this problem; '': the family is never a candidate."""
         return "no variant suits this problem"
 
     def settle(self, problem: Problem) -> Strategy:

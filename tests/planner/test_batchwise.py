@@ -114,6 +114,7 @@ def variants(problem: Problem) -> Iterator[Strategy]:
         P3("rank", structure="spread"),
         P3("server", pipelined=True, structure="spread", structure_cache=600),
         GSplit(structure="spread"),
+        *(parse(e.strategy) for family in families(problem) for e in family.examples),
     ]
     for strategy in dict.fromkeys(
         s.settle(problem)

@@ -111,6 +111,7 @@ def variants(problem: Problem) -> Iterator[Strategy]:
         GNNPipe(chunks=7, historical_gradients=True, period=1),
         GNNPipe(1, 3),
         GNNPipe(2, 5),
+        *(parse(e.strategy) for family in families(problem) for e in family.examples),
     ]
     seen: set[Strategy] = set()
     for strategy in [
@@ -797,7 +798,8 @@ def test_shuffled_chunks_have_one_order_on_all_stages_and_another_each_step():
 
 def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
     numbers = st.none() | st.integers(0, 99)
-    return {
+    examples = st.sampled_from([parse(example.strategy) for example in family.examples])
+    of_family: dict[type[Strategy], st.SearchStrategy[Strategy]] = {
         GraphParallel: st.builds(GraphParallel, st.integers(0, 1), st.booleans()),
         GNNPipe: st.builds(
             GNNPipe,
@@ -844,7 +846,8 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
             st.sampled_from(HOT),
             st.sampled_from(PLACES),
         ),
-    }[family]
+    }
+    return of_family.get(family, examples)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -63,6 +63,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from gnnplan.planner.graph.streams import BATCH_ORDER
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
@@ -79,7 +80,6 @@ MAX_HOP, FANOUT = 1, 15  # defaults of the paper, Sec. 4.3
 DEGREES = ("global", "local")
 GROUPS = ("server", "island")
 SHARED = ("parameters", "optimizer", "runtime")  # uses of memory that batches do not shrink
-BATCH_ORDER = 3  # a stream of random numbers of its own; layout.py has the others
 
 
 @dataclass(frozen=True)
