@@ -253,7 +253,7 @@ def _row(
 ) -> dict[str, Any]:
     """A line of metrics.jsonl, from the sums over all ranks.
 
-    counts, tested: right and all predictions [3, 2] of the training pass and of the evaluation; NaN
+    counts, tested: right and wrong answers [3, 2] of the training pass and of the evaluation; NaN
     if this epoch is not evaluated. `train_accuracy` is that of the training pass, with dropout and
     staleness. val and test are measured with the weights that the epoch leaves. The epoch ends with
     its last rank; `peak_memory_bytes` is of the fullest rank so far.

@@ -41,7 +41,7 @@ class Worker(ABC):
 
     @abstractmethod
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of the rows that step or evaluate has just returned."""
+        """Right and wrong answers [3, 2] of the rows that step or evaluate has just returned."""
 
     def open_learner(self) -> Learner:
         """What sums the gradients over ranks and updates the weights; asked for once."""

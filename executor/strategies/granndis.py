@@ -144,7 +144,7 @@ class CoBatches(base.Worker):
         return torch.cat(logits)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of the rows of the last logits."""
+        """Right and wrong answers [3, 2] of the rows of the last logits."""
         return counts_of(self.scored, logits)
 
 

@@ -472,7 +472,7 @@ class Worker(base.Worker):
         return self.net.decode(self.forward(step)[0][-1].leaf)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of this rank's rows."""
+        """Right and wrong answers [3, 2] of this rank's rows."""
         return self.targets.counts(logits)
 
     def drain(self) -> None:

@@ -57,6 +57,8 @@ def families() -> tuple[type[Strategy], ...]:
             ) from error
         if not (isinstance(family, type) and issubclass(family, Strategy)):
             raise SpecError(f"{whose} is {point.value}, which is no class of a Strategy")
+        if not all(isinstance(knob.type, str) for knob in fields(family)):
+            raise SpecError(f"{whose} needs 'from __future__ import annotations' in its file")
         if "executor" not in vars(family):  # else it would train as the class that it derives from
             raise SpecError(f"{whose} names no executor of its own (Strategy.executor)")
         taken = {name for other in found for name in [other.family, *other.names]}

@@ -24,6 +24,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gnnplan.planner.cluster.placement import Phase
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
@@ -192,6 +194,10 @@ class Strategy(ABC):
         Empty: every rank may sit anywhere.
         """
         return ()
+
+    def layout(self, problem: Problem) -> Layout | EstimatedLayout | None:
+        """Which rank owns and computes which rows; None: ranks own no vertices."""
+        return None
 
     def role(self, problem: Problem, rank: int) -> dict[str, int]:
         """What a rank owns, for the plan."""

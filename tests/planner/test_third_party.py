@@ -21,6 +21,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 
 PLANNER = """
+from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 from gnnplan.planner.strategies import Example, GraphParallel
@@ -91,6 +92,12 @@ def test_it_is_a_candidate_and_trains(install: Path):
         ("Echo = 3", "is echo_planner:Echo, which is no class of a Strategy"),
         (PLANNER.replace("loud_echo", "pipegcn"), "has a name that is taken: pipegcn"),
         (PLANNER.replace("    executor", "    other"), "names no executor of its own"),
+        (
+            PLANNER.replace("from __future__ import annotations", "").replace(
+                "    examples", "    loud: bool = False\n    examples"
+            ),
+            "needs 'from __future__ import annotations' in its file",
+        ),
     ],
 )
 def test_a_broken_one_is_named_with_its_package(install: Path, code: str, words: str):

@@ -426,7 +426,7 @@ class Worker(base.Worker):
         return self._whole_graph()
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of this rank's rows; zeros before the last stage."""
+        """Right and wrong answers [3, 2] of this rank's rows; zeros before the last stage."""
         total = torch.zeros(3, 2, dtype=torch.float64)
         for chunk, targets in zip(self.chunks, self.targets, strict=False):
             total += targets.counts(logits[chunk.rows])

@@ -396,7 +396,7 @@ class Worker(base.Worker):
         return self.whole.evaluate(step)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of the rows of the last logits."""
+        """Right and wrong answers [3, 2] of the rows of the last logits."""
         return counts_of(self.scored, logits)
 
     def open_learner(self) -> Learner:

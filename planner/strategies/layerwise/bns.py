@@ -4,14 +4,15 @@
     epoch 1   rank 0 |local rows | . c . b . |      another sample, of each layer too
 
 Of the n halo rows that a rank reads of a peer, k = ceil(p n) are drawn in each epoch and layer,
-without replacement. Every edge from one of them weighs n / k times as much, so that a layer's sum
-over neighbours is on average the whole sum, and so is its gradient. Both ends draw by a hash of
-(seed, epoch, layer, reader, vertex), so no ids travel.
+without replacement. Every edge from one of them weighs n / k times as much, so that a sum over
+neighbours is on average the whole sum of its inputs. Layers draw apart from each other, so this
+holds for several linear layers together; what ReLU and the loss make of it is not unbiased. Both
+ends draw by a hash of (seed, epoch, layer, reader, vertex), so no ids travel.
 
 Bytes per epoch and exchanging layer: 2 H_p d b, for the H_p = sum of ceil(p n) rows drawn, d
 numbers per row and b bytes per number. Halo rows held: p times as many. Layer 1 on constant
 features exchanges nothing in training and reads its whole halo. p = 1 is graph parallelism to the
-bit; p = 0 trains isolated parts. Evaluation exchanges the whole halo.
+bit. Evaluation exchanges the whole halo.
 
 A rank samples its blocks anew in every epoch (`lay`). It keeps the whole ones for evaluation.
 
@@ -27,7 +28,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block
+from gnnplan.planner.gnn.footprint import block, weighs_edges
 from gnnplan.planner.graph.sampling import GOLDEN, Ids, key_of, mix
 from gnnplan.planner.graph.streams import BOUNDARY
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
@@ -41,6 +42,7 @@ from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 
+ROUNDING = 1e-9  # 0.07 of 100 rows are 7, though 0.07 * 100 is a little more
 P = 0.1  # BNS-GCN, Sec. 4: as accurate as the whole halo on its graphs
 
 
@@ -90,17 +92,15 @@ class BNS(Stepwise):
                 f"bns: p is the share of halo rows that is sent, in [0, 1], not {self.p:g}; use"
                 f" p={P}"
             )
-        unfit = [
-            number
-            for number, layer in enumerate(problem.model.layers, 1)
-            if layer.heads or layer.sums > 1 or (layer.counted and not layer.counted.linear)
-        ]
-        if unfit and self.p < 1:
-            raise SpecError(
-                "bns: the average over samples is the whole only where a layer sums over its edges,"
-                f" and layer {unfit[0]} of {problem.workload.model} has a softmax over them, or no"
-                " weighted sum; use graph_parallel or pipegcn, or another model"
-            )
+        for number, layer in enumerate(problem.model.layers, 1):
+            softmax = layer.heads or layer.sums > 1
+            if self.p < 1 and (softmax or (layer.counted and not layer.counted.linear)):
+                raise SpecError(
+                    "bns: a sample stands for all edges only in a weighted sum over them, and layer"
+                    f" {number} of {problem.workload.model} has"
+                    f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or"
+                    " another model"
+                )
         if problem.ranks > problem.stats.vertices:
             raise SpecError(
                 f"bns needs a vertex per rank (vertices: {problem.stats.vertices}, ranks:"
@@ -112,7 +112,7 @@ class BNS(Stepwise):
         return ExchangeOptions(self.narrow, checkpoint=self.checkpoint)
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
-        """The layout of an epoch's sample; what a layer's edges are on average."""
+        """The layout of an epoch's sample, with as many edges as samples have on average."""
         whole = problem.layout()
         return problem.known.answer(("boundary", whole, self.p), lambda: sample(whole, self.p))
 
@@ -124,7 +124,7 @@ class BNS(Stepwise):
         laid = self._laid(problem, problem.layout())
         if not laid.any():
             return whole
-        step = [Op("lay", host=("lay", laid), ahead=True), *whole.known[0]]
+        step = [Op("lay", host=("lay", laid)), *whole.known[0]]
         return replace(whole, known=[step], at=lambda t: step)
 
     def _laid(self, problem: Problem, whole: Layout | EstimatedLayout) -> np.ndarray:
@@ -143,11 +143,14 @@ class BNS(Stepwise):
         model, blocks = problem.model, np.zeros(problem.ranks)
         for layer in range(model.first_varying + 1, problem.workload.layers + 1):
             f = self.layout(problem).facts(layer)
-            if self.p < 1 and f.taken.any():
-                spec = model.layers[layer - 1]
-                kind = problem.workload.model
+            if self.p < 1 and problem.layout().meets(layer):
+                spec, kind = model.layers[layer - 1], problem.workload.model
                 blocks = blocks + block(kind, model, spec, f.rows, f.sources, f.edges)
-        return use | {"graph": whole["graph"] + blocks}
+                if not weighs_edges(kind, spec):  # those of a sample do
+                    blocks = blocks + 2 * model.itemsize * f.edges
+                blocks = blocks + 8 * f.given
+        targets = 16 * problem.layout().facts(problem.workload.layers).rows
+        return use | {"graph": whole["graph"] + blocks + targets * (blocks > 0)}
 
 
 # -- the sample ------------------------------------------------------------------------------------
@@ -164,7 +167,7 @@ def drawn(ids: Ids, p: float, seed: int, epoch: int, layer: int, reader: int) ->
 
 def counts(rows: np.ndarray, p: float) -> np.ndarray:
     """How many of so many rows are sent: the share p, rounded up."""
-    return np.ceil(p * np.asarray(rows)).astype(np.int64)
+    return np.ceil(p * np.asarray(rows) - ROUNDING).astype(np.int64)
 
 
 def sample(whole: Layout | EstimatedLayout, p: float) -> Layout | EstimatedLayout:
@@ -212,8 +215,9 @@ class _SampledEstimate(_Sample, EstimatedLayout):
 def _halo_edges(whole: Layout | EstimatedLayout, layer: int) -> np.ndarray:
     """Edges of a layer by whose rows they read: [ranks, ranks], from owner to reader."""
     f = whole.facts(layer)
-    if isinstance(whole, EstimatedLayout):  # as if edges were spread evenly over the rows read
-        return np.asarray(f.sends * (f.edges / f.sources))
+    if isinstance(whole, EstimatedLayout):
+        share = whole.leaving(whole.vertices / whole.ranks) * f.edges
+        return np.asarray(share * f.sends / np.maximum(f.taken, 1e-30))
     out = np.zeros(f.sends.shape)
     for reader in range(whole.ranks):
         piece, (_, columns) = whole.piece(reader, layer), whole.block(reader, layer)

@@ -47,6 +47,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
@@ -154,6 +156,9 @@ class GraphParallel(Stepwise):
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(self.narrow, self.staleness, self.smoothing, self.checkpoint)
+
+    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
+        return problem.layout()
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         return preparation(problem, problem.layout())

@@ -26,8 +26,10 @@ class Op:
     size            an all-reduce of that many bytes over all ranks
     groups, sizes   an all-reduce in each group, of that group's size
 
-    An operation that is `ahead` may be done before its step begins (sampling). An `idle` operation
-    has no work: it records how long a rank waits.
+    Three names of operations mean something to readers: 'halo' is an exchange of rows between their
+    owners, 'update' ends a step, and bytes and seconds are reported by `op` and `way`. An operation
+    that is `ahead` may be done `prefetch` steps before its own begins. An `idle` operation has no
+    work: it records how long a rank waits.
     """
 
     op: str
@@ -74,7 +76,7 @@ class Program:
     known: Sequence[Step]
     steps: int
     at: Callable[[int], Step]
-    setup: Step = ()  # exchanges before step 0, which are no part of an epoch
+    setup: Step = ()  # exchanges before step 0, not counted in an epoch
     late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
     prefetch: int = 0  # steps by which what is `ahead` may be ahead
 

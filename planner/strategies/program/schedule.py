@@ -1,7 +1,7 @@
 """Every rank's tasks, made from the operations of a program's steps.
 
     lane      operations                       waits for
-    host      sampling (`ahead`)               the update `prefetch` steps before the last
+    host      sampling                         the last update; if `ahead`, an earlier one
     copy      load                             the last update, and what the rank has waited for
     compute   forward, backward, update ..     transfers since the last computation
     comm      exchanges                        the last computation, and transfers since then
@@ -71,8 +71,9 @@ class _RankStep:
             task = Task(label, self.rank, "compute", work, self.awaited)
             self.computed, self.awaited = label, ()
             return task
-        if op.ahead:
-            start = () if self.sampling else (Label("update", self.step - 1 - self.prefetch),)
+        if op.ahead or op.host is not None:
+            lead = self.prefetch if op.ahead else 0
+            start = () if self.sampling else (Label("update", self.step - 1 - lead),)
             self.sampling, self.awaited = True, (label,)
             return Task(label, self.rank, "host", work, start)
         if op.loaded is not None:
