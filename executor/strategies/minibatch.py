@@ -111,3 +111,10 @@ class Worker(base.Worker):
     def close(self) -> None:
         """End the sampler."""
         self.arriving.close()
+
+
+def open_worker(
+    rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int
+) -> Worker:
+    """This rank's part of the strategy."""
+    return Worker(rank, problem, strategy, first)

@@ -71,11 +71,20 @@ def families() -> tuple[type[Strategy], ...]:
 @cache
 def names() -> dict[str, tuple[type[Strategy], dict[str, object]]]:
     """Published name -> its family, and the knobs that the name sets. Raises SpecError."""
+    return _names(families())
+
+
+def _names(
+    families: tuple[type[Strategy], ...],
+) -> dict[str, tuple[type[Strategy], dict[str, object]]]:
     return {
         name: (family, dict(knobs))
-        for family in families()
+        for family in families
         for name, knobs in {family.family: {}, **family.names}.items()
     }
+
+
+OWN_NAMES = _names(FAMILIES)  # to look for packages takes a rank's start a twentieth of a second
 
 
 def named(name: str, knobs: dict[str, object]) -> Strategy:
@@ -83,9 +92,9 @@ def named(name: str, knobs: dict[str, object]) -> Strategy:
 
     Raises SpecError if the name or a knob is unknown, or a value has the wrong type.
     """
-    if name not in names():
+    if name not in OWN_NAMES and name not in names():
         raise SpecError(f"there is no strategy {name!r}; use one of {', '.join(names())}")
-    family, preset = names()[name]
+    family, preset = OWN_NAMES.get(name) or names()[name]
     annotations = {f.name: str(f.type) for f in fields(family)}
     values = dict(preset)
     for knob, value in knobs.items():

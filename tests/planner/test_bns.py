@@ -33,13 +33,14 @@ def problem(**workload: object) -> Problem:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 200), st.floats(0, 1), st.integers(0, 9), st.integers(1, 5))
+@given(st.integers(0, 200), st.integers(0, 100), st.integers(0, 9), st.integers(1, 5))
 def test_a_sample_is_a_share_of_the_rows_and_the_same_in_any_order(
-    rows: int, p: float, epoch: int, layer: int
+    rows: int, percent: int, epoch: int, layer: int
 ):
     ids = np.random.default_rng(0).permutation(1000)[:rows]
+    p = percent / 100
     places = drawn(ids, p, 7, epoch, layer, 2)
-    assert places.size == np.ceil(p * rows) and (np.diff(places) > 0).all()
+    assert places.size == -(-percent * rows // 100) and (np.diff(places) > 0).all()
     turned = ids[::-1]
     again = turned[drawn(turned, p, 7, epoch, layer, 2)]
     assert set(again) == set(ids[places])
@@ -74,7 +75,8 @@ def test_the_whole_boundary_is_predicted_as_graph_parallelism():
 
 
 def test_fewer_rows_and_edges_are_held_and_computed():
-    whole, sample = problem().layout(), BNS(p=0.2).layout(problem())
+    asked = problem()
+    whole, sample = asked.layout(), BNS(p=0.2).layout(asked)
     assert sample.facts(1) is whole.facts(1)  # constant features: nothing is exchanged for them
     f, all_of = sample.facts(2), whole.facts(2)
     assert (f.sources < all_of.sources).all() and (f.edges < all_of.edges).all()
@@ -98,7 +100,7 @@ def test_a_graph_known_by_statistics_is_planned():
     ("strategy", "workload", "words"),
     [
         (BNS(p=1.5), {}, r"in \[0, 1\], not 1.5; use p=0.1"),
-        (BNS(), {"model": "gat"}, "layer 1 of gat has a softmax over them, .*; use graph_parallel"),
+        (BNS(), {"model": "gat"}, "layer 1 of gat has a softmax; use graph_parallel"),
         (BNS(), {"mode": "mini", "batch": 8}, "trains on the full graph"),
     ],
 )
