@@ -24,6 +24,7 @@ from gnnplan.planner.graph.splitting import SPLITTERS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
     FAMILIES,
+    BNS,
     P3,
     DataParallel,
     GNNPipe,
@@ -311,7 +312,9 @@ def memory_is_told_by_rank_and_use(told: Told) -> None:
     # a stage of SGC that only propagates has no weights
     assert ((memory["optimizer"] > 0) == (memory["parameters"] > 0)).all()
     # a rank may have only rows that it hands to the others
-    assert memory["graph"].any() and memory["activations"].any()
+    # with checkpoints one layer keeps nothing but its features
+    assert memory["graph"].any()
+    assert memory["activations"].any() or getattr(told.strategy, "checkpoint", False)
     assert memory["parameters"].sum() >= problem.model.weights * problem.model.itemsize
 
 
@@ -1022,7 +1025,7 @@ def test_candidates_suit_their_job_and_differ(problem: Problem):
     for family in families(problem):
         settled = [s.settle(problem) for s in family.candidates(problem)]
         assert len(set(settled)) == len(settled)
-        assert settled or family.absent(problem)
+        assert settled or family.absent(problem) or family is BNS  # which users ask for
         for strategy in settled:
             assert strategy.settle(problem) == strategy
             assert [place["rank"] for place in strategy.placement(problem)] == list(
