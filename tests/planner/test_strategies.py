@@ -23,8 +23,8 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.splitting import SPLITTERS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
-    FAMILIES,
     BNS,
+    FAMILIES,
     P3,
     DataParallel,
     GNNPipe,
