@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,9 @@ from gnnplan.executor.layers.kernels import Shapes, has_onednn
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
-from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank, now
-from gnnplan.executor.strategies import minibatch, open_worker, p3
+from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.evidence.validate import MAX_METRICS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -41,34 +40,6 @@ WATCHED_EPOCHS = 3  # whose memory is watched; after these every buffer has been
 BACKENDS = {"gloo": "Gloo", "nccl": "NCCL"}
 
 Report = Callable[[dict[str, Any]], None]  # receives a line of metrics.jsonl
-
-
-class Worker(Protocol):
-    """What a strategy's executor offers the training loop."""
-
-    net: Net
-
-    @property
-    def reduce_group(self) -> tuple[int, ...]:
-        """The ranks that hold the same weights."""
-
-    def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward: this rank's part of the loss, and the logits of its rows."""
-
-    def evaluate(self, step: int) -> Tensor:
-        """Logits of this rank's rows without dropout and staleness."""
-
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of the rows that step or evaluate has just returned."""
-
-    def drain(self) -> None:
-        """Wait for messages that are under way."""
-
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by name."""
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what another process's `state` returned."""
 
 
 def device_mismatch(rank: Rank, problem: Problem) -> str | None:
@@ -143,16 +114,8 @@ class _Training:
         self.checkpoints = checkpoints
         self.steps = strategy.steps(problem)
         self.first = checkpoints.first if checkpoints else 0
-        worker = open_worker(rank, problem, strategy, self.first * self.steps)
-        self.worker: Worker = worker
-        self.arriving = (
-            worker.arriving if isinstance(worker, (minibatch.Worker, p3.Worker)) else None
-        )
-        if isinstance(worker, p3.Worker):
-            self.learner = worker.learner
-        else:
-            gradients = [Gradients(worker.net.parameters(), worker.reduce_group)]
-            self.learner = Learner(rank, problem.workload, gradients)
+        worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
+        self.learner = worker.open_learner()
         self.setup_bytes = {op: sent for op, sent in rank.sent.items() if sent}
         rank.sent.clear()
         rank.traced = max(rank.traced, TRACED_EPOCHS * self.steps)
@@ -245,8 +208,7 @@ class _Training:
         self.rank.activity.begin("phase", "the end")
         self.learner.finish(self.epochs * self.steps)
         self.worker.drain()
-        if self.arriving:
-            self.arriving.close()
+        self.worker.close()
         if self.checkpoints:
             self.checkpoints.wait()
         if self.metrics:
@@ -291,7 +253,7 @@ def _row(
 ) -> dict[str, Any]:
     """A line of metrics.jsonl, from the sums over all ranks.
 
-    counts, tested: right and all predictions [3, 2] of the training pass and of the evaluation; NaN
+    counts, tested: right and wrong answers [3, 2] of the training pass and of the evaluation; NaN
     if this epoch is not evaluated. `train_accuracy` is that of the training pass, with dropout and
     staleness. val and test are measured with the weights that the epoch leaves. The epoch ends with
     its last rank; `peak_memory_bytes` is of the fullest rank so far.

@@ -17,14 +17,14 @@ import gnnplan
 from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Fabric, Link
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.strategies import FAMILIES, NAMES, Strategy
+from gnnplan.planner.strategies import FAMILIES, Strategy, names
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "traces").glob("*.md")]
 )
 # A published name without a page of its own is a variant: pipegcn_gf is on pipegcn's page.
-PAGES = [name for name in NAMES if (ROOT / "docs" / "strategies" / f"{name}.md").exists()]
+PAGES = [name for name in names() if (ROOT / "docs" / "strategies" / f"{name}.md").exists()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -43,7 +43,7 @@ def test_every_field_of_a_specification_is_explained(model: type):
     assert not [name for name in model.model_fields if f"`{name}`" not in text]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_every_strategy_has_its_page(name: str):
     """A variant is on the page of its family: pipegcn_gf on pipegcn's."""
     pages = [
@@ -63,9 +63,9 @@ def test_a_strategy_s_page_names_its_files_and_tests(name: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_knob_is_explained(family: type[Strategy]):
     """On a page of the family; what a name sets (`staleness` of pipegcn) needs no explanation."""
-    names = [name for name in PAGES if NAMES[name][0] is family]
-    text = "".join((ROOT / "docs" / "strategies" / f"{n}.md").read_text("utf-8") for n in names)
-    set_by_names = {knob for of, knobs in NAMES.values() if of is family for knob in knobs}
+    pages = [name for name in PAGES if names()[name][0] is family]
+    text = "".join((ROOT / "docs" / "strategies" / f"{n}.md").read_text("utf-8") for n in pages)
+    set_by_names = {knob for of, knobs in names().values() if of is family for knob in knobs}
     knobs = {field.name for field in fields(family)} - set_by_names
     assert not [knob for knob in knobs if not re.search(rf"^\|.*`{knob}`.*\|", text, re.MULTILINE)]
 

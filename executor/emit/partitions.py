@@ -22,7 +22,7 @@ from gnnplan.planner.graph.formats.parts import library
 from gnnplan.planner.graph.graph import Graph, must_fit
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GraNNDis, Strategy
+from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 
 if TYPE_CHECKING:
@@ -34,12 +34,11 @@ GRAPH_NAME = "graph"
 
 def assignment(problem: Problem, strategy: Strategy) -> tuple[np.ndarray, str | None]:
     """The part of each vertex, int64 [N], and a note where the strategy itself owns no vertices."""
-    own = strategy.layout(problem) if isinstance(strategy, GraNNDis) else problem.layout()
-    assert isinstance(own, Layout)
     part = np.argsort(problem.by_gpu)  # of each rank
-    if strategy.family in ("graph_parallel", "granndis"):
-        return part[own.owner], None
-    return part[own.owner], (
+    own = strategy.layout(problem)
+    parts = problem.layout() if own is None else own
+    assert isinstance(parts, Layout)
+    return part[parts.owner], None if own is not None else (
         f"{strategy.name} gives no rank vertices of its own; the parts are the partitioner's"
         f" ({problem.method})"
     )

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +44,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, parse
+from gnnplan.planner.strategies import Example, Strategy, families, parse
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
 
@@ -55,19 +56,6 @@ SECONDS = 300.0  # after which ranks that do not answer are lost
 WITHIN = 1e-9  # of a gradient's largest number
 # A gradient this much smaller than the model's largest is rounding: that of a bias before a norm.
 ROUNDING = 1e-6
-# (mode, servers, strategy); each family, and the options that run other code
-TRIED = (
-    ("full", 1, "graph_parallel"),
-    ("full", 1, "graph_parallel(narrow=True)"),
-    ("full", 1, "graph_parallel(checkpoint=True)"),
-    ("full", 2, "granndis"),
-    ("full", 1, "pipegcn"),
-    ("full", 1, "gnnpipe(stages=2,chunks=1)"),
-    ("full", 1, "gnnpipe(stages=2,chunks=3)"),
-    ("mini", 1, "data_parallel"),
-    ("mini", 1, "gsplit"),
-    ("mini", 1, "p3"),
-)
 ALONE = {"full": "graph_parallel", "mini": "data_parallel"}
 
 
@@ -100,6 +88,16 @@ def main() -> None:
     write_atomically(out / "answer.json", json.dumps(answer))
 
 
+def tried() -> list[tuple[str, Example]]:
+    """What every family gives as examples for so few ranks, with its mode."""
+    return [
+        (family.mode, example)
+        for family in families()
+        for example in family.examples
+        if example.ranks <= RANKS
+    ]
+
+
 def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
     """What was compared, and the verdict on each strategy.
 
@@ -114,8 +112,9 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
     assert isinstance(loaded, Graph)
     verdicts: dict[int, Verdict] = {}
     tasks: dict[int, dict[str, Any]] = {}
-    for number, (mode, servers, text) in enumerate(TRIED):
-        task: dict[str, Any] = {"graph": graph, "servers": servers, "strategy": text}
+    for number, (mode, example) in enumerate(tried()):
+        text = example.strategy
+        task: dict[str, Any] = {"graph": graph, "servers": example.servers, "strategy": text}
         try:
             changes: dict[str, Any] = (
                 {"mode": mode, "batch": loaded.stats.train_vertices, "fanout": "full"}
@@ -125,7 +124,8 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
             task["workload"] = checked(
                 Workload, workload.model_dump() | changes, "", ["mode"]
             ).model_dump(mode="json")
-            _settled(task, RANKS)
+            _, strategy = _settled(task, RANKS)
+            import_module(strategy.executor)  # ranks that are forks need not do it again
             tasks[number] = task
             (out / str(number)).mkdir()
         except SpecError as error:

@@ -226,6 +226,7 @@ class _Runner:
         self.started = 0
         self.waiting: dict[int, InTurns] = {}  # candidate -> its run
         self.runs: list[Run] = []
+        self.epochs_s: dict[int, list[float]] = {}  # of its run, without those that warm up
 
     def __call__(self, index: int, epochs: int, most_s: float) -> Reading:
         candidate, began = self.candidates[index], time.monotonic()
@@ -235,11 +236,12 @@ class _Runner:
         before = len(run.metrics())
         failed = run.turn(WARM_UP + epochs, most_s)
         rows = run.metrics()[before + WARM_UP :]
+        epochs_s = tuple(float(row["epoch_s"]) for row in rows)
+        self.epochs_s[index] += epochs_s
         if run.is_over:
             failed = self._hide(index, failed)
         elif self.restarts:
             self._end(index)
-        epochs_s = tuple(float(row["epoch_s"]) for row in rows)
         return Reading(() if failed else epochs_s, time.monotonic() - began, failed)
 
     def _begin(self, index: int) -> InTurns:
@@ -248,6 +250,7 @@ class _Runner:
         document = plans.for_run(candidate.problem, candidate, self.exact)
         folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
         run = self.waiting[index] = InTurns(document, folder, self.emulate)
+        self.epochs_s[index] = []
         return run
 
     def _end(self, index: int) -> None:
@@ -259,7 +262,7 @@ class _Runner:
         metrics = run.metrics()
         step = {
             "predicted_s": float(candidate.predicted.epoch_s),
-            "measured_s": median(float(row["epoch_s"]) for row in metrics[WARM_UP:]),
+            "measured_s": median(self.epochs_s[index]),
         }
         planned = Planned(candidate.problem, candidate.strategy)
         self.runs.append(Run.of(str(run.folder), planned, {"step": step}, metrics))

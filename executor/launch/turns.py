@@ -27,7 +27,7 @@ from gnnplan.planner.decision.plan import write
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
 
-LOOK_S = 0.02  # [s] between two looks at a run's epochs
+LOOK_S = 0.05  # [s] between two looks at a run's epochs
 GRACE_S = 15.0  # [s] that a run has to end, before it is killed
 
 
@@ -38,6 +38,8 @@ class InTurns:
         """Begin it; it trains nothing yet. document: its plan, whose best it trains."""
         make_folder(folder)
         self.folder, self.allowed = folder, 0
+        self._rows: list[dict[str, Any]] = []  # of metrics.jsonl, as far as it has been read
+        self._read = 0  # [B]
         self._allow("0")
         write(folder / "plan.json", document)
         told = None if emulate is None else asdict(emulate)
@@ -74,8 +76,13 @@ class InTurns:
     def metrics(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl; the run may have begun another."""
         path = self.folder / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read)
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._rows += [json.loads(line) for line in whole.splitlines()]
+            self._read += len(whole) + len(end)
+        return self._rows
 
     def end(self) -> bool:
         """Let it finish as a run does that has trained all its epochs -> whether it did."""

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares
 
-from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank, now
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.cluster import scaling as scaled
@@ -87,11 +86,7 @@ class Rehearsal:
         problem = piece.problem
         self.rank = Rank(0, 1, device, backend, traced=0)
         self.worker = open_worker(self.rank, problem, GraphParallel())
-        self.learner = Learner(
-            self.rank,
-            problem.workload,
-            [Gradients(self.worker.net.parameters(), self.worker.reduce_group)],
-        )
+        self.learner = self.worker.open_learner()
         self.done = 0
 
     def play(self, seconds: float) -> float:

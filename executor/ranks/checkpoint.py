@@ -30,7 +30,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gnnplan import __version__
-from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -39,23 +38,6 @@ from gnnplan.planner.vocabulary.files import make_folder
 
 KEPT = 2  # checkpoints of each rank
 _FILE = re.compile(r"epoch(\d+)\.rank(\d+)\.safetensors")
-
-
-class Resumable:
-    """A strategy's worker that carries nothing but weights from step to step."""
-
-    net: Net
-
-    def state(self) -> dict[str, Tensor]:
-        """What training goes on from after a step, by name: the tensors themselves, no copies.
-
-        Call the worker's `drain` first.
-        """
-        return dict(self.net.state_dict())
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from the `state` of another process."""
-        fill(self.state(), state)
 
 
 def fill(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 FILE = "turns"  # in the run's folder: how many epochs may be trained, or "end"
-LOOK_S = 0.005  # [s] between two looks
+LOOK_S = 0.02  # [s] between two looks
 
 
 def may_train(folder: Path, epoch: int) -> bool:

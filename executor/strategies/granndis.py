@@ -12,27 +12,26 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import Targets, counts_of, weighted_block
 from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.ranks.checkpoint import Resumable
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import constant_rows
-from gnnplan.executor.strategies.graph_parallel import Worker, whole_share
-from gnnplan.executor.strategies.graph_parallel import open_worker as open_whole
+from gnnplan.executor.strategies.graph_parallel import Worker, whole_share, worker_on
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
 from gnnplan.planner.vocabulary.schedule import Label
 
 
-def open_worker(rank: Rank, problem: Problem, strategy: GraNNDis) -> Worker | CoBatches:
+def open_worker(rank: Rank, problem: Problem, strategy: GraNNDis, first: int) -> Worker | CoBatches:
     """This rank's part of the strategy."""
     layout = strategy.layout(problem)
     assert isinstance(layout, Layout)
     if strategy.steps(problem) > 1:
         return CoBatches(rank, problem, strategy, layout)
-    return open_whole(rank, problem, layout, strategy.exchange_options, degrees=strategy.degrees)
+    return worker_on(rank, problem, layout, strategy.exchange_options, degrees=strategy.degrees)
 
 
-class CoBatches(Resumable):
+class CoBatches(base.Worker):
     """Several batches per epoch over the same weights.
 
     Constant rows of the whole layout stay in the server's memory. Those of a batch are loaded
@@ -45,7 +44,6 @@ class CoBatches(Resumable):
     def __init__(self, rank: Rank, problem: Problem, strategy: GraNNDis, layout: Layout) -> None:
         self.rank, self.problem, self.strategy = rank, problem, strategy
         self.net = Net(problem.model, problem.workload).to(rank.device)
-        self.reduce_group = tuple(range(rank.world))
         self.cached = problem.model.aggregate_cached(1)
         self._keep(layout)
         self.batches = []
@@ -146,11 +144,8 @@ class CoBatches(Resumable):
         return torch.cat(logits)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of the rows of the last logits."""
+        """Right and wrong answers [3, 2] of the rows of the last logits."""
         return counts_of(self.scored, logits)
-
-    def drain(self) -> None:
-        """Nothing to wait for: every step ends with its exchanges done."""
 
 
 def _evaluation(problem: Problem, layout: Layout, batches: int) -> list[Layout]:

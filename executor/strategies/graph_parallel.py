@@ -23,12 +23,14 @@ from gnnplan.executor.layers.kernels import Block, SparseRows, backward, dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.minibatch.share import Share, share_of
-from gnnplan.executor.ranks.checkpoint import Resumable, fill
+from gnnplan.executor.ranks.checkpoint import fill
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import constant_rows
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -52,7 +54,7 @@ class _Step:
 
 
 @dataclass
-class Worker(Resumable):
+class Worker(base.Worker):
     """One rank, with its share of the graph or of a batch."""
 
     rank: Rank
@@ -67,10 +69,6 @@ class Worker(Resumable):
     leaving: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # their buffers
     # 'f:l2' -> per step ||used - true||^2 and ||true||^2
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-
-    @property
-    def reduce_group(self) -> tuple[int, ...]:
-        return tuple(range(self.rank.world))
 
     def __post_init__(self, share: Share) -> None:
         problem, device = self.problem, self.rank.device
@@ -474,7 +472,7 @@ class Worker(Resumable):
         return self.net.decode(self.forward(step)[0][-1].leaf)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of this rank's rows."""
+        """Right and wrong answers [3, 2] of this rank's rows."""
         return self.targets.counts(logits)
 
     def drain(self) -> None:
@@ -497,7 +495,14 @@ class Worker(Resumable):
                 self.pending[way, layer] = there(tensor.to(self.rank.device, copy=True))
 
 
-def open_worker(
+def open_worker(rank: Rank, problem: Problem, strategy: GraphParallel, first: int) -> Worker:
+    """This rank's part of the strategy."""
+    layout = problem.layout()
+    assert isinstance(layout, Layout)
+    return worker_on(rank, problem, layout, strategy.exchange_options, strategy.gamma)
+
+
+def worker_on(
     rank: Rank,
     problem: Problem,
     layout: Layout,

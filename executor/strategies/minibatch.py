@@ -15,9 +15,8 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Arriving, Sampler, drawing_device
 from gnnplan.executor.minibatch.share import Share
-from gnnplan.executor.ranks.checkpoint import Resumable
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies import graph_parallel
+from gnnplan.executor.strategies import base, graph_parallel
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
@@ -27,7 +26,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.vocabulary.schedule import Label
 
 
-class Worker(Resumable):
+class Worker(base.Worker):
     """One rank. It evaluates its part of the full graph, with halos exchanged."""
 
     net: Net
@@ -37,7 +36,6 @@ class Worker(Resumable):
     ) -> None:
         self.rank, self.problem, self.exchange_options = rank, problem, strategy.exchange_options
         self.net = Net(problem.model, problem.workload).to(rank.device)
-        self.reduce_group = tuple(range(rank.world))
         batches = strategy.batches(problem)
         store, lists = strategy.store(problem), strategy.lists(problem)
         assert store is None or isinstance(store, Store)
@@ -99,16 +97,24 @@ class Worker(Resumable):
         if self.whole is None:
             layout = self.problem.layout()
             assert isinstance(layout, Layout)
-            self.whole = graph_parallel.open_worker(
+            self.whole = graph_parallel.worker_on(
                 self.rank, self.problem, layout, ExchangeOptions(), net=self.net
             )
         self.scored = self.whole.targets
         return self.whole.evaluate(step)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of the rows of the last logits."""
+        """Right and wrong answers [3, 2] of the rows of the last logits."""
         assert self.scored is not None
         return self.scored.counts(logits)
 
-    def drain(self) -> None:
-        """Nothing to wait for: every step ends with its exchanges done."""
+    def close(self) -> None:
+        """End the sampler."""
+        self.arriving.close()
+
+
+def open_worker(
+    rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int
+) -> Worker:
+    """This rank's part of the strategy."""
+    return Worker(rank, problem, strategy, first)

@@ -8,8 +8,8 @@ from statistics import median
 import numpy as np
 import plotly.graph_objects as go
 
+from gnnplan.planner import strategies
 from gnnplan.planner.decision.summary import doubt
-from gnnplan.planner.strategies import NAMES
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 from gnnplan.report.facts import FACTORS, Facts, Leader
 from gnnplan.report.picture import (
@@ -177,8 +177,8 @@ def flips(facts: Facts) -> Picture:
         or [NOTHING] * len(FACTORS)
         for row, taken in zip(found.winners, found.seconds, strict=True)
     ]
-    kinds = [name for name in (*NAMES, NOTHING) if any(name in row for row in names)]
-    colours = dict(zip((*NAMES, NOTHING), COLOURS * 2, strict=False))
+    kinds = [name for name in (*strategies.names(), NOTHING) if any(name in row for row in names)]
+    colours = dict(zip((*strategies.names(), NOTHING), COLOURS * 2, strict=False))
     field = go.Heatmap(
         x=bandwidths,
         y=widths,

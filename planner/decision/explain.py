@@ -24,7 +24,7 @@ from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import FAMILIES, GraNNDis, GraphParallel, GSplit, Strategy, parse
+from gnnplan.planner.strategies import GraNNDis, GraphParallel, GSplit, Strategy, families, parse
 from gnnplan.planner.strategies.layerwise.granndis import FANOUT, MAX_HOP
 from gnnplan.planner.vocabulary import formulas
 from gnnplan.planner.vocabulary.errors import Infeasible
@@ -191,10 +191,10 @@ def convergence(strategy: Strategy, model: str) -> list[str]:
 def why_not(found: SearchResult) -> list[str]:
     """For every family that lost: by how much, and to what."""
     best, out = found.best, []
-    for family in FAMILIES:
-        if isinstance(best.strategy, family):
+    for family in families():
+        if type(best.strategy) is family:
             continue
-        fastest = next((c for c in found.ranked if isinstance(c.strategy, family)), None)
+        fastest = next((c for c in found.ranked if type(c.strategy) is family), None)
         if fastest is None:
             continue
         slower = float(fastest.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
@@ -351,9 +351,6 @@ def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -
     whole = replace(
         problem,
         workload=problem.workload.model_copy(update={"mode": "full"}),
-        _layouts={},
-        _batches={},
-        _mini={},
     )
     try:
         other = search(whole, exact, may_use_fewer=False).best

@@ -13,12 +13,12 @@ from functools import cache, partial
 
 import numpy as np
 
+from gnnplan.planner import strategies
 from gnnplan.planner.cluster.placement import best_placement, walk
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.decision.recommendation import recommended
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import FAMILIES, Strategy
-from gnnplan.planner.strategies.base import Memory, Prediction
+from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
@@ -95,7 +95,7 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
 
 def families(problem: Problem) -> list[type[Strategy]]:
     """The families that train on the full graph, or on mini-batches, as the workload asks."""
-    return [family for family in FAMILIES if family.mode == problem.workload.mode]
+    return [family for family in strategies.families() if family.mode == problem.workload.mode]
 
 
 def evaluate(problem: Problem, strategy: Strategy) -> Candidate:
@@ -189,8 +189,8 @@ def search(
                 ranked.append(evaluate_or_save_memory(placed(problem, strategy), strategy))
             except (SpecError, Infeasible) as error:
                 rejected.append((str(strategy.settle(problem)), str(error)))
-        if not tried:
-            rejected.append((family.family, family.absent(problem)))
+        if not tried and (why := family.absent(problem)):
+            rejected.append((family.family, why))
     if not ranked:
         reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
         raise Infeasible(
@@ -338,8 +338,6 @@ def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy
             method=method,
             cluster=cluster,
             placement=(),
-            _layouts={},
-            _chunks={},
         )
         fitting = (
             str(s.settle(larger))

@@ -129,7 +129,7 @@ def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
     def winner(count: int) -> str:
         workload = problem.workload.model_copy(update={"layers": count})
         notify("asking what would change the choice", show_count(count, "layer"))
-        asked = replace(problem, workload=workload, placement=(), _layouts={}, _batches={})
+        asked = replace(problem, workload=workload, placement=())
         try:
             return search(asked, exact, may_use_fewer=on_fewer).best.strategy.name
         except GnnplanError:

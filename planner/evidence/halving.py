@@ -30,10 +30,12 @@ FIRST = 4  # rounds of the first rung
 MOST_RUNGS = 5
 FEWEST = 2  # rounds before anything is certain: one disturbance spoils one round
 START_S = 8.0  # [s] of a run before its first epoch, until a run has shown it
-NOISE = 0.03  # by which medians of equal turns differ: standard deviation
+NOISE = 0.03  # of the median of a turn: standard deviation
 PRIOR = 2  # rounds that NOISE counts for, beside the spread observed
-LUCK = 0.01  # by which equal runs differ however long they are: where their memory happens to lie
-CONFIDENCE = 0.98  # asked after every rung: of equal runs 1 in 10 are called different at most
+LUCK = 0.01  # of a run, however long it is: where its memory happens to lie; standard deviation
+ENOUGH = 1.2  # times the doubt by luck alone: rounds end there
+# asked after every rung: two equal runs are called different at most once in ten tunings
+CONFIDENCE = 0.98
 
 
 class Reading(NamedTuple):
@@ -70,10 +72,16 @@ class Difference(NamedTuple):
 
     slower: float
     doubt: float  # half the width of the confidence interval
+    luck: float  # what of it more rounds do not lessen
 
     @property
     def is_certain(self) -> bool:
         return self.slower > self.doubt
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more rounds would tell nothing new."""
+        return self.is_certain or self.doubt < ENOUGH * self.luck
 
 
 def difference(contender: Contender, leader: Contender) -> Difference:
@@ -86,16 +94,16 @@ def difference(contender: Contender, leader: Contender) -> Difference:
     """
     pairs = list(zip(contender.readings, leader.readings, strict=False))
     if not pairs:
-        return Difference(0.0, np.inf)
+        return Difference(0.0, np.inf, 0.0)
     logs = [log(median(a.epochs_s) / median(b.epochs_s)) for a, b in pairs]
     if len(logs) < FEWEST:
-        return Difference(mean(logs), np.inf)
+        return Difference(mean(logs), np.inf, 0.0)
     freedom = PRIOR + len(logs) - 1
     spread = sum((one - mean(logs)) ** 2 for one in logs)
     deviation = ((PRIOR * 2 * NOISE**2 + spread) / freedom / len(logs)) ** 0.5
     tail = (1 + CONFIDENCE) / 2
     by_rounds, by_luck = student.ppf(tail, freedom) * deviation, norm.ppf(tail) * 2**0.5 * LUCK
-    return Difference(mean(logs), hypot(by_rounds, by_luck))
+    return Difference(mean(logs), hypot(by_rounds, by_luck), by_luck)
 
 
 @dataclass(frozen=True)
@@ -113,9 +121,8 @@ class Result:
 
     @property
     def is_certain(self) -> bool:
-        """Whether all that went beyond the first rung are certainly slower than the best."""
-        went_on = [c for c in self.others if len(c.readings) > FIRST]
-        return all(difference(c, self.best).is_certain for c in went_on or self.others)
+        """Whether all others that ran are certainly slower than the best."""
+        return all(difference(c, self.best).is_certain for c in self.others)
 
     @property
     def others(self) -> list[Contender]:
@@ -125,7 +132,7 @@ class Result:
     def why(self) -> str:
         """The reason for the choice, in a sentence."""
         if not self.others:
-            return f"{self.best.name} is the only one that ran to its end"
+            return f"{self.best.name} is the only one that ran"
         if self.fastest is not self.best:
             return (
                 f"{self.fastest.name} was {_gap(self.best, self.fastest)} faster, which is not"
@@ -151,10 +158,10 @@ def halve(
     """Give the contenders turns until it is certain which is fastest, or the budget is used up.
 
     A turn begins only if it is expected to fit what is left of the budget, and is told how much
-    that is. The first round leaves contenders out rather than the second round. A contender that
-    fails is out. After a rung the slower half is out, and all that are certainly slower than the
-    fastest; the fastest exact one stays while it may be as fast. restarts: every turn starts a run.
-    None: none has run.
+    that is. If time is short, the first round skips contenders so that a second one fits. A
+    contender that fails is out. After a rung the slower half is out, and all that are certainly
+    slower than the fastest; the fastest exact one stays while it may be as fast. It ends where more
+    rounds would tell nothing new. restarts: every turn starts a run. None: none has run.
     """
     competition = _Competition(contenders, measure, budget_s, restarts)
     alive, rounds = list(contenders), 0
@@ -166,7 +173,8 @@ def halve(
             if not is_time_left:
                 return _result(contenders, alive, competition.spent_s)
         alive = _survivors(alive)
-        if len(alive) < 2:
+        ordered = _by_speed(alive)
+        if all(difference(c, ordered[0]).is_settled for c in ordered[1:]):
             break
     return _result(contenders, alive, competition.spent_s)
 

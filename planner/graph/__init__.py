@@ -7,6 +7,7 @@
     statistics.py   graphs of which only statistics are known (datasets/*.yaml)
     partition.py    the part of each vertex
     sampling.py     neighbours drawn for a mini-batch
+    streams.py      streams of random numbers
     splitting.py    the owner of each vertex of a mini-batch
 
 Imports `vocabulary`, and `gnn` for the workload."""

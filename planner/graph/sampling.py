@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.streams import SEEDS
 
 # constants of splitmix64
 GOLDEN, MIX1, MIX2 = (
     np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-SEEDS = 4  # the stream of random numbers of this file; layout.py and granndis.py have others
 AT_ONCE = 8192  # vertices sampled at a time, so that temporaries stay in the processor's cache
 
 Ids = NDArray[np.int64]
@@ -41,10 +41,10 @@ def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
-def key_of(seed: int, epoch: int, batch: int, layer: int) -> NDArray[np.uint64]:
-    """The word [1] that a layer's draws start from."""
+def key_of(*numbers: int) -> NDArray[np.uint64]:
+    """The word [1] that draws start from; a layer's: of seed, epoch, batch and layer."""
     key = np.zeros(1, np.uint64)
-    for number in (seed, epoch, batch, layer):
+    for number in numbers:
         key = mix((key + np.uint64(number + 1)) * GOLDEN)
     return key
 

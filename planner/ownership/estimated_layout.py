@@ -205,13 +205,13 @@ class EstimatedLayout:
         a part of the group's size."""
         if local >= among:
             return 0.0
-        n = self.vertices
-        # share of edges that leave a part of this size
-        leave_rank, leave_group = (
-            self.mixing.at(n / size) * (1 - size / n) for size in (local, among)
-        )
+        leave_rank, leave_group = map(self.leaving, (local, among))
         rate = self._degree * max(leave_rank - leave_group, 0.0) / (among - local)
         return float((among - local) * -np.expm1(-rows * rate))
+
+    def leaving(self, rows: float) -> float:
+        """Share of a part's edges that leave it, of a part of so many rows."""
+        return self.mixing.at(self.vertices / rows) * (1 - rows / self.vertices)
 
     def meets(self, layer: int) -> bool:
         return bool(self.facts(layer).sends.any())

@@ -26,9 +26,9 @@ import numpy as np
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import locality_order, partition_weighted
+from gnnplan.planner.graph.streams import BATCHES, EXPANSION
 
 FAR = np.iinfo(np.int16).max  # hops: more than any model has layers
-EXPANSION, BATCHES = 1, 2  # streams of random numbers
 AT_ONCE = 1 << 22  # edges handled at a time, so that temporaries are small compared to the graph
 
 

@@ -1,7 +1,7 @@
 """The problem that a plan answers: a graph, a GNN, a cluster and a number of ranks.
 
-`Problem` also makes what strategies ask about the graph (layouts, mini-batches, chunks), and keeps
-it."""
+`Problem` also makes what strategies ask about the graph (layouts, mini-batches, chunks). Problems
+that are made of one another share what has been made (`Known`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.partition import Stopwatch, partition
+from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.graph.splitting import owners
 from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, estimated_chunks
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.problem.known import Known
 from gnnplan.planner.vocabulary.errors import SpecError
 
 LISTS = ("islands", "switches", "nics")  # fields of a cluster that list GPUs of a server
@@ -75,7 +76,7 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem, with what has been computed about it so far.
+    """A problem; it never changes.
 
     `graph` is None if only statistics are known. Then plans are estimates and cannot be run."""
 
@@ -87,19 +88,7 @@ class Problem:
     # placement[r] is the GPU of rank r, counted over all servers (cluster/placement.py chooses it);
     # empty: all GPUs in order
     placement: tuple[int, ...] = ()
-    _layouts: dict[object, Layout | EstimatedLayout] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    _batches: dict[object, list[Layout]] = field(default_factory=dict, compare=False, repr=False)
-    _mini: dict[object, Batches] = field(default_factory=dict, compare=False, repr=False)
-    _chunks: dict[tuple[int, int], Chunks] = field(default_factory=dict, compare=False, repr=False)
-    _lengths: dict[range, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
-    # by id() of a layout, chunks or batches
-    _seconds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
-    # the fewest batches that fit the memory (GraNNDis)
-    _fewest: dict[object, int] = field(default_factory=dict, compare=False, repr=False)
-    # by placement
-    _costs: dict[tuple[int, ...], Cost] = field(default_factory=dict, compare=False, repr=False)
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -122,21 +111,19 @@ class Problem:
         if not self.model.nonzeros or graph is None:
             row_bytes = float(self.model.features_moved(1.0)) * len(columns) / self.model.features
             return np.full(rows.size, round(row_bytes))
-        if columns not in self._lengths:
-            whole = len(columns) == self.model.features
-            sliced = graph if whole else replace(graph, x=graph.x[:, columns.start : columns.stop])
-            self._lengths[columns] = sliced.lengths
-        return np.asarray(2 * self._lengths[columns][rows].astype(np.int64) * self.model.itemsize)
+        whole = len(columns) == self.model.features
+        sliced = graph if whole else replace(graph, x=graph.x[:, columns.start : columns.stop])
+        lengths = self.known.answer(("lengths", graph, columns), lambda: sliced.lengths)
+        return np.asarray(2 * lengths[rows].astype(np.int64) * self.model.itemsize)
 
     @cached_property
     def cost(self) -> Cost:
         """The cost model of the cluster with ranks placed so."""
-        known = self._costs.get(self.placement)
-        if known is None or known.cluster is not self.cluster or known.spread != self.stats.spread:
-            known = self._costs[self.placement] = Cost.of(
-                self.cluster, self.placement, self.stats.spread
-            )
-        return known
+        # a cluster of several what-ifs has arrays and no hash; a Cost keeps its cluster, and its id
+        asked = "cost", id(self.cluster), self.placement, self.stats.spread
+        return self.known.recent(
+            asked, lambda: Cost.of(self.cluster, self.placement, self.stats.spread)
+        )
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -166,20 +153,17 @@ class Problem:
         deepest = self.workload.layers - self.model.first_varying
         several = len(set(groups)) > 1
         depth, expansion = (min(depth, deepest), expansion) if several else (0, None)
-        key = (depth, expansion, groups if depth or expansion else self.ranks)
-        if key not in self._layouts:
-            args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
+        cut = groups if depth or expansion else ()
+        args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
+
+        def make() -> Layout | EstimatedLayout:
             if self.graph is None:
-                self._layouts[key] = EstimatedLayout(
-                    self.stats.vertices, self.stats.edges, *args, mixing_of(self.stats, self.method)
-                )
-            else:
-                with Stopwatch() as watch:
-                    self._layouts[key] = Layout(
-                        self.graph, self._owner(groups if depth or expansion else ()), *args
-                    )
-                self._seconds[id(self._layouts[key])] = watch.seconds
-        return self._layouts[key]
+                mixing = mixing_of(self.stats, self.method)
+                return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
+            return Layout(self.graph, self._owner(cut), *args)
+
+        asked = (*args[1:], cut or self.ranks, self.graph, self.stats, self.method)
+        return self.known.answer(("layout", *asked), make)
 
     def batches(
         self, layout: Layout | EstimatedLayout, count: int
@@ -192,37 +176,33 @@ class Problem:
                 )
             ] * count
         assert self.graph is not None
-        key = (layout, count)
-        if key not in self._batches:
-            batch_of = layout.drawn(self.graph.train, count, self.workload.seed)
-            self._batches[key] = [layout.batch(batch_of == b) for b in range(count)]
-        return self._batches[key]
+        graph, seed = self.graph, self.workload.seed
+
+        def make() -> list[Layout]:
+            batch_of = layout.drawn(graph.train, count, seed)
+            return [layout.batch(batch_of == b) for b in range(count)]
+
+        return self.known.answer(("batches", layout, count, seed), make)
 
     def minibatches(self, groups: tuple[int, ...], splitter: str = "", epochs: int = 0) -> Batches:
         """The workload's mini-batches, and how groups of ranks share them.
 
         splitter: who owns a vertex in a group of several ranks. epochs: of its pre-sampling."""
-        key = (groups, splitter, epochs, self.workload)
-        if key not in self._mini and self.graph is None:
-            self._mini[key] = EstimatedBatches(
-                self.stats, self.workload, groups, self.model.first_varying, splitter
-            )
-        if key not in self._mini:
-            assert self.graph is not None
-            with Stopwatch() as watch:
-                size = groups.count(groups[0])
-                member = (
-                    owners(self.graph, size, splitter, self.workload, epochs) if size > 1 else None
-                )
-                self._mini[key] = Batches(
-                    self.graph, self.workload, groups, member, self.model.first_varying
-                )
-            self._seconds[id(self._mini[key])] = watch.seconds
-        return self._mini[key]
+        first_varying = self.model.first_varying
+
+        def make() -> Batches:
+            if self.graph is None:
+                return EstimatedBatches(self.stats, self.workload, groups, first_varying, splitter)
+            size = groups.count(groups[0])
+            member = owners(self.graph, size, splitter, self.workload, epochs) if size > 1 else None
+            return Batches(self.graph, self.workload, groups, member, first_varying)
+
+        asked = (groups, splitter, epochs, self.workload, first_varying, self.graph, self.stats)
+        return self.known.answer(("minibatches", *asked), make)
 
     def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:
         """How long it took to make a layout, chunks or batches, partitioning included [s]."""
-        return self._seconds.get(id(made), 0.0)
+        return self.known.seconds_of(made)
 
     def _owner(self, groups: tuple[int, ...]) -> np.ndarray:
         """The rank that owns each vertex [N]; with groups, the first rank of the group."""
@@ -239,14 +219,12 @@ class Problem:
 
     def cut(self, chunks: int, members: int = 1) -> Chunks:
         """The graph in `chunks` chunks, each cut over the members of a stage."""
-        assert self.graph is not None
-        if (chunks, members) not in self._chunks:
-            with Stopwatch() as watch:
-                self._chunks[chunks, members] = Chunks(
-                    self.graph, self.chunk_of(chunks), chunks, members
-                )
-            self._seconds[id(self._chunks[chunks, members])] = watch.seconds
-        return self._chunks[chunks, members]
+        graph = self.graph
+        assert graph is not None
+        return self.known.answer(
+            ("chunks", graph, self.method, chunks, members),
+            lambda: Chunks(graph, self.chunk_of(chunks), chunks, members),
+        )
 
     def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
         """Counts of `cut`; estimates if only statistics are known."""

@@ -1,23 +1,29 @@
 """The strategies: what each does to bytes, memory and seconds of a training epoch.
 
     base.py         what every strategy answers; how strategies are written and read as text
+    program/        what ranks do, written once; bytes, seconds and tasks are read from it
     layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis
     gnnpipe/        full graph, layers in a pipeline: GNNPipe
     minibatch/      mini-batches: data parallelism, GSplit; where features and adjacency lists are
     p3/             mini-batches with layer 1 on feature columns: P3
 
 This room imports vocabulary, cluster, gnn, graph, ownership and problem. A new family is one file
-here, one file in executor/strategies, and one line in NAMES; tests find it there.
+here, one file in executor/strategies, and its class in FAMILIES; tests find it there. A package of
+somebody else's adds one by an entry point of the group gnnplan.strategies (docs/how-to/extend.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache
+from importlib.metadata import entry_points
 
+from gnnplan.planner.strategies.base import Example as Example
 from gnnplan.planner.strategies.base import Prediction as Prediction
 from gnnplan.planner.strategies.base import Strategy as Strategy
 from gnnplan.planner.strategies.base import parse_call, read_list, read_size
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe as GNNPipe
+from gnnplan.planner.strategies.layerwise.bns import BNS as BNS
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis as GraNNDis
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as GraphParallel
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
@@ -25,20 +31,60 @@ from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit
 from gnnplan.planner.strategies.p3.p3 import P3 as P3
 from gnnplan.planner.vocabulary.errors import SpecError
 
-# published name -> its family, and the knobs that the name sets
-NAMES: dict[str, tuple[type[Strategy], dict[str, object]]] = {
-    "graph_parallel": (GraphParallel, {}),
-    "pipegcn": (GraphParallel, {"staleness": 1}),
-    "pipegcn_f": (GraphParallel, {"staleness": 1, "smoothing": "f"}),
-    "pipegcn_g": (GraphParallel, {"staleness": 1, "smoothing": "g"}),
-    "pipegcn_gf": (GraphParallel, {"staleness": 1, "smoothing": "gf"}),
-    "gnnpipe": (GNNPipe, {}),
-    "granndis": (GraNNDis, {}),
-    "data_parallel": (DataParallel, {}),
-    "gsplit": (GSplit, {}),
-    "p3": (P3, {}),
-}
-FAMILIES: tuple[type[Strategy], ...] = tuple(dict.fromkeys(family for family, _ in NAMES.values()))
+FAMILIES: tuple[type[Strategy], ...] = (
+    GraphParallel,
+    GNNPipe,
+    GraNNDis,
+    BNS,
+    DataParallel,
+    GSplit,
+    P3,
+)
+ENTRY_POINTS = "gnnplan.strategies"  # of installed packages: a family's name = module:Class
+
+
+@cache
+def families() -> tuple[type[Strategy], ...]:
+    """Ours, then those of installed packages by their names. Raises SpecError."""
+    found = list(FAMILIES)
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        whose = f"the strategy {point.name} of the package {point.dist.name if point.dist else ''}"
+        try:
+            family = point.load()
+        except Exception as error:
+            raise SpecError(
+                f"{whose} cannot be loaded ({type(error).__name__}: {error}); mend or uninstall it"
+            ) from error
+        if not (isinstance(family, type) and issubclass(family, Strategy)):
+            raise SpecError(f"{whose} is {point.value}, which is no class of a Strategy")
+        if not all(isinstance(knob.type, str) for knob in fields(family)):
+            raise SpecError(f"{whose} needs 'from __future__ import annotations' in its file")
+        if "executor" not in vars(family):  # else it would train as the class that it derives from
+            raise SpecError(f"{whose} names no executor of its own (Strategy.executor)")
+        taken = {name for other in found for name in [other.family, *other.names]}
+        if twice := taken & {family.family, *family.names}:
+            raise SpecError(f"{whose} has a name that is taken: {', '.join(sorted(twice))}")
+        found.append(family)
+    return tuple(found)
+
+
+@cache
+def names() -> dict[str, tuple[type[Strategy], dict[str, object]]]:
+    """Published name -> its family, and the knobs that the name sets. Raises SpecError."""
+    return _names(families())
+
+
+def _names(
+    families: tuple[type[Strategy], ...],
+) -> dict[str, tuple[type[Strategy], dict[str, object]]]:
+    return {
+        name: (family, dict(knobs))
+        for family in families
+        for name, knobs in {family.family: {}, **family.names}.items()
+    }
+
+
+OWN_NAMES = _names(FAMILIES)  # to look for packages takes a rank's start a twentieth of a second
 
 
 def named(name: str, knobs: dict[str, object]) -> Strategy:
@@ -46,9 +92,9 @@ def named(name: str, knobs: dict[str, object]) -> Strategy:
 
     Raises SpecError if the name or a knob is unknown, or a value has the wrong type.
     """
-    if name not in NAMES:
-        raise SpecError(f"there is no strategy {name!r}; use one of {', '.join(NAMES)}")
-    family, preset = NAMES[name]
+    if name not in OWN_NAMES and name not in names():
+        raise SpecError(f"there is no strategy {name!r}; use one of {', '.join(names())}")
+    family, preset = OWN_NAMES.get(name) or names()[name]
     annotations = {f.name: str(f.type) for f in fields(family)}
     values = dict(preset)
     for knob, value in knobs.items():

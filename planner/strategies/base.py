@@ -16,7 +16,7 @@ import ast
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, ClassVar
@@ -24,6 +24,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gnnplan.planner.cluster.placement import Phase
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
@@ -73,18 +75,36 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Example:
+    """A variant that `gnnplan check` and the tests train: bytes, order, resume."""
+
+    strategy: str
+    ranks: int = 2
+    servers: int = 1
+
+
+@dataclass(frozen=True)
 class Strategy(ABC):
     """A parallel training strategy: a frozen dataclass whose fields are its knobs."""
 
     family: ClassVar[str]
     mode: ClassVar[str] = "full"  # what it trains on: the 'full' graph, or 'mini'-batches
+    # published names of variants, and the knobs that each sets
+    names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    # the module that trains it; it has open_worker(rank, problem, strategy, first) -> Worker
+    executor: ClassVar[str]
+    examples: ClassVar[tuple[Example, ...]]  # variants that between them run all of its code
     # |closed form / simulation - 1| stays below this; the two differ only where transfers overlap
     claim: ClassVar[float]
 
     @property
     def name(self) -> str:
-        """The published name. Some variants of a family have names of their own."""
-        return self.family
+        """The published name: of those whose knobs this variant has, the one with most of them."""
+        suiting = [name for name, knobs in self.names.items() if self._has(knobs)]
+        return max(suiting, key=lambda name: len(self.names[name]), default=self.family)
+
+    def _has(self, knobs: Mapping[str, object]) -> bool:
+        return all(getattr(self, knob) == value for knob, value in knobs.items())
 
     @property
     @abstractmethod
@@ -105,7 +125,7 @@ class Strategy(ABC):
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
-        """Why `candidates` is empty for this problem."""
+        """Why `candidates` is empty for this problem; '': the family is never a candidate."""
         return "no variant suits this problem"
 
     def settle(self, problem: Problem) -> Strategy:
@@ -175,6 +195,10 @@ class Strategy(ABC):
         """
         return ()
 
+    def layout(self, problem: Problem) -> Layout | EstimatedLayout | None:
+        """Which rank owns and computes which rows; None: ranks own no vertices."""
+        return None
+
     def role(self, problem: Problem, rank: int) -> dict[str, int]:
         """What a rank owns, for the plan."""
         return {"part": rank}
@@ -192,9 +216,9 @@ class Strategy(ABC):
         return dataclasses.asdict(self)
 
     @property
-    def implied(self) -> dict[str, Any]:
+    def implied(self) -> Mapping[str, object]:
         """Knobs that the name already says."""
-        return {}
+        return self.names.get(self.name, {})
 
     def __str__(self) -> str:
         """As --strategy takes it, without knobs at their defaults; `parse` gives back the same.
@@ -202,7 +226,7 @@ class Strategy(ABC):
         Sizes of 1 MB or more are printed with a unit (`show_size`), long lists by what repeats
         (`show_list`).
         """
-        defaults = {f.name: f.default for f in dataclasses.fields(self)} | self.implied
+        defaults = {f.name: f.default for f in dataclasses.fields(self)} | dict(self.implied)
         types = {f.name: f.type for f in dataclasses.fields(self)}
         written = ",".join(
             f"{knob}={show_knob(value, str(types[knob]))!r}"

@@ -15,7 +15,7 @@ from pairwise import covered
 from ranks import Case, Ranks, Result
 
 from gnnplan.planner.gnn.workload import Jump
-from gnnplan.planner.strategies import FAMILIES, parse
+from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.schedule import LANES, Collective, Load, Send
 from gnnplan.planner.vocabulary.trace import (
     Span,
@@ -221,6 +221,19 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "gsplit", "gcn mode=mini batch=6 fanout=3,2,2,1 met=sum-dropped", "rough", 0.5),
     (2, 1, "p3", "sage mode=mini batch=6 fanout=3,2,2,1 met=cat-dropped", "rough", 0.5),
 ]
+SETTINGS += [  # of families that have none above: their own examples
+    (
+        example.ranks,
+        example.servers,
+        example.strategy,
+        "gcn" if family.mode == "full" else "gcn mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.5,
+    )
+    for family in families()
+    if family not in {type(parse(setting[2])) for setting in SETTINGS}
+    for example in family.examples
+]
 
 
 class Played:
@@ -302,7 +315,7 @@ def played(
 
 
 def test_every_family_is_here() -> None:
-    assert {type(parse(setting[2])) for setting in SETTINGS} == set(FAMILIES)
+    assert {type(parse(setting[2])) for setting in SETTINGS} == set(families())
     assert any(getattr(parse(setting[2]), "staleness", 0) for setting in SETTINGS)
 
 

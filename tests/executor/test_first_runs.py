@@ -136,7 +136,7 @@ def test_a_layer_that_gnnpipe_cannot_run_is_named(
         r" use data_parallel or gsplit, which run any layer"
     )
     with pytest.raises(SpecError, match=words):
-        gnnpipe.Worker(Rank(0, 1, torch.device("cpu"), "gloo"), problem, strategy)
+        gnnpipe.open_worker(Rank(0, 1, torch.device("cpu"), "gloo"), problem, strategy)
 
 
 def test_the_time_left_does_not_count_set_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ import gnnplan
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.parameters import kept, put
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies.graph_parallel import open_worker
+from gnnplan.executor.strategies.graph_parallel import worker_on
 from gnnplan.planner.evidence.validate import read_run
 from gnnplan.planner.graph import formats
 from gnnplan.planner.problem.problem import with_ranks
@@ -394,7 +394,7 @@ def our_logits(plan: gnnplan.Plan, state: dict[str, Tensor]) -> Tensor:
     assert problem.workload.module
     put(net, kept(Path(problem.workload.module.file)).places, state)
     rank = Rank(0, 1, torch.device("cpu"), "gloo")
-    return open_worker(rank, problem, problem.layout(), ExchangeOptions(), net=net).evaluate(0)
+    return worker_on(rank, problem, problem.layout(), ExchangeOptions(), net=net).evaluate(0)
 
 
 def extras(folder: Path, theirs: Theirs) -> dict[str, str]:

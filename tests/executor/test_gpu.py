@@ -206,8 +206,6 @@ def test_peak_memory(
     problem = replace(
         problem,
         cluster=problem.cluster.model_copy(update={"device": device}),
-        _layouts={},
-        _chunks={},
     )
     settled = case.settled(problem)
     predicted = sum(

@@ -135,7 +135,9 @@ def test_a_layer_without_the_calls_is_named(
         SpecError,
         match=r"layer 1 \(GCNLayer\) has no transform, apply: .* use data_parallel or gsplit",
     ):
-        p3.Worker(Rank(0, 2, torch.device("cpu"), "gloo"), problem, parse("p3").settle(problem))
+        p3.open_worker(
+            Rank(0, 2, torch.device("cpu"), "gloo"), problem, parse("p3").settle(problem)
+        )
     assert not hasattr(GENLayer, "scatter")
     with pytest.raises(
         SpecError,

@@ -19,6 +19,7 @@ from gnnplan.executor import train
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, latest, stored
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.trace import recorded_order
 
@@ -70,6 +71,15 @@ CASES = [  # those at night are part of others
     Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2}),
     # one batch per epoch: batches under way are of several epochs
     Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),
+]
+CASES += [  # of families that have none above: their own examples
+    Case(
+        example.strategy, "rough", FULL if family.mode == "full" else MINI, servers=example.servers
+    )
+    for family in families()
+    if family not in {type(parse(getattr(case, "values", [case])[0].strategy)) for case in CASES}
+    for example in family.examples
+    if example.ranks == 2
 ]
 
 

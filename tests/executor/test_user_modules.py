@@ -30,7 +30,7 @@ from gnnplan.executor.modules.read import (
     with_user_module,
 )
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies.graph_parallel import open_worker
+from gnnplan.executor.strategies.graph_parallel import worker_on
 from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -450,7 +450,7 @@ def ours(case: Case, state: dict[str, Tensor]) -> Tensor:
 def logits_of(net: Net, problem: Problem) -> Tensor:
     """Our logits of all vertices, in one process."""
     rank, layout = Rank(0, 1, torch.device("cpu"), "gloo"), problem.layout()
-    rows = open_worker(rank, problem, layout, ExchangeOptions(), net=net).evaluate(0)
+    rows = worker_on(rank, problem, layout, ExchangeOptions(), net=net).evaluate(0)
     logits = torch.empty_like(rows)
     logits[torch.from_numpy(layout.own(0))] = rows
     return logits

@@ -114,6 +114,7 @@ def variants(problem: Problem) -> Iterator[Strategy]:
         P3("rank", structure="spread"),
         P3("server", pipelined=True, structure="spread", structure_cache=600),
         GSplit(structure="spread"),
+        *(parse(e.strategy) for family in families(problem) for e in family.examples),
     ]
     for strategy in dict.fromkeys(
         s.settle(problem)
@@ -188,8 +189,6 @@ def test_one_rank_sends_nothing(problem: Problem):
     alone = replace(
         problem,
         cluster=problem.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}),
-        _mini={},
-        _layouts={},
     )
     for strategy in variants(alone):
         assert strategy.predict(alone).bytes == {}

@@ -79,9 +79,7 @@ def test_many_batches():
     few, many = (GraNNDis(batches=n).memory(problem) for n in (20, 80))
     assert many["activations"].max() < few["activations"].max()
     # 80 times the same batch
-    told = replace(
-        problem, graph=None, stats=replace(problem.stats, known=False), _layouts={}, _batches={}
-    )
+    told = replace(problem, graph=None, stats=replace(problem.stats, known=False))
     one, many = (GraNNDis(batches=n).memory(told) for n in (1, 80))
     assert (
         many["activations"].max() < one["activations"].max()
@@ -184,10 +182,8 @@ def test_sampling_computes_and_preloads_less_than_full_preload():
         for p in (s.predict(problem) for s in (narrow, wide, full))
     ]
     assert costs == sorted(costs) and len(set(costs)) == 3
-    other = replace(
-        problem, workload=problem.workload.model_copy(update={"seed": 1}), _layouts={}, _batches={}
-    )
+    other = replace(problem, workload=problem.workload.model_copy(update={"seed": 1}))
     # another seed draws other rows
     assert wide.predict(other).setup_bytes != wide.predict(problem).setup_bytes
-    again = replace(problem, _layouts={}, _batches={})
+    again = replace(problem)
     assert wide.predict(again).setup_bytes == wide.predict(problem).setup_bytes

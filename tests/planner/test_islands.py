@@ -159,7 +159,7 @@ def test_an_island_of_one_gpu_is_a_server_of_one():
     alone = islands.cluster.model_copy(
         update={"servers": 4, "gpus_per_server": 1, "islands": (), "island": None}
     )
-    servers = replace(islands, cluster=alone, _layouts={}, _batches={})
+    servers = replace(islands, cluster=alone)
     for strategy in told(islands):
         other = replace(strategy, group="server")
         ours, theirs = strategy.predict(islands), other.predict(servers)

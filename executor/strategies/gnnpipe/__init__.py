@@ -9,6 +9,6 @@ planner/strategies/gnnpipe/ draws the pipeline. Which file to open:
     chunks.py   a sub-chunk: its rows, its edges, and who reads it
 """
 
-from gnnplan.executor.strategies.gnnpipe.worker import Worker
+from gnnplan.executor.strategies.gnnpipe.worker import Worker as open_worker
 
-__all__ = ["Worker"]
+__all__ = ["open_worker"]

@@ -16,9 +16,9 @@ from gnnplan.executor.layers.blocks import Targets, dtype_of
 from gnnplan.executor.layers.kernels import backward, dropout
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.ranks.checkpoint import Resumable
 from gnnplan.executor.ranks.comm import Arrival, send
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, make_chunks, with_far
 from gnnplan.executor.strategies.gnnpipe.history import History
 from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
@@ -35,12 +35,12 @@ from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
 from gnnplan.planner.vocabulary.schedule import Label
 
 
-class Worker(Resumable):
+class Worker(base.Worker):
     """One rank: member `member` of stage `stage`."""
 
     net: Net
 
-    def __init__(self, rank: Rank, problem: Problem, strategy: GNNPipe) -> None:
+    def __init__(self, rank: Rank, problem: Problem, strategy: GNNPipe, first: int = 0) -> None:
         graph, workload, device = problem.graph, problem.workload, rank.device
         assert graph is not None
         assert strategy.chunks is not None and strategy.stages is not None
@@ -51,7 +51,6 @@ class Worker(Resumable):
         self.layers = layers_by_stage[self.stage]
         # runs of layers without an exchange in between
         self.pieces = strategy.pieces(problem, self.stage)
-        self.reduce_group = tuple(strategy.group(problem, self.stage))
         if self.members > 1:
             for stage in range(self.stages):
                 rank.group(tuple(strategy.group(problem, stage)))
@@ -83,6 +82,10 @@ class Worker(Resumable):
         # epoch 0 does not exist in training: its embeddings are those of the initial weights
         self._whole_graph()
         self.history.remember(self.varying)
+
+    @property
+    def reduce_group(self) -> tuple[int, ...]:
+        return tuple(self.strategy.group(self.problem, self.stage))
 
     @property
     def is_first(self) -> bool:
@@ -423,14 +426,11 @@ class Worker(Resumable):
         return self._whole_graph()
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of this rank's rows; zeros before the last stage."""
+        """Right and wrong answers [3, 2] of this rank's rows; zeros before the last stage."""
         total = torch.zeros(3, 2, dtype=torch.float64)
         for chunk, targets in zip(self.chunks, self.targets, strict=False):
             total += targets.counts(logits[chunk.rows])
         return total
-
-    def drain(self) -> None:
-        """Nothing to wait for: every step ends with its messages gone."""
 
     def state(self) -> dict[str, Tensor]:
         """Weights and history."""

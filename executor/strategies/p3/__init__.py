@@ -7,6 +7,6 @@ planner/strategies/p3/ draws the pipeline. Which file to open:
     learner.py   the update with the gradient of three batches ago
 """
 
-from gnnplan.executor.strategies.p3.worker import Worker
+from gnnplan.executor.strategies.p3.worker import Worker as open_worker
 
-__all__ = ["Worker"]
+__all__ = ["open_worker"]

@@ -27,11 +27,11 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.ranks import comm
-from gnnplan.executor.ranks.checkpoint import Resumable, fill, named
+from gnnplan.executor.ranks.checkpoint import fill, named
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank, there
-from gnnplan.executor.strategies import graph_parallel
+from gnnplan.executor.strategies import base, graph_parallel
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
 from gnnplan.planner.ownership.layout import Layout
@@ -72,7 +72,7 @@ class Flight:
     gradient: Tensor = field(default_factory=lambda: torch.empty(0))  # of this rank's sum
 
 
-class Worker(Resumable):
+class Worker(base.Worker):
     """One rank. `net` is the whole model, evaluated and saved; `sliced` is what it trains."""
 
     net: Net
@@ -85,7 +85,6 @@ class Worker(Resumable):
         self.net = Net(problem.model, problem.workload).to(device)
         self.sliced = self._cut()
         _must_be_cut_by_columns(self.sliced)
-        self.reduce_group = tuple(range(rank.world))
         for twins in dict.fromkeys(strategy.twins(problem, r) for r in range(rank.world)):
             rank.group(twins)
         for rail in strategy.rails(problem):
@@ -390,15 +389,22 @@ class Worker(Resumable):
         if self.whole is None:
             layout = self.problem.layout()
             assert isinstance(layout, Layout)
-            self.whole = graph_parallel.open_worker(
+            self.whole = graph_parallel.worker_on(
                 self.rank, self.problem, layout, ExchangeOptions(), net=self.net
             )
         self.scored = [self.whole.targets]
         return self.whole.evaluate(step)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and all predictions [3, 2] of the rows of the last logits."""
+        """Right and wrong answers [3, 2] of the rows of the last logits."""
         return counts_of(self.scored, logits)
+
+    def open_learner(self) -> Learner:
+        return self.learner
+
+    def close(self) -> None:
+        """End the sampler."""
+        self.arriving.close()
 
     def drain(self) -> None:
         """Wait for messages; batches stay under way."""

@@ -136,22 +136,19 @@ class GraNNDisProblem(Problem):
         usual = super().layout(depth, expansion, groups)
         if not isinstance(usual, EstimatedLayout) or not usual.inside:
             return usual
-        key = "in order", usual.depth, usual.expansion, usual.servers
-        if key not in self._layouts:
-            self._layouts[key] = InOrder(
+        of = (usual.servers, usual.layers, usual.first_varying, usual.depth, usual.expansion)
+        return self.known.answer(
+            ("in order", *of, self.stats, self.kept),
+            lambda: InOrder(
                 usual.vertices,
                 usual.edges,
-                usual.servers,
-                usual.layers,
-                usual.first_varying,
-                usual.depth,
-                usual.expansion,
+                *of,
                 Mixing(),
                 targets=self.stats.train_vertices / len(set(usual.servers)),
                 metis=mixing_of(self.stats),
                 drawn=expansion.fanout * self.kept if expansion else np.inf,
-            )
-        return self._layouts[key]
+            ),
+        )
 
 
 def as_theirs(problem: Problem, paper: str) -> Problem:

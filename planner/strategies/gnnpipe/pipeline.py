@@ -21,7 +21,7 @@ from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Strategy
+from gnnplan.planner.strategies.base import Example, Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute
 
@@ -67,6 +67,11 @@ class Pipeline(Strategy):
     checkpoint: bool = False
 
     family: ClassVar[str] = "gnnpipe"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.gnnpipe"
+    examples: ClassVar[tuple[Example, ...]] = (
+        Example("gnnpipe(stages=2,chunks=1)"),
+        Example("gnnpipe(stages=2,chunks=3)"),
+    )
     # pipelines: 0.05; hybrids inside servers: 0.30, because members with few rows drift apart
     # between exchanges; hybrids over servers share NICs besides
     claim: ClassVar[float] = 0.35

@@ -57,40 +57,33 @@ recomputed rows; executor/strategies/granndis.py.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.cluster.placement import Phase
+from gnnplan.planner.graph.streams import BATCH_ORDER
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
-from gnnplan.planner.strategies.layerwise.account import predict_layers
-from gnnplan.planner.strategies.layerwise.schedule import schedule_layers
-from gnnplan.planner.strategies.layerwise.step import (
-    Batches,
-    ExchangeOptions,
-    preparation,
-    traffic,
-)
+from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
+from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Schedule
 
 MOST = 10_000  # the largest max_hop, and the most batches
 MAX_HOP, FANOUT = 1, 15  # defaults of the paper, Sec. 4.3
 DEGREES = ("global", "local")
 GROUPS = ("server", "island")
 SHARED = ("parameters", "optimizer", "runtime")  # uses of memory that batches do not shrink
-BATCH_ORDER = 3  # a stream of random numbers of its own; layout.py has the others
 
 
 @dataclass(frozen=True)
-class GraNNDis(Strategy):
+class GraNNDis(Stepwise):
     """GraNNDis.
 
     depth: hidden layers that a group recomputes for its surroundings; None: all (full preload).
@@ -114,6 +107,8 @@ class GraNNDis(Strategy):
     group: str = "server"
 
     family: ClassVar[str] = "granndis"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
+    examples: ClassVar[tuple[Example, ...]] = (Example("granndis", servers=2),)
     claim: ClassVar[float] = 1e-6
 
     @property
@@ -183,10 +178,13 @@ class GraNNDis(Strategy):
         if self.batches is not None:
             return out
         # a search settles the same strategy many times, for each placement
-        key = (out, self.tied(problem), problem.workload, problem.cluster.device.memory)
-        if key not in problem._fewest:
-            problem._fewest[key] = out._fewest_that_fit(problem)
-        return replace(out, batches=problem._fewest[key])
+        device = problem.cluster.device
+        asked = (out, self.tied(problem), problem.workload, device.kind, device.memory)
+        batches = problem.known.answer(
+            ("fewest that fit", *asked, problem.graph, problem.stats, problem.method),
+            lambda: out._fewest_that_fit(problem),
+        )
+        return replace(out, batches=batches)
 
     def _fewest_that_fit(self, problem: Problem) -> int:
         """The smallest number of batches R whose memory fits; if none does, that which needs least.
@@ -371,29 +369,14 @@ class GraNNDis(Strategy):
             problem, self.layout(problem), self.exchange_options, self.layouts(problem)
         )
 
-    def predict(self, problem: Problem) -> Prediction:
-        return predict_layers(
-            problem, self.layout(problem), self.exchange_options, self.layouts(problem)
-        )
-
-    def schedule(self, problem: Problem, steps: int) -> Schedule:
-        return schedule_layers(
+    def program(self, problem: Problem) -> Program:
+        return layerwise.program(
             problem,
             self.layout(problem),
             self.exchange_options,
-            steps,
             self.layouts(problem),
             lambda step: self.turn(problem, step),
         )
-
-    def traffic(self, problem: Problem) -> list[Phase]:
-        layouts = self.layouts(problem) or (self.layout(problem),)
-        count = Counter(map(id, layouts))  # estimated batches are one object, many times
-        return [
-            Phase(sent, times * count[key])
-            for key, layout in {id(layout): layout for layout in layouts}.items()
-            for sent, times in traffic(problem, layout, self.exchange_options)
-        ]
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
         """The group of each rank.

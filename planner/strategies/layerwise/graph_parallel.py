@@ -43,26 +43,27 @@ this folder; planner/ownership/layout.py for parts and halos; executor/strategie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from gnnplan.planner.cluster.placement import Phase
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
-from gnnplan.planner.strategies.layerwise.account import predict_layers
-from gnnplan.planner.strategies.layerwise.schedule import schedule_layers
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation, traffic
+from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
+from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Schedule
 
 SMOOTHINGS = ("", "f", "g", "gf")
 GAMMA = 0.95  # PipeGCN, Sec. 3.4
 
 
 @dataclass(frozen=True)
-class GraphParallel(Strategy):
+class GraphParallel(Stepwise):
     """Graph parallelism (staleness 0) and PipeGCN (staleness 1).
 
     staleness: steps by which halo rows and gradients lag, 0 or 1.
@@ -78,21 +79,22 @@ class GraphParallel(Strategy):
     checkpoint: bool = False
 
     family: ClassVar[str] = "graph_parallel"
+    names: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "pipegcn": {"staleness": 1},
+        "pipegcn_f": {"staleness": 1, "smoothing": "f"},
+        "pipegcn_g": {"staleness": 1, "smoothing": "g"},
+        "pipegcn_gf": {"staleness": 1, "smoothing": "gf"},
+    }
+    executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
+    examples: ClassVar[tuple[Example, ...]] = (
+        Example("graph_parallel"),
+        Example("graph_parallel(narrow=True)"),
+        Example("graph_parallel(checkpoint=True)"),
+        Example("pipegcn"),
+    )
     # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
     # form follows
     claim: ClassVar[float] = 0.25
-
-    @property
-    def name(self) -> str:
-        return (
-            f"pipegcn{'_' if self.smoothing else ''}{self.smoothing}"
-            if self.staleness
-            else "graph_parallel"
-        )
-
-    @property
-    def implied(self) -> dict[str, Any]:
-        return {"staleness": self.staleness, "smoothing": self.smoothing if self.staleness else ""}
 
     @property
     def exact(self) -> bool:
@@ -155,17 +157,14 @@ class GraphParallel(Strategy):
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(self.narrow, self.staleness, self.smoothing, self.checkpoint)
 
+    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
+        return problem.layout()
+
     def preparation(self, problem: Problem) -> dict[str, float]:
         return preparation(problem, problem.layout())
 
     def memory(self, problem: Problem) -> Memory:
         return layerwise_memory.memory(problem, problem.layout(), self.exchange_options)
 
-    def predict(self, problem: Problem) -> Prediction:
-        return predict_layers(problem, problem.layout(), self.exchange_options)
-
-    def schedule(self, problem: Problem, steps: int) -> Schedule:
-        return schedule_layers(problem, problem.layout(), self.exchange_options, steps)
-
-    def traffic(self, problem: Problem) -> list[Phase]:
-        return traffic(problem, problem.layout(), self.exchange_options)
+    def program(self, problem: Problem) -> Program:
+        return layerwise.program(problem, problem.layout(), self.exchange_options)

@@ -1,77 +1,27 @@
 """The operations of one training step that goes layer by layer, all ranks together.
 
-    step() -> [Op, Op, ...] -> account.py    bytes, and seconds without contention
-                            -> schedule.py   every rank's tasks
-                            -> traffic()     who sends how much to whom, for placing the ranks
-
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
-All readers go through the same list, so bytes, seconds and tasks agree. What layers compute is
-counted by planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
+What is read from them is in strategies/program/. What layers compute is counted by
+planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.schedule import Compute, HostWork, Label
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.schedule import Compute
 
 Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; empty: one step over the whole layout
-Group = tuple[int, ...]  # ranks
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation that all ranks do together. Exactly one of the following is set:
-
-    work            computation; its fields are arrays [ranks]
-    loaded          bytes [ranks] from the server's memory to the device
-    host            a sampler's work, and edges [ranks]
-    sent            an exchange: bytes [ranks, ranks], from row to column
-    size            an all-reduce of that many bytes over all ranks
-    groups, sizes   an all-reduce in each group, of that group's size
-
-    An operation that is `ahead` may be done before its step begins (sampling). An `idle` operation
-    has no work: it records how long a rank waits.
-    """
-
-    op: str
-    way: str = ""
-    layer: int | None = None
-    work: Compute | None = None
-    loaded: np.ndarray | None = None
-    host: tuple[HostWork, np.ndarray] | None = None
-    sent: np.ndarray | None = None
-    size: int = 0
-    groups: tuple[Group, ...] = ()
-    sizes: tuple[int, ...] = ()
-    ahead: bool = False
-    idle: bool = False
-
-    def label(self, step: int) -> Label:
-        return Label(self.op, step, self.way, self.layer)
-
-    @property
-    def identity(self) -> object:
-        """Equal for operations that share their work: such operations take equally long."""
-        shared = (self.work, self.loaded, self.host, self.sent)
-        return self.op, self.size, self.groups, self.sizes, *map(id, shared)
-
-    def reductions(self, ranks: int) -> list[tuple[Group, int]]:
-        """The groups of an all-reduce, each with its bytes."""
-        if self.groups:
-            return list(zip(self.groups, self.sizes, strict=True))
-        return [(tuple(range(ranks)), self.size)]
 
 
 @dataclass(frozen=True)
@@ -82,6 +32,29 @@ class ExchangeOptions:
     staleness: int = 0  # steps by which halo rows and gradients lag
     smoothing: str = ""  # of stale rows ('f'), gradients ('g') or both ('gf')
     checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
+
+
+def program(
+    problem: Problem,
+    layout: Layout | EstimatedLayout,
+    options: ExchangeOptions,
+    batches: Batches = (),
+    batch_at: Callable[[int], int] = lambda step: 0,
+) -> Program:
+    """One step over the layout, or one step over each of its batches: step t over `batch_at(t)`."""
+    # estimated batches are one object, many times
+    different = {id(batch): batch for batch in batches or (layout,)}
+    ops = {
+        key: list(step(problem, batch, options, bool(batches))) for key, batch in different.items()
+    }
+    known = [ops[id(batch)] for batch in batches or (layout,)]
+    return Program(
+        known,
+        len(known),
+        lambda t: known[batch_at(t)],
+        list(setup(problem, layout)),
+        options.staleness,
+    )
 
 
 def step(
@@ -192,11 +165,6 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
         yield Op("input_halo", sent=_features_sent(problem, layout, halo, "input_halo"))
 
 
-def setup_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> int:
-    """Bytes that all ranks send before the first step."""
-    return sum(int(op.sent.sum()) for op in setup(problem, layout) if op.sent is not None)
-
-
 def _features_sent(
     problem: Problem, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str
 ) -> np.ndarray:
@@ -258,12 +226,3 @@ def local_rows(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
     if isinstance(layout, Layout):
         return layout.row_counts(h)
     return np.asarray(layout.facts(1).sources - layout.facts(1).taken)
-
-
-def traffic(
-    problem: Problem, layout: Layout | EstimatedLayout, options: ExchangeOptions
-) -> list[Phase]:
-    """Every exchange of a step; equal exchanges of layers that are alike are counted."""
-    exchanges = [op.sent for op in step(problem, layout, options) if op.sent is not None]
-    times = Counter(map(id, exchanges))
-    return [Phase(sent, times[key]) for key, sent in {id(sent): sent for sent in exchanges}.items()]

@@ -2,7 +2,7 @@
 
 data_parallel.py     data parallelism: every rank samples and computes for its own seeds
 gsplit.py            GSplit: a group of ranks splits one batch
-step.py              the operations of one batch, and what is predicted of them
+step.py              the operations of one batch: their program
 feature_store.py     which rows each rank caches, and who provides the others
 adjacency_store.py   whose sampler has which adjacency lists
 memory.py            bytes that a rank holds

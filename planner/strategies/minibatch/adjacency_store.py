@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,13 +192,14 @@ def hashed(
     count = max(places) + 1
     if structure == "everywhere" or count == 1:
         return None
-    key, known = (places, cache, hot), _known.setdefault(batches, {})
-    if key not in known and isinstance(batches, EstimatedBatches):
+
+    def estimated() -> Structure | EstimatedStructure:
         others = (
             (NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices) * (count - 1) / count
         )
-        known[key] = EstimatedStructure(places, min(cache / others, 1.0), asks=True)
-    if key not in known:
+        return EstimatedStructure(places, min(cache / others, 1.0), asks=True)
+
+    def counted() -> Structure | EstimatedStructure:
         graph = batches.graph
         home = (np.arange(graph.stats.vertices) % count).astype(np.int32)
         kept = home == np.arange(count)[:, None]
@@ -207,13 +207,10 @@ def hashed(
         for place in range(count):
             others = order[home[order] != place]
             kept[place, that_fit(others, list_bytes(graph, others), cache)] = True
-        known[key] = Structure(places, home, kept, asks=True)
-    return known[key]
+        return Structure(places, home, kept, asks=True)
 
-
-_known: WeakKeyDictionary[Batches, dict[object, Structure | EstimatedStructure]] = (
-    WeakKeyDictionary()
-)
+    make = estimated if isinstance(batches, EstimatedBatches) else counted
+    return problem.known.answer(("adjacency store", batches, places, cache, hot), make)
 
 
 def owned(batches: Batches, structure: str) -> Structure | EstimatedStructure | None:

@@ -51,18 +51,19 @@ from typing import ClassVar
 
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
+from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class DataParallel(Strategy):
+class DataParallel(Stepwise):
     """Data parallelism on mini-batches.
 
     prefetch: batches that a separate sampler may be ahead; 0: each rank samples in line.
@@ -86,6 +87,8 @@ class DataParallel(Strategy):
 
     family: ClassVar[str] = "data_parallel"
     mode: ClassVar[str] = "mini"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
+    examples: ClassVar[tuple[Example, ...]] = (Example("data_parallel"),)
     # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
     claim: ClassVar[float] = 0.1
 
@@ -155,22 +158,11 @@ class DataParallel(Strategy):
             self.lists(problem),
         )
 
-    def predict(self, problem: Problem) -> Prediction:
-        return batchwise.predict(
+    def program(self, problem: Problem) -> Program:
+        return batchwise.program(
             problem,
             self.batches(problem),
             self.exchange_options,
-            self.prefetch,
-            self.store(problem),
-            self.lists(problem),
-        )
-
-    def schedule(self, problem: Problem, steps: int) -> Schedule:
-        return batchwise.schedule(
-            problem,
-            self.batches(problem),
-            self.exchange_options,
-            steps,
             self.prefetch,
             self.store(problem),
             self.lists(problem),

@@ -312,18 +312,18 @@ def feature_store(
     spread = features == "spread" and len(set(problem.servers)) > 1
     if not cache and not spread:
         return None
-    key = problem.servers, problem.method, cache, hot, spread, shared, epochs
-    known = _known.setdefault(batches, {})
-    if key not in known and isinstance(batches, EstimatedBatches):
+
+    def estimated() -> Store | EstimatedStore:
         # with one group, a row's home is its owner's server
         one_group = len(set(batches.groups)) == 1 < problem.ranks
         rows = min(
             cache // (problem.model.features * problem.model.itemsize), problem.stats.vertices
         )
-        known[key] = EstimatedStore(
+        return EstimatedStore(
             problem.servers, batches.groups, rows, spread and not one_group, shared, problem.stats
         )
-    if key not in known:
+
+    def counted() -> Store | EstimatedStore:
         graph, member, groups = batches.graph, batches.member, batches.groups
         with Stopwatch() as watch:
             home = None
@@ -340,13 +340,13 @@ def feature_store(
                 if cache
                 else [np.zeros(0, np.int64)] * problem.ranks
             )
-        known[key] = Store(
+        return Store(
             problem.servers, tuple(held), home, shared, graph.stats.vertices, watch.seconds
         )
-    return known[key]
 
-
-_known: WeakKeyDictionary[Batches, dict[object, Store | EstimatedStore]] = WeakKeyDictionary()
+    asked = problem.servers, problem.method, problem.workload, cache, hot, spread, shared, epochs
+    make = estimated if isinstance(batches, EstimatedBatches) else counted
+    return problem.known.answer(("feature store", batches, *asked), make)
 
 
 def _cached(

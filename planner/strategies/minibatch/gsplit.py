@@ -46,24 +46,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.graph.splitting import EPOCHS, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Memory, Prediction, Strategy
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, traffic
+from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, owned
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
+from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Schedule
 
 GROUPS = ("server", "all")
 
 
 @dataclass(frozen=True)
-class GSplit(Strategy):
+class GSplit(Stepwise):
     """GSplit.
 
     splitter: how vertices get their owners.
@@ -87,6 +87,8 @@ class GSplit(Strategy):
 
     family: ClassVar[str] = "gsplit"
     mode: ClassVar[str] = "mini"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
+    examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"),)
     # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
     claim: ClassVar[float] = 0.1
 
@@ -201,8 +203,8 @@ class GSplit(Strategy):
             self.lists(problem),
         )
 
-    def predict(self, problem: Problem) -> Prediction:
-        return batchwise.predict(
+    def program(self, problem: Problem) -> Program:
+        return batchwise.program(
             problem,
             self.batches(problem),
             self.exchange_options,
@@ -210,22 +212,3 @@ class GSplit(Strategy):
             self.store(problem),
             self.lists(problem),
         )
-
-    def schedule(self, problem: Problem, steps: int) -> Schedule:
-        return batchwise.schedule(
-            problem,
-            self.batches(problem),
-            self.exchange_options,
-            steps,
-            self.prefetch,
-            self.store(problem),
-            self.lists(problem),
-        )
-
-    def traffic(self, problem: Problem) -> list[Phase]:
-        """Exchanges of the first few batches."""
-        return [
-            phase
-            for batch in self.batches(problem).first()[:4]
-            for phase in traffic(problem, batch, self.exchange_options)
-        ]

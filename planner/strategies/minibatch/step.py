@@ -26,13 +26,14 @@ in no cache. More operations follow:
                                          each, and 8 per rank for how many)
 
 With spread adjacency lists (adjacency_store.py) samplers ask each other for neighbours, layer by
-layer. The layers' own operations come from layerwise/step.py; layerwise/account.py and
-layerwise/schedule.py turn all of them into bytes, seconds and tasks.
+layer. The layers' own operations come from layerwise/step.py; what is read from all of them is in
+strategies/program/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -41,19 +42,18 @@ from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, per_epoch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Prediction, Strategy
+from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.account import account
-from gnnplan.planner.strategies.layerwise.schedule import build_schedule
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, Op
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch.adjacency_store import (
     NEIGHBOUR,
     EstimatedStructure,
     Structure,
 )
 from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store, row_bytes
+from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Compute, Schedule
+from gnnplan.planner.vocabulary.schedule import Compute
 
 ID = 8  # [B]
 # [B] that a GPU reads over the host link for one neighbour: two of the four sectors of a line
@@ -245,68 +245,27 @@ def halo_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
     return sent
 
 
-def predict(
+def program(
     problem: Problem,
     batches: Batches,
     options: ExchangeOptions,
     prefetch: int,
     store: Features | None = None,
     lists: Lists | None = None,
-) -> Prediction:
-    """One epoch: the mean of its first batches, times the batches that it has."""
-    known = batches.first()
-    # estimated batches are one object, many times
-    different = {id(batch): batch for batch in known}
-    ops = {
-        key: list(step(problem, batch, options, prefetch, store, lists))
-        for key, batch in different.items()
-    }
-    p = account(
-        problem,
-        [op for batch in known for op in ops[id(batch)]],
-        setup_bytes=sum(int(op.sent.sum()) for op in fill(problem, store) if op.sent is not None),
+) -> Program:
+    """A step for each mini-batch."""
+
+    @cache
+    def step_on(batch: MiniBatch) -> list[Op]:
+        return list(step(problem, batch, options, prefetch, store, lists))
+
+    return Program(
+        [step_on(batch) for batch in batches.first()],
+        batches.steps,
+        lambda t: step_on(batches.at(t)),
+        list(fill(problem, store)),
         prefetch=prefetch,
     )
-    return p if len(known) == batches.steps else scaled(p, batches.steps / len(known))
-
-
-def scaled(p: Prediction, times: float) -> Prediction:
-    """The prediction of an epoch with so many times as many batches."""
-
-    def whole(counts: dict[str, int]) -> dict[str, int]:
-        return {name: round(count * times) for name, count in counts.items()}
-
-    return Prediction(
-        p.epoch_s * times,
-        p.compute_s * times,
-        p.comm_s * times,
-        p.bubble_s * times,
-        whole(p.bytes),
-        whole(p.bytes_by_link),
-        p.setup_bytes,
-        {op: seconds * times for op, seconds in p.by_op.items()},
-    )
-
-
-def schedule(
-    problem: Problem,
-    batches: Batches,
-    options: ExchangeOptions,
-    steps: int,
-    prefetch: int,
-    store: Features | None = None,
-    lists: Lists | None = None,
-) -> Schedule:
-    """Every rank's tasks of so many steps."""
-    by_batch: dict[int, list[Op]] = {}  # several steps may have the same batch
-
-    def ops_of(t: int) -> list[Op]:
-        batch = batches.at(t)
-        if id(batch) not in by_batch:
-            by_batch[id(batch)] = list(step(problem, batch, options, prefetch, store, lists))
-        return by_batch[id(batch)]
-
-    return build_schedule(problem, ops_of, steps, fill(problem, store), prefetch=prefetch)
 
 
 def check(problem: Problem) -> None:

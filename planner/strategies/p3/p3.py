@@ -61,13 +61,14 @@ Data parallelism with features spread over servers fetches (S-1)/S f2 F b instea
 (formulas.p3_break_even). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
 
 See also slices.py (who has which columns) and memory.py in this folder; minibatch/step.py and
-layerwise/account.py, layerwise/schedule.py for operations; executor/strategies/p3/.
+program/ for operations; executor/strategies/p3/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -78,12 +79,12 @@ from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, total
 from gnnplan.planner.strategies.base import Memory, Prediction
-from gnnplan.planner.strategies.layerwise.account import account, busiest_port_s
-from gnnplan.planner.strategies.layerwise.schedule import build_schedule, part
-from gnnplan.planner.strategies.layerwise.step import Op
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.p3 import memory as p3_memory
 from gnnplan.planner.strategies.p3.slices import DELAY, FOLLOWING, HEADER, INT, Slices
+from gnnplan.planner.strategies.program.account import account, busiest_port_s, scaled
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.schedule import part
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute, Label, Schedule, Task
 
@@ -200,19 +201,29 @@ class P3(Slices):
         own = shared + sliced // len(self.rail(problem, 0))
         return [*end, Op("update", work=model.update(own))]
 
-    def predict(self, problem: Problem) -> Prediction:
+    def program(self, problem: Problem) -> Program:
+        """Batch after batch; the pipeline overlaps their phases (`predict`, `schedule`)."""
         batches = self.batches(problem)
-        first = batches.first()
-        # estimated batches are one object, many times
-        by_batch = {
-            id(batch): self.phases(problem, batch)
-            for batch in {id(batch): batch for batch in first}.values()
-        }
-        known = [by_batch[id(batch)] for batch in first]
+        phases = self._phases_on(problem)
+        return Program(
+            [_ops(phases(batch)) for batch in batches.first()],
+            batches.steps,
+            lambda t: _ops(phases(batches.at(t))),
+            prefetch=self.prefetch,
+        )
+
+    def _phases_on(self, problem: Problem) -> Callable[[MiniBatch], Phases]:
+        """`phases` of a batch; estimated batches are one object, many times."""
+        return cache(lambda batch: self.phases(problem, batch))
+
+    def predict(self, problem: Problem) -> Prediction:
+        if not self.pipelined:
+            return super().predict(problem)
+        batches, phases = self.batches(problem), self._phases_on(problem)
+        known = [phases(batch) for batch in batches.first()]
         p = account(problem, _all_ops(known), prefetch=self.prefetch)
-        if self.pipelined:
-            p = self._overlapped(problem, p, known)
-        return p if len(known) == batches.steps else batchwise.scaled(p, batches.steps / len(known))
+        p = self._overlapped(problem, p, known)
+        return p if len(known) == batches.steps else scaled(p, batches.steps / len(known))
 
     def _overlapped(self, problem: Problem, p: Prediction, known: Sequence[Phases]) -> Prediction:
         """The pipelined epoch: the longest of a rank's own work, sampling, and the busiest port.
@@ -230,23 +241,13 @@ class P3(Slices):
         return replace(p, epoch_s=epoch, comm_s=epoch - p.compute_s, bubble_s=0.0 * epoch)
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
-        batches = self.batches(problem)
-        by_batch: dict[int, Phases] = {}
-
-        def phases(t: int) -> Phases:
-            batch = batches.at(t)
-            if id(batch) not in by_batch:
-                by_batch[id(batch)] = self.phases(problem, batch)
-            return by_batch[id(batch)]
-
         if not self.pipelined:
-            return build_schedule(
-                problem, lambda t: _all_ops([phases(t)]), steps, prefetch=self.prefetch
-            )
+            return super().schedule(problem, steps)
+        batches, phases = self.batches(problem), self._phases_on(problem)
         out = Schedule(problem.ranks, steps)
         for rank in range(problem.ranks):
             out.tasks += _PipelinedRank(problem, rank, self.prefetch).tasks(
-                steps, self.steps(problem), phases
+                steps, self.steps(problem), lambda t: phases(batches.at(t))
             )
         return out
 
@@ -257,8 +258,12 @@ class P3(Slices):
         return {}
 
 
+def _ops(phases: Phases) -> list[Op]:
+    return [op for ops in phases.values() for op in ops]
+
+
 def _all_ops(batches: Sequence[Phases]) -> list[Op]:
-    return [op for phases in batches for ops in phases.values() for op in ops]
+    return [op for phases in batches for op in _ops(phases)]
 
 
 def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, int]]:

@@ -20,9 +20,10 @@ from typing import ClassVar, Self
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Strategy
+from gnnplan.planner.strategies.base import Bytes, Example, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
+from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 
 OVER = ("server", "rank")
@@ -47,7 +48,7 @@ def columns(features: int, slices: int, i: int) -> range:
 
 
 @dataclass(frozen=True)
-class Slices(Strategy):
+class Slices(Stepwise):
     """The knobs of P3, and who has what.
 
     over: what has columns of its own, each 'server' or each 'rank'; None: servers if there are
@@ -67,6 +68,8 @@ class Slices(Strategy):
 
     family: ClassVar[str] = "p3"
     mode: ClassVar[str] = "mini"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.p3"
+    examples: ClassVar[tuple[Example, ...]] = (Example("p3"),)
     # pipelined: the closed form has ranks wait in every phase, and other epochs draw other batches
     claim: ClassVar[float] = 0.35
 

@@ -11,7 +11,7 @@ stale exchanges (PipeGCN) only all-reduces are barriers, and exchanges overlap w
 Operations done ahead (sampling with `prefetch`) overlap with everything else.
 
 An operation is priced once, however often it occurs: layers and batches that are alike share their
-work (step.py). planner/cluster/cost.py turns work and bytes into seconds.
+work. planner/cluster/cost.py turns work and bytes into seconds.
 """
 
 from __future__ import annotations
@@ -24,41 +24,44 @@ import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, times, total
 from gnnplan.planner.strategies.base import Prediction
-from gnnplan.planner.strategies.layerwise.step import (
-    Batches,
-    ExchangeOptions,
-    Op,
-    setup_bytes,
-    step,
-)
+from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Label
 
 Identity = object  # of an operation (Op.identity)
 
 
-def predict_layers(
-    problem: Problem,
-    layout: Layout | EstimatedLayout,
-    options: ExchangeOptions,
-    batches: Batches = (),
-) -> Prediction:
-    """One epoch: a step over the layout, or one step over each of its batches."""
-    # estimated batches are one object, many times
-    different = {id(batch): batch for batch in batches or (layout,)}
-    ops = {
-        key: list(step(problem, batch, options, bool(batches))) for key, batch in different.items()
-    }
-    return account(
+def predict(problem: Problem, program: Program) -> Prediction:
+    """One epoch: the mean of its known steps, times the steps that it has."""
+    known = program.known
+    p = account(
         problem,
-        [op for batch in batches or (layout,) for op in ops[id(batch)]],
-        bool(options.staleness),
-        setup_bytes(problem, layout),
+        [op for step in known for op in step],
+        bool(program.late),
+        program.setup_bytes,
+        program.prefetch,
+    )
+    return p if len(known) == program.steps else scaled(p, program.steps / len(known))
+
+
+def scaled(p: Prediction, times: float) -> Prediction:
+    """The prediction of an epoch with so many times as many steps."""
+
+    def whole(counts: dict[str, int]) -> dict[str, int]:
+        return {name: round(count * times) for name, count in counts.items()}
+
+    return Prediction(
+        p.epoch_s * times,
+        p.compute_s * times,
+        p.comm_s * times,
+        p.bubble_s * times,
+        whole(p.bytes),
+        whole(p.bytes_by_link),
+        p.setup_bytes,
+        {op: seconds * times for op, seconds in p.by_op.items()},
     )
 
 

@@ -1,7 +1,7 @@
-"""Every rank's tasks, made from the operations of its steps (step.py).
+"""Every rank's tasks, made from the operations of a program's steps.
 
     lane      operations                       waits for
-    host      sampling (`ahead`)               the update `prefetch` steps before the last
+    host      sampling                         the last update; if `ahead`, an earlier one
     copy      load                             the last update, and what the rank has waited for
     compute   forward, backward, update ..     transfers since the last computation
     comm      exchanges                        the last computation, and transfers since then
@@ -13,19 +13,8 @@ exchange of the step before instead of this step's (PipeGCN).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.step import (
-    Batches,
-    ExchangeOptions,
-    Group,
-    Op,
-    setup,
-    step,
-)
+from gnnplan.planner.strategies.program.program import Group, Op, Program
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Host,
@@ -38,38 +27,15 @@ from gnnplan.planner.vocabulary.schedule import (
 )
 
 
-def schedule_layers(
-    problem: Problem,
-    layout: Layout | EstimatedLayout,
-    options: ExchangeOptions,
-    steps: int,
-    batches: Batches = (),
-    batch_at: Callable[[int], int] = lambda step: 0,
-) -> Schedule:
-    """The schedule of so many steps over a layout, or over its batches: step t takes batch
-    `batch_at(t)`."""
-    ops = [list(step(problem, batch, options, bool(batches))) for batch in batches or (layout,)]
-    return build_schedule(
-        problem, lambda t: ops[batch_at(t)], steps, setup(problem, layout), options.staleness
-    )
-
-
-def build_schedule(
-    problem: Problem,
-    ops_of: Callable[[int], Sequence[Op]],
-    steps: int,
-    setup_ops: Iterable[Op] = (),
-    late: int = 0,
-    prefetch: int = 0,
-) -> Schedule:
-    """Every rank's tasks of the operations `ops_of(t)` of each step t.
+def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
+    """Every rank's tasks of the first so many steps of a program.
 
     A computation waits for exchanges `late` steps old. Operations that are `ahead` start when the
     step `prefetch` steps before the last has ended.
     """
     everyone = tuple(range(problem.ranks))
     out = Schedule(problem.ranks, steps)
-    for op in setup_ops:
+    for op in program.setup:
         out.setup += [
             Task(op.label(-1), rank, "comm", part(op, rank, everyone)) for rank in everyone
         ]
@@ -77,9 +43,9 @@ def build_schedule(
     # The operation is kept so that its arrays, whose ids are in the key, stay alive.
     shares: dict[object, tuple[Op, Work]] = {}
     for t in range(steps):
-        ops = [(op, op.identity) for op in ops_of(t)]
+        ops = [(op, op.identity) for op in program.at(t)]
         for rank in everyone:
-            tasks = _RankStep(rank, t, late, prefetch)
+            tasks = _RankStep(rank, t, program.late, program.prefetch)
             for op, identity in ops:
                 if (identity, rank) not in shares:
                     shares[identity, rank] = op, part(op, rank, everyone)
@@ -105,8 +71,9 @@ class _RankStep:
             task = Task(label, self.rank, "compute", work, self.awaited)
             self.computed, self.awaited = label, ()
             return task
-        if op.ahead:
-            start = () if self.sampling else (Label("update", self.step - 1 - self.prefetch),)
+        if op.ahead or op.host is not None:
+            lead = self.prefetch if op.ahead else 0
+            start = () if self.sampling else (Label("update", self.step - 1 - lead),)
             self.sampling, self.awaited = True, (label,)
             return Task(label, self.rank, "host", work, start)
         if op.loaded is not None:

@@ -1,0 +1,66 @@
+"""What every strategy's executor offers the training loop (train.py)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.ranks.checkpoint import fill
+from gnnplan.executor.ranks.learner import Gradients, Learner
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.problem.problem import Problem
+
+
+class Worker(ABC):
+    """One rank's part of a strategy.
+
+    Every rank makes its worker, then calls `step` for step 0, 1, .. of all epochs, each followed by
+    an update by its learner. What is defined here holds for a worker that carries nothing but
+    weights from step to step, and whose ranks all hold the same ones.
+    """
+
+    rank: Rank
+    problem: Problem
+    net: Net
+
+    @property
+    def reduce_group(self) -> tuple[int, ...]:
+        """The ranks that hold the same weights as this one."""
+        return tuple(range(self.rank.world))
+
+    @abstractmethod
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward: this rank's part of the loss, and the logits of its rows."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> Tensor:
+        """Logits of this rank's rows without dropout and staleness."""
+
+    @abstractmethod
+    def counts(self, logits: Tensor) -> Tensor:
+        """Right and wrong answers [3, 2] of the rows that step or evaluate has just returned."""
+
+    def open_learner(self) -> Learner:
+        """What sums the gradients over ranks and updates the weights; asked for once."""
+        gradients = Gradients(self.net.parameters(), self.reduce_group)
+        return Learner(self.rank, self.problem.workload, [gradients])
+
+    def drain(self) -> None:  # noqa: B027  by default nothing is under way
+        """Wait for messages that are under way."""
+
+    def close(self) -> None:  # noqa: B027  by default nothing works beside the steps
+        """After the last step: end what works beside the steps, such as samplers."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What training goes on from after a step, by name: the tensors themselves, no copies.
+
+        `drain` is called first.
+        """
+        return dict(self.net.state_dict())
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the `state` of another process."""
+        fill(self.state(), state)

@@ -1,0 +1,12 @@
+"""What ranks do, written once: a strategy's program, and all that is read from it.
+
+    Strategy.program(problem) -> Program -> account.py    bytes, and seconds without contention
+                                         -> schedule.py   every rank's tasks
+                                         -> traffic()     who sends whom, for placing the ranks
+
+    program.py    Op, one operation of all ranks; Program, the steps of an epoch
+    stepwise.py   a strategy that has a program, and so all answers
+
+All readers go through the same operations, so bytes, seconds and tasks agree. This room knows no
+strategy; it may import `base` and `arithmetic` beside it.
+"""

@@ -1,0 +1,106 @@
+"""A strategy from another package: found by its entry point, planned, explained and trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.train import train
+from gnnplan.planner import strategies
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision.search import search
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import SpecError
+
+PLANNER = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+from gnnplan.planner.strategies import Example, GraphParallel
+
+@dataclass(frozen=True)
+class Echo(GraphParallel):
+    family: ClassVar[str] = "echo"
+    names: ClassVar = {"loud_echo": {"narrow": True}}
+    executor: ClassVar[str] = "echo_executor"
+    examples: ClassVar = (Example("echo"),)
+"""
+EXECUTOR = """
+from gnnplan.executor.strategies.graph_parallel import open_worker as plainly
+
+opened = []
+
+def open_worker(rank, problem, strategy, first):
+    opened.append(str(strategy))
+    return plainly(rank, problem, strategy, first)
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of installed packages, with the package `echo`."""
+    (tmp_path / "echo_planner.py").write_text(PLANNER)
+    (tmp_path / "echo_executor.py").write_text(EXECUTOR)
+    about = tmp_path / "echo-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: echo\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[gnnplan.strategies]\necho = echo_planner:Echo\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    yield tmp_path
+    forget()
+    for name in ("echo_planner", "echo_executor"):
+        sys.modules.pop(name, None)
+
+
+def forget() -> None:
+    strategies.families.cache_clear()
+    strategies.names.cache_clear()
+
+
+def problem(ranks: int) -> Problem:
+    graph = load("synthetic:community?vertices=200&edges=1200&features=8&classes=3&seed=0")
+    assert isinstance(graph, Graph)
+    device = Device(kind="cpu", memory=1e9, gemm=1e11, memory_bandwidth=1e10)
+    cluster = Cluster(gpus_per_server=ranks, device=device, intra_node=Link(bandwidth=1e9))
+    return Problem(graph.stats, graph, Workload(model="gcn", layers=2, hidden=8), cluster)
+
+
+def test_it_is_a_candidate_and_trains(install: Path):
+    found = search(problem(2))
+    assert {"echo", "graph_parallel"} <= {c.strategy.name for c in found.ranked}
+    assert strategies.parse("loud_echo").knobs()["narrow"]
+    assert str(strategies.parse("echo(narrow=True)")) == "loud_echo"
+    alone = problem(1)
+    strategy = strategies.parse("echo").settle(alone)
+    train(Rank(0, 1, torch.device("cpu"), "gloo"), alone, strategy, None, 2)
+    assert sys.modules["echo_executor"].opened == ["echo"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise ImportError('no numpy')", r"echo of the package echo cannot be loaded \(ImportErr"),
+        ("Echo = 3", "is echo_planner:Echo, which is no class of a Strategy"),
+        (PLANNER.replace("loud_echo", "pipegcn"), "has a name that is taken: pipegcn"),
+        (PLANNER.replace("    executor", "    other"), "names no executor of its own"),
+        (
+            PLANNER.replace("from __future__ import annotations", "").replace(
+                "    examples", "    loud: bool = False\n    examples"
+            ),
+            "needs 'from __future__ import annotations' in its file",
+        ),
+    ],
+)
+def test_a_broken_one_is_named_with_its_package(install: Path, code: str, words: str):
+    (install / "echo_planner.py").write_text(code)
+    with pytest.raises(SpecError, match=words):
+        strategies.families()
