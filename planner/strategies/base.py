@@ -150,6 +150,14 @@ class Strategy(ABC):
                 f" {self.mode}{' with --batch and --fanout' if self.mode == 'mini' else ''}"
             )
 
+    def check_vertices(self, problem: Problem) -> None:
+        """Raises SpecError if there are more ranks than vertices to own."""
+        if problem.ranks > problem.stats.vertices:
+            raise SpecError(
+                f"{self.family} needs a vertex per rank (vertices: {problem.stats.vertices}, ranks:"
+                f" {problem.ranks}); use fewer ranks"
+            )
+
     def steps(self, problem: Problem) -> int:
         """Optimizer steps per epoch."""
         return 1

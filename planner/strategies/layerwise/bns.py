@@ -101,11 +101,7 @@ class BNS(Stepwise):
                     f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or"
                     " another model"
                 )
-        if problem.ranks > problem.stats.vertices:
-            raise SpecError(
-                f"bns needs a vertex per rank (vertices: {problem.stats.vertices}, ranks:"
-                f" {problem.ranks}); use fewer ranks"
-            )
+        self.check_vertices(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
@@ -127,13 +123,14 @@ class BNS(Stepwise):
         step = [Op("lay", host=("lay", laid)), *whole.known[0]]
         return replace(whole, known=[step], at=lambda t: step)
 
+    def _sampled_layers(self, problem: Problem) -> list[int]:
+        """Layers of which an epoch takes a sample."""
+        varying = range(problem.model.first_varying + 1, problem.workload.layers + 1)
+        return [layer for layer in varying if self.p < 1 and problem.layout().meets(layer)]
+
     def _laid(self, problem: Problem, whole: Layout | EstimatedLayout) -> np.ndarray:
         """Edges of the blocks of which each rank takes a sample in an epoch [ranks]."""
-        sampled = [
-            whole.facts(layer).edges
-            for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1)
-            if self.p < 1 and whole.meets(layer)
-        ]
+        sampled = [whole.facts(layer).edges for layer in self._sampled_layers(problem)]
         return np.sum(sampled, axis=0) if sampled else np.zeros(problem.ranks, dtype=np.int64)
 
     def memory(self, problem: Problem) -> Memory:
@@ -141,14 +138,13 @@ class BNS(Stepwise):
         use = layerwise_memory.memory(problem, self.layout(problem), self.exchange_options)
         whole = layerwise_memory.memory(problem, problem.layout(), self.exchange_options)
         model, blocks = problem.model, np.zeros(problem.ranks)
-        for layer in range(model.first_varying + 1, problem.workload.layers + 1):
+        for layer in self._sampled_layers(problem):
             f = self.layout(problem).facts(layer)
-            if self.p < 1 and problem.layout().meets(layer):
-                spec, kind = model.layers[layer - 1], problem.workload.model
-                blocks = blocks + block(kind, model, spec, f.rows, f.sources, f.edges)
-                if not weighs_edges(kind, spec):  # those of a sample do
-                    blocks = blocks + 2 * model.itemsize * f.edges
-                blocks = blocks + 8 * f.given
+            spec, kind = model.layers[layer - 1], problem.workload.model
+            blocks = blocks + block(kind, model, spec, f.rows, f.sources, f.edges)
+            if not weighs_edges(kind, spec):  # those of a sample do
+                blocks = blocks + 2 * model.itemsize * f.edges
+            blocks = blocks + 8 * f.given
         targets = 16 * problem.layout().facts(problem.workload.layers).rows
         return use | {"graph": whole["graph"] + blocks + targets * (blocks > 0)}
 

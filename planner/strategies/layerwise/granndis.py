@@ -282,11 +282,7 @@ class GraNNDis(Stepwise):
                 f"granndis: {reason}, so no hidden row may cross {self.group}s (depth:"
                 f" {self.depth}, layers: {layers}); leave depth out"
             )
-        if problem.ranks > problem.stats.vertices:
-            raise SpecError(
-                f"granndis needs a vertex per rank (vertices: {problem.stats.vertices}, ranks:"
-                f" {problem.ranks}); use fewer ranks"
-            )
+        self.check_vertices(problem)
         if self.batches is not None and self.batches > 1:
             if problem.workload.norm == "batch":
                 raise SpecError(

@@ -147,11 +147,7 @@ class GraphParallel(Stepwise):
                 "pipegcn: gamma lies in [0, 1) (0: no smoothing, 1 would never use what is"
                 f" received), not {self.gamma:g}; use 0.95, or 0.5 where the model overfits"
             )
-        if problem.ranks > problem.stats.vertices:
-            raise SpecError(
-                f"graph_parallel needs a vertex per rank (vertices: {problem.stats.vertices},"
-                f" ranks: {problem.ranks}); use fewer ranks"
-            )
+        self.check_vertices(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
