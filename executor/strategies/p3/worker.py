@@ -38,7 +38,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
-from gnnplan.planner.strategies.p3.p3 import period
+from gnnplan.planner.strategies.p3.periods import period
 from gnnplan.planner.strategies.p3.slices import DELAY
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label

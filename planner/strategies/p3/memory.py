@@ -30,9 +30,11 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
-from gnnplan.planner.strategies.p3.slices import Slices
+from gnnplan.planner.strategies.p3.periods import period
+from gnnplan.planner.strategies.p3.slices import DELAY, Slices
 from gnnplan.planner.vocabulary.numbers import Number
 
+PHASES = ("front", "body", "tail")
 USES = ("features", "activations", "graph", "buffers")
 INT = 4  # [B] of a pushed number
 
@@ -43,7 +45,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     In the pipeline each batch in flight, and the batch whose gradients are reduced, has weights and
     gradients of its own.
     """
-    in_flight, versions = (3, 4) if p3.pipelined else (1, 0)
+    versions = 4 if p3.pipelined else 0
     batches, model, b, zero = (
         p3.batches(problem),
         problem.model,
@@ -56,18 +58,19 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     }
     # estimated batches are one object, many times
     known = [different[id(batch)] for batch in batches.first()]
-    m = _Held(problem.ranks)
-    under_way: list[_Batch] = []
-    for t, new in enumerate(known + known[: in_flight - 1]):
-        waiting = under_way[-1:] if t % len(known) else []
-        if not p3.prefetch:  # a sampler of its own has its own memory
-            m.at(new.sampling)
-        new.front(m)
-        for each in [*waiting, new] if in_flight == 1 or (t + 1) % len(known) == 0 else waiting:
-            each.body(m)
-        under_way.append(new)
-        if len(under_way) == in_flight:
-            under_way.pop(0).tail(m)
+    m, epoch = _Held(problem.ranks), len(known)
+    for t in range(epoch + DELAY):  # goes on into the next epoch: what is under way is held there
+        order = period(t, epoch) if p3.pipelined else ((phase, t) for phase in PHASES)
+        for phase, batch in order:
+            each = known[batch % epoch]
+            if phase == "front":
+                if not p3.prefetch:  # a sampler of its own has its own memory
+                    m.at(each.sampling)
+                each.front(m)
+            elif phase == "body":
+                each.body(m)
+            elif phase == "tail":
+                each.tail(m)
     buffers = m.most["buffers"]
     if problem.cluster.device.kind == "cpu" and b == 4:
         buffers = buffers + kernels(

@@ -10,15 +10,15 @@ In a synchronous step every transfer is a barrier: all ranks wait there for the 
 stale exchanges (PipeGCN) only all-reduces are barriers, and exchanges overlap with computation.
 Operations done ahead (sampling with `prefetch`) overlap with everything else.
 
-An operation is priced once, however often it occurs: layers and batches that are alike share their
-work. planner/cluster/cost.py turns work and bytes into seconds.
+An operation is priced once (price.py), however often it occurs: layers and batches that are alike
+share their work. Steps that overlap take the seconds of lanes.py instead.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,27 +27,26 @@ from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, times, total
 from gnnplan.planner.strategies.base import Prediction
+from gnnplan.planner.strategies.program import lanes
+from gnnplan.planner.strategies.program.price import Identity, Price, price_of
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Label
-
-Identity = object  # of an operation (Op.identity)
 
 
 def predict(problem: Problem, program: Program) -> Prediction:
     """One epoch: the mean of its known steps, times the steps that it has."""
     known = program.known
-    p = account(
-        problem,
-        [op for step in known for op in step],
-        bool(program.late),
-        program.setup_bytes,
-        program.prefetch,
-    )
-    return p if len(known) == program.steps else scaled(p, program.steps / len(known))
+    ops = [op for step in known for op in step]
+    p = _account(problem, program, ops)
+    if program.order is not None:
+        bounds = (_busiest_port_s(problem, ops), p.compute_s)
+        epoch = largest(bounds, lanes.epoch_s(problem, program))
+        p = replace(p, epoch_s=epoch, comm_s=epoch - p.compute_s, bubble_s=0.0 * epoch)
+    return p if len(known) == program.steps else _scaled(p, program.steps / len(known))
 
 
-def scaled(p: Prediction, times: float) -> Prediction:
+def _scaled(p: Prediction, times: float) -> Prediction:
     """The prediction of an epoch with so many times as many steps."""
 
     def whole(counts: dict[str, int]) -> dict[str, int]:
@@ -65,32 +64,25 @@ def scaled(p: Prediction, times: float) -> Prediction:
     )
 
 
-def account(
-    problem: Problem,
-    ops: Sequence[Op],
-    stale: bool = False,
-    setup_bytes: int = 0,
-    prefetch: int = 0,
-) -> Prediction:
-    """The prediction of an epoch of these operations.
-
-    `stale`: layer l's exchange has until layer l of the next step, so exchanges overlap with
-    computation. `prefetch`: operations that are `ahead` overlap with everything else.
-    """
+def _account(problem: Problem, program: Program, ops: Sequence[Op]) -> Prediction:
+    """The prediction of an epoch of these operations, step after step."""
+    prefetch = program.prefetch
     cost = problem.cost
     identified = [(op.identity, op) for op in ops]
-    priced = {identity: _price(problem, op) for identity, op in dict(identified).items()}
+    priced = {identity: price_of(problem, op) for identity, op in dict(identified).items()}
     seconds = {identity: price.seconds for identity, price in priced.items()}
     counts = _Counts(identified, prefetch)
     computed = _sum(counts.computed, seconds)  # [.., ranks]
     compute_s = cost.all_done_s(computed)
-    epoch, exposed = (_stale_epoch if stale else _synchronous_epoch)(cost, counts, priced, seconds)
+    epoch, exposed = (_stale_epoch if program.late else _synchronous_epoch)(
+        cost, counts, priced, seconds
+    )
     if prefetch:
         longer = np.maximum(epoch, _ahead_s(cost, counts, priced, seconds))
         epoch, exposed = longer, exposed + longer - epoch
     waiting = np.maximum(epoch - compute_s - exposed, 0.0)
     by_op, sent, links = _by_operation(cost, counts, priced)
-    return Prediction(epoch, compute_s, exposed, waiting, sent, links, setup_bytes, by_op)
+    return Prediction(epoch, compute_s, exposed, waiting, sent, links, program.setup_bytes, by_op)
 
 
 class _Counts:
@@ -155,49 +147,10 @@ class BarrierSegments:
         )
 
 
-class _Price(NamedTuple):
-    """What an operation takes. Work: seconds of each rank. A transfer: seconds of all of it."""
-
-    seconds: Number
-    transfer: Transfer = Transfer(0.0, {})
-    by_link: Mapping[Any, int] = {}
-    nbytes: int | None = None  # None: no transfer
-
-
-def _price(problem: Problem, op: Op) -> _Price:
-    cost = problem.cost
-    if op.work is not None:
-        return _Price(cost.compute_s(op.work))
-    if op.host is not None:
-        return _Price(cost.host_s(*op.host))
-    if op.loaded is not None:
-        return _Price(cost.load_s(op.loaded))
-    if op.sent is not None:
-        transfer = cost.exchange(op.sent)
-        return _Price(transfer.alone, transfer, cost.bytes_by_link(op.sent), int(op.sent.sum()))
-    transfer, by_link, nbytes = _all_reduce(problem, op), Counter[Any](), 0
-    for group, size in op.reductions(problem.ranks):
-        wire = 2 * (len(group) - 1) * size
-        by_link.update(cost.reduced_by_link(wire, group))
-        nbytes += wire
-    return _Price(transfer.alone, transfer, by_link, nbytes)
-
-
-def _all_reduce(problem: Problem, op: Op) -> Transfer:
-    """All groups' all-reduces at the same time; ports that they share are busy for all of them."""
-    transfers = [
-        problem.cost.all_reduce(size, group) for group, size in op.reductions(problem.ranks)
-    ]
-    busy: dict[Port, Number] = {}
-    for transfer in transfers:
-        transfer.load(busy)
-    return Transfer(largest(transfer.latency for transfer in transfers), busy)
-
-
 def _synchronous_epoch(
     cost: Cost,
     counts: _Counts,
-    priced: Mapping[Identity, _Price],
+    priced: Mapping[Identity, Price],
     seconds: Mapping[Identity, Number],
 ) -> tuple[Number, Number]:
     """Seconds of the epoch, and those of its exposed transfers, loads and sampling."""
@@ -211,7 +164,7 @@ def _synchronous_epoch(
 def _stale_epoch(
     cost: Cost,
     counts: _Counts,
-    priced: Mapping[Identity, _Price],
+    priced: Mapping[Identity, Price],
     seconds: Mapping[Identity, Number],
 ) -> tuple[Number, Number]:
     """Seconds of the epoch, and those that are not computation.
@@ -264,7 +217,7 @@ def _overlap(
 def _ahead_s(
     cost: Cost,
     counts: _Counts,
-    priced: Mapping[Identity, _Price],
+    priced: Mapping[Identity, Price],
     seconds: Mapping[Identity, Number],
 ) -> Number:
     """The shortest epoch that sampling ahead allows: its own lane, and the cores that it shares
@@ -278,46 +231,46 @@ def _ahead_s(
 
 
 def _by_operation(
-    cost: Cost, counts: _Counts, priced: Mapping[Identity, _Price]
+    cost: Cost, counts: _Counts, priced: Mapping[Identity, Price]
 ) -> tuple[dict[str, Number], dict[str, int], dict[str, int]]:
     """Seconds of each kind of operation on its slowest rank; bytes by operation and by link."""
     by_op: dict[str, Number] = {}
     sent: dict[str, int] = {}
     links: dict[str, int] = {}
     slowest_s = {
-        identity: price.seconds if price.nbytes is not None else cost.all_done_s(price.seconds)
+        identity: price.seconds if price.is_transfer else cost.all_done_s(price.seconds)
         for identity, price in priced.items()
     }
     for (label, identity), count in counts.labelled.items():
         price = priced[identity]
         by_op[label.kind] = by_op.get(label.kind, 0.0) + times(slowest_s[identity], count)
-        if price.nbytes is not None:
+        if price.is_transfer:
             sent[label.op] = sent.get(label.op, 0) + count * price.nbytes
             for link, nbytes in price.by_link.items():
                 links[link] = links.get(link, 0) + count * nbytes
     return by_op, sent, links
 
 
-def busiest_port_s(problem: Problem, ops: Iterable[Op]) -> Number:
+def _busiest_port_s(problem: Problem, ops: Iterable[Op]) -> Number:
     """How long the busiest port is busy with these operations [s]; shared CPU cores are a port."""
     cost = problem.cost
     using = [
         (op.identity, op) for op in ops if cost.cores or op.sent is not None or op.size or op.groups
     ]
-    priced = {identity: _price(problem, op) for identity, op in dict(using).items()}
+    priced = {identity: price_of(problem, op) for identity, op in dict(using).items()}
     counted = Counter(identity for identity, _ in using)
     return largest(_port_s(cost, priced, list(counted.items())).values())
 
 
 def _port_s(
-    cost: Cost, priced: Mapping[Identity, _Price], counted: Sequence[tuple[Identity, int]]
+    cost: Cost, priced: Mapping[Identity, Price], counted: Sequence[tuple[Identity, int]]
 ) -> dict[Port, Number]:
     """How long each port is busy with operations, each so many times [s]."""
     ports = cost.core_busy_s(
         total(
             times(priced[identity].seconds, count)
             for identity, count in counted
-            if priced[identity].nbytes is None
+            if not priced[identity].is_transfer
         )
     )
     for identity, count in counted:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,7 +30,8 @@ class Op:
     Three names of operations mean something to readers: 'halo' is an exchange of rows between their
     owners, 'update' ends a step, and bytes and seconds are reported by `op` and `way`. An operation
     that is `ahead` may be done `prefetch` steps before its own begins. An `idle` operation has no
-    work: it records how long a rank waits.
+    work: it records how long a rank waits. `phase` is the part of its step that it belongs to, for
+    a pipeline that has phases of several steps under way.
     """
 
     op: str
@@ -44,6 +46,17 @@ class Op:
     sizes: tuple[int, ...] = ()
     ahead: bool = False
     idle: bool = False
+    phase: str = ""
+
+    @property
+    def lane(self) -> str:
+        if self.work is not None:
+            return "compute"
+        if self.ahead or self.host is not None:
+            return "host"
+        if self.loaded is not None:
+            return "copy"
+        return "comm" if self.sent is not None else "reduce"
 
     def label(self, step: int) -> Label:
         return Label(self.op, step, self.way, self.layer)
@@ -64,6 +77,21 @@ class Op:
 Step = Sequence[Op]  # in order; exchanges stand where a synchronous rank waits for them
 
 
+class Queued(NamedTuple):
+    """An operation at its place in every rank's queue."""
+
+    op: Op
+    step: int  # that it belongs to
+    after: tuple[Label, ...]  # it begins when these have ended on the same rank
+
+
+class Order(Protocol):
+    """How the operations of several steps follow one another."""
+
+    def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
+        """The queue of the first so many steps, `epoch` of them per epoch; `at(t)`: step t."""
+
+
 @dataclass(frozen=True)
 class Program:
     """The steps of training.
@@ -79,6 +107,8 @@ class Program:
     setup: Step = ()  # exchanges before step 0, not counted in an epoch
     late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
     prefetch: int = 0  # steps by which what is `ahead` may be ahead
+    order: Order | None = None  # None: step after step (order.py)
+    in_flight: int = 1  # steps that are under way at once, if they have an order of their own
 
     @property
     def setup_bytes(self) -> int:

@@ -1,24 +1,13 @@
-"""Every rank's tasks, made from the operations of a program's steps.
-
-    lane      operations                       waits for
-    host      sampling                         the last update; if `ahead`, an earlier one
-    copy      load                             the last update, and what the rank has waited for
-    compute   forward, backward, update ..     transfers since the last computation
-    comm      exchanges                        the last computation, and transfers since then
-    reduce    all-reduces                      the last computation, and transfers since then
-
-Tasks of one rank and lane run in the order written. With `late` 1 a computation waits for the
-exchange of the step before instead of this step's (PipeGCN).
-"""
+"""Every rank's tasks: its share of each operation of a program, in the program's order."""
 
 from __future__ import annotations
 
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.program.order import queue
 from gnnplan.planner.strategies.program.program import Group, Op, Program
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Host,
-    Label,
     Load,
     Schedule,
     Task,
@@ -28,11 +17,7 @@ from gnnplan.planner.vocabulary.schedule import (
 
 
 def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
-    """Every rank's tasks of the first so many steps of a program.
-
-    A computation waits for exchanges `late` steps old. Operations that are `ahead` start when the
-    step `prefetch` steps before the last has ended.
-    """
+    """Every rank's tasks of the first so many steps of a program."""
     everyone = tuple(range(problem.ranks))
     out = Schedule(problem.ranks, steps)
     for op in program.setup:
@@ -41,51 +26,16 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
         ]
     # ranks' shares, by identity of the operation: layers and steps that are alike share theirs.
     # The operation is kept so that its arrays, whose ids are in the key, stay alive.
-    shares: dict[object, tuple[Op, Work]] = {}
-    for t in range(steps):
-        ops = [(op, op.identity) for op in program.at(t)]
-        for rank in everyone:
-            tasks = _RankStep(rank, t, program.late, program.prefetch)
-            for op, identity in ops:
-                if (identity, rank) not in shares:
-                    shares[identity, rank] = op, part(op, rank, everyone)
-                out.tasks.append(tasks.task(op, shares[identity, rank][1]))
+    shares: dict[object, tuple[Op, list[Work]]] = {}
+    for op, step, after in queue(program, steps):
+        label = op.label(step)
+        if op.identity not in shares:
+            shares[op.identity] = op, [part(op, rank, everyone) for rank in everyone]
+        out.tasks += [
+            Task(label, rank, op.lane, work, after)
+            for rank, work in enumerate(shares[op.identity][1])
+        ]
     return out
-
-
-class _RankStep:
-    """One rank's tasks of one step, operation by operation."""
-
-    def __init__(self, rank: int, step: int, late: int, prefetch: int) -> None:
-        self.rank, self.step, self.late, self.prefetch = rank, step, late, prefetch
-        self.computed: Label | None = None  # the last computation
-        self.awaited: tuple[Label, ...] = ()  # what the next computation waits for
-        self.sampling = False  # whether sampling has begun
-
-    def task(self, op: Op, work: Work) -> Task:
-        label = op.label(self.step)
-        if op.idle:  # begins before what it waits for has ended
-            self.awaited += (label,)
-            return Task(label, self.rank, "compute", work)
-        if op.work is not None:
-            task = Task(label, self.rank, "compute", work, self.awaited)
-            self.computed, self.awaited = label, ()
-            return task
-        if op.ahead or op.host is not None:
-            lead = self.prefetch if op.ahead else 0
-            start = () if self.sampling else (Label("update", self.step - 1 - lead),)
-            self.sampling, self.awaited = True, (label,)
-            return Task(label, self.rank, "host", work, start)
-        if op.loaded is not None:
-            after = (Label("update", self.step - 1), *self.awaited)
-            self.awaited = (label,)
-            return Task(label, self.rank, "copy", work, after)
-        lane, lag = ("comm", self.late) if op.sent is not None else ("reduce", 0)
-        task = Task(
-            label, self.rank, lane, work, ((self.computed,) if self.computed else ()) + self.awaited
-        )
-        self.awaited += (label._replace(step=self.step - lag),)
-        return task
 
 
 def part(op: Op, rank: int, everyone: Group) -> Work:

@@ -1,0 +1,46 @@
+"""Seconds of an epoch whose steps overlap, without contention: the longest path over lanes.
+
+    compute  |F 4|F 3|B 3|B 2|update 1|       Every rank has each lane of order.py. A lane does one
+    comm         |pull 4 . |                  operation after the other. An operation begins when
+    reduce   |all_reduce 1 . |                its lane is free and what it waits for has ended.
+
+Computation, sampling and loads begin on each rank by itself. A transfer begins when the last of its
+ranks is ready, and ends on all of them at once. Ranks that share CPU cores are taken to compute all
+the time, each as slowly as all together are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gnnplan.planner.cluster.cost import slowest
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.arithmetic import largest
+from gnnplan.planner.strategies.program.price import Identity, Price, price_of
+from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+def epoch_s(problem: Problem, program: Program) -> Number:
+    """Seconds of the known steps as one epoch among others: from the last loss of the epoch before
+    to its own last loss."""
+    assert program.order is not None
+    known, slowdown = program.known, problem.cost.full_load_slowdown
+    epochs = 1 + -(-program.in_flight // len(known))  # in the last one all steps are under way
+    priced: dict[Identity, Price] = {}
+    free: dict[str, Number] = {}  # lane -> when [.., ranks]
+    ended: dict[Label, Number] = {}  # -> when [.., ranks]
+    for op, step, after in program.order(
+        lambda t: known[t % len(known)], len(known), epochs * len(known)
+    ):
+        if op.identity not in priced:
+            priced[op.identity] = price_of(problem, op)
+        seconds, transfer = priced[op.identity].seconds, priced[op.identity].is_transfer
+        ready = largest((ended[label] for label in after), free.get(op.lane, 0.0))
+        end = slowest(ready) + seconds if transfer else ready + seconds * slowdown
+        free[op.lane] = ended[op.label(step)] = end
+    last, before = (
+        slowest(ended[Label("loss", epoch * len(known) - 1)]) for epoch in (epochs, epochs - 1)
+    )
+    return np.asarray(last) - before
