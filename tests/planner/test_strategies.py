@@ -37,8 +37,9 @@ from gnnplan.planner.strategies import (
     names,
     parse,
 )
-from gnnplan.planner.strategies.gnnpipe.flowshop import MANY, balance
+from gnnplan.planner.strategies.gnnpipe.balance import balance
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
+from gnnplan.planner.strategies.program.flowshop import MANY
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.formulas import hybrid_bytes
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send

@@ -53,40 +53,29 @@ all stages:
 Without groups no term has a factor L. Source: GNNPipe (arXiv 2308.10087), Alg. 1 and Sec. 3.2.
 (Counting as halo only neighbours inside the same chunk gives two thirds of the printed bytes.)
 
-See also pipeline.py (knobs, work and bytes of a chunk), flowshop.py (seconds) and memory.py in this
-folder; planner/ownership/chunks.py for chunks; executor/strategies/gnnpipe/.
+See also pipeline.py (knobs, work of a chunk) and memory.py in this folder; program/flowshop.py for
+seconds; planner/ownership/chunks.py for chunks; executor/strategies/gnnpipe/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from typing import Literal
 
 import numpy as np
 
-from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Prediction
-from gnnplan.planner.strategies.gnnpipe import flowshop
+from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.gnnpipe.balance import balance, layer_seconds
 from gnnplan.planner.strategies.gnnpipe.memory import memory
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
-from gnnplan.planner.vocabulary.schedule import (
-    Collective,
-    Compute,
-    Label,
-    Recv,
-    Schedule,
-    Send,
-    Task,
-    Work,
-    all_reduce,
-)
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.schedule import Compute
 
 
 @dataclass(frozen=True)
 class GNNPipe(Pipeline):
-    """A `Pipeline` with its predictions: seconds, memory, schedule and traffic."""
+    """A `Pipeline` with its operations and memory."""
 
     def settle(self, problem: Problem) -> GNNPipe:
         layers, stages = problem.workload.layers, self.stages
@@ -99,38 +88,27 @@ class GNNPipe(Pipeline):
         )
         if settled.layers_per_stage is None and settled._mistake(problem) is None:
             settled = replace(
-                settled,
-                layers_per_stage=flowshop.balance(flowshop.layer_seconds(settled, problem), stages),
+                settled, layers_per_stage=balance(layer_seconds(settled, problem), stages)
             )
         return settled
 
-    def predict(self, problem: Problem) -> Prediction:
-        return flowshop.predict(self, problem)
+    def program(self, problem: Problem) -> Program:
+        assert self.stages is not None and self.chunks is not None
+        chunks, seed, shuffle = self.chunks, problem.workload.seed, self.shuffle
+        shared = _Shared(self, problem)
+        step = [op for stage in range(self.stages) for op in _stage(self, problem, stage, shared)]
+        inputs = self.inputs_sent(problem)
+        setup = [Op("input_halo", sent=inputs, ranks=tuple(self.group(problem, 0)))]
+        return Program(
+            [step],
+            1,
+            lambda t: step,
+            setup if inputs.any() else (),
+            chunks=lambda t: chunk_order(seed, t, chunks, shuffle),
+        )
 
     def memory(self, problem: Problem) -> Memory:
         return memory(self, problem)
-
-    def schedule(self, problem: Problem, steps: int) -> Schedule:
-        assert self.chunks is not None
-        program = _Program(self, problem)
-        out = Schedule(problem.ranks, steps)
-        out.setup += self.setup(problem)
-        for step in range(steps):
-            order = chunk_order(problem.workload.seed, step, self.chunks, self.shuffle)
-            for rank in range(problem.ranks):
-                out.tasks += _RankStep(program, rank, step).tasks(order)
-        return out
-
-    def setup(self, problem: Problem) -> list[Task]:
-        """The first stage's members exchange constant inputs once."""
-        group, sent = tuple(self.group(problem, 0)), self.inputs_sent(problem)
-        if not sent.any():
-            return []
-        label = Label("input_halo", -1)
-        return [
-            Task(label, rank, "comm", _exchange(group, sent[rank].astype(int).tolist()))
-            for rank in group
-        ]
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         """Seconds to cut the graph, and of epoch 0: a forward pass, stage after stage."""
@@ -145,171 +123,98 @@ class GNNPipe(Pipeline):
             "first pass": float(self.predict(problem).by_op["forward"]) * self.stages,
         }
 
-    def traffic(self, problem: Problem) -> list[Phase]:
-        """Bytes [ranks, ranks] of the mean chunk and layer: halo exchanges inside all groups, rows
-        handed on from member to member, and the groups' all-reduce rings."""
-        assert self.stages is not None and self.chunks is not None
-        g, b, facts = self.members(problem), problem.model.itemsize, self.facts(problem)
-        halo, onward, rings = np.zeros((3, problem.ranks, problem.ranks))
-        most_exchanges = 0  # of a stage, per chunk
-        for stage in range(self.stages):
-            group = np.array(self.group(problem, stage))
-            widths = [
-                width
-                for piece in self.pieces(problem, stage)
-                if (width := self.exchanged(problem, piece))
-            ]
-            if widths:
-                halo[np.ix_(group, group)] = facts.sends.mean(0) * b * sum(widths) / len(widths)
-                most_exchanges = max(most_exchanges, len(widths))
-            if stage + 1 < self.stages:
-                onward[group, group + g] = facts.rows.mean(0) * b * self.boundary(problem, stage)
-            if g > 1:
-                ring_bytes = 2 * (g - 1) / g * b * self.weights(problem, stage)
-                rings[group, np.roll(group, -1)] = ring_bytes
-        both_ways = [(halo, self.chunks * most_exchanges), (onward, self.chunks)]
-        return [
-            *(Phase(sent, times) for forward, times in both_ways for sent in (forward, forward.T)),
-            Phase(rings, 1),
-        ]
 
-
-class _Program:
-    """What ranks do in every step: work and exchanges of chunks, shared by all tasks of them."""
+class _Shared:
+    """What stages that are alike share: work and bytes of all chunks, one object each."""
 
     def __init__(self, pipe: Pipeline, problem: Problem) -> None:
-        assert pipe.stages is not None
         self.pipe, self.problem, self.facts = pipe, problem, pipe.facts(problem)
-        self.g, self.itemsize = pipe.members(problem), problem.model.itemsize
-        self.groups = [tuple(pipe.group(problem, stage)) for stage in range(pipe.stages)]
-        self.pieces = [pipe.pieces(problem, stage) for stage in range(pipe.stages)]
-        self._work: dict[tuple[int, ...], dict[str, list[Compute]]] = {}
-        for piece in chain.from_iterable(self.pieces):
-            works = pipe.work(problem, piece, self.facts)
-            self._work[piece] = {
-                way: [work.at(i) for i in range(self.facts.rows.size)]
-                for way, work in zip("fb", works, strict=True)
-            }
-        self._exchanges: dict[tuple[int, int, str, int], Collective | None] = {}
+        self.kept = np.array(pipe.kept(problem), dtype=float)
+        self._works: dict[object, tuple[Compute, Compute]] = {}
+        self._exchanged: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._handed: dict[int, np.ndarray] = {}
 
-    def work(self, piece: tuple[int, ...], way: str, chunk: int, member: int) -> Compute:
-        return self._work[piece][way][chunk * self.g + member]
+    def works(self, piece: tuple[int, ...]) -> tuple[Compute, Compute]:
+        """Forward and backward work of a piece [chunks * members]."""
+        kind = self.pipe.kind_of(self.problem, piece)
+        if kind not in self._works:
+            self._works[kind] = self.pipe.work(self.problem, piece, self.facts)
+        return self._works[kind]
 
-    def exchange(
-        self, rank: int, chunk: int, way: str, piece: tuple[int, ...]
-    ) -> Collective | None:
-        """A rank's share of its group's exchange for a piece; None if nobody sends anything."""
-        row_bytes = self.pipe.exchanged(self.problem, piece) * self.itemsize
-        key = rank, chunk, way, row_bytes
-        if key not in self._exchanges:
-            stage, member = divmod(rank, self.g)
-            sends = self.facts.sends[chunk] if way == "f" else self.facts.sends[chunk].T
-            self._exchanges[key] = (
-                _exchange(self.groups[stage], (sends[member] * row_bytes).tolist())
-                if row_bytes and sends.any()
-                else None
-            )
-        return self._exchanges[key]
+    def exchanged(self, row_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes [chunks, members, members] that members send each other, forward and backward."""
+        if row_bytes not in self._exchanged:
+            sent = self.facts.sends * row_bytes
+            self._exchanged[row_bytes] = sent, sent.transpose(0, 2, 1)
+        return self._exchanged[row_bytes]
+
+    def handed(self, row_bytes: int) -> np.ndarray:
+        """Bytes [chunks, members] that a stage hands to the next."""
+        if row_bytes not in self._handed:
+            self._handed[row_bytes] = self.facts.rows * row_bytes
+        return self._handed[row_bytes]
 
 
-class _RankStep:
-    """The tasks of one rank in one step, in the order in which it does them.
+def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> list[Op]:
+    """A stage's operations in a step.
 
     refresh history; every chunk forward; every chunk backward, the last one first; update
 
     A chunk:  receive -> [exchange ->] compute ... -> send      forward, from the stage before
               receive -> compute [-> exchange] ... -> send      backward, from the stage after
     """
+    assert pipe.stages is not None
+    ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
+    forward: list[Op] = []
+    backward: list[Op] = []  # the other way round
+    for piece in pipe.pieces(problem, stage):
+        works, row_bytes = shared.works(piece), pipe.exchanged(problem, piece) * b
+        layer = piece[0] if g > 1 else None
+        if row_bytes:
+            there, back = shared.exchanged(row_bytes)
+            forward.append(Op("halo", "f", piece[0], sent=there, ranks=ranks, chunks=1))
+            backward.append(Op("halo", "b", piece[0], sent=back, ranks=ranks, chunks=-1))
+        forward.append(Op("forward", layer=layer, work=works[0], ranks=ranks, chunks=1))
+        backward.append(Op("backward", layer=layer, work=works[1], ranks=ranks, chunks=-1))
+    backward.reverse()
 
-    def __init__(self, program: _Program, rank: int, step: int) -> None:
-        self.program, self.rank, self.step = program, rank, step
-        self.stage, self.member = divmod(rank, program.g)
-        self.rows = program.facts.rows[:, self.member].tolist()  # of the member's sub-chunks
-        self.computed = Label("history", step)  # the last computation
-        # transfers since then, which the next computation waits for
-        self.transfers: tuple[Label, ...] = ()
-
-    def tasks(self, order: Sequence[int]) -> Iterator[Task]:
-        pipe, problem = self.program.pipe, self.program.problem
-        kept = pipe.kept(problem)[self.member]
-        yield self._task(self.computed, "compute", pipe.refresh_work(problem, self.stage, kept), ())
-        for chunk in order:
-            yield from self._chunk("f", chunk)
-        for chunk in reversed(order):
-            yield from self._chunk("b", chunk)
-        weights = pipe.weights(problem, self.stage)
-        if self.program.g > 1:
-            group = self.program.groups[self.stage]
-            reduce = Label("all_reduce", self.step)
-            after = (self.computed, *self.transfers)
-            yield all_reduce(reduce, self.rank, group, weights * self.program.itemsize, after)
-            self.transfers = (reduce,)
-        update = Label("update", self.step)
-        yield self._task(update, "compute", problem.model.update(weights), self.transfers)
-
-    def _chunk(self, way: str, chunk: int) -> Iterator[Task]:
-        """One chunk through the stage: receive it, compute on it, send it on."""
-        ahead = self.program.g if way == "f" else -self.program.g
-        source, target = self._neighbour(-ahead), self._neighbour(ahead)
-        rows = self.rows[chunk]
-        if rows and source is not None:
-            yield self._receive(way, chunk, source)
-        pieces = self.program.pieces[self.stage]
-        for piece in pieces if way == "f" else reversed(pieces):
-            yield from self._piece(way, chunk, piece)
-        if rows and target is not None:
-            yield self._send(way, chunk, target)
-
-    def _receive(self, way: str, chunk: int, source: int) -> Task:
-        arrival = Label("receive", self.step, way, chunk=chunk, peer=source)
-        sent = Label("pipeline", self.step, way, chunk=chunk, peer=self.rank)
-        self.transfers += (arrival,)
-        return self._task(arrival, "receive", Recv(source, sent), ())
-
-    def _piece(self, way: str, chunk: int, piece: tuple[int, ...]) -> Iterator[Task]:
-        """Computation of a piece, after its halo rows (forward) or before their gradients go home
-        (backward)."""
-        exchange = self.program.exchange(self.rank, chunk, way, piece)
-        halo = Label("halo", self.step, way, piece[0], chunk)
-        if exchange and way == "f":
-            yield self._task(halo, "comm", exchange, (self.computed, *self.transfers))
-            self.transfers = (halo,)
-        self.computed = Label(
-            "forward" if way == "f" else "backward",
-            self.step,
-            layer=piece[0] if self.program.g > 1 else None,
-            chunk=chunk,
-        )
-        work = self.program.work(piece, way, chunk, self.member)
-        yield self._task(self.computed, "compute", work, self.transfers)
-        self.transfers = ()
-        if exchange and way == "b":
-            yield self._task(halo, "comm", exchange, (self.computed,))
-            self.transfers = (halo,)
-
-    def _send(self, way: str, chunk: int, target: int) -> Task:
-        """The chunk's rows, or their gradients, to the same member of the next stage."""
-        boundary = min(self.stage, target // self.program.g)  # of this stage and the one above
-        row_bytes = (
-            self.program.pipe.boundary(self.program.problem, boundary) * self.program.itemsize
-        )
-        return self._task(
-            Label("pipeline", self.step, way, chunk=chunk, peer=target),
-            "send",
-            Send(target, self.rows[chunk] * row_bytes),
-            self.transfers or (self.computed,),
-        )
-
-    def _neighbour(self, distance: int) -> int | None:
-        """The rank so far away; None beyond the first and the last stage."""
-        rank = self.rank + distance
-        return rank if 0 <= rank < self.program.problem.ranks else None
-
-    def _task(self, label: Label, lane: str, work: Work, after: tuple[Label, ...]) -> Task:
-        return Task(label, self.rank, lane, work, after)
+    if stage > 0:
+        forward.insert(0, _received(_message(pipe, problem, stage - 1, "f", shared), ranks))
+        backward.append(_message(pipe, problem, stage, "b", shared))
+    if stage + 1 < pipe.stages:
+        forward.append(_message(pipe, problem, stage, "f", shared))
+        backward.insert(0, _received(_message(pipe, problem, stage + 1, "b", shared), ranks))
+    weights = pipe.weights(problem, stage)
+    ends = [Op("all_reduce", size=weights * b, ranks=ranks)] if g > 1 else []
+    return [
+        Op("history", work=pipe.refresh_work(problem, stage, shared.kept), ranks=ranks),
+        *forward,
+        *backward,
+        *ends,
+        Op("update", work=problem.model.update(weights), ranks=ranks),
+    ]
 
 
-def _exchange(group: tuple[int, ...], nbytes: Sequence[int]) -> Collective:
-    """One member's share of an exchange: bytes to each member of the group."""
-    sent = tuple((peer, n) for peer, n in zip(group, nbytes, strict=True) if n)
-    return Collective("exchange", group, sent)
+def _message(
+    pipe: Pipeline, problem: Problem, stage: int, way: Literal["f", "b"], shared: _Shared
+) -> Op:
+    """The chunk's rows, or their gradients, to the same member of the next stage, or of the one
+    before."""
+    g, ranks = pipe.members(problem), tuple(pipe.group(problem, stage))
+    below = stage if way == "f" else stage - 1
+    handed = shared.handed(pipe.boundary(problem, below) * problem.model.itemsize)
+    message = Op("pipeline", way, handed=handed, ranks=ranks)
+    if way == "f":
+        return replace(message, distance=g, chunks=1)
+    return replace(message, distance=-g, chunks=-1)
+
+
+def _received(message: Op, ranks: tuple[int, ...]) -> Op:
+    return Op(
+        "receive",
+        message.way,
+        received=message,
+        ranks=ranks,
+        distance=-message.distance,
+        chunks=message.chunks,
+    )

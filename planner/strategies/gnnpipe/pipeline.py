@@ -9,20 +9,21 @@ gnnpipe.py explains the strategy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import LinkName
 from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy
+from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute
 
 TRICKS = (
@@ -45,7 +46,7 @@ def chunk_order(seed: int, step: int, chunks: int, shuffle: bool) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Pipeline(Strategy):
+class Pipeline(Stepwise):
     """The knobs of GNNPipe, and who does what.
 
     stages: ranks / stages ranks form one; None: as many stages as layers allow.
@@ -216,6 +217,16 @@ class Pipeline(Strategy):
 
     # -- work and bytes ------------------------------------------------------------------------
 
+    def kind_of(self, problem: Problem, piece: tuple[int, ...]) -> object:
+        """Equal for pieces with equal work."""
+        model = problem.model.aggregating_first
+        return (
+            piece[0] in (0, 1),
+            len(model.layers) in piece,
+            len(piece),
+            tuple(model.layers[layer - 1] for layer in piece if layer),
+        )
+
     def work(
         self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
     ) -> tuple[Compute, Compute]:
@@ -309,7 +320,7 @@ class Pipeline(Strategy):
         model, stages = self.shape(problem)
         return model.input_width(stages[stage + 1].start) + model.carried
 
-    def refresh_work(self, problem: Problem, stage: int, rows: float) -> Compute:
+    def refresh_work(self, problem: Problem, stage: int, rows: Number) -> Compute:
         """Work at the start of a step: historical rows are laid out for every layer of the stage.
 
         `rows`: those that a member keeps, its own and those of others that it reads.
@@ -328,44 +339,16 @@ class Pipeline(Strategy):
         ):
             dropped.append(model.features)
         return Compute(
-            elementwise_bytes=float(4 * rows * sum(spec.h_in for spec in varying) * model.itemsize),
+            elementwise_bytes=4.0 * rows * sum(spec.h_in for spec in varying) * model.itemsize,
             launches=4,
             itemsize=model.itemsize,
-            hash_ops=float(rows * sum(dropped)),
+            hash_ops=rows * float(sum(dropped)),
         )
 
     def weights(self, problem: Problem, stage: int) -> int:
         """Numbers in the parameters of a stage."""
         model, stages = self.shape(problem)
         return model.weights_of(stages[stage])
-
-    def nbytes(self, problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes of an epoch, by operation and by class of link."""
-        assert self.stages is not None
-        facts, b, cost = self.facts(problem), problem.model.itemsize, problem.cost
-        by_op: dict[str, int] = {}
-        by_link: dict[str, int] = {}
-
-        def add(op: str, links: Mapping[LinkName, int]) -> None:
-            for link, nbytes in links.items():
-                if nbytes:
-                    by_op[op] = by_op.get(op, 0) + nbytes
-                    by_link[link] = by_link.get(link, 0) + nbytes
-
-        read = facts.sends.sum(0)  # rows between members [g, g]
-        for stage in range(self.stages):
-            group = self.group(problem, stage)
-            if stage + 1 < self.stages:
-                row = 2 * self.boundary(problem, stage) * b
-                for rank, rows in zip(group, facts.rows.sum(0).tolist(), strict=True):
-                    add("pipeline", {cost.link_name(rank, rank + len(group)): rows * row})
-            if len(group) > 1:
-                pieces = self.pieces(problem, stage)
-                width = sum(self.exchanged(problem, piece) for piece in pieces)
-                ring = 2 * (len(group) - 1) * self.weights(problem, stage) * b
-                add("halo", cost.bytes_by_link(read * (2 * b * width), group))
-                add("all_reduce", cost.reduced_by_link(ring, group))
-        return by_op, by_link
 
     def inputs_sent(self, problem: Problem) -> np.ndarray:
         """Bytes of constant inputs that the first stage's members send each other [g, g]."""

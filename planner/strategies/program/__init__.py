@@ -4,7 +4,12 @@
                                          -> schedule.py   every rank's tasks
                                          -> traffic()     who sends whom, for placing the ranks
 
-    program.py    Op, one operation of all ranks; Program, the steps of an epoch
+    program.py    Op, one operation of ranks; Program, the steps of an epoch
+    order.py      the order of operations, and what each waits for
+    price.py      what one operation takes, in seconds and bytes
+    account.py    seconds of steps that follow one another
+    lanes.py      seconds of steps that are under way together
+    flowshop.py   seconds of chunks that pass stages
     stepwise.py   a strategy that has a program, and so all answers
 
 All readers go through the same operations, so bytes, seconds and tasks agree. This room knows no

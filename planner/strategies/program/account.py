@@ -11,7 +11,8 @@ stale exchanges (PipeGCN) only all-reduces are barriers, and exchanges overlap w
 Operations done ahead (sampling with `prefetch`) overlap with everything else.
 
 An operation is priced once (price.py), however often it occurs: layers and batches that are alike
-share their work. Steps that overlap take the seconds of lanes.py instead.
+share their work. Steps that overlap take the seconds of lanes.py instead, and chunks that pass
+stages those of flowshop.py.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, times, total
 from gnnplan.planner.strategies.base import Prediction
-from gnnplan.planner.strategies.program import lanes
-from gnnplan.planner.strategies.program.price import Identity, Price, price_of
+from gnnplan.planner.strategies.program import flowshop, lanes
+from gnnplan.planner.strategies.program.price import Identity, Price, bytes_of, price_of
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Label
@@ -37,6 +38,8 @@ from gnnplan.planner.vocabulary.schedule import Label
 def predict(problem: Problem, program: Program) -> Prediction:
     """One epoch: the mean of its known steps, times the steps that it has."""
     known = program.known
+    if any(op.chunks for op in known[0]):
+        return flowshop.predict(problem, program)
     ops = [op for step in known for op in step]
     p = _account(problem, program, ops)
     if program.order is not None:
@@ -81,8 +84,16 @@ def _account(problem: Problem, program: Program, ops: Sequence[Op]) -> Predictio
         longer = np.maximum(epoch, _ahead_s(cost, counts, priced, seconds))
         epoch, exposed = longer, exposed + longer - epoch
     waiting = np.maximum(epoch - compute_s - exposed, 0.0)
-    by_op, sent, links = _by_operation(cost, counts, priced)
-    return Prediction(epoch, compute_s, exposed, waiting, sent, links, program.setup_bytes, by_op)
+    by_op = _by_operation(cost, counts, priced)
+    return Prediction(
+        epoch,
+        compute_s,
+        exposed,
+        waiting,
+        *bytes_of(problem, ops),
+        program.setup_bytes,
+        by_op,
+    )
 
 
 class _Counts:
@@ -232,23 +243,16 @@ def _ahead_s(
 
 def _by_operation(
     cost: Cost, counts: _Counts, priced: Mapping[Identity, Price]
-) -> tuple[dict[str, Number], dict[str, int], dict[str, int]]:
-    """Seconds of each kind of operation on its slowest rank; bytes by operation and by link."""
+) -> dict[str, Number]:
+    """Seconds of each kind of operation on its slowest rank."""
     by_op: dict[str, Number] = {}
-    sent: dict[str, int] = {}
-    links: dict[str, int] = {}
     slowest_s = {
         identity: price.seconds if price.is_transfer else cost.all_done_s(price.seconds)
         for identity, price in priced.items()
     }
     for (label, identity), count in counts.labelled.items():
-        price = priced[identity]
         by_op[label.kind] = by_op.get(label.kind, 0.0) + times(slowest_s[identity], count)
-        if price.is_transfer:
-            sent[label.op] = sent.get(label.op, 0) + count * price.nbytes
-            for link, nbytes in price.by_link.items():
-                links[link] = links.get(link, 0) + count * nbytes
-    return by_op, sent, links
+    return by_op
 
 
 def _busiest_port_s(problem: Problem, ops: Iterable[Op]) -> Number:

@@ -31,7 +31,7 @@ def epoch_s(problem: Problem, program: Program) -> Number:
     priced: dict[Identity, Price] = {}
     free: dict[str, Number] = {}  # lane -> when [.., ranks]
     ended: dict[Label, Number] = {}  # -> when [.., ranks]
-    for op, step, after in program.order(
+    for op, step, after, _ in program.order(
         lambda t: known[t % len(known)], len(known), epochs * len(known)
     ):
         if op.identity not in priced:

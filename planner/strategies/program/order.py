@@ -6,17 +6,20 @@
     compute   forward, backward, update ..     transfers since the last computation
     comm      exchanges                        the last computation, and transfers since then
     reduce    all-reduces                      the last computation, and transfers since then
+    send      messages                         the last computation, and transfers since then
+    receive   messages                         nothing
 
 Operations of one rank and lane follow in the order given. With `late` 1 a computation waits for the
-exchange of the step before instead of this step's (PipeGCN). A pipeline has an order of its own
-(`Program.order`).
+exchange of the step before instead of this step's (PipeGCN). Where several steps are under way at
+once, a program has an order of its own (`Program.order`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
-from gnnplan.planner.strategies.program.program import Op, Program, Queued
+from gnnplan.planner.strategies.program.program import Group, Op, Program, Queued, Step
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -29,9 +32,29 @@ def queue(program: Program, steps: int) -> Iterator[Queued]:
 
 def _step_after_step(program: Program, steps: int) -> Iterator[Queued]:
     for step in range(steps):
-        waits = _StepWaits(step, program.late, program.prefetch)
-        for op in program.at(step):
-            yield Queued(op, step, waits.of(op))
+        chunks = program.chunks(step)
+        for ops in by_ranks(program.at(step)).values():
+            waits = _StepWaits(step, program.late, program.prefetch)
+            for op, chunk in _chunk_by_chunk(ops, chunks):
+                yield Queued(op, step, waits.of(op, chunk), chunk)
+
+
+def by_ranks(step: Step) -> dict[Group, list[Op]]:
+    """The operations of each group of ranks, in order."""
+    groups: dict[Group, list[Op]] = {}
+    for op in step:
+        groups.setdefault(op.ranks, []).append(op)
+    return groups
+
+
+def _chunk_by_chunk(ops: Iterable[Op], chunks: Sequence[int]) -> Iterator[tuple[Op, int | None]]:
+    for way, run in groupby(ops, lambda op: op.chunks):
+        alike = list(run)
+        if not way:
+            yield from ((op, None) for op in alike)
+            continue
+        for chunk in chunks if way > 0 else reversed(chunks):
+            yield from ((op, chunk) for op in alike if op.sent is None or op.sent[chunk].any())
 
 
 class _StepWaits:
@@ -43,9 +66,9 @@ class _StepWaits:
         self.awaited: tuple[Label, ...] = ()  # what the next computation waits for
         self.sampling = False  # whether sampling has begun
 
-    def of(self, op: Op) -> tuple[Label, ...]:
-        label, updated = op.label(self.step), Label("update", self.step - 1)
-        if op.idle:  # begins before what it waits for has ended
+    def of(self, op: Op, chunk: int | None) -> tuple[Label, ...]:
+        label, updated = op.label(self.step, chunk), Label("update", self.step - 1)
+        if op.idle or op.received is not None:  # begins before what it waits for has ended
             self.awaited += (label,)
             return ()
         if op.lane == "compute":
@@ -56,6 +79,8 @@ class _StepWaits:
             self.sampling, self.awaited = True, (label,)
         elif op.lane == "copy":
             after, self.awaited = (updated, *self.awaited), (label,)
+        elif op.lane == "send":  # nobody here waits for it
+            after = self.computed + self.awaited
         else:
             after = self.computed + self.awaited
             lag = self.late if op.lane == "comm" else 0

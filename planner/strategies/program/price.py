@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from gnnplan.planner.cluster.cost import Transfer
 from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.cluster.spec import LinkName
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest
 from gnnplan.planner.strategies.program.program import Op
@@ -21,12 +22,11 @@ class Price(NamedTuple):
 
     seconds: Number
     transfer: Transfer = Transfer(0.0, {})
-    by_link: Mapping[Any, int] = {}
-    nbytes: int = 0
     is_transfer: bool = False
 
 
 def price_of(problem: Problem, op: Op) -> Price:
+    """Of an operation that is done once."""
     cost = problem.cost
     if op.work is not None:
         return Price(cost.compute_s(op.work))
@@ -34,17 +34,36 @@ def price_of(problem: Problem, op: Op) -> Price:
         return Price(cost.host_s(*op.host))
     if op.loaded is not None:
         return Price(cost.load_s(op.loaded))
+    transfer = cost.exchange(op.sent) if op.sent is not None else _all_reduce(problem, op)
+    return Price(transfer.alone, transfer, True)
+
+
+def moved(problem: Problem, op: Op) -> dict[LinkName, int]:
+    """Bytes that a transfer moves over each class of link, all chunks together."""
+    cost, by_link = problem.cost, Counter[LinkName]()
     if op.sent is not None:
-        transfer = cost.exchange(op.sent)
-        return Price(
-            transfer.alone, transfer, cost.bytes_by_link(op.sent), int(op.sent.sum()), True
+        by_link.update(
+            cost.bytes_by_link(op.sent.sum(0) if op.chunks else op.sent, op.ranks or None)
         )
-    transfer, by_link, nbytes = _all_reduce(problem, op), Counter[Any](), 0
-    for group, size in op.reductions(problem.ranks):
-        wire = 2 * (len(group) - 1) * size
-        by_link.update(cost.reduced_by_link(wire, group))
-        nbytes += wire
-    return Price(transfer.alone, transfer, by_link, nbytes, True)
+    elif op.handed is not None:
+        for rank, nbytes in zip(op.ranks, op.handed.sum(0).tolist(), strict=True):
+            by_link[cost.link_name(rank, rank + op.distance)] += nbytes
+    else:
+        for group, size in op.reductions(problem.ranks):
+            by_link.update(cost.reduced_by_link(2 * (len(group) - 1) * size, group))
+    return dict(by_link)
+
+
+def bytes_of(problem: Problem, ops: Iterable[Op]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that operations move, by operation and by class of link."""
+    transfers = [(op.identity, op) for op in ops if op.moves]
+    times = Counter(identity for identity, _ in transfers)
+    by_op, links = Counter[str](), Counter[str]()
+    for identity, op in dict(transfers).items():
+        for link, nbytes in moved(problem, op).items():
+            by_op[op.op] += times[identity] * nbytes
+            links[link] += times[identity] * nbytes
+    return dict(+by_op), dict(+links)
 
 
 def _all_reduce(problem: Problem, op: Op) -> Transfer:

@@ -1,11 +1,11 @@
-"""A program: the operations that all ranks do together, step after step."""
+"""A program: the operations that ranks do together, step after step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,14 +18,21 @@ PLACED_BY = 4  # steps whose exchanges decide where ranks sit; later ones are li
 
 @dataclass(frozen=True)
 class Op:
-    """One operation that all ranks do together. Exactly one of the following is set:
+    """One operation that `ranks` do together (none named: all). Exactly one of these is set:
 
-    work            computation; its fields are arrays [ranks]
+    work            computation; its fields are arrays [ranks], or numbers that hold for all ranks
     loaded          bytes [ranks] from the server's memory to the device
     host            a sampler's work, and edges [ranks]
     sent            an exchange: bytes [ranks, ranks], from row to column
-    size            an all-reduce of that many bytes over all ranks
+    handed          a message of each rank to the one `distance` further on: bytes [ranks]
+    received        the end of that message of the rank `distance` further on
+    size            an all-reduce of that many bytes over the ranks
     groups, sizes   an all-reduce in each group, of that group's size
+
+    With `chunks` it is done for every chunk of the graph, 1: in order, -1: in reverse order. Arrays
+    have one more axis then, [chunks, ranks, ..]; those of `work` are flat, [chunks * ranks].
+    Operations that follow one another and have the same sign are done chunk by chunk. A chunk
+    without rows is not handed on, and one of which nobody sends anything is not exchanged.
 
     Three names of operations mean something to readers: 'halo' is an exchange of rows between their
     owners, 'update' ends a step, and bytes and seconds are reported by `op` and `way`. An operation
@@ -47,31 +54,48 @@ class Op:
     ahead: bool = False
     idle: bool = False
     phase: str = ""
+    ranks: Group = ()
+    handed: np.ndarray | None = None
+    received: Op | None = None
+    distance: int = 0
+    chunks: Literal[-1, 0, 1] = 0
 
     @property
     def lane(self) -> str:
         if self.work is not None:
             return "compute"
+        if self.handed is not None:
+            return "send"
+        if self.received is not None:
+            return "receive"
         if self.ahead or self.host is not None:
             return "host"
         if self.loaded is not None:
             return "copy"
         return "comm" if self.sent is not None else "reduce"
 
-    def label(self, step: int) -> Label:
-        return Label(self.op, step, self.way, self.layer)
+    @property
+    def moves(self) -> bool:
+        """Whether ranks send each other anything; the receiving end of a message does not."""
+        return self.lane in ("comm", "reduce", "send") or (self.ahead and self.sent is not None)
+
+    def label(self, step: int, chunk: int | None = None) -> Label:
+        """Its name; a message's `peer` is relative, the distance to the rank at the other end."""
+        return Label(self.op, step, self.way, self.layer, chunk, self.distance or None)
 
     @property
     def identity(self) -> object:
         """Equal for operations that share their work: such operations take equally long."""
-        shared = (self.work, self.loaded, self.host, self.sent)
-        return self.op, self.size, self.groups, self.sizes, *map(id, shared)
+        shared = (self.work, self.loaded, self.host, self.sent, self.handed)
+        where = () if self.work is not None else self.ranks
+        numbers = (self.size, self.groups, self.sizes, self.distance)
+        return self.op, where, numbers, *map(id, shared)
 
     def reductions(self, ranks: int) -> list[tuple[Group, int]]:
         """The groups of an all-reduce, each with its bytes."""
         if self.groups:
             return list(zip(self.groups, self.sizes, strict=True))
-        return [(tuple(range(ranks)), self.size)]
+        return [(self.ranks or tuple(range(ranks)), self.size)]
 
 
 Step = Sequence[Op]  # in order; exchanges stand where a synchronous rank waits for them
@@ -83,6 +107,7 @@ class Queued(NamedTuple):
     op: Op
     step: int  # that it belongs to
     after: tuple[Label, ...]  # it begins when these have ended on the same rank
+    chunk: int | None = None
 
 
 class Order(Protocol):
@@ -107,6 +132,7 @@ class Program:
     setup: Step = ()  # exchanges before step 0, not counted in an epoch
     late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
     prefetch: int = 0  # steps by which what is `ahead` may be ahead
+    chunks: Callable[[int], Sequence[int]] = lambda step: ()  # their order in a step
     order: Order | None = None  # None: step after step (order.py)
     in_flight: int = 1  # steps that are under way at once, if they have an order of their own
 
@@ -116,17 +142,46 @@ class Program:
         return sum(int(op.sent.sum()) for op in self.setup if op.sent is not None)
 
 
-def traffic(program: Program) -> list[Phase]:
+def traffic(program: Program, ranks: int) -> list[Phase]:
     """Rows that owners send each other in a step; equal exchanges are counted.
 
     What ranks send because of where they sit (rows from another server's memory) is not counted:
     it would be other traffic elsewhere.
     """
-    exchanges = [
-        op.sent
-        for step in program.known[:PLACED_BY]
-        for op in step
-        if op.op == "halo" and op.sent is not None
-    ]
+    ops = [op for step in program.known[:PLACED_BY] for op in step]
+    exchanges = [op.sent for op in ops if op.op == "halo" and op.sent is not None and not op.ranks]
     times = Counter(map(id, exchanges))
-    return [Phase(sent, times[key]) for key, sent in {id(sent): sent for sent in exchanges}.items()]
+    alike = {id(sent): sent for sent in exchanges}
+    return [Phase(sent, times[key]) for key, sent in alike.items()] + _inside_groups(ops, ranks)
+
+
+def _inside_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
+    """Transfers of groups of ranks: those of one kind in all groups are on the way together. A
+    phase is the mean chunk's, and happens as often as in the group where it happens most often."""
+    kinds: dict[tuple[str, str], list[Op]] = {}
+    for op in ops:
+        if op.ranks and (op.sent is not None or op.handed is not None or op.size):
+            kinds.setdefault((op.op, op.way), []).append(op)
+    means: dict[int, np.ndarray] = {}  # of the chunks, by id of the bytes: stages share them
+
+    def mean(nbytes: np.ndarray) -> np.ndarray:
+        if id(nbytes) not in means:
+            means[id(nbytes)] = nbytes.mean(0)
+        return means[id(nbytes)]
+
+    phases = []
+    for alike in kinds.values():
+        most = max(Counter(op.ranks for op in alike).values())
+        sent, chunks = np.zeros((ranks, ranks)), 1
+        for op in alike:
+            at = np.array(op.ranks)
+            if op.sent is not None:
+                sent[np.ix_(at, at)] += mean(op.sent) / most
+                chunks = len(op.sent)
+            elif op.handed is not None:
+                sent[at, at + op.distance] += mean(op.handed) / most
+                chunks = len(op.handed)
+            else:
+                sent[at, np.roll(at, -1)] += 2 * (len(at) - 1) / len(at) * op.size / most
+        phases.append(Phase(sent, chunks * most))
+    return phases

@@ -29,4 +29,4 @@ class Stepwise(Strategy):
         return build_schedule(problem, self.program(problem), steps)
 
     def traffic(self, problem: Problem) -> list[Phase]:
-        return traffic(self.program(problem))
+        return traffic(self.program(problem), problem.ranks)
