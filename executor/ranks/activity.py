@@ -12,10 +12,10 @@ import os
 from pathlib import Path
 
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.trace import LANE_ORDER
+from gnnplan.planner.vocabulary.trace import LANES
 
 SLOT = 64  # [B]
-_SLOTS = ("phase", "ended", *LANE_ORDER)
+_SLOTS = ("phase", "ended", *LANES)
 _OFFSETS = {name: SLOT * i for i, name in enumerate(_SLOTS)}
 
 

@@ -22,7 +22,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, read_bytes, read_json
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.trace import (
-    LANE_ORDER,
+    LANES,
     LONGEST,
     Span,
     overlap,
@@ -406,7 +406,7 @@ def first_disorder(schedule: Schedule, measured: Sequence[Span], steps: int) -> 
     """The first place where a lane's recorded order is not that of the schedule, in words."""
     measured = [span for span in measured if 0 <= span.step < schedule.steps]
     for rank in range(schedule.ranks):
-        for lane in LANE_ORDER:
+        for lane in LANES:
             planned = [
                 str(task.label) for task in schedule.lane(rank, lane) if task.label.step < steps
             ]

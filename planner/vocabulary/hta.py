@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
-from gnnplan.planner.vocabulary.trace import LANE_ORDER, Span, read_traces
+from gnnplan.planner.vocabulary.trace import LANES, Span, read_traces
 
 HOST_THREAD = 0
 _STEP = re.compile(r":s-?\d+$")  # the end of a label
@@ -58,7 +58,7 @@ def _steps(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
 
 
 def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
-    streams = {lane: number for number, lane in enumerate(LANE_ORDER, 1)}
+    streams = {lane: number for number, lane in enumerate(LANES, 1)}
     for number, span in enumerate(spans, 1):
         name = _STEP.sub("", span.label)
         if span.lane == "host":

@@ -17,7 +17,6 @@ from gnnplan.planner.vocabulary.numbers import Number
 # of an attention weight (logit, maximum, exponential, sum, weight).
 HASH_ACCESSES, EDGE_ACCESSES = 6, 10
 HostWork = Literal["draw", "lay"]  # a sampler draws neighbours, and lays out blocks
-LANES = ("host", "copy", "compute", "comm", "send", "receive", "reduce")
 
 
 class Label(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import make_folder, read_json, write_atomically
 
-# From top to bottom in a viewer.
-LANE_ORDER = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
+# What a rank does at the same time, from top to bottom in a viewer.
+LANES = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
 LONGEST = 1e12  # [s]
 MAX_TRACE = 1 << 30  # some million spans [B]
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
@@ -172,7 +172,7 @@ def _files(directory: Path) -> dict[int, Path]:
 def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
     """Metadata events that name the process and its threads, then a complete event per span."""
     used = {span.lane for span in spans}
-    lanes = [*LANE_ORDER, *sorted(used - set(LANE_ORDER))]
+    lanes = [*LANES, *sorted(used - set(LANES))]
     thread = {lane: i for i, lane in enumerate(lanes)}
     events = [_name(rank, 0, "process_name", {"name": f"rank {rank} ({source})"})]
     events.append(_name(rank, 0, "process_sort_index", {"sort_index": rank}))

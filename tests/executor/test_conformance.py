@@ -16,8 +16,9 @@ from ranks import Case, Ranks, Result
 
 from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.strategies import families, parse
-from gnnplan.planner.vocabulary.schedule import LANES, Collective, Load, Send
+from gnnplan.planner.vocabulary.schedule import Collective, Load, Send
 from gnnplan.planner.vocabulary.trace import (
+    LANES,
     Span,
     read_traces,
     recorded_order,

@@ -18,8 +18,7 @@ from ranks import Case, Ranks
 
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.train import train
-from gnnplan.planner.vocabulary.schedule import LANES
-from gnnplan.planner.vocabulary.trace import recorded_order
+from gnnplan.planner.vocabulary.trace import LANES, recorded_order
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.evidence.validate import operation, per_operation
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import LANES
 from gnnplan.planner.vocabulary.trace import (
-    LANE_ORDER,
     Span,
     overlap,
     read_traces,
@@ -88,10 +86,6 @@ def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
     assert halo["pid"] == 1
     assert (halo["ts"], halo["dur"]) == pytest.approx((300_000, 100_000))  # [us]
     assert halo["args"]["bytes"] == 400
-
-
-def test_every_lane_of_a_schedule_has_its_place():
-    assert set(LANES) <= set(LANE_ORDER)
 
 
 def test_each_rank_writes_its_own_file_and_only_that(tmp_path):
