@@ -364,6 +364,32 @@ def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch: pytest.MonkeyPatc
     assert fit([(size, *rounds[0]) for size, rounds in sent.items()])[1]
 
 
+def test_a_ping_pong_is_timed_where_it_begins_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow link, where there is time for two only, messages were found an eighth too fast: the
+    second rank hands its answer to the kernel, and its first round ends without the way back."""
+    there_and_back = 2 * 0.08
+    bench = object.__new__(Bench)
+    bench.rank, bench.seconds, bench.rounds = 0, 0.2, 3
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    monkeypatch.setattr(Bench, "_send", lambda *asked: lambda: None)
+    monkeypatch.setattr(Bench, "_disturb", lambda self: None)
+    monkeypatch.setattr(Bench, "_durations", lambda self, work, rounds: [there_and_back] * rounds)
+
+    def gather(self: Bench, own: object) -> list[object]:
+        if not isinstance(own, tuple):
+            return [there_and_back] * 2
+        first, busy = own
+        return [(first, busy), ([first[0] / 2, *first[1:]], busy)]
+
+    monkeypatch.setattr(Bench, "_gather", gather)
+    monkeypatch.setattr(Bench, "_clock", lambda self: 0.0)
+    # what a loop of computation takes without messages
+    monkeypatch.setattr("gnnplan.executor.measure.messages.median", lambda durations: 0.0)
+    sent: dict[int, list[tuple[float, float]]] = {}
+    bench.messages("send", [(0, 1)], sent)
+    assert sent[1024][0][0] == pytest.approx(0.08)
+
+
 def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
     """A link that is half as fast beyond 1 MiB (a cache is full), as loopback is."""
     truth = Link(bandwidth=4e9, latency=20e-6, efficiency={2**18: 1.0, 2**21: 0.5})
