@@ -18,7 +18,8 @@ from gnnplan.planner.cluster.placement import best_placement, walk
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.decision.recommendation import recommended
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Prediction, Strategy
+from gnnplan.planner.strategies.base import Memory, Strategy
+from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_bytes, show_count

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.decision.search import Candidate
-from gnnplan.planner.strategies.base import Memory, Prediction
+from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, read_bytes, read_json
 from gnnplan.planner.vocabulary.schedule import Schedule

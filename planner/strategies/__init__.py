@@ -19,7 +19,6 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from gnnplan.planner.strategies.base import Example as Example
-from gnnplan.planner.strategies.base import Prediction as Prediction
 from gnnplan.planner.strategies.base import Strategy as Strategy
 from gnnplan.planner.strategies.base import parse_call, read_list, read_size
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe as GNNPipe
@@ -29,6 +28,7 @@ from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit
 from gnnplan.planner.strategies.p3.p3 import P3 as P3
+from gnnplan.planner.strategies.program.prediction import Prediction as Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
 
 FAMILIES: tuple[type[Strategy], ...] = (

@@ -6,8 +6,10 @@ a `Problem` (planner/problem/problem.py), which knows the graph, the model and t
     text -> parse -> settle -> check        which knobs, and whether they suit the problem
                         |
                         +-> memory          bytes per rank
-                        +-> predict         seconds and bytes of an epoch, in closed form
-                        +-> schedule        every rank's tasks, for the simulator and the executor
+                        +-> program         what ranks do
+                             +-> predict    seconds and bytes of an epoch, in closed form
+                             +-> schedule   every rank's tasks, for the simulator and the executor
+                             +-> traffic    who sends whom, for placing the ranks
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import dataclasses
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -27,51 +29,19 @@ from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.program.account import predict
+from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.strategies.program.program import Program, traffic
+from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Schedule
-from gnnplan.planner.vocabulary.units import kind, quantity, show_percent
+from gnnplan.planner.vocabulary.units import kind, quantity
 
 LONG = 4  # longer lists of a knob are written by what repeats
 MOST_NUMBERS = 100_000  # of such a list
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
 Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One epoch in steady state, without contention between operations that overlap.
-
-    Bytes are sums over all ranks; each byte is counted once, where it is sent. Seconds are arrays
-    [problems, 1] where the cluster's numbers are.
-    """
-
-    epoch_s: Number
-    compute_s: Number  # of the busiest rank
-    comm_s: Number  # exposed: not hidden behind computation
-    bubble_s: Number  # waiting: the rest of the epoch; in a pipeline, its bubble
-    bytes: dict[str, int]  # by operation
-    bytes_by_link: dict[str, int]  # by intra_node, inter_node, island
-    setup_bytes: int
-    # operation kind -> seconds of its slowest rank
-    by_op: dict[str, Number] = field(default_factory=dict)
-
-    @property
-    def bytes_total(self) -> int:
-        return sum(self.bytes.values())
-
-    @property
-    def bottleneck(self) -> str:
-        """The largest share of the epoch, in words."""
-        shares = {
-            "computation": self.compute_s,
-            "communication": self.comm_s,
-            "waiting": self.bubble_s,
-        }
-        largest = max(shares, key=lambda k: float(shares[k]))
-        share = float(shares[largest]) / max(float(self.epoch_s), 1e-12)
-        return f"{largest} ({show_percent(share)})"
 
 
 @dataclass(frozen=True)
@@ -178,23 +148,27 @@ class Strategy(ABC):
         """Bytes per rank by use, at the fullest moment."""
 
     @abstractmethod
+    def program(self, problem: Problem) -> Program:
+        """What ranks do, operation by operation; the next three are read from it."""
+
     def predict(self, problem: Problem) -> Prediction:
         """One epoch in closed form.
 
         Broadcasts over clusters: where the cluster's numbers are arrays [problems, 1], so are the
         seconds.
         """
+        return predict(problem, self.program(problem))
 
-    @abstractmethod
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Every rank's tasks. The simulator plays them; the executor is held to them."""
+        return build_schedule(problem, self.program(problem), steps)
 
     def traffic(self, problem: Problem) -> list[Phase]:
         """What the ranks send each other in a step, from which their placement follows.
 
         Empty: ranks sit in their order.
         """
-        return []
+        return traffic(self.program(problem), problem.ranks)
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
         """The group of each rank [ranks], if groups must share a server or an island.

@@ -21,7 +21,6 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy
-from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute
@@ -46,7 +45,7 @@ def chunk_order(seed: int, step: int, chunks: int, shuffle: bool) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Pipeline(Stepwise):
+class Pipeline(Strategy):
     """The knobs of GNNPipe, and who does what.
 
     stages: ranks / stages ranks form one; None: as many stages as layers allow.

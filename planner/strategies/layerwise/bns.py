@@ -39,7 +39,6 @@ from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Op, Program
-from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ROUNDING = 1e-9  # 0.07 of 100 rows are 7, though 0.07 * 100 is a little more
@@ -47,7 +46,7 @@ P = 0.1  # BNS-GCN, Sec. 4: as accurate as the whole halo on its graphs
 
 
 @dataclass(frozen=True)
-class BNS(Stepwise):
+class BNS(Strategy):
     """Graph parallelism on a sample of the boundary.
 
     p: share of the halo rows of each pair of ranks that is sent in an epoch, in [0, 1].

@@ -72,7 +72,6 @@ from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
-from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 
 MOST = 10_000  # the largest max_hop, and the most batches
@@ -83,7 +82,7 @@ SHARED = ("parameters", "optimizer", "runtime")  # uses of memory that batches d
 
 
 @dataclass(frozen=True)
-class GraNNDis(Stepwise):
+class GraNNDis(Strategy):
     """GraNNDis.
 
     depth: hidden layers that a group recomputes for its surroundings; None: all (full preload).

@@ -55,7 +55,6 @@ from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
-from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 
 SMOOTHINGS = ("", "f", "g", "gf")
@@ -63,7 +62,7 @@ GAMMA = 0.95  # PipeGCN, Sec. 3.4
 
 
 @dataclass(frozen=True)
-class GraphParallel(Stepwise):
+class GraphParallel(Strategy):
     """Graph parallelism (staleness 0) and PipeGCN (staleness 1).
 
     staleness: steps by which halo rows and gradients lag, 0 or 1.

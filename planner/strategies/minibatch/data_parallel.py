@@ -58,12 +58,11 @@ from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
 from gnnplan.planner.strategies.program.program import Program
-from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 
 
 @dataclass(frozen=True)
-class DataParallel(Stepwise):
+class DataParallel(Strategy):
     """Data parallelism on mini-batches.
 
     prefetch: batches that a separate sampler may be ahead; 0: each rank samples in line.

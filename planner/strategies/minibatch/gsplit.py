@@ -56,14 +56,13 @@ from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, owned
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
 from gnnplan.planner.strategies.program.program import Program
-from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
 
 
 @dataclass(frozen=True)
-class GSplit(Stepwise):
+class GSplit(Strategy):
     """GSplit.
 
     splitter: how vertices get their owners.

@@ -23,7 +23,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
-from gnnplan.planner.strategies.program.stepwise import Stepwise
 from gnnplan.planner.vocabulary.errors import SpecError
 
 OVER = ("server", "rank")
@@ -47,7 +46,7 @@ def columns(features: int, slices: int, i: int) -> range:
 
 
 @dataclass(frozen=True)
-class Slices(Stepwise):
+class Slices(Strategy):
     """The knobs of P3, and who has what.
 
     over: what has columns of its own, each 'server' or each 'rank'; None: servers if there are

@@ -10,8 +10,8 @@
     account.py    seconds of steps that follow one another
     lanes.py      seconds of steps that are under way together
     flowshop.py   seconds of chunks that pass stages
-    stepwise.py   a strategy that has a program, and so all answers
+    prediction.py what an account says
 
 All readers go through the same operations, so bytes, seconds and tasks agree. This room knows no
-strategy; it may import `base` and `arithmetic` beside it.
+strategy; it may import `arithmetic` beside it.
 """

@@ -27,8 +27,8 @@ from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, times, total
-from gnnplan.planner.strategies.base import Prediction
 from gnnplan.planner.strategies.program import flowshop, lanes
+from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.strategies.program.price import Identity, Price, bytes_of, price_of
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.numbers import Number

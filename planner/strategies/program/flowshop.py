@@ -31,8 +31,8 @@ from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, total
-from gnnplan.planner.strategies.base import Prediction
 from gnnplan.planner.strategies.program.order import by_ranks
+from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.strategies.program.price import bytes_of
 from gnnplan.planner.strategies.program.program import Group, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
