@@ -111,7 +111,7 @@ BOUNDARY = {
     **{
         f"bns, p {p}, {parts} parts": (parts, f"bns(p={p})", ())
         for parts in (2, 4)
-        for p in (0.5, 0.1, 0.01)
+        for p in (0.1, 0.01)
     },
 }
 RESGCN = (
@@ -172,9 +172,9 @@ STUDIES = {
     "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, {**PIPELINES, **HYBRID}),
     "gcnii_squirrel": Study("squirrel", GCNII, 1000, 10, ON_ONE),
     "sage_physics": Study("coauthor_physics", SAGE, 150, 5, STALE),
-    "bns_physics": Study("coauthor_physics", SAGE, 150, 5, BOUNDARY),
-    "bns_cs": Study("coauthor_cs", SAGE, 150, 5, BOUNDARY),
-    "bns_photo": Study("amazon_photo", SAGE, 150, 5, BOUNDARY),
+    "bns_physics": Study("coauthor_physics", SAGE, 150, 3, BOUNDARY),
+    "bns_cs": Study("coauthor_cs", SAGE, 150, 3, BOUNDARY),
+    "bns_photo": Study("amazon_photo", SAGE, 150, 3, BOUNDARY),
     "mini_sage_physics": Study("coauthor_physics", (*MINI, "--model", "sage"), 30, 5, BATCHES),
     "mini_gat_physics": Study("coauthor_physics", (*MINI, "--model", "gat"), 30, 5, BATCHES),
     "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),

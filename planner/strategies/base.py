@@ -63,13 +63,13 @@ class Strategy(ABC):
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     # the module that trains it; it has open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
-    examples: ClassVar[tuple[Example, ...]]  # variants that between them run all of its code
-    # |closed form / simulation - 1| stays below this; the two differ only where transfers overlap
+    examples: ClassVar[tuple[Example, ...]]  # variants that `gnnplan check` and tests train
+    # |closed form / simulation - 1| stays below this; each family says why they differ
     claim: ClassVar[float]
 
     @property
     def name(self) -> str:
-        """The published name: of those whose knobs this variant has, the one with most of them."""
+        """The most specific published name whose knobs this variant has."""
         suiting = [name for name, knobs in self.names.items() if self._has(knobs)]
         return max(suiting, key=lambda name: len(self.names[name]), default=self.family)
 

@@ -330,6 +330,20 @@ def test_an_epoch_counts_batches_beyond_those_known(name: str):
     assert batches.steps > batches.known and counted[0] == counted[1]
 
 
+def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch: pytest.MonkeyPatch):
+    """Of large batches one only is looked at. It was taken to end an epoch, whose last batch goes
+    through at once: no pull was hidden."""
+    monkeypatch.setattr("gnnplan.planner.ownership.minibatch.MOST_EDGES", 1)
+    problem = problem_of(GRAPHS[0], 1, 2, batch=5)
+    strategy = parse("p3(pipelined=True)").settle(problem)
+    steps = strategy.steps(problem)
+    assert strategy.drawn_steps(problem) == 1 and steps > 20
+    two, one = (
+        play(strategy.schedule(problem, count * steps), problem.cost).end_s for count in (2, 1)
+    )
+    assert float(strategy.predict(problem).epoch_s) == pytest.approx(two - one, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("text", "more", "rule"),
     [

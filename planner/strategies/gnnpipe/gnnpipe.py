@@ -69,6 +69,7 @@ from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.gnnpipe.balance import balance, layer_seconds
 from gnnplan.planner.strategies.gnnpipe.memory import memory
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
+from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -118,9 +119,11 @@ class GNNPipe(Pipeline):
             if problem.graph is None
             else problem.seconds_of(problem.cut(self.chunks, self.members(problem)))
         )
+        first_pass_s = float(self.predict(problem).by_op["forward"]) * self.stages
         return {
             "partitioning": partitioning_s,
-            "first pass": float(self.predict(problem).by_op["forward"]) * self.stages,
+            "features": setup_s(problem, self.program(problem).setup),
+            "first pass": first_pass_s / problem.cost.full_load_slowdown,  # one stage at a time
         }
 
 
@@ -149,7 +152,7 @@ class _Shared:
         return self._exchanged[row_bytes]
 
     def handed(self, row_bytes: int) -> np.ndarray:
-        """Bytes [chunks, members] that a stage hands to the next."""
+        """Bytes [chunks, members] that a stage hands on, either way."""
         if row_bytes not in self._handed:
             self._handed[row_bytes] = self.facts.rows * row_bytes
         return self._handed[row_bytes]
@@ -166,7 +169,7 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
     assert pipe.stages is not None
     ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
     forward: list[Op] = []
-    backward: list[Op] = []  # the other way round
+    backward: list[Op] = []  # in the forward pass' order, until reversed below
     for piece in pipe.pieces(problem, stage):
         works, row_bytes = shared.works(piece), pipe.exchanged(problem, piece) * b
         layer = piece[0] if g > 1 else None
@@ -210,6 +213,7 @@ def _message(
 
 
 def _received(message: Op, ranks: tuple[int, ...]) -> Op:
+    """The message's other end."""
     return Op(
         "receive",
         message.way,

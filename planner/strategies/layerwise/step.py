@@ -18,6 +18,7 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -190,11 +191,7 @@ def _features_sent(
 
 def preparation(problem: Problem, layout: Layout | EstimatedLayout) -> dict[str, float]:
     """Seconds before the first step: partitioning, and the exchanges of `setup`."""
-    exchanged_s = sum(
-        float(problem.cost.exchange(op.sent).alone)
-        for op in setup(problem, layout)
-        if op.sent is not None
-    )
+    exchanged_s = setup_s(problem, setup(problem, layout))
     return {"partitioning": problem.seconds_of(layout), "features": exchanged_s}
 
 

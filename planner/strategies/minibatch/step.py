@@ -51,6 +51,7 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import (
     Structure,
 )
 from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store, row_bytes
+from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute
@@ -178,11 +179,7 @@ def filling(problem: Problem, store: Features | None) -> dict[str, float]:
     """Seconds before the first step: to choose which rows are where, and to fill the caches."""
     if store is None:
         return {}
-    exchanged_s = sum(
-        float(problem.cost.exchange(op.sent).alone)
-        for op in fill(problem, store)
-        if op.sent is not None
-    )
+    exchanged_s = setup_s(problem, fill(problem, store))
     loaded_s = float(np.max(problem.cost.load_s(store.held(problem).astype(float))))
     return {"feature store": store.seconds + exchanged_s + loaded_s}
 

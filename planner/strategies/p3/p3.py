@@ -140,8 +140,12 @@ class P3(Slices):
             body.append(Op("pull", "b", 1, sent=pulled.T))
         reduce, update = self._end(problem)
         phases = {
-            **{"host": host, "front": front, "body": body, "tail": tail},
-            **{"reduce": reduce, "update": [update]},
+            "host": host,
+            "front": front,
+            "body": body,
+            "tail": tail,
+            "reduce": reduce,
+            "update": [update],
         }
         return [replace(op, phase=phase) for phase, ops in phases.items() for op in ops]
 

@@ -1,6 +1,6 @@
 """The pipelined order of P3: what a rank does in each period.
 
-|front k|body k-1|tail k-2|update k-3| in period k: phases of three batches, and an update.
+|front k|body k-1|tail k-2|update k-3| in period k, with reduce k-3 beside all of it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from gnnplan.planner.vocabulary.schedule import Label
 def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, int]]:
     """What a rank does in period t of the pipeline: (phase, batch), one after the other.
 
-    Phases are those of `P3.step`. `epoch` is the number of batches of an epoch, `steps` that of the
-    run, whose last batch ends an epoch too (None: the run goes on).
+    Phases are those of `P3.step` but 'host', which goes before 'front'. `epoch` is the number of
+    batches of an epoch, `steps` that of the run, whose last batch ends an epoch too (None: the run
+    goes on).
 
     >>> [f"{phase} {batch}" for phase, batch in period(4, epoch=5)]
     ['reduce 1', 'front 4', 'body 3', 'tail 2', 'body 4', 'update 1']
@@ -48,10 +49,10 @@ def pipelined(prefetch: int) -> Order:
             for phase, batch in period(t, epoch, steps):
                 if phase == "front":
                     start = len(ended) - 1 - prefetch  # the period that sampling follows
-                    waits.chain[batch] = tuple(ended[start : start + 1]) if start >= 0 else ()
+                    waits.chain[batch] = (ended[start],) if start >= 0 else ()
                     yield from waits.of(batch, at(batch), "host")
                 yield from waits.of(batch, at(batch), phase)
-            ended += waits.last
+            ended += waits.last  # one label
 
     return order
 
@@ -69,7 +70,7 @@ class _Waits:
             if op.phase != phase:
                 continue
             label, chain = op.label(batch), self.chain[batch]
-            if op.idle:  # begins before what it waits for has ended
+            if op.idle:  # it is the wait, and begins at once
                 yield Queued(op, batch, ())
                 self.chain[batch] = (*chain, label)
             else:

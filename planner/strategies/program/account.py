@@ -49,21 +49,21 @@ def predict(problem: Problem, program: Program) -> Prediction:
     return p if len(known) == program.steps else _scaled(p, program.steps / len(known))
 
 
-def _scaled(p: Prediction, times: float) -> Prediction:
+def _scaled(p: Prediction, factor: float) -> Prediction:
     """The prediction of an epoch with so many times as many steps."""
 
     def whole(counts: dict[str, int]) -> dict[str, int]:
-        return {name: round(count * times) for name, count in counts.items()}
+        return {name: round(count * factor) for name, count in counts.items()}
 
     return Prediction(
-        p.epoch_s * times,
-        p.compute_s * times,
-        p.comm_s * times,
-        p.bubble_s * times,
+        p.epoch_s * factor,
+        p.compute_s * factor,
+        p.comm_s * factor,
+        p.bubble_s * factor,
         whole(p.bytes),
         whole(p.bytes_by_link),
         p.setup_bytes,
-        {op: seconds * times for op, seconds in p.by_op.items()},
+        {op: seconds * factor for op, seconds in p.by_op.items()},
     )
 
 
@@ -116,7 +116,7 @@ class _Counts:
                 self.computed[identity] += 1
                 self.segments.add(identity)
                 self.reduce_segments.add(identity)
-            elif op.sent is None and op.loaded is None and op.host is None:
+            elif op.lane == "reduce":
                 self.reduced[identity] += 1
                 self.segments.end()
                 self.reduce_segments.end()
@@ -258,9 +258,7 @@ def _by_operation(
 def _busiest_port_s(problem: Problem, ops: Iterable[Op]) -> Number:
     """How long the busiest port is busy with these operations [s]; shared CPU cores are a port."""
     cost = problem.cost
-    using = [
-        (op.identity, op) for op in ops if cost.cores or op.sent is not None or op.size or op.groups
-    ]
+    using = [(op.identity, op) for op in ops if cost.cores or op.moves]
     priced = {identity: price_of(problem, op) for identity, op in dict(using).items()}
     counted = Counter(identity for identity, _ in using)
     return largest(_port_s(cost, priced, list(counted.items())).values())

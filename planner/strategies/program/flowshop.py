@@ -58,7 +58,7 @@ class _Pass:
     """
 
     chunks: _ChunkTimes  # exchanges included; in the order in which chunks come
-    computed: Number  # seconds of each member [.., g]
+    computed: Number  # seconds of each member, alone [.., g]
     exchanged: Number  # seconds of halo exchanges
     busy: Mapping[Port, Number]  # seconds of each port, by the exchanges
 
@@ -99,16 +99,17 @@ class _StageCosts:
     def link_s(self) -> list[Number]:
         return [transfer.alone for transfer in self.link]
 
-    @property
-    def after_s(self) -> list[Number]:
+    def after_s(self, compute_slowdown: Number) -> list[Number]:
         """Seconds from the end of a stage's backward pass to the end of its step."""
         return [
-            ring.alone + update for ring, update in zip(self.all_reduce, self.update, strict=True)
+            ring.alone + update * compute_slowdown
+            for ring, update in zip(self.all_reduce, self.update, strict=True)
         ]
 
 
 def predict(problem: Problem, program: Program) -> Prediction:
-    """One epoch of the pipeline in closed form; chunks in METIS' order."""
+    """One epoch of the pipeline; chunks in the order in which their arrays have them."""
+    assert program.steps == 1
     cost, k, (step,) = problem.cost, len(program.chunks(0)), program.known
     stages = list(by_ranks(step).values())
     costs, pricing = _StageCosts(problem, stages), _Pricing(problem, stages, k)
@@ -175,7 +176,8 @@ def _flow_shop_s(passes: Passes, costs: _StageCosts, compute_slowdown: Number = 
     stage 1              |c0|c1|c2|        |c2|c1|c0|after|
     stage 2                 |c0|c1|c2|c2|c1|c0|after|
     """
-    link_s, after_s, stages = costs.link_s, costs.after_s, range(len(costs.update))
+    link_s, after_s = costs.link_s, costs.after_s(compute_slowdown)
+    stages = range(len(costs.update))
     ready: Number = 0.0  # when each chunk reaches the stage
     forward_end: list[np.ndarray] = []
     for stage in stages:
@@ -283,7 +285,7 @@ def _by_operation(cost: Cost, costs: _StageCosts, passes: Passes, chunks: int) -
         "pipeline": 2 * chunks * largest(costs.link_s),
     }
     if any(ring.busy for ring in costs.all_reduce):
-        by_op |= {f"halo:{way}": total(one.exchanged for one in passes[way]) for way in WAYS}
+        by_op |= {f"halo:{way}": largest(one.exchanged for one in passes[way]) for way in WAYS}
         by_op["all_reduce"] = largest(ring.alone for ring in costs.all_reduce)
     return by_op
 

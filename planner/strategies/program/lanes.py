@@ -23,17 +23,18 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 
 def epoch_s(problem: Problem, program: Program) -> Number:
-    """Seconds of the known steps as one epoch among others: from the last loss of the epoch before
-    to its own last loss."""
+    """Seconds of the known steps, played over and over: from the last loss of a round to that of
+    the next. If an epoch has more steps than are known, its end is left out."""
     assert program.order is not None
     known, slowdown = program.known, problem.cost.full_load_slowdown
-    epochs = 1 + -(-program.in_flight // len(known))  # in the last one all steps are under way
+    rounds = 1 + -(-program.in_flight // len(known))  # the last one begins with all under way
+    steps, epoch = rounds * len(known), len(known)
+    if epoch < program.steps:  # no step that counts ends an epoch or the run
+        steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
     priced: dict[Identity, Price] = {}
     free: dict[str, Number] = {}  # lane -> when [.., ranks]
     ended: dict[Label, Number] = {}  # -> when [.., ranks]
-    for op, step, after, _ in program.order(
-        lambda t: known[t % len(known)], len(known), epochs * len(known)
-    ):
+    for op, step, after, _ in program.order(lambda t: known[t % len(known)], epoch, steps):
         if op.identity not in priced:
             priced[op.identity] = price_of(problem, op)
         seconds, transfer = priced[op.identity].seconds, priced[op.identity].is_transfer
@@ -41,6 +42,6 @@ def epoch_s(problem: Problem, program: Program) -> Number:
         end = slowest(ready) + seconds if transfer else ready + seconds * slowdown
         free[op.lane] = ended[op.label(step)] = end
     last, before = (
-        slowest(ended[Label("loss", epoch * len(known) - 1)]) for epoch in (epochs, epochs - 1)
+        slowest(ended[Label("loss", count * len(known) - 1)]) for count in (rounds, rounds - 1)
     )
     return np.asarray(last) - before

@@ -3,7 +3,7 @@
     lane      operations                       waits for, if steps follow one another
     host      sampling, what is ahead          the last update; if `ahead`, an earlier one
     copy      load                             the last update, and what the rank has waited for
-    compute   forward, backward, update ..     transfers since the last computation
+    compute   forward, backward, update ..     all of its step since the last computation
     comm      exchanges                        the last computation, and transfers since then
     reduce    all-reduces                      the last computation, and transfers since then
     send      messages                         the last computation, and transfers since then
@@ -64,19 +64,19 @@ class _StepWaits:
         self.step, self.late, self.prefetch = step, late, prefetch
         self.computed: tuple[Label, ...] = ()  # the last computation
         self.awaited: tuple[Label, ...] = ()  # what the next computation waits for
-        self.sampling = False  # whether sampling has begun
+        self.hosted = False  # whether the host has begun with the step
 
     def of(self, op: Op, chunk: int | None) -> tuple[Label, ...]:
         label, updated = op.label(self.step, chunk), Label("update", self.step - 1)
-        if op.idle or op.received is not None:  # begins before what it waits for has ended
+        if op.idle or op.received is not None:  # it is the wait, and begins at once
             self.awaited += (label,)
             return ()
         if op.lane == "compute":
             after, self.computed, self.awaited = self.awaited, (label,), ()
         elif op.lane == "host":
             lead = self.prefetch if op.ahead else 0
-            after = () if self.sampling else (updated._replace(step=updated.step - lead),)
-            self.sampling, self.awaited = True, (label,)
+            after = () if self.hosted else (updated._replace(step=updated.step - lead),)
+            self.hosted, self.awaited = True, (label,)
         elif op.lane == "copy":
             after, self.awaited = (updated, *self.awaited), (label,)
         elif op.lane == "send":  # nobody here waits for it

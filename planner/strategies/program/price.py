@@ -18,7 +18,7 @@ Identity = object  # of an operation (Op.identity)
 
 
 class Price(NamedTuple):
-    """What an operation takes. Work: seconds of each rank [.., ranks]. A transfer: of all of it."""
+    """What an operation takes: seconds of each rank [.., ranks], or of a transfer as a whole."""
 
     seconds: Number
     transfer: Transfer = Transfer(0.0, {})
@@ -34,8 +34,18 @@ def price_of(problem: Problem, op: Op) -> Price:
         return Price(cost.host_s(*op.host))
     if op.loaded is not None:
         return Price(cost.load_s(op.loaded))
-    transfer = cost.exchange(op.sent) if op.sent is not None else _all_reduce(problem, op)
+    assert op.handed is None and op.received is None and not op.chunks
+    transfer = (
+        cost.exchange(op.sent, op.ranks or None)
+        if op.sent is not None
+        else _all_reduce(problem, op)
+    )
     return Price(transfer.alone, transfer, True)
+
+
+def setup_s(problem: Problem, setup: Iterable[Op]) -> float:
+    """Seconds of the exchanges before the first step."""
+    return sum(float(price_of(problem, op).seconds) for op in setup)
 
 
 def moved(problem: Problem, op: Op) -> dict[LinkName, int]:
@@ -63,7 +73,7 @@ def bytes_of(problem: Problem, ops: Iterable[Op]) -> tuple[dict[str, int], dict[
         for link, nbytes in moved(problem, op).items():
             by_op[op.op] += times[identity] * nbytes
             links[link] += times[identity] * nbytes
-    return dict(+by_op), dict(+links)
+    return dict(+by_op), dict(+links)  # without those of no bytes
 
 
 def _all_reduce(problem: Problem, op: Op) -> Transfer:

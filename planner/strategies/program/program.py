@@ -16,16 +16,17 @@ Group = tuple[int, ...]  # ranks
 PLACED_BY = 4  # steps whose exchanges decide where ranks sit; later ones are like these
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op:
-    """One operation that `ranks` do together (none named: all). Exactly one of these is set:
+    """One operation that `ranks` do together. In a step either no operation names ranks (all ranks
+    do it), or all operations do. Exactly one of these is set:
 
     work            computation; its fields are arrays [ranks], or numbers that hold for all ranks
     loaded          bytes [ranks] from the server's memory to the device
     host            a sampler's work, and edges [ranks]
     sent            an exchange: bytes [ranks, ranks], from row to column
     handed          a message of each rank to the one `distance` further on: bytes [ranks]
-    received        the end of that message of the rank `distance` further on
+    received        that message of its sender, which is the rank `distance` further on
     size            an all-reduce of that many bytes over the ranks
     groups, sizes   an all-reduce in each group, of that group's size
 
@@ -34,11 +35,11 @@ class Op:
     Operations that follow one another and have the same sign are done chunk by chunk. A chunk
     without rows is not handed on, and one of which nobody sends anything is not exchanged.
 
-    Three names of operations mean something to readers: 'halo' is an exchange of rows between their
-    owners, 'update' ends a step, and bytes and seconds are reported by `op` and `way`. An operation
-    that is `ahead` may be done `prefetch` steps before its own begins. An `idle` operation has no
-    work: it records how long a rank waits. `phase` is the part of its step that it belongs to, for
-    a pipeline that has phases of several steps under way.
+    Readers know three names: 'halo' is an exchange of rows between their owners, 'loss' ends a
+    forward pass, 'update' ends a step. Bytes are reported by `op`, seconds by `op`, `way` and
+    `layer`. An operation that is `ahead` may be done `prefetch` steps before its own begins. An
+    `idle` operation has empty work: it is how long a rank waits. `phase` is the part of its step
+    that it belongs to, for a pipeline that has phases of several steps under way.
     """
 
     op: str
@@ -77,10 +78,10 @@ class Op:
     @property
     def moves(self) -> bool:
         """Whether ranks send each other anything; the receiving end of a message does not."""
-        return self.lane in ("comm", "reduce", "send") or (self.ahead and self.sent is not None)
+        return self.sent is not None or self.lane in ("send", "reduce")
 
     def label(self, step: int, chunk: int | None = None) -> Label:
-        """Its name; a message's `peer` is relative, the distance to the rank at the other end."""
+        """Its name; `peer` is the distance to a message's other end (at_rank makes it a rank)."""
         return Label(self.op, step, self.way, self.layer, chunk, self.distance or None)
 
     @property
@@ -88,7 +89,7 @@ class Op:
         """Equal for operations that share their work: such operations take equally long."""
         shared = (self.work, self.loaded, self.host, self.sent, self.handed)
         where = () if self.work is not None else self.ranks
-        numbers = (self.size, self.groups, self.sizes, self.distance)
+        numbers = (self.size, self.groups, self.sizes, self.distance, self.chunks)
         return self.op, where, numbers, *map(id, shared)
 
     def reductions(self, ranks: int) -> list[tuple[Group, int]]:
@@ -134,7 +135,7 @@ class Program:
     prefetch: int = 0  # steps by which what is `ahead` may be ahead
     chunks: Callable[[int], Sequence[int]] = lambda step: ()  # their order in a step
     order: Order | None = None  # None: step after step (order.py)
-    in_flight: int = 1  # steps that are under way at once, if they have an order of their own
+    in_flight: int = 1  # steps after which all that overlaps is under way
 
     @property
     def setup_bytes(self) -> int:
@@ -143,7 +144,8 @@ class Program:
 
 
 def traffic(program: Program, ranks: int) -> list[Phase]:
-    """Rows that owners send each other in a step; equal exchanges are counted.
+    """Rows that owners send each other in the first PLACED_BY known steps, of which only the
+    proportions matter; equal exchanges are counted.
 
     What ranks send because of where they sit (rows from another server's memory) is not counted:
     it would be other traffic elsewhere.
@@ -156,15 +158,18 @@ def traffic(program: Program, ranks: int) -> list[Phase]:
 
 
 def _inside_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
-    """Transfers of groups of ranks: those of one kind in all groups are on the way together. A
-    phase is the mean chunk's, and happens as often as in the group where it happens most often."""
+    """Transfers of groups of ranks. Those of one kind (as 'halo:f') in all groups are on the way
+    together: a phase is all groups' mean chunk, and happens as often as the group that has most of
+    that kind does it."""
     kinds: dict[tuple[str, str], list[Op]] = {}
     for op in ops:
-        if op.ranks and (op.sent is not None or op.handed is not None or op.size):
+        if op.ranks and op.moves:
             kinds.setdefault((op.op, op.way), []).append(op)
-    means: dict[int, np.ndarray] = {}  # of the chunks, by id of the bytes: stages share them
+    means: dict[int, np.ndarray] = {}  # by id of the bytes: stages share them
 
-    def mean(nbytes: np.ndarray) -> np.ndarray:
+    def of_mean_chunk(nbytes: np.ndarray, op: Op) -> np.ndarray:
+        if not op.chunks:
+            return nbytes
         if id(nbytes) not in means:
             means[id(nbytes)] = nbytes.mean(0)
         return means[id(nbytes)]
@@ -176,11 +181,11 @@ def _inside_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
         for op in alike:
             at = np.array(op.ranks)
             if op.sent is not None:
-                sent[np.ix_(at, at)] += mean(op.sent) / most
-                chunks = len(op.sent)
+                sent[np.ix_(at, at)] += of_mean_chunk(op.sent, op) / most
+                chunks = len(op.sent) if op.chunks else 1
             elif op.handed is not None:
-                sent[at, at + op.distance] += mean(op.handed) / most
-                chunks = len(op.handed)
+                sent[at, at + op.distance] += of_mean_chunk(op.handed, op) / most
+                chunks = len(op.handed) if op.chunks else 1
             else:
                 sent[at, np.roll(at, -1)] += 2 * (len(at) - 1) / len(at) * op.size / most
         phases.append(Phase(sent, chunks * most))
