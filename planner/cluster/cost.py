@@ -227,22 +227,6 @@ class Cost:
         """When the last rank has computed, if all begin at once; alone [.., ranks] [s]."""
         return self._shared_cores.all_done_s(seconds) if self._shared_cores else slowest(seconds)
 
-    def core_sharing_slowdown(
-        self, seconds: Number, slowdown: Number, span: Number, copying_s: Number = 0.0
-    ) -> Number:
-        """How many times as long a rank computes that meets others at work on its cores."""
-        if not self._shared_cores:
-            return 1.0
-        return self._shared_cores.core_sharing_slowdown(seconds, slowdown, span, copying_s)
-
-    def copying_s(self, ports: Mapping[Port, Number]) -> Number:
-        """Core-seconds that messages take of the machine that they take most of."""
-        return self._shared_cores.copying_s(ports) if self._shared_cores else 0.0
-
-    def overlap_rates(self, transfer: Transfer) -> tuple[Number, Number]:
-        """Rates of a transfer and of all ranks' computation while they overlap; alone 1."""
-        return self._shared_cores.overlap_rates(transfer) if self._shared_cores else (1.0, 1.0)
-
     def core_busy_s(self, seconds: Number) -> dict[Port, Number]:
         """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
         return self._shared_cores.core_busy_s(seconds) if self._shared_cores else {}

@@ -13,7 +13,7 @@ second when all cores are busy for a second."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -22,7 +22,7 @@ import numpy as np
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
 from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer
-from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
+from gnnplan.planner.vocabulary.numbers import Number, slowest
 
 # The port 'cores' needs a bandwidth, but cores have none: they copy so many bytes per second, and
 # each byte so often that the product is right. Any number would do [B/s].
@@ -81,43 +81,6 @@ class SharedCores:
             )
             out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
         return out
-
-    def core_sharing_slowdown(
-        self, seconds: Number, slowdown: Number, span: Number, copying_s: Number
-    ) -> Number:
-        """How many times as long a rank computes that meets others at work on its cores.
-
-        Each of the others computes `seconds` [.., ranks] of a `span`, `slowdown` times as long as
-        alone, and messages keep cores busy for `copying_s`. Both are taken to be spread over the
-        span at random, so a rank meets the mean number of others (mean value analysis).
-        """
-        on_fullest = self.machines == int(np.argmax(self.ranks_by_machine))
-        by_rank = self._by_rank(seconds)[..., on_fullest]
-        others = by_rank.sum(-1, keepdims=np.ndim(seconds) > 1) * (1 - 1 / by_rank.shape[-1])
-        at_work = 1.0 + (others * slowdown + copying_s) / span
-        out: Number = np.maximum(1.0, at_work * self.core_share)
-        return out
-
-    def copying_s(self, ports: Mapping[Port, Number]) -> Number:
-        """Core-seconds that messages take of the machine that they take most of.
-
-        `ports` is the seconds that they keep each port busy.
-        """
-        return _cores_busy(ports) * self.cores
-
-    def overlap_rates(self, transfer: Transfer) -> tuple[Number, Number]:
-        """Rates of a transfer and of all ranks' computation while they overlap.
-
-        Each is a share of the rate alone. Every rank has a thread for either. Whoever wants less
-        than its share of the cores leaves the rest to the others.
-        """
-        copying = _cores_busy(transfer.busy)
-        if not np.any(copying):
-            return 1.0, 1.0
-        wanted = copying / np.maximum(transfer.alone - transfer.latency, 1e-30)
-        computing = min(1.0, float(self.most_ranks) * self.core_share)
-        granted = np.minimum(wanted, max(0.5, 1.0 - computing))
-        return granted / np.maximum(wanted, 1e-30), np.minimum(1.0, (1.0 - granted) / computing)
 
     def core_busy_s(self, seconds: Number) -> dict[Port, Number]:
         """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
@@ -194,11 +157,6 @@ class SharedCores:
     def _by_rank(self, seconds: Number) -> np.ndarray:
         """The same for every rank, if one number is given [.., ranks]."""
         return np.broadcast_to(seconds, (*np.shape(seconds)[:-1], self.machines.size))
-
-
-def _cores_busy(ports: Mapping[Port, Number]) -> Number:
-    """The longest that any machine's cores are busy [s]."""
-    return largest([seconds for (kind, _), seconds in ports.items() if kind == "cores"])
 
 
 @cache

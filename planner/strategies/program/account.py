@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gnnplan.planner.cluster.cost import Cost, Transfer
+from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, times, total
@@ -184,45 +184,15 @@ def _stale_epoch(
     all-reduce follows computation. No epoch is shorter than its busiest port is busy.
     """
     computing_s = counts.reduce_segments.all_done_s(cost, seconds)
-    computed_s, both_s = _overlap(
-        cost,
-        computing_s,
-        _sum(counts.exchanged, seconds),
-        [(priced[identity].transfer, count) for identity, count in counts.exchanged.items()],
-    )
     ports = cost.core_busy_s(_sum(counts.computed, seconds))
     for identity, count in (counts.exchanged + counts.reduced).items():
         priced[identity].transfer.load(ports, count)
-    epoch = np.maximum(computed_s + _sum(counts.reduced, seconds), both_s)
-    epoch = largest(ports.values(), epoch)
-    return epoch, epoch - computing_s
-
-
-def _overlap(
-    cost: Cost,
-    computing_s: Number,
-    exchanging_s: Number,
-    exchanges: Iterable[tuple[Transfer, int]],
-) -> tuple[Number, Number]:
-    """When computation ends and when both have ended, of computation beside exchanges [s].
-
-    Both begin at the same time. The seconds given are those of either alone; exchanges come one
-    after the other, each so many times. On CPUs both share the cores and are slower together
-    (`Cost.overlap_rates`). What is left of either when the other ends goes on alone.
-    """
-    lane_s, done = np.zeros(np.shape(computing_s)), np.zeros(np.shape(computing_s))
-    for transfer, count in exchanges:
-        exchange_rate, compute_rate = cost.overlap_rates(transfer)
-        flowing = (transfer.alone - transfer.latency) / exchange_rate
-        lane_s = lane_s + count * (transfer.latency + flowing)
-        done = done + count * (transfer.latency + flowing * compute_rate)
-    computed_s = np.where(
-        done > computing_s,  # computation ends first
-        computing_s * lane_s / np.maximum(done, 1e-30),
-        computing_s + lane_s - done,
+    lanes_s = (
+        computing_s + _sum(counts.reduced, seconds),
+        _sum(counts.exchanged, seconds),
     )
-    left = np.maximum(1.0 - computed_s / np.maximum(lane_s, 1e-30), 0.0)
-    return computed_s, computed_s + left * exchanging_s
+    epoch = largest((*lanes_s, *ports.values()))
+    return epoch, epoch - computing_s
 
 
 def _ahead_s(

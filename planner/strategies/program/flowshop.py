@@ -38,7 +38,6 @@ from gnnplan.planner.strategies.program.program import Group, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute, Send
 
-ROUNDS = 4  # of the fixed point of epoch and core sharing
 MANY = 200  # problems, from which on it is faster to go through the chunks one by one
 WAYS = ("f", "b")  # forward, backward
 
@@ -118,7 +117,7 @@ def predict(problem: Problem, program: Program) -> Prediction:
     computed = _computed(alone, costs)  # seconds of each stage's members
     each_rank = np.concatenate([np.atleast_1d(seconds) for seconds in computed], axis=-1)
     messages = _message_ports(costs, k)
-    passes, epoch = _contended(cost, pricing, costs, alone, uncontended_s, each_rank, messages)
+    passes, epoch = _contended(cost, pricing, costs, alone, uncontended_s)
     exchanged = [  # of each stage
         f.exchanged + b.exchanged + ring.alone
         for f, b, ring in zip(passes["f"], passes["b"], costs.all_reduce, strict=True)
@@ -226,31 +225,19 @@ def _through_stage(
 
 
 def _contended(
-    cost: Cost,
-    pricing: _Pricing,
-    costs: _StageCosts,
-    alone: Passes,
-    uncontended_s: Number,
-    each_rank: np.ndarray,
-    messages: Mapping[Port, Number],
+    cost: Cost, pricing: _Pricing, costs: _StageCosts, alone: Passes, uncontended_s: Number
 ) -> tuple[Passes, Number]:
     """Passes and epoch with contention.
 
-    Exchanges of different stages share ports. Ranks on CPUs share cores: how often a rank finds
-    others at work depends on how long the epoch is, so a few rounds look for the epoch that agrees
-    with itself (mean value analysis, `Cost.core_sharing_slowdown`).
+    Exchanges of different stages share ports. Ranks that share CPU cores are taken to compute all
+    at once.
     """
-    passes, epoch = alone, uncontended_s
     exchange_slowdown = _port_sharing(alone, uncontended_s)
     ports_shared = any(np.any(slowdown > 1) for slowdown in exchange_slowdown)
-    copying_s = cost.copying_s(messages)
-    compute_slowdown: Number = 1.0
-    for _ in range(ROUNDS if cost.cores else 1):
-        compute_slowdown = cost.core_sharing_slowdown(each_rank, compute_slowdown, epoch, copying_s)
-        if ports_shared or np.any(compute_slowdown > 1):
-            passes = pricing.passes(exchange_slowdown, compute_slowdown)
-            epoch = _flow_shop_s(passes, costs, compute_slowdown)
-    return passes, epoch
+    if not ports_shared and cost.full_load_slowdown == 1:
+        return alone, uncontended_s
+    passes = pricing.passes(exchange_slowdown, cost.full_load_slowdown)
+    return passes, _flow_shop_s(passes, costs, cost.full_load_slowdown)
 
 
 def _port_sharing(passes: Passes, epoch: Number) -> list[Number]:
