@@ -48,7 +48,26 @@ EXPONENTIALS = (
     "gelu",
     "elu",
 )
-FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+# operations that do not read their first argument
+UNREAD = (
+    "copy_",
+    "fill_",
+    "zero_",
+    "new_zeros",
+    "new_full",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+)
+FREE = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "sparse_compressed_tensor",
+    "values",
+)
 
 
 class Unmeasured(Exception):
@@ -63,7 +82,7 @@ class _Gathered(NamedTuple):
 
 
 @dataclass
-class _Work:
+class Work:
     """Work of a pass on one block."""
 
     flops: float = 0.0
@@ -77,19 +96,19 @@ class _Work:
 
 
 @dataclass
-class _Noted:
+class Noted:
     """All that was noted of a layer on one block."""
 
-    forward: _Work = field(default_factory=_Work)
-    backward: _Work = field(default_factory=_Work)
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
     events: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # by part
     keeps_inputs: bool = False
 
 
-class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations, and when the tensors that they make come and go."""
 
-    def __init__(self, noted: _Noted) -> None:
+    def __init__(self, noted: Noted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted, self.known = noted, weakref.WeakSet[Any]()
         self.part, self.work = "", noted.forward
@@ -106,8 +125,8 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if _is_dense(leaf)]
+        made = [leaf for leaf in tree_leaves(out) if _is_dense(leaf)]
         storages = {tensor.untyped_storage() for tensor in read}
         for tensor in made:
             storage = tensor.untyped_storage()
@@ -116,7 +135,9 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = made and not func._schema.is_mutable
         is_view = is_view and all(t.untyped_storage() in storages for t in made)
         if not is_view:
-            self._does(func.overloadpacket.__name__.split(".")[-1], args, read, made)
+            name = func.overloadpacket.__name__.split(".")[-1]
+            unread = (kwargs or {}).get("out", args[0] if name in UNREAD else None)
+            self._does(name, args, [tensor for tensor in read if tensor is not unread], made)
         return out
 
     def _comes(self, storage: Any) -> None:
@@ -155,6 +176,11 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 work.exponentials += sum(tensor.numel() for tensor in made)
 
 
+def _is_dense(leaf: Any) -> bool:
+    """Whether it is a tensor of numbers; a sparse one only refers to such tensors."""
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided
+
+
 def _padded(out: Tensor) -> float:
     """Numbers of a product, of which few columns cost as much as VECTOR."""
     return float(np.prod([max(size, VECTOR) for size in out.shape[-2:]]) * np.prod(out.shape[:-2]))
@@ -163,7 +189,7 @@ def _padded(out: Tensor) -> float:
 def _bytes(tensor: Tensor) -> int:
     """Bytes that are read or written of it; what is expanded is read once."""
     sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
-    return int(np.prod(sizes)) * tensor.element_size() if tensor.layout == torch.strided else 0
+    return int(np.prod(sizes)) * tensor.element_size()
 
 
 def _gather_of(name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> _Gathered | None:
@@ -174,6 +200,9 @@ def _gather_of(name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> _Gat
     if name in ("index_select", "embedding", "index", "gather"):
         table, out = (args[0] if isinstance(args[0], Tensor) else args[1]), made[0]
         return _Gathered(len(out), _width(out), len(table), len(out)) if out.ndim else None
+    if name == "sparse_sampled_addmm":  # an inner product of two rows per edge
+        edges, table = args[0], args[2].t()
+        return _Gathered(edges._nnz(), table.shape[1], len(table), len(args[0]))
     if name in ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_"):
         values = next(a for a in args[::-1] if isinstance(a, Tensor))
         return _Gathered(len(values), _width(values), len(values), len(made[0]))
@@ -198,7 +227,7 @@ def count(
     _must_fit(layer, h_in, h_out, dtype)  # what torch makes once is made now
     noted = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
 
-    def fit(values: Callable[[_Noted], Sequence[float]], what: str) -> list[Linear]:
+    def fit(values: Callable[[Noted], Sequence[float]], what: str) -> list[Linear]:
         return _fit([values(note) for note in noted], what)
 
     def work(which: str) -> CountedWork:
@@ -210,7 +239,7 @@ def count(
         if len({w.launches for w in of}) > 1:
             raise Unmeasured("the number of its operations depends on how large the block is")
         # the largest tensor of a block may be another one of a larger block
-        largest = _factors([[float(w.tensor_bytes)] for w in of])[0]
+        largest = factors_of([[float(w.tensor_bytes)] for w in of])[0]
         gathers = [
             CountedGather(rows=rows, width=width, among=among, into=into)
             for width, rows, among, into in zip(
@@ -226,7 +255,7 @@ def count(
         )
 
     def events(*parts: str) -> tuple[Event, ...]:
-        def sizes(note: _Noted) -> list[float]:
+        def sizes(note: Noted) -> list[float]:
             return [float(size) for part in parts for size, _ in note.events[part]]
 
         born = [born for part in parts for _, born in noted[0].events[part]]
@@ -266,7 +295,7 @@ def count(
 def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
     """Raise Unmeasured if the layer's output is not [R, H_out] and made by its parameters."""
     rows, sources, edges = SIZES[0]
-    block = _block(layer, rows, sources, edges, dtype)
+    block = block_of(layer, rows, sources, edges, dtype)
     out = layer(block, torch.randn(sources, h_in, dtype=dtype))
     if out.shape != (rows, h_out):
         raise Unmeasured(
@@ -281,7 +310,7 @@ def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
 def must_sum_columns(layer: Layer, h_in: int, h_out: int, relu: bool, dtype: torch.dtype) -> None:
     """Raise Unmeasured if P3's calls give another output than the layer does."""
     rows, sources, edges = SIZES[0]
-    block = _block(layer, rows, sources, edges, dtype)
+    block = block_of(layer, rows, sources, edges, dtype)
     x = torch.randn(sources, h_in, dtype=dtype)
     parts = cast(ColumnLayer, layer)
     with torch.no_grad():
@@ -301,13 +330,13 @@ def _note(
     varies: bool,
     dtype: torch.dtype,
     sizes: tuple[int, int, int],
-) -> _Noted:
+) -> Noted:
     """The layer on one block, forward and backward."""
     rows, sources, edges = sizes
-    block = _block(layer, rows, sources, edges, dtype)
+    block = block_of(layer, rows, sources, edges, dtype)
     x = torch.randn(sources, h_in, dtype=dtype)
-    noted = _Noted()
-    notes = _Notes(noted)
+    noted = Noted()
+    notes = Notes(noted)
     is_collecting = gc.isenabled()
     gc.disable()
 
@@ -342,7 +371,7 @@ def _note(
     return noted
 
 
-def _block(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dtype) -> Block:
+def block_of(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dtype) -> Block:
     """Edges spread evenly over rows and sources, weighted as the layer asks for."""
     indptr = np.linspace(0, edges, rows + 1).astype(np.int32)
     indices = (np.arange(edges) % sources).astype(np.int32)
@@ -351,7 +380,7 @@ def _block(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dtype
     return block.mean(dtype) if weighted else block
 
 
-def _factors(values: Sequence[Sequence[float]]) -> list[Linear]:
+def factors_of(values: Sequence[Sequence[float]]) -> list[Linear]:
     """The factors of each of some numbers [sizes, numbers] from the first four sizes."""
     points = np.column_stack([np.array(SIZES[:4], dtype=float), np.ones(4)])
     solved = np.linalg.solve(points, np.array(values[:4], dtype=float))
@@ -364,7 +393,7 @@ def _fit(values: Sequence[Sequence[float]], what: str) -> list[Linear]:
         raise Unmeasured(f"{what} depend on how large the block is")
     if not values[0]:
         return []
-    factors = _factors(values)
+    factors = factors_of(values)
     (rows, sources, edges), found = SIZES[4], values[4]
     for (a, b, c, d), value in zip(factors, found, strict=True):
         foretold = a * rows + b * sources + c * edges + d

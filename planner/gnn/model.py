@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar
 
+from gnnplan.planner.gnn import passes
 from gnnplan.planner.gnn.counted import Counted, between
+from gnnplan.planner.gnn.passes import Kind
 from gnnplan.planner.gnn.workload import Jump, Module, Residual, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
@@ -59,12 +61,22 @@ class Layer:
     # sources
     pairs: bool = False
     residual: Residual | None = None
+    kind: Kind = passes.GCN  # its element-wise work
     counted: Counted | None = None  # a layer of the user's own, whose work is not in formulas
 
     @property
     def reads_own(self) -> bool:
         """Whether it reads the rows of its destinations besides what it aggregates."""
         return self.matrices > 1 or self.residual is not None or self.counted is not None
+
+    @property
+    def put_among(self) -> int:
+        """How often the gradient of own rows is put among that of the sources.
+
+        A residual of prepared rows shares that with the kind's own reading of them."""
+        if self.residual is None or (self.kind.own and self.residual.of == "prepared"):
+            return self.kind.own
+        return self.kind.own + 1
 
     @property
     def multiplied(self) -> int:
@@ -82,14 +94,6 @@ class Layer:
         if self.counted:
             return self.counted.gathered
         return (self.middle or self.h_out) if self.projects_first else self.h_in
-
-
-class Preparation(NamedTuple):
-    """Work of norm, activation and dropout on a layer's inputs."""
-
-    elementwise_bytes: Number
-    hash_ops: Number
-    launches: int
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class Model:
     # All layers' rows, or products of them, are added up; the sum is what is decoded.
     jump: Jump | None = None
 
+    own_laid_out: ClassVar[int] = passes.COPY  # passes over own rows, to put them beside others
+
     @property
     def jumped(self) -> int:
         """Numbers per row of the sum of all layers' rows; 0: nothing is summed."""
@@ -123,6 +129,12 @@ class Model:
     def carried(self) -> int:
         """Numbers per row that go past all layers: a pipeline stage hands them on."""
         return self.layers[0].h_in if self.hands_on_initial else self.jumped
+
+    @property
+    def encoder_inputs(self) -> Layer:
+        """A layer whose preparation the encoder's inputs get."""
+        assert self.encoder
+        return Layer(*self.encoder, 1, 0, False, False, drops=not self.activates_last)
 
     @property
     def decoder_inputs(self) -> Layer | None:
@@ -294,7 +306,7 @@ class Model:
         spec, itemsize = self.layers[layer - 1], self.itemsize
         if spec.counted:
             return self._counted(spec, rows, sources, edges, read)[0]
-        cached, sparse = self.aggregate_cached(layer), self.reads_sparse(layer)
+        sparse = self.reads_sparse(layer)
         narrow = narrow and self.narrow_at(layer)
         multiplied = spec.matrices * rows
         if spec.projects_first:
@@ -302,33 +314,19 @@ class Model:
         product = self._product(spec.h_in, spec.multiplied, multiplied, sparse)
         if spec.middle:
             product = product + self._product(spec.middle, spec.h_out, rows)
-        source_width = spec.multiplied if narrow or sparse else spec.h_in
-        elementwise_bytes: Number = 0 if cached else 2 * sources * source_width * itemsize
-        elementwise_bytes = (
-            elementwise_bytes + (3 if spec.weights else 0) * rows * spec.h_out * itemsize
-        )
-        elementwise_bytes = elementwise_bytes + 3 * rows * spec.middle * itemsize
-        # GATv2 adds two rows along every edge and head, activates and weighs them
-        if spec.pairs:
-            elementwise_bytes = elementwise_bytes + 6 * (edges + rows) * spec.h_out * itemsize
-        # GCNII mixes the aggregate with the initial rows, and the product with what it was before
-        if self.hands_on_initial:
-            elementwise_bytes = elementwise_bytes + 3 * rows * spec.h_out * itemsize
-        added, more = self._residual(layer, rows)
-        product, elementwise_bytes = product + added, elementwise_bytes + more
-        hash_ops: Number = 0.0
+        if spec.residual and spec.residual.linear:
+            product = product + self._product(spec.h_in, spec.h_out, rows, sparse)
         launches = 6 + 2 * spec.matrices + 12 * spec.heads + 3 * bool(spec.residual)
+        hash_ops = 0.0 if narrow else self.hashed(spec, sources, sparse)
         if not narrow:
-            prepared = self._prepare(spec, sources, sparse)
-            elementwise_bytes = elementwise_bytes + prepared.elementwise_bytes
-            hash_ops, launches = prepared.hash_ops, launches + prepared.launches
+            launches += self._prepare_launches(spec)
         if spec.sums > 1:  # exponentials of the messages
-            elementwise_bytes = elementwise_bytes + 2 * sources * spec.h_in * itemsize
             hash_ops = hash_ops + sources * spec.h_in
+        source_width = spec.multiplied if narrow or sparse else spec.h_in
         return product + Compute(
             0.0,
             self._gathers(layer, rows, edges, sources if read is None else read, rows),
-            elementwise_bytes,
+            self.forward_numbers(layer, rows, sources, edges, narrow) * itemsize,
             launches,
             itemsize,
             tensor_bytes=self._tensor_bytes(sources, source_width),
@@ -362,20 +360,12 @@ class Model:
         products = 1 if constant else 2  # per product of the forward pass
         # the inputs of GIN's second product vary in any case
         second = self._product(spec.middle, spec.h_out, rows) if spec.middle else Compute()
-        masked = bool(self.dropout) and spec.drops and not (narrow and self.narrow_at(layer))
-        # masks and weights are read, not made again
-        elementwise_bytes = (
-            forward.elementwise_bytes
-            + (2 * rows * spec.h_out + HASH_ACCESSES * forward.hash_ops) * self.itemsize
-        )
-        # GCNII: both mixtures split a gradient in two. Two gradients are added in what was mixed,
-        # and two in the initial rows.
-        if self.hands_on_initial:
-            elementwise_bytes = elementwise_bytes + 7 * rows * spec.h_out * self.itemsize
+        narrow = narrow and self.narrow_at(layer)
+        masked = bool(self.dropout) and spec.drops and not narrow
         work = Compute(
             forward.flops * products + second.flops * (2 - products),
             gathers,
-            elementwise_bytes,
+            self.backward_numbers(layer, rows, sources, edges, narrow) * self.itemsize,
             2 * (forward.launches - MASK * masked),
             self.itemsize,
             gemm_bytes=forward.gemm_bytes * products + second.gemm_bytes * (2 - products),
@@ -396,26 +386,14 @@ class Model:
         """Forward and backward work of a layer of the user's own, with dropout of its inputs."""
         assert spec.counted is not None
         block = rows, sources if read is None else read, edges + rows * spec.self_edges
-        drop = self._prepare(spec, sources)
+        hashed = self.hashed(spec, sources)
         forward = spec.counted.forward.on(*block, self.itemsize) + Compute(
-            launches=drop.launches, hash_ops=drop.hash_ops
+            launches=self._prepare_launches(spec), hash_ops=hashed
         )
         backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
-            elementwise_bytes=HASH_ACCESSES * drop.hash_ops * self.itemsize
+            elementwise_bytes=HASH_ACCESSES * hashed * self.itemsize
         )
         return forward, backward
-
-    def _residual(self, layer: int, rows: Number) -> tuple[Compute, Number]:
-        """A residual's product, and the bytes of its sum and of a ReLU of its own."""
-        spec = self.layers[layer - 1]
-        if not spec.residual:
-            return Compute(), 0.0
-        passes = 3 + 2 * (self.relu_after(layer) and not spec.residual.after_relu)
-        product = Compute()
-        if spec.residual.linear:
-            product = self._product(spec.h_in, spec.h_out, rows, self.reads_sparse(layer))
-            passes += 2
-        return product, passes * rows * spec.h_out * self.itemsize
 
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of a narrow layer's projection, before its exchange."""
@@ -423,8 +401,14 @@ class Model:
             return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
         spec = self.layers[layer - 1]
         return self._rowwise(
-            (spec.h_in, spec.multiplied), rows, constant_input=False, prepared_as=spec
+            (spec.h_in, spec.multiplied), rows, spec, self.project_numbers(spec, rows)
         )
+
+    def lay_out(self, layer: int, rows: Number, narrow: bool) -> Compute:
+        """Work of putting a rank's own `rows` beside those that others send before the layer."""
+        width = self.exchanged_width(layer, narrow)
+        copied = 1.0 * self.own_laid_out * rows * width * self.itemsize
+        return Compute(elementwise_bytes=copied, itemsize=self.itemsize)
 
     def add_up(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of adding a layer's `rows`, a rank's own, to the sum of all
@@ -452,13 +436,19 @@ class Model:
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
-        return self._rowwise(self.encoder, rows, constant_input=True)
+        if self.encoder is None:
+            return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
+        return self._rowwise(
+            self.encoder, rows, self.encoder_inputs, self.encode_numbers(rows), constant=True
+        )
 
     def finish(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of decoder and loss on a rank's own rows."""
-        forward, backward = self._rowwise(
-            self.decoder, rows, constant_input=False, prepared_as=self.decoder_inputs
-        )
+        forward = backward = Compute(itemsize=self.itemsize)
+        if self.decoder and self.decoder_inputs:
+            forward, backward = self._rowwise(
+                self.decoder, rows, self.decoder_inputs, self.decode_numbers(rows)
+            )
         # the loss takes training rows, which are about half of all
         per_logit = 0.5 if self.classes >= VECTOR else 0.5 * SHORT
         loss = Compute(
@@ -516,59 +506,147 @@ class Model:
             0.0, (Gather(numbers, h_out, rows, h_in),), elementwise_bytes, 3, self.itemsize
         )
 
-    def _prepare(self, spec: Layer, rows: Number, sparse: bool = False) -> Preparation:
-        """Work of norm, activation and dropout on the layer's input rows.
+    def hashed(self, spec: Layer, rows: Number, sparse: bool = False) -> Number:
+        """Numbers that are hashed for dropout of the layer's input rows.
 
-        A word of dropout's hash serves four columns of a dense row, and one number of a sparse
-        row."""
-        elementwise_bytes: Number = 0.0
-        hash_ops: Number = 0.0
-        launches = 0
-        if self.dropout and spec.drops:
-            hash_ops, launches = rows * (4 * self.nonzeros if sparse else spec.h_in), MASK + 3
-        if spec.activates:
-            passes, more = (2, 1) if spec.norm == "none" else (6, 4)
-            elementwise_bytes, launches = passes * rows * spec.h_in * self.itemsize, launches + more
-        return Preparation(elementwise_bytes, hash_ops, launches)
+        A word of the hash serves four columns of a dense row, and one number of a sparse row."""
+        if not (self.dropout and spec.drops):
+            return 0.0
+        return rows * (4 * self.nonzeros if sparse else spec.h_in)
+
+    def _prepare_launches(self, spec: Layer) -> int:
+        """Operations of norm, activation and dropout."""
+        activate = (1 if spec.norm == "none" else 4) * spec.activates
+        return activate + (MASK + 3) * bool(self.dropout and spec.drops)
 
     def _rowwise(
         self,
-        shape: tuple[int, int] | None,
+        shape: tuple[int, int],
         rows: Number,
-        constant_input: bool,
-        prepared_as: Layer | None = None,
+        inputs: Layer,
+        passed: tuple[Number, Number],
+        constant: bool = False,
     ) -> tuple[Compute, Compute]:
         """Forward and backward work of an encoder, a decoder or a projection on `rows`.
 
-        prepared_as: the layer whose preparation comes before the product; default: dropout where
-        the decoder's inputs are not activated."""
-        if shape is None:
-            return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
-        sparse = constant_input and self.nonzeros > 0
+        inputs: the layer whose preparation comes before the product. passed: numbers that
+        element-wise operations read and write. constant: the inputs get no gradient."""
+        sparse = constant and self.nonzeros > 0
         product = self._product(*shape, rows, sparse)
-        elementwise_bytes = 2 * rows * ((0 if sparse else shape[0]) + shape[1]) * self.itemsize
-        spec = prepared_as or Layer(*shape, 1, 0, False, False, drops=not self.activates_last)
-        prepared = self._prepare(spec, rows, sparse)
-        forward = Compute(
-            0.0,
-            (),
-            elementwise_bytes + prepared.elementwise_bytes,
-            6,
-            self.itemsize,
-            hash_ops=prepared.hash_ops,
+        forward, backward = (
+            Compute(0.0, (), numbers * self.itemsize, launches, self.itemsize)
+            for numbers, launches in zip(passed, (6, 10), strict=True)
         )
-        backward = Compute(
-            0.0,
-            (),
-            elementwise_bytes
-            + prepared.elementwise_bytes
-            + HASH_ACCESSES * prepared.hash_ops * self.itemsize,
-            10,
-            self.itemsize,
-        )
-        input_gradient = Compute() if constant_input else product
+        hashing = Compute(hash_ops=self.hashed(inputs, rows, sparse), itemsize=self.itemsize)
+        input_gradient = Compute() if constant else product
         weight_gradient = self._matrix_gradient(*shape, rows, sparse)
-        return product + forward, weight_gradient + input_gradient + backward
+        return product + forward + hashing, weight_gradient + input_gradient + backward
+
+    # -- numbers that element-wise operations read and write (passes.py) ------------------------
+
+    def forward_numbers(
+        self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool
+    ) -> Number:
+        """Of a layer's forward pass; arguments as of `forward`."""
+        spec = self.layers[layer - 1]
+        numbers = _over(spec.kind.forward, spec, rows, sources, edges)
+        numbers = numbers + self._ends(layer)[0] * rows * spec.h_out
+        if spec.middle and spec.projects_first:
+            numbers = numbers + (passes.BIAS[0] + passes.RELU[0]) * rows * spec.middle
+        if narrow:
+            return numbers
+        if spec.norm == "batch":
+            numbers = numbers + passes.MOMENTS[0] * rows * spec.h_in
+        return numbers + self._before_gather(spec, True)[0] * sources
+
+    def backward_numbers(
+        self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool
+    ) -> Number:
+        """Of a layer's backward pass; arguments as of `forward`."""
+        spec, varies = self.layers[layer - 1], layer > self.first_varying
+        numbers = _over(spec.kind.backward, spec, rows, sources, edges)
+        numbers = numbers + self._ends(layer)[1] * rows * spec.h_out
+        if spec.middle:
+            per_number = passes.RELU[1] + passes.BIAS[1] + passes.COPY
+            numbers = numbers + per_number * rows * spec.middle
+        among, residual = spec.put_among, spec.residual
+        if varies:
+            products = spec.matrices - (spec.matrices > 0 and spec.projects_first)
+            own = passes.COPY * (products + bool(residual and residual.linear))
+            own += passes.SUM * (spec.kind.own + bool(residual) - among)
+            numbers = numbers + own * rows * spec.h_in
+        if narrow:
+            return numbers
+        if varies:
+            of_own, of_sources = passes.AMONG
+            numbers = numbers + among * (of_own * rows + of_sources * sources) * spec.h_in
+        if spec.norm == "batch":
+            numbers = numbers + passes.MOMENTS[1] * rows * spec.h_in
+        return numbers + self._before_gather(spec, varies)[1] * sources
+
+    def project_numbers(self, spec: Layer, rows: Number) -> tuple[Number, Number]:
+        """Of a narrow layer's preparation and projection of a rank's own rows."""
+        forward, backward = self._before_gather(spec, True)
+        return forward * rows, (backward + spec.put_among * sum(passes.AMONG) * spec.h_in) * rows
+
+    def encode_numbers(self, rows: Number) -> tuple[Number, Number]:
+        """Of the encoder."""
+        assert self.encoder
+        relu, numbers = self.relu_after(0), rows * self.encoder[1]
+        apart = self.nonzeros > 0  # the product of dense features has bias and ReLU in it
+        both_gradients = passes.SUM * self.hands_on_initial  # of h_0 and of the initial rows
+        return (
+            (passes.BIAS[0] + passes.RELU[0] * relu) * apart * numbers,
+            (passes.BIAS[1] + passes.RELU[1] * relu + both_gradients) * numbers,
+        )
+
+    def decode_numbers(self, rows: Number) -> tuple[Number, Number]:
+        """Of the decoder, with what is done to its inputs."""
+        assert self.decoder and self.decoder_inputs
+        forward, backward = self._prepares(self.decoder_inputs)
+        if self.decoder_inputs.norm == "batch":
+            forward, backward = forward + passes.MOMENTS[0], backward + passes.MOMENTS[1]
+        h_in, h_out = self.decoder
+        backward += passes.COPY
+        return forward * h_in * rows, (backward * h_in + passes.BIAS[1] * h_out) * rows
+
+    def _before_gather(self, spec: Layer, varies: bool) -> tuple[float, float]:
+        """Per source row: norm, activation, dropout and projection."""
+        forward, backward = self._prepares(spec)
+        backward += passes.COPY * spec.projects_first
+        of_projected = spec.kind.project
+        return (
+            forward * spec.h_in + of_projected[0] * spec.projected,
+            backward * spec.h_in * varies + of_projected[1] * spec.projected,
+        )
+
+    def _prepares(self, spec: Layer) -> passes.Both:
+        """Per number of the inputs: norm, activation and dropout."""
+        forward, backward = passes.ACTIVATE[spec.norm] if spec.activates else (0, 0)
+        return forward, backward + passes.MASKED * bool(self.dropout and spec.drops)
+
+    def _ends(self, layer: int) -> passes.Both:
+        """Per number of the outputs: bias, ReLU and residual."""
+        spec, relu = self.layers[layer - 1], self.relu_after(layer)
+        kind, residual = spec.kind, spec.residual
+        multiplied = kind.multiplies_last or (spec.matrices > 0 and not spec.projects_first)
+        inside = multiplied and kind.fuses and not (residual and not residual.after_relu)
+        biases = spec.bias + bool(residual and residual.linear and residual.bias)
+        return (
+            passes.BIAS[0] * (spec.bias and not multiplied)
+            + passes.RELU[0] * (relu and not inside)
+            + passes.SUM * bool(residual),
+            passes.BIAS[1] * biases + passes.RELU[1] * relu,
+        )
+
+
+def _over(over: passes.Passes, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
+    """Numbers of a layer's tensors, each as often as it is passed."""
+    return (
+        rows * over.outputs * spec.h_out
+        + sources * (over.inputs * spec.h_in + over.projected * spec.h_out)
+        + (edges + rows) * over.pairs * spec.h_out
+    )
 
 
 def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:
@@ -622,7 +700,8 @@ def _sage_layers(workload: Workload, features: int, classes: int, sparse: bool) 
     """Hamilton et al. 2017: a matrix for neighbours, a matrix for the own row, and a bias."""
 
     def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
-        return Layer(h_in, h_out, 2, 2 * h_in * h_out + h_out, False, projects_first)
+        weights = 2 * h_in * h_out + h_out
+        return Layer(h_in, h_out, 2, weights, False, projects_first, kind=passes.SAGE)
 
     return _convolutions(layer, workload, features, classes, sparse)
 
@@ -671,7 +750,16 @@ def _gat_layers(workload: Workload, features: int, classes: int, sparse: bool) -
 
     The last layer has one head."""
     layers = [
-        Layer(h_in, h_out, 1, h_in * h_out + 3 * h_out, True, True, heads=workload.heads)
+        Layer(
+            h_in,
+            h_out,
+            1,
+            h_in * h_out + 3 * h_out,
+            True,
+            True,
+            heads=workload.heads,
+            kind=passes.GAT,
+        )
         for h_in, h_out in _widths(workload, features, classes)
     ]
     layers[-1] = replace(layers[-1], heads=1)
@@ -693,6 +781,7 @@ def _gatv2_layers(workload: Workload, features: int, classes: int, sparse: bool)
             True,
             heads=workload.heads,
             pairs=True,
+            kind=passes.GATV2,
         )
         for h_in, h_out in _widths(workload, features, classes)
     ]
@@ -707,7 +796,7 @@ def _gin_layers(workload: Workload, features: int, classes: int, sparse: bool) -
     def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
         middle = next(own).middle if workload.module else workload.hidden
         weights = h_in * middle + middle + middle * h_out + h_out
-        return Layer(h_in, h_out, 1, weights, True, projects_first, middle=middle)
+        return Layer(h_in, h_out, 1, weights, True, projects_first, middle=middle, kind=passes.GIN)
 
     return _convolutions(layer, workload, features, classes, sparse)
 
@@ -732,16 +821,21 @@ def _sgc_layers(workload: Workload, features: int, classes: int, sparse: bool) -
 def _gcnii_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
     """Chen et al. 2020: a matrix per layer, and no bias."""
     hidden = workload.hidden
-    return [Layer(hidden, hidden, 1, hidden * hidden, True, False)] * workload.layers
+    layer = Layer(hidden, hidden, 1, hidden * hidden, True, False, bias=False, kind=passes.GCNII)
+    return [layer] * workload.layers
 
 
 def _resgcn_layers(
     workload: Workload, features: int, classes: int, sparse: bool
 ) -> Sequence[Layer]:
     """Li et al. 2020 (DeeperGCN, Res+): from layer 2 on a layer activates and drops its inputs."""
-    hidden, sums = workload.hidden, 2 if workload.aggregation == "softmax" else 1
-    first = Layer(hidden, hidden, 1, hidden * hidden + hidden, False, False, sums, drops=False)
-    return [first, *[_activating(first, _norm_of(workload))] * (workload.layers - 1)]
+    hidden, kinds, sums = workload.hidden, (passes.GEN_FIRST, passes.GEN), 1
+    if workload.aggregation == "softmax":
+        kinds, sums = (passes.with_softmax(kinds[0]), passes.with_softmax(kinds[1])), 2
+    weights = hidden * hidden + hidden
+    first = Layer(hidden, hidden, 1, weights, False, False, sums, drops=False, kind=kinds[0])
+    following = replace(_activating(first, _norm_of(workload)), kind=kinds[1])
+    return [first, *[following] * (workload.layers - 1)]
 
 
 def _widths(workload: Workload, features: int, classes: int) -> list[tuple[int, int]]:

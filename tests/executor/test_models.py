@@ -230,34 +230,6 @@ class Touched(TorchDispatchMode):
         return out
 
 
-def test_gcnii_touches_what_torch_says() -> None:
-    """Both its mixtures were not counted: the backward pass of Squirrel's 32 layers was predicted a
-    fifth too short."""
-    graph, width = (
-        load("synthetic:community?vertices=2000&edges=8000&features=8&classes=4&seed=0"),
-        16,
-    )
-    assert isinstance(graph, Graph)
-    rows, workload = graph.stats.vertices, Workload(model="gcnii", layers=4, hidden=width)
-    model = describe(workload, graph.stats.features, 16)
-    layer, block = Net(model, workload).layer(2), block_of(graph, "gcn", torch.float32)
-    x, x0 = (
-        random(rows, width, dtype=torch.float32).requires_grad_(),
-        random(rows, width, dtype=torch.float32, seed=5).requires_grad_(),
-    )
-    with Touched() as forward:
-        out = layer(block, x, keep, x0, relu=True)
-    with Touched() as backward:
-        torch.autograd.grad(out, (x, x0, *layer.parameters()), torch.ones_like(out))  # type: ignore[attr-defined]
-    edges = float(graph.stats.edges)
-    assert model.forward(2, rows, rows, edges).elementwise_bytes == pytest.approx(
-        forward.nbytes, rel=0.05
-    )
-    assert model.backward(2, rows, rows, edges).elementwise_bytes == pytest.approx(
-        backward.nbytes, rel=0.1
-    )
-
-
 @pytest.mark.parametrize(("of", "products"), [("sum", 0), ("cat", 1)])
 def test_rows_that_meet_touch_what_torch_says(of: Literal["sum", "cat"], products: int) -> None:
     """A product is done once forward, and backward once more before its two gradients."""

@@ -144,6 +144,35 @@ def test_what_a_layer_does_to_its_inputs_is_counted_both_ways(tmp_path: Path) ->
         assert more > 2 * 1500 * 16 * 8  # all rows are read and written, at least
 
 
+ATTENDING = """
+import torch
+from torch import nn
+from gnnplan.layers import Layer, attend
+
+class M(Layer):
+    edges, projects_first, linear = "loop", True, False
+    def __init__(self, h_in, h_out):
+        super().__init__()
+        self.lin, self.weigh = nn.Linear(h_in, h_out), nn.Linear(h_out, 2)
+    def project(self, rows):
+        z = self.lin(rows)
+        return torch.cat([z, self.weigh(z)], 1)
+    def gather(self, block, rows):
+        return attend(block, rows[:, :-2], rows[:, -2], rows[: block.n_dst, -1])
+    def update(self, gathered, rows, x, x0, relu):
+        return gathered.relu() if relu else gathered
+"""
+
+
+def test_attention_of_a_layers_own_is_counted(tmp_path: Path) -> None:
+    """The backward pass makes a sparse tensor of the edges, at which counting ended in an error:
+    it multiplies two rows along every edge, and sums rows over the transposed edges."""
+    model = describe(workload_of(tmp_path, ATTENDING, hidden=64), FEATURES, CLASSES)
+    rows, edges = 1000.0, 20000.0
+    gathers = model.backward(2, rows, 1500.0, edges).gathers
+    assert [gather.rows for gather in gathers if gather.width == 64] == [edges + rows] * 2
+
+
 # -- trained ---------------------------------------------------------------------------------------
 
 RUNS = [

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.evidence.papers.question import Question
+from gnnplan.planner.evidence.papers.their_passes import TheirProblem
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_batches import Population, expected_frontier
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing, mixing_of
@@ -122,7 +123,7 @@ class InOrder(EstimatedLayout):
 
 
 @dataclass(frozen=True)
-class GraNNDisProblem(Problem):
+class GraNNDisProblem(TheirProblem):
     """A problem as GraNNDis' code cuts and samples it.
 
     `kept` is the share of drawn neighbours that are training vertices.
@@ -158,7 +159,7 @@ def as_theirs(problem: Problem, paper: str) -> Problem:
     fields = stats, None, problem.workload, problem.cluster, problem.method
     if paper == "granndis":
         return GraNNDisProblem(*fields, kept=among(problem.stats) if inductive else 1.0)
-    return Problem(*fields) if inductive else problem
+    return TheirProblem(*fields) if inductive else problem
 
 
 def between_servers(asked: Question) -> float:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
 from gnnplan.planner.evidence.papers import full_graph, mini_batch
 from gnnplan.planner.evidence.papers.question import Question, Row, Skip, Testbeds
+from gnnplan.planner.evidence.papers.their_passes import TheirProblem
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
@@ -126,7 +127,9 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
         stats = replace(stats, features=width, hash=f"{stats.hash} {params['feature_dim']}")
     try:
         workload = Workload.model_validate(_workload(stated, name, params, cluster))
-        problem = Problem(stats, None, workload, cluster, str(params.get("partitioner", "metis")))
+        problem: Problem = TheirProblem(
+            stats, None, workload, cluster, str(params.get("partitioner", "metis"))
+        )
     except ValidationError as error:
         raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
     try:
@@ -137,7 +140,7 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
         raise Skip(str(error)) from None
     if name in MINI:
         # a new Problem, since a copy would share what the other one has computed
-        problem = Problem(
+        problem = TheirProblem(
             stats, None, workload, mini_batch.on_device(name, problem, cluster), problem.method
         )
     else:

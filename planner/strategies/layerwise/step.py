@@ -94,10 +94,14 @@ def step(
     @cache
     def work(layer: int, way: str) -> Compute:
         """The layer's computation. A stale exchange overlaps with it and takes some bandwidth."""
-        moved = sent(layer, way) if options.staleness else None
-        return computation(layer, way) + Compute(
-            overlapped_bytes=0.0 if moved is None else np.maximum(moved.sum(1), moved.sum(0))
-        )
+        moved, f, done = sent(layer, way), facts[layer], computation(layer, way)
+        if moved is None:
+            return done
+        if way == "f":  # fresh rows have arrived in their place
+            rows = f.sources if options.staleness else f.sources - f.taken
+            done = done + model.lay_out(layer, rows, options.narrow)
+        overlapped = np.maximum(moved.sum(1), moved.sum(0)) if options.staleness else 0.0
+        return done + Compute(overlapped_bytes=overlapped)
 
     def computation(layer: int, way: str) -> Compute:
         """The layer, and the next layer's projection if that is done before its exchange."""

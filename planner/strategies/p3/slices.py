@@ -164,12 +164,9 @@ class Slices(Strategy):
     def sliced(self, problem: Problem, rank: int) -> Model:
         """The model as a rank has it: its first layer reads its columns only."""
         share = len(self.columns(problem, rank))
-        return describe(
-            problem.workload,
-            share,
-            problem.stats.classes,
-            problem.model.nonzeros * share / problem.stats.features,
-        )
+        nonzeros = problem.model.nonzeros * share / problem.stats.features
+        layers = describe(problem.workload, share, problem.stats.classes, nonzeros).layers
+        return replace(problem.model, layers=layers, features=share, nonzeros=nonzeros)
 
     def batches(self, problem: Problem) -> Batches:
         return problem.minibatches(tuple(range(problem.ranks)))

@@ -1,0 +1,288 @@
+"""What the planner counts of our layers is what torch's dispatcher counts of them.
+
+A layer runs forward and backward on small blocks of several sizes, as its worker runs it: with
+dropout, moments and initial rows. Its flops, gathered numbers and element-wise bytes per row,
+source and edge are compared with Model.forward and Model.backward on a large block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from gnnplan.executor.layers.count import SIZES, Noted, Notes, Work, block_of, factors_of
+from gnnplan.executor.layers.kernels import backward, dropout, has_onednn
+from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.layers.models import BatchNorm, Net
+from gnnplan.planner.gnn.counted import amount
+from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.gnn.workload import Residual, Workload
+from gnnplan.planner.vocabulary.schedule import Compute
+
+ROWS, SOURCES, EDGES = 1e5, 1.5e5, 2e6
+NEAR = 0.02
+WIDTH = 160
+NARROWS, WIDENS = (192, 128), (128, 192)
+# so wide that a head's own numbers, which attention_edges stand for, weigh little
+WIDE = 8
+HEADS = 2
+RESIDUALS = {
+    "prepared": Residual(),
+    "inputs": Residual(of="inputs"),
+    "product": Residual(linear=True, bias=True),
+    "after ReLU": Residual(of="inputs", after_relu=True),
+}
+
+
+def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) -> Noted:
+    """The layer on a block, forward and backward."""
+    rows, sources, edges = sizes
+    width, relu = case.shape[0], model.relu_after(case.number)
+    layer, norm = net.layer(case.number), net.batch_norm(case.number)
+    block = block_of(layer, rows, sources, edges, torch.float32)
+    x = torch.randn(rows if case.narrow else sources, width)
+    x.requires_grad_(case.number > model.first_varying)
+    initial = torch.randn(rows, width, requires_grad=True)
+    initial.grad = torch.zeros_like(initial)  # other layers have added theirs
+    moments = torch.ones(2, width, requires_grad=True) if norm else None
+    drop, own = dropped(case, len(x)), x.detach()[:rows]
+    noted = Noted()
+    notes = Notes(noted)
+    with notes.during("forward"):
+        if norm:
+            norm.sums(own)
+        if case.narrow:
+            prepared = layer.prepare(x, drop)
+            first = [layer.project(prepared), prepared[:rows]]
+        else:
+            out = layer(block, x, drop, initial[:rows], relu, moments)
+    if case.narrow:  # the exchange comes between
+        read = torch.randn(sources, first[0].shape[1], requires_grad=True)
+        mine = first[1].detach().requires_grad_()
+        with notes.during("forward"):
+            out = layer.update(layer.gather(block, read), mine, mine, None, relu)
+    gradient = torch.ones_like(out)
+    with notes.during("backward"):
+        backward([out], [gradient])
+    if case.narrow:
+        to_first = [torch.ones_like(first[0])] + [mine.grad] * (mine.grad is not None)
+        with notes.during("backward"):
+            backward(first[: len(to_first)], to_first)
+    if moments is not None:
+        assert x.grad is not None and moments.grad is not None
+        with notes.during("backward"):
+            x.grad[:rows] += BatchNorm.home(own, moments.detach(), moments.grad, 9)
+    return noted
+
+
+def dropped(case: Case, rows: int) -> Drop:
+    vertices = torch.arange(rows)
+    return lambda x: dropout(x, 0, 0, 0, vertices, case.p)
+
+
+class Case(NamedTuple):
+    """A layer of a model of three."""
+
+    kind: str
+    number: int = 2
+    shape: tuple[int, int] = (WIDTH, WIDTH)
+    norm: str | None = None
+    residual: str = ""
+    p: float = 0.0
+    aggregation: str = "softmax"
+    narrow: bool = False
+
+    def __str__(self) -> str:
+        told = [self.kind, f"layer {self.number}", "x".join(map(str, self.shape))]
+        told += [f"norm {self.norm}"] if self.norm else []
+        told += [f"residual {self.residual}"] if self.residual else []
+        told += ["dropout"] * (self.p > 0) + ["narrow"] * self.narrow
+        return ", ".join(told + ["sum"] * (self.aggregation == "sum"))
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(
+            model=self.kind,
+            layers=3,
+            hidden=self.shape[0],
+            heads=HEADS,
+            norm=self.norm,
+            dropout=self.p,
+            aggregation=self.aggregation,
+            mode="mini" if self.number == 1 else "full",  # layer 1 aggregates in every step
+        )
+
+    @property
+    def model(self) -> Model:
+        model, (h_in, h_out) = describe(self.workload, *self.shape), self.shape
+        layers = list(model.layers)
+        spec = replace(layers[self.number - 1], h_in=h_in, h_out=h_out)
+        if not spec.heads and self.number == 2:
+            spec = replace(spec, projects_first=h_out < h_in)
+        if self.residual:
+            spec = replace(spec, residual=RESIDUALS[self.residual])
+        layers[self.number - 1] = spec
+        return replace(model, layers=tuple(layers))
+
+    def counted(self) -> tuple[list[Work], list[Work]]:
+        """Forward and backward work on blocks of SIZES, by torch."""
+        model = self.model
+        net = Net(model, self.workload)
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        noted = [noted_on(self, model, net, sizes) for sizes in SIZES]
+        return [note.forward for note in noted], [note.backward for note in noted]
+
+    def stated(self) -> tuple[Compute, Compute]:
+        """Forward and backward work by the planner."""
+        model, block = self.model, (self.number, ROWS, SOURCES, EDGES, self.narrow)
+        forward, backward = model.forward(*block), model.backward(*block)
+        if not self.narrow:
+            return forward, backward
+        first = model.project(self.number, ROWS)
+        return forward + first[0], backward + first[1]
+
+
+class Amounts(NamedTuple):
+    """Work on the large block."""
+
+    flops: float
+    gathered: float  # numbers
+    elementwise: float  # numbers
+
+
+def amounts(case: Case) -> Iterator[tuple[str, Amounts, Amounts]]:
+    """Of each pass, by torch and by the planner; without what a block of no rows does."""
+    spec = case.model.layers[case.number - 1]
+    edges = EDGES + ROWS * spec.self_edges
+    # attention's work along edges is attention_edges, but for the rows that GATv2 makes of them
+    passed = edges if spec.pairs or not spec.heads else 0.0
+
+    for way, works, told in zip(
+        ("forward", "backward"), case.counted(), case.stated(), strict=True
+    ):
+        found = factors_of([numbers_of(work) for work in works])
+        flops, gathered, elementwise = (
+            amount((*linear[:3], 0.0), ROWS, SOURCES, along)
+            for linear, along in zip(found, (edges, edges, passed), strict=True)
+        )
+        yield (
+            way,
+            Amounts(flops, gathered, elementwise),
+            Amounts(
+                told.flops,
+                sum(gather.rows * gather.width for gather in told.gathers),
+                told.elementwise_bytes / told.itemsize,
+            ),
+        )
+
+
+def numbers_of(work: Work) -> list[float]:
+    """Flops, gathered numbers and element-wise numbers.
+
+    What is gathered number by number is attention's."""
+    gathered = sum(each.rows * each.width for each in work.gathers if each.width > 1)
+    return [work.flops, gathered, work.elementwise_bytes / 4]
+
+
+def wide(shape: tuple[int, int]) -> tuple[int, int]:
+    return shape[0] * WIDE, shape[1] * WIDE
+
+
+NORMS = ("none", "layer", "batch")
+CONVOLUTIONS = ("gcn", "sage", "gat", "gatv2", "gin")
+ATTENTION = ("gat", "gatv2")
+CASES = [
+    *(
+        Case(kind, shape=wide(shape) if kind in ATTENTION else shape, norm=norm, p=p)
+        for kind in CONVOLUTIONS
+        for shape in (NARROWS, WIDENS)
+        for norm in (None, "layer", "batch")
+        for p in (0.0, 0.5)
+    ),
+    *(
+        Case(kind, shape=wide((WIDTH,) * 2) if kind in ATTENTION else (WIDTH,) * 2, residual=of)
+        for kind in CONVOLUTIONS
+        for of in RESIDUALS
+    ),
+    *(Case(kind, 1, wide(NARROWS) if kind in ATTENTION else NARROWS) for kind in CONVOLUTIONS),
+    *(
+        Case(
+            kind, shape=wide(NARROWS) if kind in ATTENTION else NARROWS, norm=norm, p=p, narrow=True
+        )
+        for kind in ("gcn", "sage", "gat")
+        for norm, p in ((None, 0.5), ("layer", 0.0))
+    ),
+    Case("sgc", 3),
+    *(Case("gcnii", p=p) for p in (0.0, 0.5)),
+    *(Case("resgcn", 1, aggregation=aggregation) for aggregation in ("softmax", "sum")),
+    *(
+        Case("resgcn", norm=norm, p=p, aggregation=aggregation)
+        for norm in ("none", "layer", "batch")
+        for p in (0.0, 0.5)
+        for aggregation in ("softmax", "sum")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layers_work_is_what_torch_counts(case: Case) -> None:
+    if not has_onednn():
+        pytest.skip("products without oneDNN are other operations")
+    for way, counted, stated in amounts(case):
+        assert stated.flops == pytest.approx(counted.flops, rel=1e-6), way
+        assert stated.gathered == pytest.approx(counted.gathered, rel=1e-6), way
+        if not (case.p and way == "forward"):  # making a mask is hash_ops
+            assert stated.elementwise == pytest.approx(counted.elementwise, rel=NEAR, abs=1), way
+
+
+def ends(case: Case, rows: int) -> list[tuple[float, float]]:
+    """Flops and element-wise bytes of the encoder, forward and backward, and of the decoder."""
+    model, width = case.model, case.shape[0]
+    net, drop = Net(model, case.workload), dropped(case, rows)
+    norm = net.batch_norm(4)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x, h = torch.randn(rows, width), torch.randn(rows, width, requires_grad=True)
+    own, moments = h.detach(), torch.ones(2, width, requires_grad=True) if norm else None
+    encoder, decoder = Noted(), Noted()
+    notes = Notes(encoder)
+    with notes.during("forward"):
+        out = net.encode(x, drop)
+    gradient, of_initial = torch.ones_like(out), torch.ones_like(out)
+    with notes.during("backward"):
+        backward([out], [gradient + of_initial if net.initial else gradient])
+    notes = Notes(decoder)
+    with notes.during("forward"):
+        if norm:
+            norm.sums(own)
+        out = net.decode(h, drop, moments)
+    gradient = torch.ones_like(out)
+    with notes.during("backward"):
+        backward([out], [gradient])
+        if moments is not None:
+            assert h.grad is not None and moments.grad is not None
+            h.grad[:rows] += BatchNorm.home(own, moments.detach(), moments.grad, 9)
+    works = (encoder.forward, encoder.backward, decoder.forward, decoder.backward)
+    return [(work.flops, work.elementwise_bytes) for work in works]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize(("kind", "norm"), [("gcnii", None), *(("resgcn", n) for n in NORMS)])
+def test_the_ends_work_is_what_torch_counts(kind: str, norm: str | None, p: float) -> None:
+    """What more rows are more; the loss is apart."""
+    if not has_onednn():
+        pytest.skip("products without oneDNN are other operations")
+    case, rows = Case(kind, norm=norm, p=p), 256
+    model = case.model
+    told = [*model.encode(rows), *model.finish(rows)]
+    for place, (less, more, stated) in enumerate(
+        zip(ends(case, rows), ends(case, 2 * rows), told, strict=True)
+    ):
+        assert stated.flops == pytest.approx(more[0] - less[0], rel=1e-6), place
+        if not (p and place % 2 == 0):  # making a mask is hash_ops
+            found = more[1] - less[1]
+            assert stated.elementwise_bytes == pytest.approx(found, rel=NEAR), place
