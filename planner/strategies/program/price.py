@@ -70,10 +70,12 @@ def bytes_of(problem: Problem, ops: Iterable[Op]) -> tuple[dict[str, int], dict[
     times = Counter(identity for identity, _ in transfers)
     by_op, links = Counter[str](), Counter[str]()
     for identity, op in dict(transfers).items():
-        for link, nbytes in moved(problem, op).items():
-            by_op[op.op] += times[identity] * nbytes
+        by_link = moved(problem, op)
+        if by_link or not op.chunks:  # no chunk is exchanged of which nobody sends anything
+            by_op[op.op] += times[identity] * sum(by_link.values())
+        for link, nbytes in by_link.items():
             links[link] += times[identity] * nbytes
-    return dict(+by_op), dict(+links)  # without those of no bytes
+    return dict(by_op), dict(+links)
 
 
 def _all_reduce(problem: Problem, op: Op) -> Transfer:
