@@ -41,10 +41,13 @@ def predict(problem: Problem, program: Program) -> Prediction:
     if any(op.chunks for op in known[0]):
         return flowshop.predict(problem, program)
     ops = [op for step in known for op in step]
-    p = _account(problem, program, ops)
+    identified = [(op.identity, op) for op in ops]
+    priced = {identity: price_of(problem, op) for identity, op in dict(identified).items()}
+    p = _account(problem, program, identified, priced)
     if program.order is not None:
-        bounds = (_busiest_port_s(problem, ops), p.compute_s)
-        epoch = largest(bounds, lanes.epoch_s(problem, program))
+        counted = Counter(identity for identity, _ in identified)
+        busiest_s = largest(_port_s(problem.cost, priced, list(counted.items())).values())
+        epoch = largest((busiest_s, p.compute_s), lanes.epoch_s(problem.cost, program, priced))
         p = replace(p, epoch_s=epoch, comm_s=epoch - p.compute_s, bubble_s=0.0 * epoch)
     return p if len(known) == program.steps else _scaled(p, program.steps / len(known))
 
@@ -67,12 +70,14 @@ def _scaled(p: Prediction, factor: float) -> Prediction:
     )
 
 
-def _account(problem: Problem, program: Program, ops: Sequence[Op]) -> Prediction:
+def _account(
+    problem: Problem,
+    program: Program,
+    identified: Sequence[tuple[Identity, Op]],
+    priced: Mapping[Identity, Price],
+) -> Prediction:
     """The prediction of an epoch of these operations, step after step."""
-    prefetch = program.prefetch
-    cost = problem.cost
-    identified = [(op.identity, op) for op in ops]
-    priced = {identity: price_of(problem, op) for identity, op in dict(identified).items()}
+    cost, prefetch = problem.cost, program.prefetch
     seconds = {identity: price.seconds for identity, price in priced.items()}
     counts = _Counts(identified, prefetch)
     computed = _sum(counts.computed, seconds)  # [.., ranks]
@@ -90,7 +95,7 @@ def _account(problem: Problem, program: Program, ops: Sequence[Op]) -> Predictio
         compute_s,
         exposed,
         waiting,
-        *bytes_of(problem, ops),
+        *bytes_of(problem, (op for _, op in identified)),
         program.setup_bytes,
         by_op,
     )
@@ -225,19 +230,11 @@ def _by_operation(
     return by_op
 
 
-def _busiest_port_s(problem: Problem, ops: Iterable[Op]) -> Number:
-    """How long the busiest port is busy with these operations [s]; shared CPU cores are a port."""
-    cost = problem.cost
-    using = [(op.identity, op) for op in ops if cost.cores or op.moves]
-    priced = {identity: price_of(problem, op) for identity, op in dict(using).items()}
-    counted = Counter(identity for identity, _ in using)
-    return largest(_port_s(cost, priced, list(counted.items())).values())
-
-
 def _port_s(
     cost: Cost, priced: Mapping[Identity, Price], counted: Sequence[tuple[Identity, int]]
 ) -> dict[Port, Number]:
-    """How long each port is busy with operations, each so many times [s]."""
+    """How long each port is busy with operations, each so many times [s]; shared CPU cores are a
+    port."""
     ports = cost.core_busy_s(
         total(
             times(priced[identity].seconds, count)

@@ -6,7 +6,7 @@
 
     predict()
       1  _StageCosts    what every stage does once per step, and its links
-         _Passes        every stage's forward and backward pass, if it never had to wait
+         _Pricing       every stage's forward and backward pass, if it never had to wait
       2  _flow_shop_s   the epoch, if stages waited for chunks only
       3  _contended     stages' exchanges share ports, and ranks share CPU cores: both take longer
       4  bounds         no epoch is shorter than its busiest port or core is busy

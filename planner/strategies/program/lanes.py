@@ -11,35 +11,33 @@ the time, each as slowly as all together are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from gnnplan.planner.cluster.cost import slowest
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.cluster.cost import Cost, slowest
 from gnnplan.planner.strategies.arithmetic import largest
-from gnnplan.planner.strategies.program.price import Identity, Price, price_of
+from gnnplan.planner.strategies.program.price import Identity, Price
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Label
 
 
-def epoch_s(problem: Problem, program: Program) -> Number:
+def epoch_s(cost: Cost, program: Program, priced: Mapping[Identity, Price]) -> Number:
     """Seconds of the known steps, played over and over: from the last loss of a round to that of
     the next. If an epoch has more steps than are known, its end is left out."""
     assert program.order is not None
-    known, slowdown = program.known, problem.cost.full_load_slowdown
+    known, slowdown = program.known, cost.full_load_slowdown
     rounds = 1 + -(-program.in_flight // len(known))  # the last one begins with all under way
     steps, epoch = rounds * len(known), len(known)
     if epoch < program.steps:  # no step that counts ends an epoch or the run
         steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
-    priced: dict[Identity, Price] = {}
     free: dict[str, Number] = {}  # lane -> when [.., ranks]
     ended: dict[Label, Number] = {}  # -> when [.., ranks]
     for op, step, after, _ in program.order(lambda t: known[t % len(known)], epoch, steps):
-        if op.identity not in priced:
-            priced[op.identity] = price_of(problem, op)
-        seconds, transfer = priced[op.identity].seconds, priced[op.identity].is_transfer
+        seconds, _, is_transfer = priced[op.identity]
         ready = largest((ended[label] for label in after), free.get(op.lane, 0.0))
-        end = slowest(ready) + seconds if transfer else ready + seconds * slowdown
+        end = slowest(ready) + seconds if is_transfer else ready + seconds * slowdown
         free[op.lane] = ended[op.label(step)] = end
     last, before = (
         slowest(ended[Label("loss", count * len(known) - 1)]) for count in (rounds, rounds - 1)

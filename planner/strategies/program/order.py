@@ -79,10 +79,9 @@ class _StepWaits:
             self.hosted, self.awaited = True, (label,)
         elif op.lane == "copy":
             after, self.awaited = (updated, *self.awaited), (label,)
-        elif op.lane == "send":  # nobody here waits for it
-            after = self.computed + self.awaited
         else:
             after = self.computed + self.awaited
             lag = self.late if op.lane == "comm" else 0
-            self.awaited += (label._replace(step=label.step - lag),)
+            if op.lane != "send":  # nobody here waits for that
+                self.awaited += (label._replace(step=label.step - lag),)
         return after
