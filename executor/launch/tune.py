@@ -247,7 +247,9 @@ class _Runner:
     def _begin(self, index: int) -> InTurns:
         candidate = self.candidates[index]
         self.started += 1
-        document = plans.for_run(candidate.problem, candidate, self.exact)
+        document = plans.for_run(
+            candidate.problem, SearchResult([candidate], [], forced=True), self.exact
+        )
         folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
         run = self.waiting[index] = InTurns(document, folder, self.emulate)
         self.epochs_s[index] = []

@@ -19,7 +19,14 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named, parse
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
+from gnnplan.planner.vocabulary.units import (
+    show_bytes,
+    show_count,
+    show_dollars,
+    show_percent,
+    show_range,
+    show_time,
+)
 
 if TYPE_CHECKING:
     from gnnplan.api.running import Run
@@ -124,6 +131,11 @@ class Answer:
     epoch_s: float  # [s]
     memory_bytes: float  # of the fullest rank [B]
     predicted: Mapping[str, Any]  # all that plan.json holds of it
+    # In doubt about constants and predictions; None in plans of version 0.1.
+    epoch_low_s: float | None = None  # 10th percentile [s]
+    epoch_high_s: float | None = None  # 90th percentile [s]
+    chance_fastest: float | None = None  # of all strategies that fit
+    expected_regret: float | None = None  # of choosing it: mean of epoch / fastest epoch - 1
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Answer:
@@ -131,7 +143,8 @@ class Answer:
         predicted, strategy = found["predicted"], dict(found["strategy"])
         call = str(named(strategy.pop("name"), strategy))
         seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
-        return cls(call, found["exact"], found["gpus"], seconds, memory, predicted)
+        outlook = {name: found.get(name) for name in documents.OUTLOOK}
+        return cls(call, found["exact"], found["gpus"], seconds, memory, predicted, **outlook)
 
 
 class Plan(View):
@@ -166,6 +179,7 @@ class Plan(View):
                     field: a.predicted[field]
                     for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "bytes_total")
                 },
+                **{field: getattr(a, field) for field in documents.OUTLOOK},
                 "memory_bytes": a.memory_bytes,
                 "bottleneck": a.predicted["bottleneck"],
             }
@@ -356,6 +370,9 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster) -> Table:
         "strategy",
         "exact",
         "epoch",
+        "80 % range",
+        "fastest",
+        "regret",
         "bytes per epoch",
         "set-up",
         "memory/rank",
@@ -371,6 +388,7 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster) -> Table:
                 leader.strategy,
                 "yes" if leader.exact else "no",
                 show_time(leader.epoch_s),
+                *_outlook(leader),
                 links or "none",
                 show_bytes(predicted["setup_bytes"]),
                 show_bytes(leader.memory_bytes),
@@ -386,6 +404,19 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster) -> Table:
         for row, leader in zip(rows, leaders, strict=True):
             row.append(show_dollars(leader.predicted["epoch_dollars"]))
     return Table("leaders", columns, rows)
+
+
+def _outlook(answer: Answer) -> tuple[str, str, str]:
+    """Its range, its chance of being fastest, and the expected regret of choosing it."""
+    low, high = answer.epoch_low_s, answer.epoch_high_s
+    if low is None or high is None:
+        return "-", "-", "-"
+    assert answer.chance_fastest is not None and answer.expected_regret is not None
+    return (
+        show_range(low, high),
+        show_percent(answer.chance_fastest),
+        show_percent(answer.expected_regret),
+    )
 
 
 def _reasons(document: Mapping[str, Any], cluster: Cluster) -> Iterable[str]:

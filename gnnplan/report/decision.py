@@ -9,7 +9,6 @@ import numpy as np
 import plotly.graph_objects as go
 
 from gnnplan.planner import strategies
-from gnnplan.planner.decision.summary import doubt
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 from gnnplan.report.facts import FACTORS, Facts, Leader
 from gnnplan.report.picture import (
@@ -39,7 +38,7 @@ NOTHING = "nothing fits"
 
 def epochs(facts: Facts) -> Picture:
     """Strategies as stacked bars, the plan's choice on top; measured epochs beside them."""
-    leaders, error = facts.leaders[:MOST_BARS], doubt(facts.problem.cluster)
+    leaders = facts.leaders[:MOST_BARS]
     seconds = [leader.seconds("epoch_s") for leader in leaders]
     unit, scale = unit_of(max(seconds), TIMES)
     traces: list[go.Bar | go.Scatter] = [
@@ -54,9 +53,15 @@ def epochs(facts: Facts) -> Picture:
         )
         for part, name, colour in PARTS
     ]
-    if error is not None:
-        whiskers = [second * error * scale for second in seconds]
-        traces[-1].error_x = {"array": whiskers, "thickness": 2}
+    ranges = [leader.range_s for leader in leaders if leader.range_s]
+    if len(ranges) == len(leaders):
+        both = list(zip(seconds, ranges, strict=True))
+        traces[-1].error_x = {
+            "symmetric": False,
+            "array": [(high - second) * scale for second, (_, high) in both],
+            "arrayminus": [(second - low) * scale for second, (low, _) in both],
+            "thickness": 2,
+        }
     measured = {
         leader.name: median(taken)
         for leader in leaders
@@ -89,13 +94,8 @@ def epochs(facts: Facts) -> Picture:
         see.append(f"{leaders[1].name} is {far}.")
     if not all(leader.exact for leader in leaders):
         see.append("A star marks lossy strategies: they change the gradient.")
-    if error is None:
-        see.append("How wrong predictions are on such machines has not been measured.")
-    else:
-        see.append(
-            f"The whisker is the median error of measured runs, {show_percent(error)}: strategies"
-            " whose whiskers overlap are within doubt."
-        )
+    if len(ranges) == len(leaders):
+        see.append("A whisker holds 80 % of what an epoch may take, in doubt about the constants.")
     if ran:
         see.append("A diamond is the median measured epoch.")
     columns = ["strategy", "exact", "ranks", *(name for _, name, _ in PARTS), "epoch", "measured"]

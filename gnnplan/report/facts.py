@@ -49,6 +49,7 @@ class Leader:
     exact: bool
     gpus: int
     predicted: dict[str, Any]
+    range_s: tuple[float, float] | None  # 10th and 90th percentile of its epoch [s]
 
     def seconds(self, part: str) -> float:
         """Its epoch_s, compute_s, comm_s or bubble_s [s]."""
@@ -192,7 +193,12 @@ def _leader(answer: Any) -> Leader:
         for field in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
             float(predicted[field])
         name = str(named(str(knobs.pop("name")), knobs))
-        return Leader(name, bool(answer["exact"]), int(answer["gpus"]), predicted)
+        range_s = (
+            (float(answer["epoch_low_s"]), float(answer["epoch_high_s"]))
+            if "epoch_low_s" in answer  # not in plans of version 0.1
+            else None
+        )
+        return Leader(name, bool(answer["exact"]), int(answer["gpus"]), predicted, range_s)
     except (KeyError, TypeError, ValueError) as error:
         raise SpecError(
             f"a candidate of the plan lacks or garbles {error}; make it again with `gnnplan plan`"

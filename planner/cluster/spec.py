@@ -35,6 +35,9 @@ from gnnplan.planner.vocabulary.spec import (
 
 OPERATIONS = ("all_reduce", "exchange", "send")  # that links can be measured for
 PLACES = ("intra_node", "inter_node", "island", "switch")
+LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
+# of a device, as its constants are doubted (doubt.py)
+DOUBTED = ("gemm", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
 MOST_RANKS = 4096  # a plan evaluates every pair of ranks
@@ -142,8 +145,11 @@ class Device(Spec):
     # Rows that are in the cache [B/s]. None: 3 x memory_bandwidth.
     cache_bandwidth: Bandwidth | None = None
     launch: Latency = 8e-6  # one framework operation, however small [s]
-    # Share of a transfer's seconds that computation loses while they overlap.
-    overlap_tax: float = Field(0.0, ge=0.0, le=1.0)
+    # Share of a transfer's seconds that computation loses while they overlap. On GPUs by default
+    # what was fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv).
+    overlap_tax: float = Field(
+        default_factory=lambda given: 0.185 if given.get("kind") == "cuda" else 0.0, ge=0.0, le=1.0
+    )
 
 
 def _lists(value: object) -> object:
@@ -158,6 +164,7 @@ def _lists(value: object) -> object:
         ) from None
 
 
+Factor = Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)]
 GPUs = Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeValidator(_lists)]
 
 
@@ -251,6 +258,9 @@ class Cluster(Spec):
     price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # [$/h], a GPU
     # Field -> 'measured 2026-11-20 on ...', 'datasheet', or 'assumed'.
     provenance: dict[str, str] = Field(default_factory=dict)
+    # Constant -> how far it may be off, [low, high] times its value (10th and 90th percentile).
+    # The others have a range by their provenance (doubt.py).
+    ranges: dict[str, tuple[Factor, Factor]] = Field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -275,6 +285,24 @@ class Cluster(Spec):
         for key in self.collectives:
             if key not in known:
                 raise ValueError(f"collectives: no operation and link {key!r}{suggest(key, known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _ranges_hold_their_values(self) -> Cluster:
+        known = [
+            *(f"device.{name}" for name in DOUBTED),
+            *(f"{link}.{name}" for link in LINKS for name in ("bandwidth", "latency")),
+            *(f"collectives.{operation}" for operation in self.collectives),
+            "host_rates",
+        ]
+        for constant, (low, high) in self.ranges.items():
+            if constant not in known:
+                raise ValueError(f"ranges: no constant {constant!r}{suggest(constant, known)}")
+            if not low <= 1.0 <= high:
+                raise ValueError(
+                    f"ranges.{constant} must be factors low <= 1 <= high around the value (low:"
+                    f" {low:g}, high: {high:g}); as [0.8, 1.25]"
+                )
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from gnnplan.planner.decision.plan import answer, strategy_of
+from gnnplan.planner.decision.plan import OUTLOOK, answer, strategy_of
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, parts, placed
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
@@ -40,13 +40,19 @@ def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any
             f"--strategy {text}: {strategy} does not fit on {found['gpus']} GPUs, though the plan"
             " says so; plan again"
         )
+    alone = SearchResult([candidate], [], forced=True)
+    outlook = {name: found[name] for name in OUTLOOK if name in found}  # among all candidates
     best = {name: value for name, value in document["best"].items() if name != "placement"}
     others = [best, *(one for one in document["alternatives"] if one is not found)]
     return {
         **document,
-        "best": {**answer(candidate), "placement": strategy.placement(candidate.problem)},
+        "best": {
+            **answer(alone, candidate),
+            **outlook,
+            "placement": strategy.placement(candidate.problem),
+        },
         "alternatives": others,
-        "summary": summarise(whole, SearchResult([candidate], [], forced=True), ()),
+        "summary": summarise(whole, alone, ()),
         "explanation": [f"--strategy chose it from a plan that recommends {strategy_of(best)}"],
     }
 

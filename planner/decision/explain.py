@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
-from gnnplan.planner.decision.recommendation import SURE_GAIN
+from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.gnn.workload import ALL
@@ -32,7 +31,6 @@ from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 
 HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
-CLOSE = 0.1  # of two epochs, where no prediction has been compared with a run
 TRACES = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # what was measured, as tables
 
 
@@ -227,44 +225,37 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
     gain = float(best.predicted.epoch_s) / float(candidate.predicted.epoch_s) - 1
     used = candidate.problem.ranks
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
+    chance = show_percent(chance_faster(candidate, best))
     return (
         f"{candidate.strategy}{where} is {show_percent(gain, 1)} faster by prediction, within"
-        " doubt, and lossy"
+        f" doubt ({chance} likely), and lossy"
     )
 
 
 def within_doubt(found: SearchResult) -> list[str]:
-    """Whether the first two are closer than predictions are known to be right."""
+    """Whether the runner-up may be faster than the recommended strategy."""
     if len(found.ranked) < 2 or found.measured:
         return []
     first, second = found.best, found.others[0]
     gap = float(second.predicted.epoch_s) / float(first.predicted.epoch_s) - 1
-    on_cpu = first.problem.cluster.device.kind == "cpu"
     if gap < 0:
-        unknown = "" if on_cpu else ", and on such devices none has been measured"
         return [
-            f"{doubted(second, first)}; {first.strategy} is exact. Of lossy strategies that were"
-            f" predicted to be at most {show_percent(SURE_GAIN)} faster than an exact one, hardly"
-            f" more than half were when measured on CPU ranks{unknown}"
+            f"{doubted(second, first)}; {first.strategy} is exact, and a lossy strategy has to be"
+            f" faster with a chance of {show_percent(SURE_SHARE)}"
         ]
-    error = prediction_error() if on_cpu else CLOSE
-    if error is None or gap >= error:
+    chance = chance_faster(second, first)
+    if chance < 1 - SURE_SHARE:
         return []
-    why = (
-        f"less than predictions were off when measured (median {show_percent(error)})"
-        if on_cpu
-        else "and no prediction on such devices has been compared with a run"
-    )
     return [
-        f"{first.strategy} and {second.strategy} differ by {show_percent(gap, 1)}, {why}: run both"
-        " for a few epochs (gnnplan tune)"
+        f"{second.strategy} is {show_percent(gap, 1)} slower than {first.strategy} by prediction,"
+        f" and faster with a chance of {show_percent(chance)}: run both for a few epochs (gnnplan"
+        " tune)"
     ]
 
 
-def prediction_error() -> float | None:
-    """Median |predicted / measured - 1| of the epochs in measured.csv, all on CPU ranks."""
-    errors = measured_errors()
-    return median(errors) if errors else None
+def chance_faster(candidate: Candidate, other: Candidate) -> float:
+    """In which share of draws (recommendation.py) the candidate's epoch is the shorter one."""
+    return float((candidate.drawn_s < other.drawn_s).mean())
 
 
 @cache

@@ -24,6 +24,7 @@ from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_json, suggest, wri
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
 BEFORE = "0.1.0"  # the release whose plans are still read; its field names bring a notice
+OUTLOOK = ("epoch_low_s", "epoch_high_s", "chance_fastest", "expected_regret")
 MAX_PLAN = 64 * 2**20  # [B]
 
 
@@ -38,16 +39,18 @@ def make(
 
     turning_points = sentences(found, exact, notify)
     return {
-        **for_run(problem, found.best, exact),
-        "alternatives": [answer(candidate) for candidate in found.others],
+        **for_run(problem, found, exact),
+        "alternatives": [answer(found, candidate) for candidate in found.others],
+        "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(problem, found, turning_points),
         "explanation": explain(problem, found, exact, notify, turning_points),
     }
 
 
-def for_run(problem: Problem, best: Candidate, exact: bool = False) -> dict[str, Any]:
+def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[str, Any]:
     """The part of a plan that is needed to run it: the question and one answer."""
+    best = found.best
     return {
         "gnnplan": __version__,
         "graph": {
@@ -66,11 +69,11 @@ def for_run(problem: Problem, best: Candidate, exact: bool = False) -> dict[str,
         "cluster": problem.cluster.model_dump(mode="json"),
         "partitioner": problem.method,
         "exact": exact,
-        "best": {**answer(best), "placement": best.strategy.placement(best.problem)},
+        "best": {**answer(found, best), "placement": best.strategy.placement(best.problem)},
     }
 
 
-def answer(candidate: Candidate) -> dict[str, Any]:
+def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
     """What a plan says of a candidate, JSON-ready."""
     p = candidate.predicted
     return {
@@ -80,6 +83,8 @@ def answer(candidate: Candidate) -> dict[str, Any]:
         ),
         "exact": candidate.strategy.exact,
         "gpus": candidate.problem.ranks,
+        "epoch_s": float(p.epoch_s),
+        **dict(zip(OUTLOOK, found.outlook(candidate), strict=True)),
         "predicted": {
             "epoch_s": float(p.epoch_s),
             "compute_s": float(p.compute_s),

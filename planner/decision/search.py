@@ -1,6 +1,7 @@
 """The search: all candidates of all families, on all GPUs and on parts of them.
 
-Candidates that fit are ranked by their closed form; recommendation.py says which is recommended.
+Candidates that fit are ranked by their closed form; recommendation.py says which is recommended,
+and how sure that is.
 The others are rejected with a reason; where none fits, the error says what would.
 """
 
@@ -9,14 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gnnplan.planner import strategies
+from gnnplan.planner.cluster.doubt import DRAWS, drawn, factors
 from gnnplan.planner.cluster.placement import best_placement, walk
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
-from gnnplan.planner.decision.recommendation import recommended
+from gnnplan.planner.decision.recommendation import (
+    Outlook,
+    Settled,
+    missed,
+    outlooks,
+    recommended,
+    settled_regret,
+)
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.program.prediction import Prediction
@@ -24,10 +34,13 @@ from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
+# Candidates that are predicted to be slower than the fastest exact one by more than this factor are
+# not recommended in any doubt, and their epochs need not be drawn.
+FAR = 4.0
 MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A strategy that fits, with its prediction; `problem.placement` has the GPUs of its ranks."""
 
@@ -50,6 +63,17 @@ class Candidate:
         rented = len(set(self.problem.servers)) * cluster.gpus_per_server
         return cluster.price * rented * float(self.predicted.epoch_s) / 3600
 
+    @cached_property
+    def drawn_s(self) -> NDArray[np.float64]:
+        """Its epoch in each draw of what is not known for sure (recommendation.py) [DRAWS] [s]."""
+        cluster, strategy = self.problem.cluster, self.strategy
+        doubted = self.problem.known.recent(
+            ("drawn", cluster.model_dump_json()), lambda: drawn(cluster)
+        )
+        epoch_s = strategy.predict(replace(self.problem, cluster=doubted)).epoch_s
+        misses = missed(cluster.device.kind, strategy.family, strategy.exact)
+        return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
+
     def fullest(self) -> dict[str, float]:
         """Memory by use on the fullest rank [B]."""
         rank = int(np.argmax(sum(self.memory.values(), np.zeros(1))))
@@ -69,10 +93,48 @@ class SearchResult:
     forced: bool = False
     measured: Candidate | None = None
 
-    @property
+    @cached_property
     def best(self) -> Candidate:
         """The candidate that is recommended (recommendation.py)."""
         return self.measured or recommend(self.ranked)
+
+    @cached_property
+    def outlooks(self) -> list[Outlook]:
+        """How sure the ranking is: of each candidate, in the order of `ranked`."""
+        return outlooks(np.stack([candidate.drawn_s for candidate in self.ranked]))
+
+    def outlook(self, candidate: Candidate) -> Outlook:
+        """How sure it is that a candidate is the right choice."""
+        return next(
+            outlook
+            for other, outlook in zip(self.ranked, self.outlooks, strict=True)
+            if other is candidate
+        )
+
+    @cached_property
+    def rivals(self) -> list[Candidate]:
+        """What the best was chosen from, the best first: if it is exact, exact candidates."""
+        best = self.best
+        return [best, *(c for c in self.others if c.strategy.exact or not best.strategy.exact)]
+
+    @cached_property
+    def settled(self) -> Settled | None:
+        """The constant of the cluster that would make the choice among rivals surest.
+
+        None if nothing was chosen by prediction.
+        """
+        doubted = factors(self.best.problem.cluster)
+        if len(self.rivals) < 2 or self.measured or not doubted:
+            return None
+        drawn_s = np.stack([candidate.drawn_s for candidate in self.rivals])
+        left = {name: settled_regret(drawn_s, factor) for name, factor in doubted.items()}
+        constant = min(left, key=left.__getitem__)
+        return Settled(constant, left[constant])
+
+    @cached_property
+    def certainty(self) -> Outlook:
+        """How sure it is that the best is the right choice among its rivals."""
+        return outlooks(np.stack([candidate.drawn_s for candidate in self.rivals]))[0]
 
     @property
     def others(self) -> list[Candidate]:
@@ -89,9 +151,13 @@ class SearchResult:
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that is recommended of these."""
-    epoch_s = np.array([[float(c.predicted.epoch_s)] for c in candidates])
-    [index] = recommended(epoch_s, [c.strategy.exact for c in candidates])
-    return candidates[int(index)]
+    of_exact = [float(c.predicted.epoch_s) for c in candidates if c.strategy.exact]
+    far_s = FAR * min(of_exact or [float(c.predicted.epoch_s) for c in candidates])
+    near = [c for c in candidates if float(c.predicted.epoch_s) <= far_s]
+    if len(near) == 1:
+        return near[0]
+    drawn_s = np.stack([candidate.drawn_s for candidate in near])
+    return near[recommended(drawn_s, [c.strategy.exact for c in near])]
 
 
 def families(problem: Problem) -> list[type[Strategy]]:
@@ -209,14 +275,14 @@ def on_fewer(
 ) -> list[Candidate]:
     """The fastest candidate on each part of the GPUs that may beat those `on_all` GPUs.
 
-    Of the other candidates on parts the one that is recommended, if one of them is. Ranks on a CPU
-    are no GPUs: --ranks chooses their number, and they share its cores.
+    The fastest exact one of a part is there too if it is recommended. Ranks on a CPU are no GPUs:
+    --ranks chooses their number, and they share its cores.
     """
     found: list[Candidate] = []
     if problem.cluster.device.kind == "cpu":
         return found
     limit = min(float(candidate.predicted.epoch_s) for candidate in on_all)
-    others: list[Candidate] = []
+    exact_ones: list[Candidate] = []
     for gpus in parts(problem.cluster):
         if least(problem, len(gpus), exact) >= limit:
             continue
@@ -230,12 +296,11 @@ def on_fewer(
                 fitting.append(evaluate_or_save_memory(placed(smaller, strategy), strategy))
         if fitting:
             fitting.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
-            best, *slower = fitting
-            found.append(best)
-            others += slower
-            limit = min(limit, float(best.predicted.epoch_s))
-    best = recommend([*on_all, *found, *others])
-    return found + [candidate for candidate in others if candidate is best]
+            found.append(fitting[0])
+            exact_ones += [c for c in fitting[1:] if c.strategy.exact][:1]
+            limit = min(limit, float(fitting[0].predicted.epoch_s))
+    best = recommend([*on_all, *found, *exact_ones])
+    return found + [candidate for candidate in exact_ones if candidate is best]
 
 
 def parts(cluster: Cluster) -> list[tuple[int, ...]]:

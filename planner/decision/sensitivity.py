@@ -1,7 +1,8 @@
 """What would change the choice: other links, other devices, other depths.
 
 The candidates that were found are predicted again with one number of the cluster multiplied, and
-the search is repeated at other numbers of layers.
+the search is repeated at other numbers of layers. Where an exact strategy is recommended, links and
+devices are asked which exact strategy is the fastest.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.recommendation import recommended
 from gnnplan.planner.decision.search import Candidate, SearchResult, recommend, search
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.numbers import Number
@@ -86,12 +86,11 @@ def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None)
 
 
 def _turn(found: SearchResult, faster: Scaled, farthest: float) -> tuple[float, Candidate] | None:
-    """The factor nearest to 1 at which another family is recommended, and its candidate."""
-    name = found.best.strategy.name
-    factors = np.geomspace(1, farthest, STEPS + 1)[1:]
-    winners, _ = best_at(found, faster, factors)
-    for factor, winner in zip(factors, winners, strict=True):
-        if winner.strategy.name != name:
+    """The factor nearest to 1 at which another family is the fastest, and its candidate."""
+    factors = np.geomspace(1, farthest, STEPS + 1)
+    (first, *winners), _ = best_at(found, faster, factors)
+    for factor, winner in zip(factors[1:], winners, strict=True):
+        if winner.strategy.name != first.strategy.name:
             return float(factor), winner
     return None
 
@@ -99,17 +98,20 @@ def _turn(found: SearchResult, faster: Scaled, farthest: float) -> tuple[float, 
 def best_at(
     found: SearchResult, faster: Scaled, factors: Sequence[float] | NDArray[np.float64]
 ) -> tuple[list[Candidate], NDArray[np.float64]]:
-    """With the number multiplied by each factor: the best candidate, and its epoch [s]."""
+    """With the number multiplied by each factor: the fastest rival of the best, and its epoch [s].
+
+    If the best is exact, its rivals are the exact ones.
+    """
     column = np.asarray(factors, dtype=float)[:, np.newaxis]
     times = np.array(
         [
             np.broadcast_to(np.ravel(c.strategy.predict(asked).epoch_s), len(factors))
-            for c in found.ranked
+            for c in found.rivals
             for asked in [replace(c.problem, cluster=faster(c.problem.cluster, column))]
         ]
     )
-    best = recommended(times, [c.strategy.exact for c in found.ranked])
-    return [found.ranked[index] for index in best], times[best, np.arange(len(factors))]
+    fastest = times.argmin(axis=0)
+    return [found.rivals[index] for index in fastest], times.min(axis=0)
 
 
 def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:

@@ -2,7 +2,7 @@
 was close, what would change it.
 
     use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order; lossy ...
-    sure      ...        how predictions compared with runs on such devices, if they were
+    sure      ...        the epoch's range, the chance of being fastest, what would settle it
     cost      ...        epoch, memory, bytes, dollars
     close     ...        the runner-up, and the fastest exact strategy or other family
     change    ...        where another family takes over
@@ -17,12 +17,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
     measured_errors,
-    prediction_error,
     within_doubt,
 )
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
@@ -34,11 +32,13 @@ from gnnplan.planner.vocabulary.units import (
     show_count,
     show_dollars,
     show_percent,
+    show_range,
     show_time,
 )
 
 MOST_CHANGES = 2  # told
 WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
+WORTH_SAYING = 0.005  # of regret
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
@@ -55,7 +55,7 @@ def summarise(
     best = found.best
     return {
         "use": recommendation(problem, found),
-        "sure": certainty(problem),
+        "sure": certainty(found),
         "cost": costs(best) + alone(problem, best),
         "close": rivals(found),
         "change": changes(found, turning_points),
@@ -99,35 +99,37 @@ def where_ranks_sit(best: Candidate) -> str:
     )
 
 
-def doubt(cluster: Cluster) -> float | None:
-    """Median |predicted / measured - 1| on machines like this one; None where that is unknown.
-
-    Runs were on CPU ranks only, on machines that `gnnplan measure` had measured.
-    """
-    generic = set(cluster.provenance.values()) == {GENERIC}
-    return None if generic or cluster.device.kind != "cpu" else prediction_error()
-
-
-def certainty(problem: Problem) -> str:
-    """How far predictions were off on such devices, and where the cluster's numbers come from."""
-    cluster, errors = problem.cluster, measured_errors()
-    if cluster.device.kind != "cpu":
-        words = [
-            "not measured on such devices: no prediction has been compared with a run on CUDA yet"
-        ]
-    elif errors:
-        known = (
-            f"on measured machines {len(errors)} epochs of CPU ranks over Gloo were off by"
-            f" {show_percent(np.median(errors))} in the median, {show_percent(max(errors))} at most"
+def certainty(found: SearchResult) -> str:
+    """How sure the choice is, what would make it surer, and what it is drawn from."""
+    problem, outlook = found.best.problem, found.certainty
+    words = [f"an epoch takes {show_range(outlook.low_s, outlook.high_s)} (80 %)"]
+    if len(found.rivals) > 1 and not found.measured:
+        among = "" if len(found.rivals) == len(found.ranked) else " among exact strategies"
+        words.append(
+            f"fastest{among} with a chance of {show_percent(outlook.chance_fastest)}, expected"
+            f" regret {show_percent(outlook.expected_regret, 1)}{settling(found)}"
         )
-        unknown = "unknown, this machine has not been measured; "
-        words = [unknown + known if doubt(cluster) is None else known]
-    else:
-        words = ["not measured: no prediction has been compared with a run"]
-    words.append(f"the cluster's numbers: {sources(cluster.provenance)}")
+    words.append(f"the cluster's numbers: {sources(problem.cluster.provenance)}")
+    if problem.cluster.device.kind != "cpu":
+        words.append("no prediction has been compared with a run on CUDA yet")
+    elif set(problem.cluster.provenance.values()) == {GENERIC}:
+        words.append("this machine has not been measured")
+    elif errors := measured_errors():
+        words.append(
+            f"{len(errors)} blind epochs of CPU ranks were off by {show_percent(np.median(errors))}"
+            f" in the median, {show_percent(max(errors))} at most"
+        )
     if not problem.stats.known:
         words.append("sizes of halos and frontiers are estimated from statistics")
     return "; ".join(words)
+
+
+def settling(found: SearchResult) -> str:
+    """The constant whose measurement would lower the expected regret most, if one does."""
+    settled = found.settled
+    if not settled or found.certainty.expected_regret - settled.regret < WORTH_SAYING:
+        return ""
+    return f" (measure {settled.constant}: {show_percent(settled.regret, 1)})"
 
 
 def sources(provenance: dict[str, str]) -> str:

@@ -24,9 +24,8 @@ from scipy.stats import kendalltau
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, parse
+from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 
 # Weight of the prior in a refit. A factor of e on a constant costs as much as an epoch that is
@@ -253,36 +252,6 @@ def ranking(runs: Sequence[Run]) -> dict[str, Any]:
         "right": choice == fastest,
         "within_noise": regret <= 2 * noise(runs),
     }
-
-
-def lossy_gains(runs: Sequence[Run]) -> list[tuple[float, float]]:
-    """(predicted, measured) gain, exact epoch / lossy epoch - 1, of pairs for the same question.
-
-    The pairs that were predicted in favour of the lossy strategy, from the smallest gain on.
-    """
-    gains = [
-        (
-            exact.comparison["step"]["predicted_s"] / lossy.comparison["step"]["predicted_s"] - 1,
-            exact.measured_s / lossy.measured_s - 1,
-        )
-        for same in _grouped(runs, lambda run: run.question)
-        for lossy in same
-        for exact in same
-        if parse(exact.strategy).exact and not parse(lossy.strategy).exact
-    ]
-    return sorted(gain for gain in gains if gain[0] > 0)
-
-
-def sure_gain(runs: Sequence[Run]) -> float | None:
-    """The predicted gain above which SURE_SHARE of lossy strategies were faster than an exact one.
-
-    None where no gain was large enough. decision/recommendation.py says what it is for.
-    """
-    gains = lossy_gains(runs)
-    for index, least in enumerate([0.0, *(predicted for predicted, _ in gains[:-1])]):
-        if gains and mean(measured > 0 for _, measured in gains[index:]) >= SURE_SHARE:
-            return least
-    return None
 
 
 def _all_rankings(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:

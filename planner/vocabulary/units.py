@@ -97,6 +97,17 @@ def show_time(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.1f} us"
 
 
+def show_range(low: float, high: float) -> str:
+    """Two times [s] as people read them, in one unit if they have the same.
+
+    >>> show_range(0.2587, 0.8643), show_range(0.5, 1.25)
+    ('258.7-864.3 ms', '500.0 ms-1.25 s')
+    """
+    first, second = show_time(low), show_time(high)
+    same = first.split()[1] == second.split()[1]
+    return f"{first.split()[0] if same else first}-{second}"
+
+
 def show_percent(share: float, digits: int = 0, sign: bool = False) -> str:
     """A share as people read it; a difference with its sign.
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from gnnplan.planner.cluster import scaling
+from gnnplan.planner.cluster.doubt import DRAWS
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import explain
-from gnnplan.planner.decision.search import Candidate, SearchResult, recommend, search
+from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import partition
@@ -41,10 +42,12 @@ def question(inter_node: str = "100MB/s", layers: int = 2) -> Problem:
 
 
 def test_what_takes_over_really_takes_over() -> None:
-    """At the bandwidth that a sentence names, the other family is recommended; on this side of it,
-    it is not."""
-    problem = question("2GB/s", layers=8)
-    found = search(problem, may_use_fewer=False)
+    """At the bandwidth that a sentence names, the other family is the fastest; on this side of it, it
+    is not."""
+    problem = question("5GB/s", layers=8)
+    every = search(problem, may_use_fewer=False)
+    # exact strategies are recommended in doubt, wherever the others take over from each other
+    found = SearchResult([c for c in every.ranked if not c.strategy.exact], [])
     told = [s for s in sentences(found, exact=False) if "between servers (" in s]
     assert told
     for sentence in told:
@@ -65,7 +68,7 @@ def test_what_takes_over_really_takes_over() -> None:
             predicted = [
                 replace(c, predicted=c.strategy.predict(there), problem=there) for c in found.ranked
             ]
-            return recommend(predicted).strategy.name
+            return min(predicted, key=lambda c: float(c.predicted.epoch_s)).strategy.name
 
         beyond = 0.9 if sentence.startswith("below") else 1.1
         assert first(float(factor) * beyond) == winner != found.best.strategy.name
@@ -120,32 +123,29 @@ def test_other_depths_may_use_fewer_gpus_too() -> None:
 
 
 def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over() -> None:
-    """PipeGCN wins at 8 layers, and at more: not news about graph parallel."""
+    """GraNNDis wins at 8 layers, and at more: not news about graph parallel."""
     problem = question("2GB/s", layers=8)
-    assert search(problem).best.strategy.name != "graph_parallel"
+    assert search(problem, may_use_fewer=False).best.strategy.name == "granndis"
     told = sentences(search(problem, forced=parse("graph_parallel")), exact=False)
     assert any(s.startswith("twice the bandwidth between servers") for s in told) and not any(
         " layers or " in s for s in told
     )
 
 
-def test_close_seconds_are_within_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error measured on CPU ranks decides for CPU ranks, and is never quoted for GPUs."""
+def test_close_seconds_are_within_doubt() -> None:
+    """A runner-up is named as long as it may well be faster, with the chance that it is."""
     found = search(question())
-    on_cpu = SearchResult([with_device(candidate, "cpu") for candidate in found.ranked], [])
-    first, second = (float(c.predicted.epoch_s) for c in found.ranked[:2])
-    gap = second / first - 1
-    monkeypatch.setattr(explain, "prediction_error", lambda: gap + 0.01)
-    assert "(median" in explain.within_doubt(on_cpu)[0]
-    monkeypatch.setattr(explain, "prediction_error", lambda: gap / 2)
-    assert explain.within_doubt(on_cpu) == []
-    monkeypatch.setattr(explain, "prediction_error", lambda: None)
-    assert explain.within_doubt(on_cpu) == []
-    monkeypatch.setattr(explain, "CLOSE", gap + 0.01)
-    [line] = explain.within_doubt(found)
-    assert "no prediction on such devices" in line and "median" not in line
-    monkeypatch.setattr(explain, "CLOSE", gap / 2)
-    assert explain.within_doubt(found) == []
+    first, second = found.best, found.others[0]
+
+    def faster_in(share: float) -> list[str]:
+        other, draws = replace(second), np.arange(DRAWS)
+        factors = np.where(draws < share * DRAWS, 0.9, 1.2)
+        vars(other)["drawn_s"] = first.drawn_s * factors
+        return explain.within_doubt(SearchResult([first, other], []))
+
+    [line] = faster_in(0.1)
+    assert "faster with a chance of 10 %" in line and "gnnplan tune" in line
+    assert faster_in(0.04) == []
 
 
 def with_device(candidate: Candidate, kind: str) -> Candidate:

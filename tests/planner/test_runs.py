@@ -7,22 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster, Link
-from gnnplan.planner.decision.recommendation import SURE_GAIN
+from gnnplan.planner.decision.recommendation import MARGIN, missed
 from gnnplan.planner.evidence.runs import (
     COMMUNICATION,
     Planned,
     Run,
     errors,
-    lossy_gains,
     noise,
     refit_cluster,
     same_shape,
     summarise,
-    sure_gain,
 )
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
@@ -73,55 +72,20 @@ def test_errors_are_of_what_was_measured():
     assert errors([(None, 1.0)]) is None
 
 
-def measured_runs() -> list[Run]:
-    """Those that plans quote, with what sure_gain reads of them."""
+def test_predictions_miss_as_plans_say_they_do():
+    """Of the measured epochs that plans quote 80 % lie in the range that misses alone give.
+
+    MISSES was found from these runs, so this holds the constant against its source. In later runs
+    the ranges of plans held 92 % (docs/reference/measured-runs.md).
+    """
     with (TRACES / "measured.csv").open(newline="") as file:
-        return [
-            Run(
-                folder="",
-                question=row["job"],
-                name=row["job"],
-                servers=1,
-                strategy=row["strategy"],
-                comparison={
-                    "step": {key: float(row[key]) for key in ("predicted_s", "measured_s")}
-                },
-                epochs_s=(),
-            )
-            for row in csv.DictReader(file)
-        ]
-
-
-def test_the_gain_that_a_recommendation_asks_for_is_the_measured_one():
-    """In planner/decision/recommendation.py, and with the numbers in the comment there."""
-    runs = measured_runs()
-    assert sure_gain(runs) == pytest.approx(SURE_GAIN, abs=0.0005)
-    came_out = {True: [], False: []}
-    for predicted, measured in lossy_gains(runs):
-        came_out[predicted > SURE_GAIN].append(measured > 0)
-    assert {sure: (len(pairs), sum(pairs)) for sure, pairs in came_out.items()} == {
-        True: (86, 82),
-        False: (40, 22),
-    }
-
-
-def test_a_gain_is_sure_from_where_on_pairs_came_out_as_predicted():
-    def asked(*gains: tuple[float, float]) -> list[Run]:
-        """A question per (predicted, measured) gain."""
-        return [
-            run(name, 1 + measured, 1 + predicted, hidden)
-            for hidden, gain in enumerate(gains, 1)
-            for name, (predicted, measured) in (("graph_parallel", gain), ("pipegcn", (0.0, 0.0)))
-        ]
-
-    right, wrong = (0.3, 0.2), (0.2, -0.1)
-    assert sure_gain(asked(right)) == 0
-    assert sure_gain(asked(wrong, right)) == pytest.approx(0.2)
-    assert sure_gain(asked(right, (0.4, -0.1))) is None
-    assert sure_gain(asked(wrong, *[right] * 18)) == pytest.approx(0.2)
-    assert sure_gain(asked(wrong, *[right] * 19)) == 0  # 95 %
-    # what was predicted against the lossy strategy is no gain, and nor is one lossy over another
-    assert sure_gain([*asked((-0.2, 0.3)), run("pipegcn_f", 2.0, 2.0, 1)]) is None
+        rows = [(parse(r["strategy"]), r) for r in csv.DictReader(file)]
+    inside = []
+    for strategy, row in rows:
+        factors = missed("cpu", strategy.family, strategy.exact)
+        low, high = float(row["predicted_s"]) * np.quantile(factors, (MARGIN, 1 - MARGIN))
+        inside.append(low <= float(row["measured_s"]) <= high)
+    assert len(inside) == 146 and np.mean(inside) == pytest.approx(0.8, abs=0.05)
 
 
 def test_regret_is_what_following_the_prediction_cost():

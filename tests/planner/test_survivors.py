@@ -76,6 +76,7 @@ class Timed:
     fixed_s: float
     sent: float  # [B] between servers
     exact = True
+    family = "timed"
 
     def predict(self, problem: Problem) -> Any:
         link = problem.cluster.inter_node
@@ -88,7 +89,10 @@ class Timed:
 
 def test_the_bandwidth_below_which_another_strategy_wins():
     """At 1 GB/s one takes 1 s and the other 1.999 s; at half of it the first takes 2 s."""
-    asked = problem(TWO_SERVERS, mode="mini", batch=10, fanout=(2, 2), layers=2)
+    certain = {"ranges": {"inter_node.bandwidth": (1.0, 1.0)}}
+    asked = problem(
+        TWO_SERVERS.model_copy(update=certain), mode="mini", batch=10, fanout=(2, 2), layers=2
+    )
     candidates = [
         Candidate(strategy, strategy.predict(asked), {}, asked)  # type: ignore[arg-type]
         for strategy in (Timed("chatty", 0.0, 1e9), Timed("silent", 1.999, 0.0))

@@ -1,0 +1,182 @@
+"""What is not known for sure: ranges of constants, clusters drawn from them, and what plans say of
+that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from gnnplan.planner.cluster import doubt
+from gnnplan.planner.cluster.spec import PRESETS, Cluster
+from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.recommendation import (
+    outlooks,
+    recommended,
+    regrets,
+    settled_regret,
+)
+from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
+
+MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured" / "2x2_400Mbit.3.yaml"
+REDDIT = load("reddit")
+
+
+def reddit(cluster: Cluster, layers: int = 3) -> Problem:
+    stats = REDDIT if not hasattr(REDDIT, "stats") else REDDIT.stats
+    return Problem(stats, None, Workload(model="gcn", layers=layers, hidden=128), cluster)
+
+
+def preset(name: str) -> Cluster:
+    return read_cluster(str(PRESETS / f"{name}.yaml"))
+
+
+def overridden(cluster: Cluster, setting: str) -> Cluster:
+    return apply_overrides(cluster, Workload(), [setting])[0]
+
+
+# -- ranges and draws
+
+
+def test_a_constant_is_as_doubtful_as_its_source():
+    """Measured numbers are known best, datasheets are rarely reached, a what-if is certain."""
+    a100, measured = preset("dgx_a100"), read_cluster(str(MEASURED))
+    assert doubt.range_of(measured, "device.gemm") == doubt.RANGES["measured"]
+    assert doubt.range_of(a100, "device.gemm") == doubt.RANGES["datasheet"]
+    assert doubt.range_of(a100, "device.launch") == doubt.RANGES["assumed"]
+    asked = overridden(a100, "inter_node.bandwidth=10GB/s")
+    assert doubt.range_of(asked, "inter_node.bandwidth") == (1.0, 1.0)
+    assert "inter_node.bandwidth" not in doubt.factors(asked)
+    told = a100.model_copy(update={"ranges": {"device.gemm": (0.9, 1.5)}})
+    assert doubt.range_of(told, "device.gemm") == (0.9, 1.5)
+
+
+@given(st.floats(0.05, 1.0), st.floats(1.0, 20.0))
+def test_a_tenth_of_the_draws_is_below_a_range_and_a_tenth_above(low: float, high: float):
+    cluster = preset("l4_box").model_copy(update={"ranges": {"device.gemm": (low, high)}})
+    factor = doubt.factors(cluster).get("device.gemm", np.ones(doubt.DRAWS))
+    margin = 1 / doubt.DRAWS
+    assert np.mean(factor < low) == pytest.approx(0.1 * (low < 1), abs=margin)
+    assert np.mean(factor > high) == pytest.approx(0.1 * (high > 1), abs=margin)
+    assert np.median(factor) == pytest.approx(1.0, rel=0.05 * max(1 / low, high))
+
+
+@pytest.mark.parametrize("name", ["dgx_a100", "p3_p100", "l4_box", "measured"])
+def test_a_draw_is_a_cluster_of_these_constants(name: str):
+    """Many clusters are priced at once; each alone gives the same epoch."""
+    cluster = read_cluster(str(MEASURED)) if name == "measured" else preset(name)
+    problem, draws = reddit(cluster), doubt.drawn(cluster)
+    for strategy in map(parse, ("graph_parallel", "pipegcn", "gnnpipe(stages=2)", "granndis")):
+        settled = strategy.settle(problem)
+        together = settled.predict(replace(problem, cluster=draws)).epoch_s
+        for draw in (0, 17, doubt.DRAWS - 1):
+            alone = settled.predict(replace(problem, cluster=one(draws, draw))).epoch_s
+            assert np.ravel(together)[draw] == pytest.approx(float(alone), rel=1e-9)
+
+
+def one(draws: Cluster, index: int) -> Cluster:
+    """One of several clusters: each number instead of its column."""
+
+    def pick(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            return float(value[index, 0])
+        if isinstance(value, dict):
+            return {key: pick(inner) for key, inner in value.items()}
+        if hasattr(value, "model_copy"):
+            fields = type(value).model_fields
+            return value.model_copy(update={f: pick(getattr(value, f)) for f in fields})
+        return value
+
+    out = pick(draws)
+    assert isinstance(out, Cluster)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("ranges", "told"),
+    [
+        ({"device.gemm": [1.5, 0.5]}, "factors low <= 1 <= high around the value (low: 1.5"),
+        ({"device.gemm": [1.1, 1.5]}, "as [0.8, 1.25]"),
+        ({"device.gem": [0.5, 1.5]}, "no constant 'device.gem'; did you mean device.gemm?"),
+        ({"device.gemm": [0.0, 1.5]}, "greater than 0"),
+        ({"device.gemm": [0.5]}, "Field required"),
+    ],
+)
+def test_ranges_that_are_none_are_refused(ranges: dict[str, list[float]], told: str):
+    with pytest.raises(ValidationError) as error:
+        Cluster.model_validate({**preset("l4_box").model_dump(), "ranges": ranges})
+    assert told in str(error.value)
+    with pytest.raises(SpecError):
+        overridden(preset("l4_box"), "ranges.device=[2, 1]")
+
+
+# -- the choice in doubt
+
+
+def test_regret_and_chance_are_those_of_the_draws():
+    drawn_s = np.array([[1.0, 1.0, 1.0, 1.0], [0.5, 2.0, 2.0, 2.0], [4.0, 4.0, 4.0, 0.5]])
+    first, second, third = outlooks(drawn_s)
+    assert [o.chance_fastest for o in (first, second, third)] == [0.5, 0.25, 0.25]
+    assert first.expected_regret == pytest.approx((1 + 0 + 0 + 1) / 4)
+    assert second.expected_regret == pytest.approx((0 + 1 + 1 + 3) / 4)
+    # the least expected regret wins, not the shortest epoch in the mean
+    assert recommended(drawn_s, [False] * 3) == 0
+
+
+def test_a_constant_that_decides_leaves_no_regret_and_one_that_tells_nothing_all_of_it():
+    factor = doubt.normals("a constant that decides")
+    other = doubt.normals("another")
+    drawn_s = np.stack([np.ones(doubt.DRAWS), np.exp(factor)])
+    now = regrets(drawn_s).mean(axis=1).min()
+    assert settled_regret(drawn_s, factor) < 0.2 * now
+    assert settled_regret(drawn_s, other) == pytest.approx(now, rel=0.15)
+
+
+def test_every_answer_of_a_plan_says_how_sure_it_is():
+    problem = reddit(preset("dgx_a100"))
+    found = search(problem)
+    document = plan.make(problem, found)
+    answers = [document["best"], *document["alternatives"]]
+    assert len(answers) > 5
+    for answer in answers:
+        assert answer["epoch_s"] == answer["predicted"]["epoch_s"]
+        assert answer["epoch_low_s"] < answer["epoch_s"] < answer["epoch_high_s"]
+        assert answer["expected_regret"] >= 0
+    assert sum(answer["chance_fastest"] for answer in answers) == pytest.approx(1)
+    assert document == plan.make(problem, search(problem))  # no luck in it
+
+
+def test_a_measurement_is_named_that_would_settle_the_choice():
+    """The link between servers decides between strategies that send much and little over it."""
+    cluster = preset("dgx_a100")
+    doubted = {"ranges": {"inter_node.bandwidth": (0.05, 1.1)}}
+    found = search(reddit(cluster.model_copy(update=doubted)))
+    assert found.settled and found.settled.constant == "inter_node.bandwidth"
+    assert found.settled.regret < found.certainty.expected_regret / 1.5
+    sure = plan.make(reddit(cluster), found)["summary"]["sure"]
+    assert "(measure inter_node.bandwidth: " in sure
+
+
+def test_what_is_certain_does_not_vary():
+    """With every constant set by hand only the misses of predictions are left."""
+    cluster = preset("dgx_a100")
+    certain = {name: (1.0, 1.0) for name in doubt.constants(cluster)}
+    problem = reddit(cluster.model_copy(update={"ranges": certain}))
+    assert doubt.factors(problem.cluster) == {}
+    found = search(problem, forced=parse("graph_parallel"))
+    [candidate] = found.ranked
+    plain = float(candidate.predicted.epoch_s)
+    assert np.median(candidate.drawn_s) == pytest.approx(plain, rel=0.05)
+    assert isinstance(candidate, Candidate) and isinstance(found, SearchResult)
+    assert found.settled is None and found.outlooks[0].chance_fastest == 1.0
