@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -123,11 +124,12 @@ class Program:
     """The steps of training.
 
     An epoch has `steps` of them; the first ones are `known`, and the others are taken to be like
-    these. `at(t)` is step t of training, counted over all epochs: the same objects where steps are
-    alike, for an operation is priced once however often it occurs.
+    these. `at(t)` is step t of training, counted over all epochs. Both make steps when they are
+    asked for: the same objects where steps are alike, for an operation is priced once however often
+    it occurs.
     """
 
-    known: Sequence[Step]
+    known: Callable[[], Iterable[Step]]
     steps: int
     at: Callable[[int], Step]
     setup: Step = ()  # exchanges before step 0, not counted in an epoch
@@ -150,7 +152,7 @@ def traffic(program: Program, ranks: int) -> list[Phase]:
     What ranks send because of where they sit (rows from another server's memory) is not counted:
     it would be other traffic elsewhere.
     """
-    ops = [op for step in program.known[:PLACED_BY] for op in step]
+    ops = [op for step in islice(program.known(), PLACED_BY) for op in step]
     exchanges = [op.sent for op in ops if op.op == "halo" and op.sent is not None and not op.ranks]
     times = Counter(map(id, exchanges))
     alike = {id(sent): sent for sent in exchanges}

@@ -58,7 +58,8 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
 
 def at_rank(label: Label, rank: int) -> Label:
     """The label with the rank at the other end of its message."""
-    return label if label.peer is None else label._replace(peer=rank + label.peer)
+    op, step, way, layer, chunk, distance = label  # label._replace takes three times as long
+    return label if distance is None else Label(op, step, way, layer, chunk, rank + distance)
 
 
 def _waits(
