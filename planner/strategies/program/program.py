@@ -93,11 +93,11 @@ class Op:
         numbers = (self.size, self.groups, self.sizes, self.distance, self.chunks)
         return self.op, where, numbers, *map(id, shared)
 
-    def reductions(self, ranks: int) -> list[tuple[Group, int]]:
-        """The groups of an all-reduce, each with its bytes."""
+    def reductions(self, everyone: Group) -> list[tuple[Group, int]]:
+        """The groups of an all-reduce, each with its bytes; `everyone` if it names no ranks."""
         if self.groups:
             return list(zip(self.groups, self.sizes, strict=True))
-        return [(self.ranks or tuple(range(ranks)), self.size)]
+        return [(self.ranks or everyone, self.size)]
 
 
 Step = Sequence[Op]  # in order; exchanges stand where a synchronous rank waits for them

@@ -99,7 +99,6 @@ def _share(op: Op, i: int, group: Group, chunk: int | None) -> Work:
         sent = (op.sent if chunk is None else op.sent[chunk])[i].tolist()
         peers = tuple((peer, nbytes) for peer, nbytes in zip(group, sent, strict=True) if nbytes)
         return Collective("exchange", group, peers)
-    for members, size in zip(op.groups, op.sizes, strict=True):
-        if group[i] in members:
-            return ring(group[i], members, size)
-    return ring(group[i], group, op.size)
+    rank = group[i]
+    members, size = next(each for each in op.reductions(group) if rank in each[0])
+    return ring(rank, members, size)
