@@ -110,7 +110,7 @@ class GNNPipe(Pipeline):
             lambda: [step],
             1,
             lambda t: step,
-            setup if inputs.any() else (),
+            lambda: setup if inputs.any() else [],
             chunks=lambda t: chunk_order(seed, t, chunks, shuffle),
         )
 
@@ -128,7 +128,7 @@ class GNNPipe(Pipeline):
         first_pass_s = float(self.predict(problem).by_op["forward"]) * self.stages
         return {
             "partitioning": partitioning_s,
-            "features": setup_s(problem, self.program(problem).setup),
+            "features": setup_s(problem, self.program(problem).setup()),
             "first pass": first_pass_s / problem.cost.full_load_slowdown,  # one stage at a time
         }
 

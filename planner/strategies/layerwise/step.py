@@ -53,7 +53,7 @@ def program(
         lambda: known,
         len(known),
         lambda t: known[batch_at(t)],
-        list(setup(problem, layout)),
+        lambda: setup(problem, layout),
         options.staleness,
     )
 

@@ -260,7 +260,7 @@ def program(
         lambda: map(step_on, batches.first()),
         batches.steps,
         lambda t: step_on(batches.at(t)),
-        list(fill(problem, store)),
+        lambda: fill(problem, store),
         prefetch=prefetch,
     )
 

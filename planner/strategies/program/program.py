@@ -124,7 +124,7 @@ class Program:
     """The steps of training.
 
     An epoch has `steps` of them; the first ones are `known`, and the others are taken to be like
-    these. `at(t)` is step t of training, counted over all epochs. Both make steps when they are
+    these. `at(t)` is step t of training, counted over all epochs. Operations are made when they are
     asked for: the same objects where steps are alike, for an operation is priced once however often
     it occurs.
     """
@@ -132,7 +132,8 @@ class Program:
     known: Callable[[], Iterable[Step]]
     steps: int
     at: Callable[[int], Step]
-    setup: Step = ()  # exchanges before step 0, not counted in an epoch
+    # exchanges before step 0, not counted in an epoch
+    setup: Callable[[], Iterable[Op]] = lambda: ()
     late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
     prefetch: int = 0  # steps by which what is `ahead` may be ahead
     chunks: Callable[[int], Sequence[int]] = lambda step: ()  # their order in a step
@@ -142,7 +143,7 @@ class Program:
     @property
     def setup_bytes(self) -> int:
         """Bytes that all ranks send before step 0."""
-        return sum(int(op.sent.sum()) for op in self.setup if op.sent is not None)
+        return sum(int(op.sent.sum()) for op in self.setup() if op.sent is not None)
 
 
 def traffic(program: Program, ranks: int) -> list[Phase]:

@@ -25,7 +25,7 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
     """Every rank's tasks of the first so many steps of a program."""
     everyone = tuple(range(problem.ranks))
     out = Schedule(problem.ranks, steps)
-    for op in program.setup:
+    for op in program.setup():
         group = op.ranks or everyone
         out.setup += [
             Task(op.label(-1), rank, "comm", _share(op, i, group, None))
