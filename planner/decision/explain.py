@@ -12,25 +12,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
 from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.gnn.workload import ALL
-from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GraNNDis, GraphParallel, GSplit, Strategy, families, parse
-from gnnplan.planner.strategies.layerwise.granndis import FANOUT, MAX_HOP
-from gnnplan.planner.vocabulary import formulas
+from gnnplan.planner.strategies import Strategy, families, parse
 from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
+from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
-HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
 TRACES = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # what was measured, as tables
 
 
@@ -61,12 +54,8 @@ def explain(
         *turning_points,
     ]
     if problem.workload.mode == "full":
-        return out + preloading(problem)
-    out += [
-        batches_of(problem, best.strategy),
-        *done_twice(problem, found),
-        *p3_conditions(problem),
-    ]
+        return out + of_families(problem, found)
+    out += [batches_of(problem, best.strategy), *of_families(problem, found)]
     return out if found.forced else out + full_graph(problem, best, exact, notify)
 
 
@@ -152,7 +141,7 @@ def before_the_first_epoch(best: Candidate) -> list[str]:
     parts = [f"{name} {show_time(taken)}" for name, taken in seconds.items()]
     if not best.problem.stats.known:
         parts.append("partitioning unknown")
-    return [f"Before the first epoch: {', '.join(parts)}"]
+    return [f"Before the first epoch: {', '.join(parts)}"] if parts else []
 
 
 def convergence(strategy: Strategy, model: str) -> list[str]:
@@ -232,6 +221,17 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
     )
 
 
+def of_families(problem: Problem, found: SearchResult) -> list[str]:
+    """What each family says about the problem itself (`Strategy.explain`)."""
+    on_all = [c.strategy for c in found.ranked if c.problem.ranks == problem.ranks]
+    told = [
+        family.explain(problem, next((one for one in on_all if type(one) is family), None))
+        for family in families()
+        if family.mode == problem.workload.mode
+    ]
+    return list(dict.fromkeys(sentence for sentences in told for sentence in sentences))
+
+
 def within_doubt(found: SearchResult) -> list[str]:
     """Whether the runner-up may be faster than the recommended strategy."""
     if len(found.ranked) < 2 or found.measured:
@@ -276,53 +276,6 @@ def _rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# -- the full graph ----------------------------------------------------------------------------
-
-
-def preloading(problem: Problem) -> list[str]:
-    """What preloading a server's surroundings (GraNNDis) costs and saves.
-
-    A server that preloads holds its own part and the rows around it; `growth` says how many times
-    its own part that is, as a mean over servers. In return fewer bytes pass between servers. The
-    conditions that the paper prints (Eq. 3-9) leave the links inside servers out and describe other
-    times than our epoch; planner/vocabulary/formulas.py has them.
-    """
-    servers = problem.cluster.servers
-    if servers == 1:
-        islands = (
-            " Islands of GPUs may preload too, with group='island'."
-            if len(problem.cluster.islands) > 1
-            else ""
-        )
-        return [
-            "One server: nothing crosses servers, so preloading a server's surroundings would be"
-            f" plain graph parallel.{islands}"
-        ]
-    source = "estimated" if problem.graph is None else "counted"
-    plain, whole = GraphParallel(), GraNNDis().settle(problem)
-    sampled = GraNNDis(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
-
-    def growth(strategy: GraNNDis) -> float:
-        layout = strategy.layout(problem)
-        own = problem.stats.vertices / servers
-        if isinstance(layout, Layout):
-            held = sum(layout.rows(rank, 0).size for rank in range(layout.ranks)) / servers
-        else:
-            held = float((layout.facts(1).sources - layout.facts(1).taken).sum()) / servers
-        return float(formulas.growth_measured(own, max(held - own, 0.0)))
-
-    def between_servers(strategy: Strategy) -> str:
-        return show_bytes(strategy.predict(problem).bytes_by_link.get("inter_node", 0))
-
-    return [
-        f"A server that preloads the {problem.workload.layers} hops around its part ({whole}) holds"
-        f" {growth(whole):.2f} times the rows of its part ({source}); with rows drawn ({sampled})"
-        f" {growth(sampled):.2f} times",
-        f"Between servers an epoch of {plain} on all GPUs would send {between_servers(plain)}, of"
-        f" {whole} {between_servers(whole)}",
-    ]
-
-
 # -- mini-batches ------------------------------------------------------------------------------
 
 
@@ -352,74 +305,4 @@ def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -
         f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per"
         f" epoch, {ratio:.2g} times as long, for one update; in how many epochs either reaches the"
         " same accuracy depends on the graph: unknown"
-    ]
-
-
-def done_twice(problem: Problem, found: SearchResult) -> list[str]:
-    """How much more ranks read and compute that sample alone than ranks that split a batch.
-
-    As GSplit, Table 1; from the first batches.
-    """
-    split = next(
-        (
-            c.strategy
-            for c in found.ranked
-            if isinstance(c.strategy, GSplit) and c.problem.ranks == problem.ranks
-        ),
-        None,
-    )
-    if split is None:
-        return []
-    pairs = zip(
-        problem.minibatches(tuple(range(problem.ranks))).first(),
-        split.batches(problem).first(),
-        strict=False,
-    )
-    layers = range(1, problem.workload.layers + 1)
-    counts = [
-        [
-            (
-                int(batch.row_counts(0).sum()),
-                sum(int(batch.facts(layer).edges.sum()) for layer in layers),
-            )
-            for batch in pair
-        ]
-        for pair in pairs
-    ]
-    (rows, edges), (shared_rows, shared_edges) = np.sum(counts, axis=0).tolist()
-    return [
-        f"Sampling each for itself, ranks read {rows / max(shared_rows, 1):.2f} times the rows of"
-        f" features that they read splitting a batch ({split}), and compute"
-        f" {edges / max(shared_edges, 1):.2f} times the edges"
-    ]
-
-
-def p3_conditions(problem: Problem) -> list[str]:
-    """Up to which width P3 sends fewer bytes than fetching features does, from the mean batch.
-
-    P3 sends partial sums of layer 1; the alternative fetches rows of features that are spread over
-    the servers. As P3, Fig. 15. It is shown and does not decide.
-    """
-    slices = len(set(problem.servers)) if len(set(problem.servers)) > 1 else problem.ranks
-    if slices == 1 or not isinstance(problem.graph, Graph):
-        return []
-    batches = problem.minibatches(tuple(range(problem.ranks))).first()
-    rows, inputs = np.mean(
-        [(batch.facts(1).rows.sum(), batch.facts(1).sources.sum()) for batch in batches], axis=0
-    ).tolist()
-    itemsize = problem.model.itemsize
-    # numbers of a row in transit
-    width = max(1, round(float(problem.model.features_moved(1.0)) / itemsize))
-    even = float(formulas.p3_break_even(slices, inputs, rows, width))
-    fetched = float(formulas.remote_feature_bytes(slices, inputs, width, itemsize))
-    table = ", ".join(
-        f"{hidden}: {show_bytes(float(formulas.p3_bytes(slices, rows, hidden, itemsize)))}"
-        for hidden in HIDDEN
-    )
-    # what makes the rows of layer 1 as wide as they are
-    name = "hidden" if problem.model.layers[0].h_out == problem.workload.hidden else "classes"
-    return [
-        f"P3 stops paying at {name} {even:.0f} (feature rows of {width} numbers; {rows:,.0f} rows"
-        f" of layer 1, {inputs:,.0f} inputs a batch, columns on {slices}): by {name}, partial sums"
-        f" take {table} per batch; features spread so would fetch {show_bytes(fetched)}"
     ]

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -97,6 +97,14 @@ class Strategy(ABC):
     def absent(cls, problem: Problem) -> str:
         """Why `candidates` is empty for this problem; '': the family is never a candidate."""
         return "no variant suits this problem"
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        """Sentences that only this family can say about a problem: its paper's rule, with numbers.
+
+        `fastest` is its fastest variant on all GPUs; None if none fits or another was asked for.
+        """
+        return []
 
     def settle(self, problem: Problem) -> Strategy:
         """The same strategy with every open knob filled in."""

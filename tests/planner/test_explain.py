@@ -22,7 +22,8 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import parse
+from gnnplan.planner.strategies import GraNNDis, parse
+from gnnplan.planner.vocabulary.units import show_bytes
 
 MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured"
 DEVICE = {"memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
@@ -195,13 +196,13 @@ def test_preloading_is_told_by_our_own_prediction() -> None:
     predictions; no time that differs from the epoch's definition is shown."""
     problem = question(layers=3)
     whole = parse("granndis").settle(problem)
-    growth, sent = explain.preloading(problem)
+    growth, sent = GraNNDis.explain(problem, None)
     layout = problem.layout(3)
     held = sum(layout.rows(rank, 0).size for rank in range(2)) / 2
     assert f"{held / 1500:.2f} times the rows of its part (counted)" in growth
     for strategy in (parse("graph_parallel"), whole):
         nbytes = strategy.predict(problem).bytes_by_link["inter_node"]
-        assert f"{strategy}" in sent and explain.show_bytes(nbytes) in sent
+        assert f"{strategy}" in sent and show_bytes(nbytes) in sent
     assert "T_p" not in growth + sent
 
 

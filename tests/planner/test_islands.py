@@ -24,7 +24,6 @@ from gnnplan.planner.cluster.placement import (
     heuristic,
 )
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.decision.explain import preloading
 from gnnplan.planner.decision.search import placed, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, in_neighbours
@@ -571,7 +570,7 @@ def test_what_a_plan_says():
     )
     assert "its islands hold 1, 2 GPUs" in GraNNDis.absent(problem_of(1, [[0, 1], [2]]))
     assert parse(str(GraNNDis(2, group="island"))) == GraNNDis(2, group="island")
-    assert preloading(problem_of(1, CROSSED))[0].endswith(
+    assert GraNNDis.explain(problem_of(1, CROSSED), None)[0].endswith(
         "Islands of GPUs may preload too, with group='island'."
     )
-    assert not any("Islands" in line for line in preloading(one))
+    assert not any("Islands" in line for line in GraNNDis.explain(one, None))

@@ -13,6 +13,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner import strategies
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -23,7 +24,8 @@ from gnnplan.planner.vocabulary.errors import SpecError
 PLANNER = """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Example, GraphParallel
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Echo(GraphParallel):
     names: ClassVar = {"loud_echo": {"narrow": True}}
     executor: ClassVar[str] = "echo_executor"
     examples: ClassVar = (Example("echo"),)
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        return [f"An echo of {problem.stats.vertices} vertices: {fastest}"]
 """
 EXECUTOR = """
 from gnnplan.executor.strategies.graph_parallel import open_worker as plainly
@@ -83,6 +89,15 @@ def test_it_is_a_candidate_and_trains(install: Path):
     strategy = strategies.parse("echo").settle(alone)
     train(Rank(0, 1, torch.device("cpu"), "gloo"), alone, strategy, None, 2)
     assert sys.modules["echo_executor"].opened == ["echo"]  # type: ignore[attr-defined]
+
+
+def test_it_explains_itself(install: Path):
+    """Only families that `decision` knew by name could say anything of their own."""
+    asked = problem(2)
+    told = explain(asked, search(asked), exact=False, turning_points=[])
+    assert sum(line.startswith("An echo of 200 vertices: echo") for line in told) == 1
+    names = vars(sys.modules[explain.__module__])
+    assert not [family.__name__ for family in strategies.FAMILIES if family.__name__ in names]
 
 
 @pytest.mark.parametrize(

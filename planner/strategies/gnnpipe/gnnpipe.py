@@ -94,6 +94,12 @@ class GNNPipe(Pipeline):
         return settled
 
     def program(self, problem: Problem) -> Program:
+        """The same for all placements and clusters, so it is made once for all of them."""
+        of = problem.ranks, problem.model, problem.workload
+        cut = problem.graph, problem.stats, problem.method
+        return problem.known.recent(("program", self, *of, *cut), lambda: self._program(problem))
+
+    def _program(self, problem: Problem) -> Program:
         assert self.stages is not None and self.chunks is not None
         chunks, seed, shuffle = self.chunks, problem.workload.seed, self.shuffle
         shared = _Shared(self, problem)
@@ -101,10 +107,10 @@ class GNNPipe(Pipeline):
         inputs = self.inputs_sent(problem)
         setup = [Op("input_halo", sent=inputs, ranks=tuple(self.group(problem, 0)))]
         return Program(
-            [step],
+            lambda: [step],
             1,
             lambda t: step,
-            setup if inputs.any() else (),
+            lambda: setup if inputs.any() else [],
             chunks=lambda t: chunk_order(seed, t, chunks, shuffle),
         )
 
@@ -122,7 +128,7 @@ class GNNPipe(Pipeline):
         first_pass_s = float(self.predict(problem).by_op["forward"]) * self.stages
         return {
             "partitioning": partitioning_s,
-            "features": setup_s(problem, self.program(problem).setup),
+            "features": setup_s(problem, self.program(problem).setup()),
             "first pass": first_pass_s / problem.cost.full_load_slowdown,  # one stage at a time
         }
 

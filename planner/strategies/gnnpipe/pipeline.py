@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -198,7 +198,7 @@ class Pipeline(Strategy):
         multiplied once.
         """
         assert self.layers_per_stage is not None
-        ends = np.cumsum([1, *self.layers_per_stage]).tolist()
+        ends = accumulate([1, *self.layers_per_stage])
         return problem.model.aggregating_first, [range(a, b) for a, b in pairwise(ends)]
 
     def pieces(self, problem: Problem, stage: int) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
     graph_parallel.py   graph parallelism; with staleness 1 it is PipeGCN
     bns.py              graph parallelism with a sample of the halo in every epoch
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
+    preloading.py       what that costs and saves, in sentences
     step.py             the operations of one step: their program
     memory.py           bytes that a rank holds, moment by moment
 

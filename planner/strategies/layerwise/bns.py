@@ -119,8 +119,8 @@ class BNS(Strategy):
         laid = self._laid(problem, problem.layout())
         if not laid.any():
             return whole
-        step = [Op("lay", host=("lay", laid)), *whole.known[0]]
-        return replace(whole, known=[step], at=lambda t: step)
+        step = [Op("lay", host=("lay", laid)), *whole.at(0)]
+        return replace(whole, known=lambda: [step], at=lambda t: step)
 
     def _sampled_layers(self, problem: Problem) -> list[int]:
         """Layers of which an epoch takes a sample."""

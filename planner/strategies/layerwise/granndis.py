@@ -59,7 +59,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -69,6 +69,7 @@ from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
@@ -165,6 +166,11 @@ class GraNNDis(Strategy):
             f"{has}: no row crosses {groups}, so there is nothing to preload and it would be"
             " plain graph parallel"
         )
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        sampled = cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
+        return preloading.sentences(problem, cls().settle(problem), sampled)
 
     def settle(self, problem: Problem) -> GraNNDis:
         out = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)

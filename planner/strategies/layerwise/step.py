@@ -50,10 +50,10 @@ def program(
     }
     known = [ops[id(batch)] for batch in batches or (layout,)]
     return Program(
-        known,
+        lambda: known,
         len(known),
         lambda t: known[batch_at(t)],
-        list(setup(problem, layout)),
+        lambda: setup(problem, layout),
         options.staleness,
     )
 

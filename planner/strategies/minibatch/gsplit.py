@@ -44,10 +44,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
+
+import numpy as np
 
 from gnnplan.planner.graph.splitting import EPOCHS, SPLITTERS
-from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
@@ -116,6 +118,29 @@ class GSplit(Strategy):
     @classmethod
     def absent(cls, problem: Problem) -> str:
         return "one rank: there is nobody to split a batch with"
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        """How much more ranks read and compute that sample alone than ranks that split a batch.
+
+        As GSplit, Table 1; from the first batches.
+        """
+        if fastest is None:
+            return []
+
+        def rows_and_edges(batch: MiniBatch) -> tuple[int, int]:
+            edges = [batch.facts(layer).edges.sum() for layer in range(1, batch.layers + 1)]
+            return int(batch.row_counts(0).sum()), int(sum(edges))
+
+        alone = problem.minibatches(tuple(range(problem.ranks)))
+        pairs = zip(alone.first(), fastest.batches(problem).first(), strict=False)
+        counts = [[rows_and_edges(batch) for batch in pair] for pair in pairs]
+        (rows, edges), (shared_rows, shared_edges) = np.sum(counts, axis=0).tolist()
+        return [
+            f"Sampling each for itself, ranks read {rows / max(shared_rows, 1):.2f} times the rows"
+            f" of features that they read splitting a batch ({fastest}), and compute"
+            f" {edges / max(shared_edges, 1):.2f} times the edges"
+        ]
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)

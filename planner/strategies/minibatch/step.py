@@ -257,10 +257,10 @@ def program(
         return list(step(problem, batch, options, prefetch, store, lists))
 
     return Program(
-        [step_on(batch) for batch in batches.first()],
+        lambda: map(step_on, batches.first()),
         batches.steps,
         lambda t: step_on(batches.at(t)),
-        list(fill(problem, store)),
+        lambda: fill(problem, store),
         prefetch=prefetch,
     )
 

@@ -1,6 +1,8 @@
 """P3: layer 1 on feature columns, the other layers data parallel, on mini-batches.
 
-p3.py       the strategy: what it does (with the drawing), a batch's operations, seconds, tasks
-slices.py   knobs; which rank has which feature columns, and who adds up partial rows with whom
-memory.py   bytes that a rank holds
+p3.py           the strategy: what it does (with the drawing), and a batch's operations
+slices.py       knobs; which rank has which feature columns, and who adds up partial rows with whom
+periods.py      the order of the pipeline
+memory.py       bytes that a rank holds
+break_even.py   up to which width it sends less than fetching features, in a sentence
 """

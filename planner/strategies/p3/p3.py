@@ -201,7 +201,7 @@ class P3(Slices):
     def program(self, problem: Problem) -> Program:
         batches, step = self.batches(problem), cache(partial(self.step, problem))
         program = Program(
-            [step(batch) for batch in batches.first()],
+            lambda: map(step, batches.first()),
             batches.steps,
             lambda t: step(batches.at(t)),
             prefetch=self.prefetch,

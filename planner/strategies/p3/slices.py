@@ -23,6 +23,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
+from gnnplan.planner.strategies.p3 import break_even
 from gnnplan.planner.vocabulary.errors import SpecError
 
 OVER = ("server", "rank")
@@ -88,6 +89,10 @@ class Slices(Strategy):
         if problem.ranks == 1:
             return "one rank: there is nobody to cut the columns with"
         return _why_whole(problem)
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        return break_even.sentences(problem)
 
     def settle(self, problem: Problem) -> Self:
         return (

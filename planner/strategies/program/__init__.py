@@ -11,6 +11,7 @@
     lanes.py      seconds of steps that are under way together
     flowshop.py   seconds of chunks that pass stages
     prediction.py what an account says
+    drawing.py    a schedule as text, for documents
 
 All readers go through the same operations, so bytes, seconds and tasks agree. This room knows no
 strategy; it may import `arithmetic` beside it.

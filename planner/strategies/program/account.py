@@ -37,7 +37,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 def predict(problem: Problem, program: Program) -> Prediction:
     """One epoch: the mean of its known steps, times the steps that it has."""
-    known = program.known
+    known = list(program.known())
     if any(op.chunks for op in known[0]):
         return flowshop.predict(problem, program)
     ops = [op for step in known for op in step]

@@ -109,7 +109,7 @@ class _StageCosts:
 def predict(problem: Problem, program: Program) -> Prediction:
     """One epoch of the pipeline; chunks in the order in which their arrays have them."""
     assert program.steps == 1
-    cost, k, (step,) = problem.cost, len(program.chunks(0)), program.known
+    cost, k, (step,) = problem.cost, len(program.chunks(0)), program.known()
     stages = list(by_ranks(step).values())
     costs, pricing = _StageCosts(problem, stages), _Pricing(problem, stages, k)
     alone = pricing.passes()

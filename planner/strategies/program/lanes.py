@@ -27,7 +27,7 @@ def epoch_s(cost: Cost, program: Program, priced: Mapping[Identity, Price]) -> N
     """Seconds of the known steps, played over and over: from the last loss of a round to that of
     the next. If an epoch has more steps than are known, its end is left out."""
     assert program.order is not None
-    known, slowdown = program.known, cost.full_load_slowdown
+    known, slowdown = list(program.known()), cost.full_load_slowdown
     rounds = 1 + -(-program.in_flight // len(known))  # the last one begins with all under way
     steps, epoch = rounds * len(known), len(known)
     if epoch < program.steps:  # no step that counts ends an epoch or the run

@@ -59,7 +59,7 @@ def moved(problem: Problem, op: Op) -> dict[LinkName, int]:
         for rank, nbytes in zip(op.ranks, op.handed.sum(0).tolist(), strict=True):
             by_link[cost.link_name(rank, rank + op.distance)] += nbytes
     else:
-        for group, size in op.reductions(problem.ranks):
+        for group, size in op.reductions(tuple(range(problem.ranks))):
             by_link.update(cost.reduced_by_link(2 * (len(group) - 1) * size, group))
     return dict(by_link)
 
@@ -80,9 +80,8 @@ def bytes_of(problem: Problem, ops: Iterable[Op]) -> tuple[dict[str, int], dict[
 
 def _all_reduce(problem: Problem, op: Op) -> Transfer:
     """All groups' all-reduces at the same time; ports that they share are busy for all of them."""
-    transfers = [
-        problem.cost.all_reduce(size, group) for group, size in op.reductions(problem.ranks)
-    ]
+    groups = op.reductions(tuple(range(problem.ranks)))
+    transfers = [problem.cost.all_reduce(size, group) for group, size in groups]
     busy: dict[Port, Number] = {}
     for transfer in transfers:
         transfer.load(busy)

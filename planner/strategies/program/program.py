@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -92,11 +93,11 @@ class Op:
         numbers = (self.size, self.groups, self.sizes, self.distance, self.chunks)
         return self.op, where, numbers, *map(id, shared)
 
-    def reductions(self, ranks: int) -> list[tuple[Group, int]]:
-        """The groups of an all-reduce, each with its bytes."""
+    def reductions(self, everyone: Group) -> list[tuple[Group, int]]:
+        """The groups of an all-reduce, each with its bytes; `everyone` if it names no ranks."""
         if self.groups:
             return list(zip(self.groups, self.sizes, strict=True))
-        return [(self.ranks or tuple(range(ranks)), self.size)]
+        return [(self.ranks or everyone, self.size)]
 
 
 Step = Sequence[Op]  # in order; exchanges stand where a synchronous rank waits for them
@@ -123,14 +124,16 @@ class Program:
     """The steps of training.
 
     An epoch has `steps` of them; the first ones are `known`, and the others are taken to be like
-    these. `at(t)` is step t of training, counted over all epochs: the same objects where steps are
-    alike, for an operation is priced once however often it occurs.
+    these. `at(t)` is step t of training, counted over all epochs. Operations are made when they are
+    asked for: the same objects where steps are alike, for an operation is priced once however often
+    it occurs.
     """
 
-    known: Sequence[Step]
+    known: Callable[[], Iterable[Step]]
     steps: int
     at: Callable[[int], Step]
-    setup: Step = ()  # exchanges before step 0, not counted in an epoch
+    # exchanges before step 0, not counted in an epoch
+    setup: Callable[[], Iterable[Op]] = lambda: ()
     late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
     prefetch: int = 0  # steps by which what is `ahead` may be ahead
     chunks: Callable[[int], Sequence[int]] = lambda step: ()  # their order in a step
@@ -140,7 +143,7 @@ class Program:
     @property
     def setup_bytes(self) -> int:
         """Bytes that all ranks send before step 0."""
-        return sum(int(op.sent.sum()) for op in self.setup if op.sent is not None)
+        return sum(int(op.sent.sum()) for op in self.setup() if op.sent is not None)
 
 
 def traffic(program: Program, ranks: int) -> list[Phase]:
@@ -150,7 +153,7 @@ def traffic(program: Program, ranks: int) -> list[Phase]:
     What ranks send because of where they sit (rows from another server's memory) is not counted:
     it would be other traffic elsewhere.
     """
-    ops = [op for step in program.known[:PLACED_BY] for op in step]
+    ops = [op for step in islice(program.known(), PLACED_BY) for op in step]
     exchanges = [op.sent for op in ops if op.op == "halo" and op.sent is not None and not op.ranks]
     times = Counter(map(id, exchanges))
     alike = {id(sent): sent for sent in exchanges}

@@ -1,0 +1,56 @@
+"""What preloading a server's surroundings (GraNNDis) costs and saves, as a plan tells it.
+
+A server that preloads holds its own part and the rows around it; `growth` says how many times its
+own part that is, as a mean over servers. In return fewer bytes pass between servers. The conditions
+that the paper prints (Eq. 3-9) leave the links inside servers out and describe other times than our
+epoch; planner/vocabulary/formulas.py has them.
+"""
+
+from __future__ import annotations
+
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Strategy
+from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
+from gnnplan.planner.vocabulary import formulas
+from gnnplan.planner.vocabulary.units import show_bytes
+
+
+def sentences(problem: Problem, whole: Strategy, sampled: Strategy) -> list[str]:
+    """`whole` preloads all rows around a server, `sampled` those that were drawn."""
+    if problem.cluster.servers == 1:
+        islands = (
+            " Islands of GPUs may preload too, with group='island'."
+            if len(problem.cluster.islands) > 1
+            else ""
+        )
+        return [
+            "One server: nothing crosses servers, so preloading a server's surroundings would be"
+            f" plain graph parallel.{islands}"
+        ]
+    source = "estimated" if problem.graph is None else "counted"
+    plain = GraphParallel()
+    return [
+        f"A server that preloads the {problem.workload.layers} hops around its part ({whole}) holds"
+        f" {_growth(problem, whole):.2f} times the rows of its part ({source}); with rows drawn"
+        f" ({sampled}) {_growth(problem, sampled):.2f} times",
+        f"Between servers an epoch of {plain} on all GPUs would send"
+        f" {_between_servers(problem, plain)}, of {whole} {_between_servers(problem, whole)}",
+    ]
+
+
+def _growth(problem: Problem, strategy: Strategy) -> float:
+    """How many times the rows of its part a server holds, as a mean over servers."""
+    layout, servers = strategy.layout(problem), problem.cluster.servers
+    own = problem.stats.vertices / servers
+    assert layout is not None
+    if isinstance(layout, Layout):
+        held = sum(layout.rows(rank, 0).size for rank in range(layout.ranks)) / servers
+    else:
+        held = float((layout.facts(1).sources - layout.facts(1).taken).sum()) / servers
+    return float(formulas.growth_measured(own, max(held - own, 0.0)))
+
+
+def _between_servers(problem: Problem, strategy: Strategy) -> str:
+    """Bytes of an epoch."""
+    return show_bytes(strategy.predict(problem).bytes_by_link.get("inter_node", 0))

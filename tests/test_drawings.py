@@ -1,0 +1,55 @@
+"""The drawing on a strategy's page is that of its program, on two or three ranks of a small
+graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import FAMILIES, parse
+from gnnplan.planner.strategies.program.drawing import draw
+
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "strategies"
+DEVICE = Device(memory=1e9, gemm=1e12, memory_bandwidth=1e11)
+# page -> strategy, ranks (each on a server of its own), layers, steps, what is drawn
+DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
+    "graph_parallel": ("graph_parallel", 2, 2, 1, {}),
+    "pipegcn": ("pipegcn", 2, 2, 2, {}),
+    "bns": ("bns", 2, 2, 1, {}),
+    "granndis": ("granndis(depth=2)", 2, 3, 1, {}),
+    "gnnpipe": (
+        "gnnpipe(stages=3,chunks=4,shuffle=False)",
+        *(3, 3, 1),
+        {"ranks": (0, 1, 2), "lanes": ("compute",)},
+    ),
+    "data_parallel": ("data_parallel", 2, 2, 1, {}),
+    "gsplit": ("gsplit(group='all')", 2, 2, 1, {}),
+    "p3": ("p3", 2, 2, 1, {}),
+}
+
+
+@pytest.mark.parametrize("page", DRAWN)
+def test_a_page_has_the_drawing_of_its_program(page: str):
+    name, ranks, layers, steps, what = DRAWN[page]
+    graph = load("synthetic:community?vertices=200&edges=2000&features=16&classes=4&seed=0")
+    assert isinstance(graph, Graph)
+    strategy = parse(name)
+    batches = {"batch": 16, "fanout": (3,) * layers} if strategy.mode == "mini" else {}
+    workload = Workload(model="sage", layers=layers, hidden=8, mode=strategy.mode, **batches)
+    link = Link(bandwidth=1e9)
+    cluster = Cluster(servers=ranks, device=DEVICE, intra_node=link, inter_node=link)
+    problem = Problem(graph.stats, graph, workload, cluster)
+    drawing = draw(strategy.settle(problem).schedule(problem, steps), **what)
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    assert f"```\n{drawing}\n```" in text, f"{page}.md should have\n{drawing}"
+
+
+def test_every_family_is_drawn():
+    assert {family.family for family in FAMILIES} <= set(DRAWN)
