@@ -196,16 +196,21 @@ def evaluate_or_save_memory(problem: Problem, strategy: Strategy) -> Candidate:
         raise error
 
 
-def placed(problem: Problem, strategy: Strategy) -> Problem:
+def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:
     """The problem with its ranks on those of its GPUs where the strategy's traffic is fastest.
 
     Ranks stay in order where that is predicted to be faster: `best_placement` adds up exchanges one
-    by one, but the stages of a pipeline exchange at the same time. Raises SpecError.
+    by one, but the stages of a pipeline exchange at the same time. They also do where computation
+    and waiting alone take `limit_s` [s], for then no placement wins. Raises SpecError.
     """
     strategy = strategy.settle(problem)
     strategy.check(problem)
     gpus = tuple(sorted(problem.cost.placement))
     in_order = problem.placed(gpus)
+    if limit_s < np.inf:
+        predicted = strategy.predict(in_order)
+        if float(predicted.epoch_s - predicted.comm_s) >= limit_s:
+            return in_order
     chosen = problem.placed(
         best_placement(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
     )
@@ -281,19 +286,21 @@ def on_fewer(
     found: list[Candidate] = []
     if problem.cluster.device.kind == "cpu":
         return found
-    limit = min(float(candidate.predicted.epoch_s) for candidate in on_all)
+    limit = fastest_s(on_all)
     exact_ones: list[Candidate] = []
     for gpus in parts(problem.cluster):
         if least(problem, len(gpus), exact) >= limit:
             continue
         smaller, fitting = problem.placed(gpus), []
+        limits = {kind: fastest_s([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
         for strategy in _candidates(smaller, exact):
             notify(
                 "evaluating candidates",
                 f"{strategy} on {len(gpus)} of {show_count(problem.ranks, 'GPU')}",
             )
             with suppress(SpecError, Infeasible):
-                fitting.append(evaluate_or_save_memory(placed(smaller, strategy), strategy))
+                there = placed(smaller, strategy, limits[strategy.settle(smaller).exact])
+                fitting.append(evaluate_or_save_memory(there, strategy))
         if fitting:
             fitting.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
             found.append(fitting[0])
@@ -301,6 +308,14 @@ def on_fewer(
             limit = min(limit, float(fitting[0].predicted.epoch_s))
     best = recommend([*on_all, *found, *exact_ones])
     return found + [candidate for candidate in exact_ones if candidate is best]
+
+
+def fastest_s(candidates: Sequence[Candidate], exact: bool = False) -> float:
+    """The shortest predicted epoch [s], or that of an exact candidate; infinite if there is none."""
+    return min(
+        (float(c.predicted.epoch_s) for c in candidates if c.strategy.exact or not exact),
+        default=np.inf,
+    )
 
 
 def parts(cluster: Cluster) -> list[tuple[int, ...]]:

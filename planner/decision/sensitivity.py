@@ -71,28 +71,23 @@ def inside_servers(cluster: Cluster) -> list[str]:
 
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
     """What doubling one number of the cluster gives, and where another family takes over."""
-    best = found.best
-    _, (doubled_s,) = best_at(found, faster, [2.0])
-    change = doubled_s / float(best.predicted.epoch_s) - 1
+    above = np.geomspace(1, REACH, STEPS + 1)[1:]
+    winners, epochs_s = best_at(found, faster, [2.0, 1.0, *1 / above, *above])
+    change = epochs_s[0] / float(found.best.predicted.epoch_s) - 1
     yield f"twice {name}: {show_percent(change, sign=True)}"
-    for farthest, word in ((1 / REACH, "below"), (REACH, "above")):
-        turn = _turn(found, faster, farthest)
+    _, fastest, *others = winners
+    for word, factors, there in (
+        ("below", 1 / above, others[:STEPS]),
+        ("above", above, others[STEPS:]),
+    ):
+        turns = zip(factors.tolist(), there, strict=True)
+        turn = next((t for t in turns if t[1].strategy.name != fastest.strategy.name), None)
         if turn is not None:
             factor, winner = turn
             value = ""
             if bandwidth:
                 value = f" ({show_bytes(factor * bandwidth)}/s, now {show_bytes(bandwidth)}/s)"
             yield f"{word} {factor:.2g}x of {name}{value} {winner.strategy} wins"
-
-
-def _turn(found: SearchResult, faster: Scaled, farthest: float) -> tuple[float, Candidate] | None:
-    """The factor nearest to 1 at which another family is the fastest, and its candidate."""
-    factors = np.geomspace(1, farthest, STEPS + 1)
-    (first, *winners), _ = best_at(found, faster, factors)
-    for factor, winner in zip(factors[1:], winners, strict=True):
-        if winner.strategy.name != first.strategy.name:
-            return float(factor), winner
-    return None
 
 
 def best_at(
