@@ -2,5 +2,5 @@
 
 p3.py       the strategy: what it does (with the drawing), a batch's operations, seconds, tasks
 slices.py   knobs; which rank has which feature columns, and who adds up partial rows with whom
-memory.py   bytes that a rank holds
+memory.py   bytes that a rank holds, and what a batch's operations do to them
 """
