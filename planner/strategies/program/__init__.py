@@ -14,6 +14,6 @@
     held.py       what operations keep and free, on the way to the fullest moment
     prediction.py what an account says
 
-All readers go through the same operations, so bytes, seconds, tasks and memory agree. This room knows no
-strategy; it may import `arithmetic` beside it.
+All readers go through the same operations, so bytes, seconds, tasks and memory agree. This room
+knows no strategy; it may import `arithmetic` beside it.
 """
