@@ -33,7 +33,7 @@ from gnnplan.planner.vocabulary.numbers import Number
 class Holds:
     """Sizes of a step's tensors [ranks] [B], and what each operation does with them.
 
-    `facts` has the layers' counts, and `like` the first layer with the same ones. The encoder makes
+    `like` has for each layer the first with the same counts, which `facts` has. The encoder makes
     `encoded` rows. `narrow` and `checkpoint` are as in ExchangeOptions; where an exchange is
     `stale`, what leaves has buffers of its own (memory.py). Operations hand on the size of the rows
     that they make, or of these rows' gradient.
@@ -62,7 +62,7 @@ class Holds:
             held.multiply(Product(self.encoded, *model.encoder, False, (after,)))
 
     def forward(self, layer: int, held: Held) -> None:
-        model, f, need = self.problem.model, self.facts[layer], self._need(layer)
+        model, f, need = self.problem.model, self._counts(layer), self._need(layer)
         spec, added = model.layers[layer - 1], addition(model, layer, self._own)
         varies, halo = layer > model.first_varying, self._halo(layer)
         if layer == 1:
@@ -100,7 +100,7 @@ class Holds:
             held.multiply(Product(own, *model.decoder))
 
     def backward(self, layer: int, held: Held) -> None:
-        model, f, need = self.problem.model, self.facts[layer], self._need(layer)
+        model, f, need = self.problem.model, self._counts(layer), self._need(layer)
         added, width = addition(model, layer, self._own), self._row_bytes(layer)
         held.at(held.handed_on, added.backward)
         gradient = np.maximum(held.handed_on, added.gradient)
@@ -123,7 +123,7 @@ class Holds:
     @property
     def _own(self) -> np.ndarray:
         """Rows of the last layer."""
-        return self.facts[len(self.facts)].rows
+        return self._counts(len(self.like)).rows
 
     @property
     def _summed(self) -> Number:
@@ -136,9 +136,12 @@ class Holds:
         model = self.problem.model
         return self.encoded * model.encoder[1] * model.itemsize if model.encoder else 0.0
 
+    def _counts(self, layer: int) -> LayerFacts:
+        return self.facts[self.like[layer]]
+
     def _halo(self, layer: int) -> np.ndarray:
         """Rows that come in every step."""
-        return self.facts[layer].taken * (layer > self.problem.model.first_varying)
+        return self._counts(layer).taken * (layer > self.problem.model.first_varying)
 
     def _row_bytes(self, layer: int) -> int:
         """Of a row that the layer exchanges."""
@@ -149,10 +152,10 @@ class Holds:
         """A copy of the layer's source rows, own and halo together."""
         kept = self.checkpoint and self.narrow and self.problem.model.narrow_at(layer)
         copied = (self._halo(layer) > 0) | kept
-        return np.asarray(self.facts[layer].sources * self._row_bytes(layer) * copied)
+        return np.asarray(self._counts(layer).sources * self._row_bytes(layer) * copied)
 
     def _need(self, layer: int) -> Footprint:
-        model, f = self.problem.model, self.facts[layer]
+        model, f = self.problem.model, self._counts(layer)
         kind, key = self.problem.workload.model, (self.like[layer], model.relu_after(layer))
         if key not in self._footprints:
             counts = f.rows, f.sources, f.edges

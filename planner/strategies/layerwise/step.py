@@ -79,7 +79,7 @@ def step(
         layer: first_seen.setdefault(alike_as(model, layout, layer, options.narrow), layer)
         for layer in range(1, layers + 1)
     }
-    facts = {layer: layout.facts(layer) for layer in like}
+    facts = {layer: layout.facts(layer) for layer in first_seen.values()}
     meets = {layer: layout.meets(layer) for layer in first_seen.values()}
 
     @cache
@@ -126,9 +126,8 @@ def step(
             yield Op("moments", way, layer, size=numbers * model.itemsize)
 
     encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
-    holds = Holds(
-        problem, facts, like, encoded, options.narrow, options.checkpoint, options.staleness > 0
-    )
+    narrow, checkpoint, stale = options.narrow, options.checkpoint, options.staleness > 0
+    holds = Holds(problem, facts, like, encoded, narrow, checkpoint, stale)
 
     if batch:
         yield Op("load", loaded=loaded_bytes(problem, layout))

@@ -38,7 +38,7 @@ class Held:
     def at(self, *sizes: Number) -> None:
         """A moment at which `sizes` are held besides what is kept."""
         buffers = sum(sizes, self.now[-1])
-        in_all = self.now[:-1].sum(0) + buffers
+        in_all = np.add.reduce(self.now[:-1]) + buffers
         fuller = in_all > self._most_in_all
         np.copyto(self.most, self.now, where=fuller)
         np.copyto(self.most[-1], buffers, where=fuller)
