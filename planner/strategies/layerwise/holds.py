@@ -15,14 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import (
-    Footprint,
-    Prepared,
-    Product,
-    addition,
-    footprint,
-    loss,
-)
+from gnnplan.planner.gnn.footprint import Footprint, Prepared, Product, addition, footprint, loss
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.held import Held

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds under P3, moment by moment, as executor/strategies/p3/ holds them.
+"""Bytes that a rank holds under P3, operation by operation, as executor/strategies/p3/ holds them.
 
     sample   drawn edges, pushed blocks, and what laying them out takes; blocks stay to the end
     front    columns of all peers' sources, layer 1, partial sums; what autograd saves stays to tail
@@ -17,13 +17,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import (
-    RUNTIME,
-    Footprint,
-    block,
-    footprint,
-    loss,
-)
+from gnnplan.planner.gnn.footprint import RUNTIME, Footprint, block, footprint, loss
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
