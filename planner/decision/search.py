@@ -311,7 +311,7 @@ def on_fewer(
 
 
 def fastest_s(candidates: Sequence[Candidate], exact: bool = False) -> float:
-    """The shortest predicted epoch [s], or that of an exact candidate; infinite if there is none."""
+    """The shortest predicted epoch [s], or that of an exact candidate; infinite without any."""
     return min(
         (float(c.predicted.epoch_s) for c in candidates if c.strategy.exact or not exact),
         default=np.inf,

@@ -822,31 +822,3 @@ def addition(model: Model, layer: int, own: Number) -> Addition:
     temporaries = (block + 3 * h_out * model.jumped) * model.itemsize
     backward = dropped + added + rows + np.maximum(temporaries, rows * drops)
     return Addition(dropped + added, backward, rows, (product,))
-
-
-class Moments:
-    """A step's fullest moment on every rank [ranks] [B].
-
-    `activations` are what was kept for the backward pass at that moment, `buffers` what else was
-    held; `kept` is what is kept now."""
-
-    def __init__(self, ranks: int) -> None:
-        self.kept: Number = np.zeros(ranks)
-        self.activations: Number = np.zeros(ranks)
-        self.buffers: Number = np.zeros(ranks)
-
-    def keep(self, *sizes: Number) -> None:
-        for size in sizes:
-            self.kept = self.kept + size
-        self.at()
-
-    def free(self, *sizes: Number) -> None:
-        for size in sizes:
-            self.kept = self.kept - size
-
-    def at(self, *sizes: Number) -> None:
-        """A moment at which `sizes` are held in addition to what is kept."""
-        held = sum(sizes, np.zeros(np.shape(self.kept)))
-        fuller = self.kept + held > self.activations + self.buffers
-        self.activations = np.where(fuller, self.kept, self.activations)
-        self.buffers = np.where(fuller, held, self.buffers)

@@ -23,6 +23,7 @@ class Known:
     def __init__(self) -> None:
         self._answers: dict[Hashable, Any] = {}
         self._recent: OrderedDict[Hashable, Any] = OrderedDict()
+        self._last: tuple[Hashable, Any] = None, None
         self._seconds: dict[int, float] = {}  # by id() of an answer, which is kept
 
     def answer(self, question: Hashable, make: Callable[[], T]) -> T:
@@ -42,6 +43,13 @@ class Known:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(question)
         found: T = self._recent[question]
+        return found
+
+    def last(self, question: Hashable, make: Callable[[], T]) -> T:
+        """Like `answer`, of which only the last one is kept: for large ones."""
+        if self._last[0] != question:
+            self._last = question, make()
+        found: T = self._last[1]
         return found
 
     def seconds_of(self, answer: object) -> float:

@@ -157,7 +157,12 @@ class Strategy(ABC):
 
     @abstractmethod
     def program(self, problem: Problem) -> Program:
-        """What ranks do, operation by operation; the next three are read from it."""
+        """What ranks do, operation by operation; the next three are read from it, and `memory`."""
+
+    def built(self, problem: Problem) -> Program:
+        """`program(problem)`, built once for those that read it one after the other."""
+        asked = "program", self, id(problem)  # the answer keeps the problem, and so its id
+        return problem.known.last(asked, lambda: (problem, self.program(problem)))[1]
 
     def predict(self, problem: Problem) -> Prediction:
         """One epoch in closed form.
@@ -165,7 +170,7 @@ class Strategy(ABC):
         Broadcasts over clusters: where the cluster's numbers are arrays [problems, 1], so are the
         seconds.
         """
-        return predict(problem, self.program(problem))
+        return predict(problem, self.built(problem))
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Every rank's tasks. The simulator plays them; the executor is held to them."""
@@ -176,7 +181,7 @@ class Strategy(ABC):
 
         Empty: ranks sit in their order.
         """
-        return traffic(self.program(problem), problem.ranks)
+        return traffic(self.built(problem), problem.ranks)
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
         """The group of each rank [ranks], if groups must share a server or an island.

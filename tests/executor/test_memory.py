@@ -30,8 +30,7 @@ from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Jump, Residual, Workload
-from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
-from gnnplan.planner.strategies.p3 import memory as p3_memory
+from gnnplan.planner.strategies.program import memory as program_memory
 
 T = TypeVar("T")
 glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")
@@ -445,8 +444,7 @@ def test_predicted_memory_of_batches(
     of it, as the same batches were drawn."""
     case = replace(BATCHES[name], epochs=1)  # each draws other batches, as many and as large
     _, second = fresh_ranks(2, [case, case])
-    for module in (batchwise_memory, p3_memory):
-        monkeypatch.setattr(module, "kernels", lambda *products, **how: 0.0)
+    monkeypatch.setattr(program_memory, "kernels", lambda *products: 0.0)
     assert fullest_of_batches(case) == pytest.approx(second.fullest(), rel=0.05)
 
 

@@ -60,14 +60,16 @@ seconds; planner/ownership/chunks.py for chunks; executor/strategies/gnnpipe/.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
+from gnnplan.planner.gnn.footprint import Footprint
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.gnnpipe.balance import balance, layer_seconds
-from gnnplan.planner.strategies.gnnpipe.memory import memory
+from gnnplan.planner.strategies.gnnpipe.memory import Holds, memory
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Op, Program
@@ -128,7 +130,7 @@ class GNNPipe(Pipeline):
         first_pass_s = float(self.predict(problem).by_op["forward"]) * self.stages
         return {
             "partitioning": partitioning_s,
-            "features": setup_s(problem, self.program(problem).setup()),
+            "features": setup_s(problem, self.built(problem).setup()),
             "first pass": first_pass_s / problem.cost.full_load_slowdown,  # one stage at a time
         }
 
@@ -138,6 +140,7 @@ class _Shared:
 
     def __init__(self, pipe: Pipeline, problem: Problem) -> None:
         self.pipe, self.problem, self.facts = pipe, problem, pipe.facts(problem)
+        self.footprints: dict[object, Footprint] = {}
         self.kept = np.array(pipe.kept(problem), dtype=float)
         self._works: dict[object, tuple[Compute, Compute]] = {}
         self._exchanged: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -174,6 +177,7 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
     """
     assert pipe.stages is not None
     ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
+    holds = Holds(pipe, problem, stage, shared.footprints)
     forward: list[Op] = []
     backward: list[Op] = []  # in the forward pass' order, until reversed below
     for piece in pipe.pieces(problem, stage):
@@ -183,12 +187,16 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
             there, back = shared.exchanged(row_bytes)
             forward.append(Op("halo", "f", piece[0], sent=there, ranks=ranks, chunks=1))
             backward.append(Op("halo", "b", piece[0], sent=back, ranks=ranks, chunks=-1))
-        forward.append(Op("forward", layer=layer, work=works[0], ranks=ranks, chunks=1))
-        backward.append(Op("backward", layer=layer, work=works[1], ranks=ranks, chunks=-1))
+        keeps = partial(holds.forward, piece)
+        forward.append(Op("forward", "", layer, works[0], ranks=ranks, chunks=1, holds=keeps))
+        backward.append(
+            Op("backward", "", layer, works[1], ranks=ranks, chunks=-1, holds=holds.backward)
+        )
     backward.reverse()
 
     if stage > 0:
-        forward.insert(0, _received(_message(pipe, problem, stage - 1, "f", shared), ranks))
+        message = _received(_message(pipe, problem, stage - 1, "f", shared), ranks)
+        forward.insert(0, replace(message, holds=holds.receive))
         backward.append(_message(pipe, problem, stage, "b", shared))
     if stage + 1 < pipe.stages:
         forward.append(_message(pipe, problem, stage, "f", shared))

@@ -1,12 +1,13 @@
 """Bytes that a rank of a pipeline holds, as executor/strategies/gnnpipe/ holds them.
 
-A stage has its own layers only, but for all vertices, and the history of each layer's rows. It is
-fullest when the backward pass begins: autograd then keeps what it needs of all chunks.
+A stage has its own layers only, but for all vertices, and the history of each layer's rows.
 
 Sizes of a layer's tensors come from planner/gnn/footprint.py.
 """
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,19 +15,21 @@ from numpy.typing import ArrayLike
 from gnnplan.planner.gnn.footprint import (
     RUNTIME,
     Footprint,
-    Moments,
     Prepared,
     Product,
     addition,
     block,
     footprint,
     gathers_linearly,
-    kernels,
     loss,
 )
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.arithmetic import largest
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline
+from gnnplan.planner.strategies.program.held import Held
+from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.vocabulary.numbers import Number
 
 
 def memory(pipe: Pipeline, problem: Problem) -> Memory:
@@ -45,7 +48,8 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         "buffers",
     )
     use: Memory = {name: np.zeros(problem.ranks) for name in uses}
-    footprints: dict[object, Footprint] = {}  # layers that are alike share theirs
+    held = fullest(problem, pipe.built(problem))
+    use["activations"], use["buffers"] = held["activations"], held["buffers"]
     for s in range(pipe.stages):
         at = slice(s * g, s * g + g)  # the stage's ranks
         layers = pipe.shape(problem)[1][s]
@@ -57,8 +61,6 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         # past rows, the mixed rows that are read, and their gradients
         use["history"][at] = (3 + pipe.historical_gradients) * kept * varying * b
         use["features"][at], use["graph"][at] = _constant(pipe, problem, s)
-        m = _moments(pipe, problem, s, footprints)
-        use["activations"][at], use["buffers"][at] = m.activations, m.buffers
         if s + 1 < pipe.stages:
             # buffers for the gradients that come back
             use["pipeline"][at] = pipe.facts(problem).rows.sum(0) * pipe.boundary(problem, s) * b
@@ -93,102 +95,111 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
     return features, graph
 
 
-def _moments(
-    pipe: Pipeline, problem: Problem, stage: int, footprints: dict[object, Footprint]
-) -> Moments:
-    """What a stage's members hold in a training step [g]; `footprints` remembers layers."""
-    model, stages = pipe.shape(problem)
-    facts, b, layers = pipe.facts(problem), model.itemsize, stages[stage]
-    # [chunks, g]
-    rows, edges, sources, taken = (
-        counts.astype(float)
-        for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
-    )
-    # [chunks, 1]: whether members exchange rows of the chunk
-    meets = np.asarray(facts.sends.any((1, 2), keepdims=True))[:, 0]
-    m = Moments(rows.shape[1])
-    products = _keep_inputs(pipe, problem, stage, m)
-    backward = np.zeros(rows.shape[1])  # the most that a chunk's backward pass needs besides
-    for layer in layers:
-        spec, sparse = model.layers[layer - 1], model.reads_sparse(layer)
+class Holds:
+    """What a stage's operations keep and need besides, all chunks together [members] [B].
+
+    Nothing is freed before backward begins, so that is the fullest moment: the forward pass keeps
+    what autograd needs of all chunks, and hands on the most that a chunk's backward pass needs.
+    """
+
+    def __init__(
+        self, pipe: Pipeline, problem: Problem, stage: int, footprints: dict[object, Footprint]
+    ) -> None:
+        self.pipe, self.problem, self.stage = pipe, problem, stage
+        self.footprints = footprints  # of all stages: layers that are alike share theirs
+        self.model, stages = pipe.shape(problem)
+        self.layers, self.is_last = stages[stage], stage + 1 == len(stages)
+
+    def receive(self, held: Held) -> None:
+        """Messages of the stage before; the sum of layers' rows stays in the last stage alone."""
+        passes_on = self.model.jumped * (not self.is_last)
+        numbers = self.pipe.boundary(self.problem, self.stage - 1) - passes_on
+        held.keep(self._counts[0].sum(0) * numbers * self.model.itemsize)
+
+    def forward(self, piece: tuple[int, ...], held: Held) -> None:
+        for layer in piece:
+            if layer:
+                self._layer(layer, held)
+            else:
+                self._encode(held)
+        if len(self.model.layers) in piece:
+            self._loss(held)
+
+    def backward(self, held: Held) -> None:
+        numbers = self.model.jumped  # of the sum's gradient
+        if not self.is_last:  # copies of both parts of a message
+            numbers = self.pipe.boundary(self.problem, self.stage) * bool(self.model.carried)
+        besides = _largest_chunk(self._counts[0] * numbers * self.model.itemsize)
+        held.at(held.handed_on + besides)
+
+    def _encode(self, held: Held) -> None:
+        model, rows = self.model, self._counts[0]
+        assert model.encoder is not None
+        own, drops = rows.sum(0), model.dropout > 0 and model.hands_on_initial
+        dropped = own * (model.nonzeros or model.features) * model.itemsize * drops
+        held.keep(dropped, own * model.encoder[1] * model.itemsize)
+        if not model.nonzeros:
+            after = "bias relu" if model.relu_after(0) else "bias"
+            held.multiply(Product(rows, *model.encoder, False, (after,)))
+
+    def _layer(self, layer: int, held: Held) -> None:
+        model, (rows, edges, sources, taken, meets) = self.model, self._counts
+        kind, spec, b = self.problem.workload.model, model.layers[layer - 1], model.itemsize
+        apart = not model.reads_sparse(layer)
         varies = layer > model.first_varying
         key = (spec, varies, model.relu_after(layer))
-        if key not in footprints:
-            footprints[key] = footprint(
-                problem.workload.model, model, layer, rows, sources, edges, apart=not sparse
-            )
-        need = footprints[key]
+        if key not in self.footprints:
+            counts = rows, sources, edges
+            self.footprints[key] = footprint(kind, model, layer, *counts, apart=apart)
+        need = self.footprints[key]
         added = addition(model, layer, rows)  # to the sum of all layers' rows
-        products += (*need.products, *added.products)
-        backward = np.maximum(backward, _largest_chunk(added.backward))
-        linear = gathers_linearly(problem.workload.model, spec) and not spec.projects_first
+        held.multiply(*need.products, *added.products)
+        linear = gathers_linearly(kind, spec) and not spec.projects_first
         read = (rows if linear else sources) * spec.h_in * b
         if not varies:
-            held = 0.0 if sparse or model.aggregate_cached(layer) else read.sum(0)
-            m.keep(_all_chunks(need.kept), held)
-            backward = np.maximum(backward, _largest_chunk(need.backward - need.kept))
-            continue
+            made_anew = apart and not model.aggregate_cached(layer)
+            held.keep(_all_chunks(need.kept), read.sum(0) * made_anew)
+            self._hand_on(held, added.backward, need.backward - need.kept)
+            return
         prepared = Prepared.of(model, spec, rows + taken)
-        m.keep(_all_chunks(prepared.rows * meets), read.sum(0))  # own and others' rows together
-        if pipe.checkpoint and layer < len(model.layers):
+        held.keep(_all_chunks(prepared.rows * meets), read.sum(0))  # own and others' rows together
+        if self.pipe.checkpoint and layer < len(model.layers):
             out = rows * spec.h_out * b
-            m.keep(out.sum(0))
-            if layer + 1 in layers:  # the next layer has them together with others' rows
-                m.free((out * meets).sum(0))
-            is_last_stage = layers[-1] == len(model.layers)  # reuses the last layer's space
-            again = (need.kept + prepared.saved + prepared.dropped) * (not is_last_stage)
+            held.keep(out.sum(0))
+            if layer + 1 in self.layers:  # the next layer has them together with others' rows
+                held.free((out * meets).sum(0))
+            # the last stage reuses the last layer's space
+            again = (need.kept + prepared.saved + prepared.dropped) * (not self.is_last)
         else:
-            m.keep(_all_chunks(need.kept), _all_chunks(prepared.saved + prepared.dropped))
+            held.keep(_all_chunks(need.kept), _all_chunks(prepared.saved + prepared.dropped))
             again = 0.0 * rows
         # gradients of gathered and own rows, then of the rows read
         spread = (2 * rows + sources) * spec.h_in * b
         passed = (2 + 2 * meets) * prepared.rows  # back through the preparation
-        for size in (again + need.backward - need.kept, spread, passed):
-            backward = np.maximum(backward, _largest_chunk(size))
-    if layers[-1] == len(model.layers):
-        trained = rows * min(1.0, problem.stats.train_vertices / problem.stats.vertices)
+        self._hand_on(held, added.backward, again + need.backward - need.kept, spread, passed)
+
+    def _loss(self, held: Held) -> None:
+        model, rows, stats = self.model, self._counts[0], self.problem.stats
+        trained = rows * min(1.0, stats.train_vertices / stats.vertices)
         _, most, gradient = loss(model, rows, trained)
         if model.decoder:  # its gradient comes chunk by chunk
             most = most - gradient
-            backward = np.maximum(backward, _largest_chunk(gradient))
-        logits = (rows * model.classes * b).sum(0)
-        m.keep(_all_chunks(most) - (trained * model.classes * b).sum(0), logits)
-        products += [Product(rows, *model.decoder)] if model.decoder else []
-    # the sum's gradient; before the last stage, copies of both parts of a message
-    is_last = layers[-1] == len(model.layers)
-    to_both = model.jumped if is_last else pipe.boundary(problem, stage) * bool(model.carried)
-    m.at(backward + _largest_chunk(rows * to_both * b))
-    if problem.cluster.device.kind == "cpu" and b == 4:
-        m.buffers = m.buffers + kernels(dict.fromkeys(products), rows.shape[1])
-    return m
+            self._hand_on(held, gradient)
+            held.multiply(Product(rows, *model.decoder))
+        row = model.classes * model.itemsize
+        held.keep(_all_chunks(most) - (trained * row).sum(0), (rows * row).sum(0))
 
+    def _hand_on(self, held: Held, *sizes: Number) -> None:
+        held.handed_on = largest(map(_largest_chunk, sizes), held.handed_on)
 
-def _keep_inputs(pipe: Pipeline, problem: Problem, stage: int, m: Moments) -> list[Product]:
-    """Keep what a stage's layers read: messages from the stage before, or the encoder's output.
-
-    Returns the encoder's product, if there is one.
-    """
-    model, b, rows = (
-        problem.model.aggregating_first,
-        problem.model.itemsize,
-        pipe.facts(problem).rows,
-    )
-    own = rows.astype(float).sum(0)
-    if stage:
-        # the sum of layers' rows stays in the last stage alone
-        is_last = stage + 1 == pipe.stages
-        passes_on = model.jumped * (not is_last)
-        m.keep(own * (pipe.boundary(problem, stage - 1) - passes_on) * b)
-        return []
-    if not model.encoder:
-        return []
-    drops = model.dropout > 0 and model.hands_on_initial
-    dropped = own * (model.nonzeros or model.features) * b * drops
-    m.keep(dropped, own * model.encoder[1] * b)
-    if model.nonzeros:
-        return []
-    epilogue = "bias relu" if model.relu_after(0) else "bias"
-    return [Product(rows.astype(float), *model.encoder, False, (epilogue,))]
+    @cached_property
+    def _counts(self) -> tuple[np.ndarray, ...]:
+        """Rows, edges, sources, others' rows that are read [chunks, members]; and whether members
+        exchange rows of a chunk [chunks, 1]."""
+        facts = self.pipe.facts(self.problem)
+        counts = facts.rows, facts.edges, facts.sources, facts.sends.sum(1)
+        meets = np.asarray(facts.sends.any((1, 2), keepdims=True))[:, 0]
+        return *(each.astype(float) for each in counts), meets
 
 
 def _all_chunks(sizes: ArrayLike) -> np.ndarray:

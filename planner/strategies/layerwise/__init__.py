@@ -5,7 +5,8 @@
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
     preloading.py       what that costs and saves, in sentences
     step.py             the operations of one step: their program
-    memory.py           bytes that a rank holds, moment by moment
+    holds.py            bytes that the step's operations keep, free and need besides
+    memory.py           bytes that a rank holds, with what stays from step to step
 
 Mini-batch strategies begin with operations of their own and go on with the same `step`.
 """

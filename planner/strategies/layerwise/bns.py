@@ -134,8 +134,10 @@ class BNS(Strategy):
 
     def memory(self, problem: Problem) -> Memory:
         """Bytes per rank by use: those of an epoch's sample, and whole blocks beside its own."""
-        use = layerwise_memory.memory(problem, self.layout(problem), self.exchange_options)
-        whole = layerwise_memory.memory(problem, problem.layout(), self.exchange_options)
+        use = layerwise_memory.memory(
+            problem, self.built(problem), self.layout(problem), self.exchange_options
+        )
+        whole = layerwise_memory.blocks(problem, problem.layout())
         model, blocks = problem.model, np.zeros(problem.ranks)
         for layer in self._sampled_layers(problem):
             f = self.layout(problem).facts(layer)
@@ -145,7 +147,7 @@ class BNS(Strategy):
                 blocks = blocks + 2 * model.itemsize * f.edges
             blocks = blocks + 8 * f.given
         targets = 16 * problem.layout().facts(problem.workload.layers).rows
-        return use | {"graph": whole["graph"] + blocks + targets * (blocks > 0)}
+        return use | {"graph": whole + blocks + targets * (blocks > 0)}
 
 
 # -- the sample ------------------------------------------------------------------------------------

@@ -367,7 +367,11 @@ class GraNNDis(Strategy):
         The largest batch fills the device. Edges of all batches stay there; their features do not.
         """
         return layerwise_memory.memory(
-            problem, self.layout(problem), self.exchange_options, self.layouts(problem)
+            problem,
+            self.built(problem),
+            self.layout(problem),
+            self.exchange_options,
+            self.layouts(problem),
         )
 
     def program(self, problem: Problem) -> Program:

@@ -159,7 +159,9 @@ class GraphParallel(Strategy):
         return preparation(problem, problem.layout())
 
     def memory(self, problem: Problem) -> Memory:
-        return layerwise_memory.memory(problem, problem.layout(), self.exchange_options)
+        return layerwise_memory.memory(
+            problem, self.built(problem), problem.layout(), self.exchange_options
+        )
 
     def program(self, problem: Problem) -> Program:
         return layerwise.program(problem, problem.layout(), self.exchange_options)

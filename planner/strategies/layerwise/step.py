@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.holds import Holds
+from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
@@ -123,22 +125,28 @@ def step(
         if problem.ranks > 1 and (numbers := model.moments(layer)):
             yield Op("moments", way, layer, size=numbers * model.itemsize)
 
+    encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
+    narrow, checkpoint, stale = options.narrow, options.checkpoint, options.staleness > 0
+    holds = Holds(problem, facts, like, encoded, narrow, checkpoint, stale)
+
     if batch:
         yield Op("load", loaded=loaded_bytes(problem, layout))
-    encode = model.encode(local_rows(layout, 0)) if model.encoder else None
+    encode = model.encode(encoded) if model.encoder else None
     if encode:
-        yield Op("encode", "f", work=encode[0])
+        yield Op("encode", "f", work=encode[0], holds=holds.encode)
     for layer in range(1, layers + 1):
         yield from moments(layer, "f")
         if (moved := sent(like[layer], "f")) is not None:
             yield Op("halo", "f", layer, sent=moved)
-        yield Op("forward", layer=layer, work=work(like[layer], "f"))
+        keeps = partial(holds.forward, layer)
+        yield Op("forward", layer=layer, work=work(like[layer], "f"), holds=keeps)
     forward, backward = model.finish(facts[like[layers]].rows)
     yield from moments(layers + 1, "f")
-    yield Op("loss", work=forward + backward)
+    yield Op("loss", work=forward + backward, holds=holds.loss)
     yield from moments(layers + 1, "b")
     for layer in range(layers, 0, -1):
-        yield Op("backward", layer=layer, work=work(like[layer], "b"))
+        frees = partial(holds.backward, layer)
+        yield Op("backward", layer=layer, work=work(like[layer], "b"), holds=frees)
         if (moved := sent(like[layer], "b")) is not None:
             yield Op("halo", "b", layer, sent=moved)
         yield from moments(layer, "b")
@@ -146,7 +154,7 @@ def step(
         yield Op("encode", "b", work=encode[1])
     if problem.ranks > 1:
         yield Op("all_reduce", size=model.weights * model.itemsize)
-    yield Op("update", work=model.update(model.weights))
+    yield Op("update", work=model.update(model.weights), holds=Held.let_go)
 
 
 def alike_as(model: Model, layout: Layout | EstimatedLayout, layer: int, narrow: bool) -> object:

@@ -150,8 +150,8 @@ class DataParallel(Strategy):
     def memory(self, problem: Problem) -> Memory:
         return batchwise_memory.memory(
             problem,
+            self.built(problem),
             self.batches(problem),
-            self.exchange_options,
             self.prefetch,
             self.store(problem),
             self.lists(problem),

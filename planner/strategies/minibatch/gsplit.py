@@ -220,8 +220,8 @@ class GSplit(Strategy):
     def memory(self, problem: Problem) -> Memory:
         return batchwise_memory.memory(
             problem,
+            self.built(problem),
             self.batches(problem),
-            self.exchange_options,
             self.prefetch,
             self.store(problem),
             self.lists(problem),

@@ -1,6 +1,6 @@
 """Bytes that a rank holds with mini-batches: the fullest of the batches that are known.
 
-It has a batch's features, blocks and activations (layerwise/memory.py), the blocks of batches that
+It has a batch's features, blocks and activations (layerwise/holds.py), the blocks of batches that
 wait for their turn, what the feature store caches, and what evaluation needs.
 """
 
@@ -10,26 +10,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME, block, kernels, weighs_edges
+from gnnplan.planner.gnn.footprint import RUNTIME, block, weighs_edges
 from gnnplan.planner.gnn.model import Layer
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
-from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.memory import blocks
 from gnnplan.planner.strategies.minibatch.adjacency_store import (
     ENTRY,
     NEIGHBOUR,
     EstimatedStructure,
 )
 from gnnplan.planner.strategies.minibatch.step import Features, Lists, lists_there, loaded_bytes
+from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.program import Program
 
 
 def memory(
     problem: Problem,
+    program: Program,
     batches: Batches,
-    options: ExchangeOptions,
     prefetch: int,
     store: Features | None = None,
     lists: Lists | None = None,
@@ -42,12 +43,8 @@ def memory(
     zero = np.zeros(problem.ranks)
     # estimated batches are one object, many times
     known = list({id(batch): batch for batch in batches.first()}.values())
-    steps = [layerwise_memory.moments(problem, batch, options) for batch in known]
-    activations, buffers = layerwise_memory.fullest([m for m, _ in steps], problem.ranks)
-    if problem.cluster.device.kind == "cpu" and b == 4:
-        buffers = buffers + kernels(
-            [product for _, products in steps for product in products], problem.ranks, vary=True
-        )
+    held = fullest(problem, program)
+    activations, buffers = held["activations"], held["buffers"]
     if store:
         buffers = buffers + np.maximum(
             np.max([_arriving(problem, batch, store) for batch in known], axis=0)
@@ -56,12 +53,12 @@ def memory(
             0.0,
         )
     features = np.max([_features(problem, batch) for batch in known], axis=0)
-    graph = np.max([_blocks(problem, batch) for batch in known], axis=0) * (1 + prefetch)
+    graph = np.max([blocks(problem, batch) for batch in known], axis=0) * (1 + prefetch)
     if not prefetch:  # a sampler of its own has its own memory
         graph = graph + of_sampler(problem)
-        held = activations + buffers + features + graph
+        training = activations + buffers + features + graph
         buffers = buffers + np.maximum(
-            np.max([_sampling(problem, batch) for batch in known], axis=0) - held, 0.0
+            np.max([_sampling(problem, batch) for batch in known], axis=0) - training, 0.0
         )
     graph = graph + of_lists(problem, lists, prefetch, store)
     return {
@@ -137,19 +134,6 @@ def _features(problem: Problem, batch: MiniBatch) -> np.ndarray:
         else None
     )
     return np.asarray(problem.model.features_held(rows, numbers), dtype=float)
-
-
-def _blocks(problem: Problem, batch: MiniBatch) -> np.ndarray:
-    """Bytes of a batch's blocks, labels and masks included [ranks]."""
-    total = np.zeros(problem.ranks)
-    for layer, spec in enumerate(problem.model.layers, 1):
-        f = batch.facts(layer)
-        total = (
-            total
-            + block(problem.workload.model, problem.model, spec, f.rows, f.sources, f.edges)
-            + 8 * f.sends.sum(1)
-        )
-    return np.asarray(total + 16 * f.rows)
 
 
 def _sampling(problem: Problem, batch: MiniBatch) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds under P3, moment by moment, as executor/strategies/p3/ holds them.
+"""Bytes that a rank holds under P3, operation by operation, as executor/strategies/p3/ holds them.
 
     sample   drawn edges, pushed blocks, and what laying them out takes; blocks stay to the end
     front    columns of all peers' sources, layer 1, partial sums; what autograd saves stays to tail
@@ -11,32 +11,23 @@ before that: three batches in flight. Sizes of a layer's tensors come from plann
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import (
-    RUNTIME,
-    Footprint,
-    Product,
-    block,
-    footprint,
-    kernels,
-    loss,
-)
+from gnnplan.planner.gnn.footprint import RUNTIME, Footprint, block, footprint, loss
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
-from gnnplan.planner.strategies.p3.periods import period
-from gnnplan.planner.strategies.p3.slices import DELAY, Slices
+from gnnplan.planner.strategies.p3.slices import INT, Slices
+from gnnplan.planner.strategies.program.held import Held
+from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.vocabulary.numbers import Number
-
-PHASES = ("front", "body", "tail")
-USES = ("features", "activations", "graph", "buffers")
-INT = 4  # [B] of a pushed number
 
 
 def memory(p3: Slices, problem: Problem) -> Memory:
@@ -46,37 +37,14 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     gradients of its own.
     """
     versions = 4 if p3.pipelined else 0
-    batches, model, b, zero = (
-        p3.batches(problem),
-        problem.model,
-        problem.model.itemsize,
-        np.zeros(problem.ranks),
-    )
-    different = {
-        id(batch): _Batch(p3, problem, batch)
-        for batch in {id(batch): batch for batch in batches.first()}.values()
-    }
-    # estimated batches are one object, many times
-    known = [different[id(batch)] for batch in batches.first()]
-    m, epoch = _Held(problem.ranks), len(known)
-    for t in range(epoch + DELAY):  # goes on into the next epoch: what is under way is held there
-        order = period(t, epoch) if p3.pipelined else ((phase, t) for phase in PHASES)
-        for phase, batch in order:
-            each = known[batch % epoch]
-            if phase == "front":
-                if not p3.prefetch:  # a sampler of its own has its own memory
-                    m.at(each.sampling)
-                each.front(m)
-            elif phase == "body":
-                each.body(m)
-            elif phase == "tail":
-                each.tail(m)
-    buffers = m.most["buffers"]
-    if problem.cluster.device.kind == "cpu" and b == 4:
-        buffers = buffers + kernels(
-            [product for each in known for product in each.products], problem.ranks, vary=True
+    model, b, zero = problem.model, problem.model.itemsize, np.zeros(problem.ranks)
+    held = fullest(problem, p3.built(problem))
+    waits = zero
+    if p3.prefetch:
+        different = dict.fromkeys(p3.batches(problem).first())
+        waits = p3.prefetch * np.max(
+            [Batch(p3, problem, each).blocks for each in different], axis=0
         )
-    waits = np.max([each.blocks for each in known], axis=0) * p3.prefetch
     sampler = 0 if p3.prefetch else batchwise_memory.of_sampler(problem)
     sliced = p3.sliced_weights(problem)
     own = (
@@ -95,19 +63,19 @@ def memory(p3: Slices, problem: Problem) -> Memory:
         # gradients included
         "optimizer": own * b * ((3 if problem.workload.optimizer == "adam" else 1) + versions),
         "features": (
-            m.most["features"]
+            held["features"]
             + np.array([_columns_copied(p3, problem, rank) for rank in range(problem.ranks)])
         ),
         "cache": zero,
-        "activations": m.most["activations"],
+        "activations": held["activations"],
         "halo": zero,
         "graph": (
-            m.most["graph"]
+            held["graph"]
             + waits
             + sampler
             + batchwise_memory.of_lists(problem, p3.lists(problem), p3.prefetch)
         ),
-        "buffers": buffers,
+        "buffers": held["buffers"],
         "runtime": zero + RUNTIME[problem.cluster.device.kind],
     }
 
@@ -137,53 +105,17 @@ def _columns_copied(p3: Slices, problem: Problem, rank: int) -> float:
     return numbers * itemsize + float(x.indptr.nbytes)
 
 
-class _Held:
-    """Bytes kept now, by use [ranks], and those of the fullest moment so far.
-
-    What is held at a moment without being kept counts as buffers.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.now: dict[str, Number] = {use: np.zeros(ranks) for use in USES}
-        self.most = dict(self.now)
-        self.leaving: Number = 0.0
-
-    def keep(self, use: str, *sizes: Number) -> None:
-        for size in sizes:
-            self.now[use] = self.now[use] + size
-        self.at()
-
-    def free(self, use: str, *sizes: Number) -> None:
-        for size in sizes:
-            self.now[use] = self.now[use] - size
-
-    def leave(self, size: Number) -> None:
-        """Something is sent while the rank goes on: its buffer stays until the next is sent.
-
-        What was sent before it has left, because the lane sends one thing after the other.
-        """
-        self.free("buffers", self.leaving)
-        self.leaving = size
-        self.keep("buffers", size)
-
-    def at(self, *held_too: Number) -> None:
-        """A moment at which this much is held besides what is kept."""
-        held = {**self.now, "buffers": sum(held_too, self.now["buffers"])}
-        fuller = sum(held.values()) > sum(self.most.values())
-        self.most = {use: np.where(fuller, held[use], self.most[use]) for use in USES}
-
-
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of a batch: what it computes on, and the sizes of its tensors."""
+    """One of layers 2 .. L: what it computes on, and the sizes of its tensors."""
 
     number: int
     facts: LayerFacts
     need: Footprint
 
 
-class _Batch:
-    """One batch on all ranks: what each of its phases keeps and frees.
+class Batch:
+    """One batch on all ranks: what its operations keep, free and need besides.
 
     Sizes of layer 1's output [ranks] [B]: `own` block, `all` peers' blocks, `peers` without own.
     """
@@ -208,13 +140,10 @@ class _Batch:
         need = footprint(kind, first, 1, merged.rows, merged.sources, merged.edges)
         # z, next to logits of all columns, is not saved
         given = merged.sources * sliced.layers[0].projected * b * (kind == "gat")
-        need = replace(need, kept=need.kept - given)
-        self.first = _Layer(
-            1,
-            merged,
-            replace(
-                need, products=tuple(replace(product, after=("",)) for product in need.products)
-            ),
+        self.first = replace(
+            need,
+            kept=need.kept - given,
+            products=tuple(replace(product, after=("",)) for product in need.products),
         )
         self.rest = [
             _Layer(layer, f, footprint(kind, model, layer, f.rows, f.sources, f.edges))
@@ -223,6 +152,7 @@ class _Batch:
         width = model.layers[0].h_out * b
         self.own, self.all = facts[0].rows * width, merged.rows * width
         self.peers = self.all - self.own
+        self.applied = self.own * model.layers[0].bias
         self.overlaps = p3.pipelined  # the rank goes on while its messages leave
         loaded = np.array(
             [
@@ -265,50 +195,71 @@ class _Batch:
         together = above + batchwise_memory.laying(problem, laid[:1]) + INT * merged.edges
         self.sampling = drawn + pushed + np.maximum(below, together)
 
-    @property
-    def products(self) -> list[Product]:
-        return [product for layer in (self.first, *self.rest) for product in layer.need.products]
+    def lay(self, held: Held) -> None:
+        held.at(self.sampling)
 
-    def front(self, m: _Held) -> None:
-        m.keep("graph", self.blocks)
-        m.keep("features", self.loaded)
-        m.at(self.first.need.forward)
-        m.keep("activations", self.first.need.kept)
-        m.at(self.peers)
+    def load(self, held: Held) -> None:
+        held.keep(self.blocks, use="graph")
+        held.keep(self.loaded, use="features")
+
+    def first_forward(self, held: Held) -> None:
+        self.compute(self.first, held)
+        held.at(self.peers)
         if not self.reads_on:
-            m.free("features", self.loaded)
-        # partial sums in the order in which they leave, and those that come
-        m.at(self.peers, self.pulled)
-        m.keep("activations", self.pulled)
-        m.leave(self.peers * self.overlaps)
+            held.free(self.loaded, use="features")
 
-    def body(self, m: _Held) -> None:
-        model, b = self.problem.model, self.problem.model.itemsize
-        spec = model.layers[0]
-        m.keep("activations", self.own)
-        m.free("activations", self.pulled)
-        applied = self.own * spec.bias
-        m.keep("activations", applied)
+    def pull_forward(self, held: Held) -> None:
+        # partial sums in the order in which they leave, and those that come
+        held.at(self.peers, self.pulled)
+        held.keep(self.pulled)
+        held.leave(self.peers * self.overlaps)
+
+    def forward(self, held: Held) -> None:
+        held.keep(self.own)
+        held.free(self.pulled)
+        held.keep(self.applied)
         before: Number = 0.0  # h_{l-1}, where nobody saves it
         for layer in self.rest:
-            m.at(layer.need.forward)
-            m.keep("activations", layer.need.kept)
-            m.free("activations", before)
+            self.compute(layer.need, held)
+            held.free(before)
             before = self.passing(layer)
-        logits, most, gradient = self.targets
-        m.at(most)
-        m.keep("activations", logits)
+
+    def loss(self, held: Held) -> None:
+        logits, most, _ = self.targets
+        held.at(most)
+        held.keep(logits)
+
+    def backward(self, held: Held) -> None:
+        model, b = self.problem.model, self.problem.model.itemsize
+        logits, _, gradient = self.targets
         for layer in reversed(self.rest):
-            m.at(gradient, layer.need.backward - layer.need.kept)
-            m.free("activations", layer.need.kept - self.passing(layer))
+            held.at(gradient, layer.need.backward - layer.need.kept)
+            held.free(layer.need.kept - self.passing(layer))
             gradient = layer.facts.sources * model.layers[layer.number - 1].h_in * b
-        m.at(gradient, self.own)  # through ReLU
-        m.free("activations", applied, logits)
-        m.leave(0.0)
+        held.at(gradient, self.own)  # through ReLU
+        held.free(self.applied, logits)
+        held.leave(0.0)
+
+    def pull_backward(self, held: Held) -> None:
         # the sum's gradient for every peer, and those that come
-        m.at(self.own, self.pulled, self.peers)
-        m.keep("activations", self.peers)  # and the own one, in the sum's place
-        m.leave(self.pulled * self.overlaps)
+        held.at(self.own, self.pulled, self.peers)
+        held.keep(self.peers)  # and the own one, in the sum's place
+        held.leave(self.pulled * self.overlaps)
+
+    def first_backward(self, held: Held) -> None:
+        held.keep(self.sorted, use="features")
+        held.at(self.all)
+        held.at(self.all, self.first.backward - self.first.kept, self.sorting)
+        held.free(self.peers, self.own, self.first.kept)
+        held.free(self.sorted, use="features")
+        if self.reads_on:
+            held.free(self.loaded, use="features")
+        held.free(self.blocks, use="graph")
+
+    def compute(self, need: Footprint, held: Held) -> None:
+        held.at(need.forward)
+        held.keep(need.kept)
+        held.multiply(*need.products)
 
     def passing(self, layer: _Layer) -> Number:
         """Bytes of the layer's output, if the next layer only aggregates it; else 0."""
@@ -316,12 +267,12 @@ class _Batch:
         followed = layer.number < len(model.layers) and not model.layers[layer.number].matrices
         return layer.facts.rows * model.layers[layer.number - 1].h_out * model.itemsize * followed
 
-    def tail(self, m: _Held) -> None:
-        m.keep("features", self.sorted)
-        m.at(self.all)
-        m.at(self.all, self.first.need.backward - self.first.need.kept, self.sorting)
-        m.free("activations", self.peers, self.own, self.first.need.kept)
-        m.free("features", self.sorted)
-        if self.reads_on:
-            m.free("features", self.loaded)
-        m.free("graph", self.blocks)
+
+class Later:
+    """What operations of a batch hold; its sizes are computed when memory is asked for."""
+
+    def __init__(self, p3: Slices, problem: Problem, batch: MiniBatch) -> None:
+        self._batch = cache(partial(Batch, p3, problem, batch))
+
+    def __call__(self, holds: Callable[[Batch, Held], None]) -> Callable[[Held], None]:
+        return lambda held: holds(self._batch(), held)

@@ -77,7 +77,7 @@ from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
-from gnnplan.planner.strategies.p3 import memory as p3_memory
+from gnnplan.planner.strategies.p3.memory import Batch, Later, memory
 from gnnplan.planner.strategies.p3.periods import pipelined
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
 from gnnplan.planner.strategies.program.program import Op, Program, Step
@@ -122,22 +122,27 @@ class P3(Slices):
         host = list(batchwise.drawing(problem, batch, e1 + edges_above, self.lists(problem)))
         if has_peers:
             host.append(Op("push", sent=pushed, ahead=True))
-        host.append(Op("lay", host=("lay", edges_above + blocks[2]), ahead=True))
+        holds, laid = Later(self, problem, batch), edges_above + blocks[2]
+        # a sampler of its own has its own memory
+        sampling = None if self.prefetch else holds(Batch.lay)
+        host.append(Op("lay", host=("lay", laid), ahead=True, holds=sampling))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 
         sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
-        front = [Op("load", loaded=loaded)]
-        tail = [Op("backward", layer=1, work=sliced.backward(1, *blocks))]
+        front = [Op("load", loaded=loaded, holds=holds(Batch.load))]
+        backward = sliced.backward(1, *blocks)
+        tail = [Op("backward", layer=1, work=backward, holds=holds(Batch.first_backward))]
         if has_peers and model.layers[0].heads:
             scatter, logits_f, logits_b = self._attention(problem, blocks)
             front += [Op("scatter", "f", 1, work=scatter), logits_f]
             tail += [logits_b, Op("scatter", "b", 1, work=scatter)]
-        front.append(Op("forward", layer=1, work=sliced.forward(1, *blocks)))
-        body = self._body(problem, facts)
+        forward = sliced.forward(1, *blocks)
+        front.append(Op("forward", layer=1, work=forward, holds=holds(Batch.first_forward)))
+        body = self._body(problem, facts, holds)
         if has_peers:
-            front.append(Op("pull", "f", 1, sent=pulled))
-            body.append(Op("pull", "b", 1, sent=pulled.T))
+            front.append(Op("pull", "f", 1, sent=pulled, holds=holds(Batch.pull_forward)))
+            body.append(Op("pull", "b", 1, sent=pulled.T, holds=holds(Batch.pull_backward)))
         reduce, update = self._end(problem)
         phases = {
             "host": host,
@@ -162,7 +167,7 @@ class P3(Slices):
         forward, backward = (Op("logits", way, 1, groups=rails, sizes=sizes) for way in ("f", "b"))
         return work, forward, backward
 
-    def _body(self, problem: Problem, facts: Mapping[int, LayerFacts]) -> list[Op]:
+    def _body(self, problem: Problem, facts: Mapping[int, LayerFacts], holds: Later) -> list[Op]:
         """Partial sums are added and applied; then layers 2 .. L and the loss."""
         model = problem.model
         passes = (3.0 + len(self.rail(problem, 0))) * facts[1].rows * model.layers[0].h_out
@@ -178,9 +183,9 @@ class P3(Slices):
                 backward = backward + model.backward(layer, f.rows, f.sources, f.edges)
         loss_forward, loss_backward = model.finish(own)
         return [
-            Op("forward", work=forward),
-            Op("loss", work=loss_forward + loss_backward),
-            Op("backward", work=backward),
+            Op("forward", work=forward, holds=holds(Batch.forward)),
+            Op("loss", work=loss_forward + loss_backward, holds=holds(Batch.loss)),
+            Op("backward", work=backward, holds=holds(Batch.backward)),
         ]
 
     def _end(self, problem: Problem) -> tuple[list[Op], Op]:
@@ -211,7 +216,7 @@ class P3(Slices):
         return program
 
     def memory(self, problem: Problem) -> Memory:
-        return p3_memory.memory(self, problem)
+        return memory(self, problem)
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         return {}

@@ -3,6 +3,7 @@
     Strategy.program(problem) -> Program -> account.py    bytes, and seconds without contention
                                          -> schedule.py   every rank's tasks
                                          -> traffic()     who sends whom, for placing the ranks
+                                         -> memory.py     bytes held at each rank's fullest moment
 
     program.py    Op, one operation of ranks; Program, the steps of an epoch
     order.py      the order of operations, and what each waits for
@@ -10,9 +11,10 @@
     account.py    seconds of steps that follow one another
     lanes.py      seconds of steps that are under way together
     flowshop.py   seconds of chunks that pass stages
+    held.py       what operations keep and free, on the way to the fullest moment
     prediction.py what an account says
     drawing.py    a schedule as text, for documents
 
-All readers go through the same operations, so bytes, seconds and tasks agree. This room knows no
-strategy; it may import `arithmetic` beside it.
+All readers go through the same operations, so bytes, seconds, tasks and memory agree. This room
+knows no strategy; it may import `arithmetic` beside it.
 """

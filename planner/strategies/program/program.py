@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from gnnplan.planner.cluster.placement import Phase
+from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.vocabulary.schedule import Compute, HostWork, Label
 
 Group = tuple[int, ...]  # ranks
@@ -40,7 +41,8 @@ class Op:
     forward pass, 'update' ends a step. Bytes are reported by `op`, seconds by `op`, `way` and
     `layer`. An operation that is `ahead` may be done `prefetch` steps before its own begins. An
     `idle` operation has empty work: it is how long a rank waits. `phase` is the part of its step
-    that it belongs to, for a pipeline that has phases of several steps under way.
+    that it belongs to, for a pipeline that has phases of several steps under way. `holds` plays on
+    a rank's memory what all its chunks together keep, free and need besides (memory.py calls it).
     """
 
     op: str
@@ -61,6 +63,7 @@ class Op:
     received: Op | None = None
     distance: int = 0
     chunks: Literal[-1, 0, 1] = 0
+    holds: Callable[[Held], None] | None = None
 
     @property
     def lane(self) -> str:

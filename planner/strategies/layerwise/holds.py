@@ -1,0 +1,158 @@
+"""What the operations of a step that goes layer by layer keep, free and need besides.
+
+    forward    a layer's inputs and what autograd saves stay, until its backward pass frees them
+    loss       logits and their gradient
+    backward   gradients of rows, and exchange buffers, come on top
+
+A layer's exchange is counted with the layer. It follows executor/strategies/graph_parallel.py;
+sizes of a layer's tensors come from planner/gnn/footprint.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gnnplan.planner.gnn.footprint import Footprint, Prepared, Product, addition, footprint, loss
+from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.program.held import Held
+from gnnplan.planner.vocabulary.numbers import Number
+
+
+@dataclass(frozen=True)
+class Holds:
+    """Sizes of a step's tensors [ranks] [B], and what each operation does with them.
+
+    `like` has for each layer the first with the same counts, which `facts` has. The encoder makes
+    `encoded` rows. `narrow` and `checkpoint` are as in ExchangeOptions; where an exchange is
+    `stale`, what leaves has buffers of its own (memory.py). Operations hand on the size of the rows
+    that they make, or of these rows' gradient.
+    """
+
+    problem: Problem
+    facts: Mapping[int, LayerFacts]
+    like: Mapping[int, int]
+    encoded: np.ndarray
+    narrow: bool
+    checkpoint: bool
+    stale: bool
+    _footprints: dict[object, Footprint] = field(default_factory=dict)
+
+    def encode(self, held: Held) -> None:
+        """The encoder's forward pass: its rows stay where layers read them again (GCNII)."""
+        model, b = self.problem.model, self.problem.model.itemsize
+        assert model.encoder is not None
+        drops = model.dropout > 0 and model.hands_on_initial
+        dropped = self.encoded * (model.nonzeros or model.features) * b * drops
+        held.at(dropped, dropped / b)
+        held.handed_on = self._initial
+        held.keep(dropped, self._initial)
+        if not model.nonzeros:
+            after = "bias relu" if model.relu_after(0) else "bias"
+            held.multiply(Product(self.encoded, *model.encoder, False, (after,)))
+
+    def forward(self, layer: int, held: Held) -> None:
+        model, f, need = self.problem.model, self._counts(layer), self._need(layer)
+        spec, added = model.layers[layer - 1], addition(model, layer, self._own)
+        varies, halo = layer > model.first_varying, self._halo(layer)
+        if layer == 1:
+            held.keep(self._summed)
+        held.keep(self._copied(layer))
+        held.at(f.given * varies * self._row_bytes(layer) * (not self.stale))
+        held.at(need.forward)
+        made = np.asarray(f.rows * spec.h_out * model.itemsize, dtype=float)
+        if not self.checkpoint:
+            held.keep(need.kept)
+        else:
+            held.keep(made)
+            if self.narrow and model.narrow_at(layer):
+                held.keep(Prepared.of(model, spec, f.sources - halo).dropped)
+            elif varies and not (layer == 1 and model.hands_on_initial):
+                held.free(np.where(halo > 0, held.handed_on, 0.0))  # the copy has these rows
+        held.at(added.forward)
+        held.handed_on = made
+        held.multiply(*need.products, *added.products)
+
+    def loss(self, held: Held) -> None:
+        model, stats, own = self.problem.model, self.problem.stats, self._own
+        trained = own * min(1.0, stats.train_vertices / stats.vertices)
+        logits, most, gradient = loss(model, own, trained)
+        held.at(most)
+        held.keep(logits)
+        if self.checkpoint:
+            held.free(held.handed_on)  # h_L
+        if model.jump:
+            held.free(self._summed * (model.decoder is not None))  # else the logits
+            held.keep(gradient)  # for all layers
+            gradient = 0.0 * gradient
+        held.handed_on = gradient
+        if model.decoder:
+            held.multiply(Product(own, *model.decoder))
+
+    def backward(self, layer: int, held: Held) -> None:
+        model, f, need = self.problem.model, self._counts(layer), self._need(layer)
+        added, width = addition(model, layer, self._own), self._row_bytes(layer)
+        held.at(held.handed_on, added.backward)
+        gradient = np.maximum(held.handed_on, added.gradient)
+        if self.checkpoint:
+            held.at(gradient, need.forward)
+            held.at(gradient, need.backward)
+        else:
+            held.at(gradient, need.backward - need.kept)
+            held.free(need.kept)
+        if layer == len(model.layers) and model.hands_on_initial:
+            held.keep(self._initial)  # their gradient
+        if layer > model.first_varying:
+            held.at((f.sources + f.given * (not self.stale)) * width)
+            held.handed_on = f.sources * width
+            if self.narrow and model.narrow_at(layer):
+                h_in = model.layers[layer - 1].h_in
+                held.handed_on = (f.sources - f.taken) * h_in * model.itemsize
+        held.free(self._copied(layer))
+
+    @property
+    def _own(self) -> np.ndarray:
+        """Rows of the last layer."""
+        return self._counts(len(self.like)).rows
+
+    @property
+    def _summed(self) -> Number:
+        """The sum of all layers' rows."""
+        return self._own * self.problem.model.jumped * self.problem.model.itemsize
+
+    @property
+    def _initial(self) -> Number:
+        """The rows that the encoder makes."""
+        model = self.problem.model
+        return self.encoded * model.encoder[1] * model.itemsize if model.encoder else 0.0
+
+    def _counts(self, layer: int) -> LayerFacts:
+        return self.facts[self.like[layer]]
+
+    def _halo(self, layer: int) -> np.ndarray:
+        """Rows that come in every step."""
+        return self._counts(layer).taken * (layer > self.problem.model.first_varying)
+
+    def _row_bytes(self, layer: int) -> int:
+        """Of a row that the layer exchanges."""
+        model = self.problem.model
+        return model.exchanged_width(layer, self.narrow) * model.itemsize
+
+    def _copied(self, layer: int) -> Number:
+        """A copy of the layer's source rows, own and halo together."""
+        kept = self.checkpoint and self.narrow and self.problem.model.narrow_at(layer)
+        copied = (self._halo(layer) > 0) | kept
+        return np.asarray(self._counts(layer).sources * self._row_bytes(layer) * copied)
+
+    def _need(self, layer: int) -> Footprint:
+        model, f = self.problem.model, self._counts(layer)
+        kind, key = self.problem.workload.model, (self.like[layer], model.relu_after(layer))
+        if key not in self._footprints:
+            counts = f.rows, f.sources, f.edges
+            self._footprints[key] = footprint(
+                kind, model, layer, *counts, narrow=self.narrow, local=f.sources - f.taken
+            )
+        return self._footprints[key]

@@ -1,0 +1,85 @@
+"""Memory is read from a program: by hand, and as nobody's work until it is asked for."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_strategies import GRAPHS, cluster, problem_of
+
+from gnnplan.planner.decision.search import families
+from gnnplan.planner.strategies import GraphParallel, Strategy, parse
+from gnnplan.planner.strategies.gnnpipe import memory as of_stages
+from gnnplan.planner.strategies.layerwise import holds as of_layers
+from gnnplan.planner.strategies.p3 import memory as of_columns
+from gnnplan.planner.strategies.p3.periods import pipelined
+from gnnplan.planner.strategies.program.held import Held
+from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.schedule import Compute
+
+TWO = problem_of(GRAPHS[1], cluster(1, 2))
+MINI = problem_of(GRAPHS[1], cluster(2, 1), mode="mini", batch=20, fanout=(3, 3), layers=2)
+
+
+def test_each_rank_is_fullest_at_a_moment_of_its_own():
+    held = Held(2)
+    held.keep(np.array([3.0, 1.0]))
+    held.at(np.array([0.0, 9.0]), 1.0)
+    held.keep(np.array([4.0, 0.0]), use="graph")
+    held.free(np.array([3.0, 1.0]))
+    assert held.most.tolist() == [[0, 0], [3, 1], [4, 0], [0, 10]]  # as USES
+    held.let_go()
+    held.at(7.5)
+    assert held.most.tolist() == [[0, 0], [0, 1], [0, 0], [7.5, 10]]
+
+
+def test_a_message_leaves_when_the_next_is_sent():
+    held = Held(1)
+    for size in (5.0, 3.0, 4.0):
+        held.leave(size)
+        assert held.now[-1] == size
+    assert held.most[-1] == 5
+
+
+def test_steps_under_way_together_are_held_together():
+    """Every batch keeps 1 byte from its front to its tail, two periods later."""
+    step = [
+        Op("forward", work=Compute(), phase="front", holds=lambda held: held.keep(1.0)),
+        Op("loss", work=Compute(), phase="body"),
+        Op("backward", work=Compute(), phase="tail", holds=lambda held: held.free(1.0)),
+    ]
+    program = Program(lambda: [step] * 5, 5, lambda t: step, order=pipelined(0), in_flight=3)
+    assert fullest(TWO, program)["activations"].tolist() == [3, 3]
+    plain = replace(program, order=None, in_flight=1)
+    assert fullest(TWO, plain)["activations"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("problem", [TWO, MINI], ids=["full", "mini"])
+def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
+    def computed(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    examples = [parse(e.strategy) for family in families(problem) for e in family.examples]
+    for room in (of_layers, of_stages, of_columns):
+        monkeypatch.setattr(room, "footprint", computed)
+    for strategy in (each.settle(problem) for each in examples):
+        strategy.predict(problem)
+        with pytest.raises(AssertionError):
+            strategy.memory(problem)
+
+
+def test_a_program_is_built_once_for_its_readers(monkeypatch):
+    built: list[Strategy] = []
+    program = GraphParallel.program
+
+    def counted(strategy: GraphParallel, problem: object) -> Program:
+        built.append(strategy)
+        return program(strategy, problem)
+
+    monkeypatch.setattr(GraphParallel, "program", counted)
+    one, other = GraphParallel(), GraphParallel(narrow=True)
+    problem = replace(TWO)
+    one.traffic(problem), one.predict(problem), one.memory(problem)
+    assert built == [one]
+    other.predict(problem), one.memory(problem), one.memory(replace(problem))
+    assert built == [one, other, one, one]
