@@ -8,7 +8,7 @@ RUN ?= runs/demo
 # Images often set it; every process would compile torch anew, which takes longer than to import it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lint test quick nightly mutants bench docs dist clean
+.PHONY: demo lint test quick nightly mutants bench published docs dist clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -47,6 +47,9 @@ bench: .venv/.installed  ## timings: ratios measured side by side, never asserte
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/spine.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py ddp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py split
+
+published: .venv/.installed  ## printed figures of five papers predicted again: errors and choices
+	$(BIN)/python benchmarks/published.py table
 
 docs: .venv/.installed  ## the documentation as a site, in build/site; broken links are errors
 	$(INSTALL) --editable '.[docs]'

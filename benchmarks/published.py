@@ -1,13 +1,13 @@
 """Predicts printed figures of other people's systems.
 
-    python benchmarks/published.py VERB FILE.csv
+    python benchmarks/published.py VERB [FILE.csv]
 
     fit        constants of the testbeds: traces/quoted/fitted.csv
-    table      errors: docs/reference/published-figures.md
+    table      errors and choices: docs/reference/published-figures.md
     figures    docs/figures/published_*.png
 
 `figures` draws the papers' own figures from predictions, with what they print as points. The file
-has the columns of planner/evidence/papers/rows.py; it is not part of the project.
+has the columns of planner/evidence/papers/rows.py; by default it is traces/published/figures.csv.
 """
 
 import csv
@@ -19,12 +19,14 @@ from commands import words
 
 from gnnplan.planner.evidence.papers import calibrate
 from gnnplan.planner.evidence.papers import mini_batch as mini_batches
+from gnnplan.planner.evidence.papers.choices import reliability, score
 from gnnplan.planner.evidence.papers.figures import predict
 from gnnplan.planner.evidence.papers.interpret import question
-from gnnplan.planner.evidence.papers.published import evaluate_rows
-from gnnplan.planner.evidence.papers.question import Question
+from gnnplan.planner.evidence.papers.published import DIFFERENT, evaluate_rows
+from gnnplan.planner.evidence.papers.question import Question, Row
 from gnnplan.planner.evidence.papers.rows import COLUMNS, read
 
+FIGURES = Path(__file__).resolve().parent.parent / "traces" / "published" / "figures.csv"
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -103,10 +105,39 @@ def table(path: str) -> None:
             f"| {what}, {row['num_nodes']}x{row['gpus_per_node']} | {float(row['value']):.4g} |"
             f" {row['predicted']:.4g} |"
         )
+    lines += ["", *choices(rows)]
     document = DOCS / "reference" / "published-figures.md"
     before, mark, _ = document.read_text().partition("<!-- table -->\n")
     assert mark
     document.write_text(before + mark + "\n".join(lines) + "\n")
+
+
+def choices(rows: list[Row]) -> list[str]:
+    """Markdown: what a plan chooses of the strategies that print compares, and how sure it is."""
+    lines = [
+        "| paper, testbed | comparisons | right | regret | right, papers' terms |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    scored = score(rows, calibrate.left_out(rows))
+    by_testbed = defaultdict(list)
+    for choice in scored:
+        by_testbed[f"{choice.job[0]}, {choice.job[2]}"].append(choice)
+    by_testbed["all"] = scored
+    for name, those in by_testbed.items():
+        theirs = [choice.regret(choice.by_their_terms) <= DIFFERENT for choice in those]
+        regret = mean(choice.regret(choice.chosen) for choice in those)
+        lines.append(
+            f"| {name} | {len(those)} | {mean(choice.right for choice in those):.0%} |"
+            f" {regret:.1%} | {mean(theirs):.0%} |"
+        )
+    lines += ["", "| chance of being the fastest | strategies | were it |", "|---|--:|--:|"]
+    chances = [chance for choice in scored for chance in choice.chances]
+    fastest = [s == min(choice.printed) for choice in scored for s in choice.printed]
+    lines += [
+        f"| {low:.0%} to {high:.0%} | {count} | {share:.0%} |"
+        for low, high, count, share in reliability(chances, fastest)
+    ]
+    return lines
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -313,5 +344,5 @@ def figures(path: str) -> None:
 
 
 if __name__ == "__main__":
-    verb, rows = words(__doc__)
-    {"fit": fit, "table": table, "figures": figures}[verb](rows)
+    verb, *files = words(__doc__)
+    {"fit": fit, "table": table, "figures": figures}[verb](*files or [str(FIGURES)])

@@ -37,7 +37,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.papers import published
 from gnnplan.planner.evidence.papers.figures import predict
 from gnnplan.planner.evidence.papers.interpret import testbed
-from gnnplan.planner.evidence.papers.question import Row, Skip
+from gnnplan.planner.evidence.papers.question import Row, Skip, Testbeds
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
 MOST = 3  # constants of a testbed
@@ -248,20 +248,25 @@ def gave_a_constant(row: Row) -> bool:
     return published.gave_a_halo(row) or any(fit.holds(row) for fit in FITS)
 
 
+def left_out(rows: Sequence[Row]) -> Testbeds:
+    """Testbeds on which each dataset has constants fitted to the other datasets' rows."""
+    found: dict[tuple[str, str], dict[str, float]] = {}  # testbed, dataset -> factors
+    for fit in FITS:
+        used = [row for row in rows if fit.holds(row)]
+        for dataset in {row["dataset"] for row in used}:
+            others = [row for row in used if row["dataset"] != dataset]
+            found[fit.testbed, dataset] = fit_testbed(others, fit.constants) if others else {}
+
+    def testbeds(row: Row) -> Cluster:
+        key = whose(row), row["dataset"]
+        return scaled(row, found[key]) if key in found else calibrated(row)
+
+    return testbeds
+
+
 def leave_one_out(rows: Sequence[Row]) -> dict[str, Any]:
     """`published.evaluate_rows`, each dataset with constants fitted to the other datasets.
 
     Rows that gave a halo, a spread or a factor on memory count as fitted all the same.
     """
-    left_out: dict[tuple[str, str], dict[str, float]] = {}  # testbed, dataset -> factors
-    for fit in FITS:
-        used = [row for row in rows if fit.holds(row)]
-        for dataset in {row["dataset"] for row in used}:
-            others = [row for row in used if row["dataset"] != dataset]
-            left_out[fit.testbed, dataset] = fit_testbed(others, fit.constants) if others else {}
-
-    def testbeds(row: Row) -> Cluster:
-        key = whose(row), row["dataset"]
-        return scaled(row, left_out[key]) if key in left_out else calibrated(row)
-
-    return published.evaluate_rows(rows, published.gave_a_halo, testbeds)
+    return published.evaluate_rows(rows, published.gave_a_halo, left_out(rows))
