@@ -24,6 +24,10 @@ from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, s
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.vocabulary.units import show_count, show_percent
 
+# A measured constant is no better known than this: the machine's pace changes in minutes.
+LEAST_DOUBT = 0.05
+# Median error of sizes that were not fitted -> a range with 80 % of them, if they are normal.
+MEDIAN_TO_TENTH = 1.9
 OPERATIONS = ("exchange", "send", "all_reduce")
 
 
@@ -77,6 +81,9 @@ def cluster_of(
             for key, origin in provenance.items()
             if "intra" in key
         }
+        network.ranges |= {
+            key.replace("intra", "inter"): known for key, known in network.ranges.items()
+        }
     cluster = Cluster(
         name="measured",
         servers=servers,
@@ -97,7 +104,24 @@ def cluster_of(
     } & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
-    return cluster.model_copy(update={"provenance": provenance})
+    ranges = {**_scatter(found), **network.ranges}
+    return cluster.model_copy(update={"provenance": provenance, "ranges": ranges})
+
+
+def _scatter(found: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """How far rounds of the same measurement were apart: ranges of rates (cluster/doubt.py)."""
+    rounds = {
+        "device.gemm": [samples for *_, samples in found["gemm"]],
+        "device.memory_bandwidth": [samples for _, samples in found["elementwise"]],
+        "device.gather": [samples for *_, samples in found["gather"]],
+        "host_rates": [found["draw"], found["lay"]],
+    }
+    out = {}
+    for constant, measured in rounds.items():
+        rates = np.concatenate([median(samples) / np.asarray(samples) for samples in measured])
+        low, high = np.quantile(rates, (0.1, 0.9))
+        out[constant] = (min(float(low), 1 - LEAST_DOUBT), max(float(high), 1 + LEAST_DOUBT))
+    return out
 
 
 def _sharing(
@@ -134,6 +158,7 @@ class _Network:
     collectives: dict[str, Link] = field(default_factory=dict)  # as 'exchange.intra_node'
     links: dict[str, Link] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     # exchanges inside servers: those among all ranks contain them
     within: tuple[Link, Shape] | None = None
 
@@ -177,6 +202,8 @@ class _Network:
             groups = self.servers if self.one_machine and is_inside else 1
             link = beside_cores(link, shape, groups, machines * cores())
         self.collectives[f"{op}.{where}"] = link
+        width = min(max(MEDIAN_TO_TENTH * median(errors), LEAST_DOUBT), 1.0)
+        self.ranges[f"collectives.{op}.{where}"] = (1 / (1 + width), 1 + width)
         self.provenance[f"collectives.{op}.{where}"] = (
             f"{self.source}, {count} sizes to {largest:,} B, each second one fitted; the others"
             f" {show_percent(median(errors))} off, at most {show_percent(max(errors))}"

@@ -31,7 +31,7 @@ from gnnplan.planner.vocabulary.numbers import Number
 DRAWS = 300
 TENTH = 1.2816  # standard deviations from the median of a normal to its 10th and 90th percentile
 
-# First words of a provenance -> the range of such a constant. Our own measurements are reproduced
+# What a provenance says first -> the range of such a constant. Our own measurements are reproduced
 # within a tenth (docs/reference/measured-runs.md). Constants fitted to print differ by a third when
 # a dataset is left out. Where datasheets times an efficiency were held against print, software
 # reached from 0.36 to 1.13 of it on links and 0.49 to 0.73 in products (traces/quoted/fitted.csv,
@@ -57,7 +57,8 @@ def range_of(cluster: Cluster, constant: str) -> tuple[float, float]:
     source = cluster.provenance.get(constant, "")
     if "fitted to" in source:
         return RANGES["fitted"]
-    return next((RANGES[kind] for kind in RANGES if source.startswith(kind)), UNSAID)
+    places = {source.index(kind): kind for kind in RANGES if kind in source}
+    return RANGES[places[min(places)]] if places else UNSAID
 
 
 def constants(cluster: Cluster) -> Iterator[str]:

@@ -334,6 +334,11 @@ def test_only_ranks_that_share_cores_have_less_latency(
     }
     cluster = module.cluster_of(found, 1, 2, 1e9, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
+    # rounds that were alike are known to a twentieth
+    assert cluster.ranges["device.gemm"] == (0.95, 1.05)
+    assert set(cluster.ranges) >= {"host_rates", "collectives.send.intra_node"}
+    bounds = cluster.ranges.values()
+    assert all(0 < low <= 0.96 and 1.05 <= high <= 2 for low, high in bounds)
     # of cores alone
     assert (not device.memory_rates, device.hash_rate is None, device.edge_rate is None) == (
         cuda,
