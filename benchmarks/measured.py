@@ -4,14 +4,16 @@
     python benchmarks/measured.py predict DATASETS             predictions in runs.csv anew
     python benchmarks/measured.py table                        errors, regret, constants to doubt
     python benchmarks/measured.py quote                        traces/quoted/measured.csv
+    python benchmarks/measured.py minibatch run DATASETS [..]  the same of mini-batches; so with
+                                                               predict and table
 
 `run` takes every problem, on every cluster, with every family that fits: it measures constants of
 the cluster alone (`gnnplan measure`), plans, runs and compares. Rows go to
-traces/measured/runs.csv, and what was measured of clusters lies beside them. When all has been run,
-all is run again with constants of its own: what two such runs differ by is noise. Other tenants may
-slow this machine down, so a row has its pace before and after, and `table` also counts the rows
-apart in which it kept its pace. `run` needs Linux, root and iproute2, and a machine that does
-nothing else.
+traces/measured/runs.csv, those of mini-batches to traces/measured/minibatch/runs.csv, and what was
+measured of clusters lies beside them. When all has been run, all is run again with constants of its
+own: what two such runs differ by is noise. Other tenants may slow this machine down, so a row has
+its pace before and after, and `table` also counts the rows apart in which it kept its pace. `run`
+needs Linux, root and iproute2, and a machine that does nothing else.
 
 `predict` replaces the predictions in the rows by those of today's code, from the constants that
 each row was planned with. `table` prints what docs/reference/measured-runs.md has. `quote` writes
@@ -28,7 +30,8 @@ import platform
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,7 +48,6 @@ from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import replay
 
 TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
-ROWS = TRACES / "runs.csv"
 QUOTED = Path(__file__).resolve().parent.parent / "traces" / "quoted" / "measured.csv"
 EPOCHS = 12  # at least; half as many where an epoch is predicted to take longer than LONG [s]
 LONG = 1.5
@@ -58,7 +60,8 @@ FRESH = 300.0
 SETTLED, MOST = 10.0, 100
 STEADY = 1.2  # most that a steady machine's slowest pace may take, over its fastest
 TIMES = 2  # that each is run, half an hour or more apart
-JOBS = {
+Job = tuple[str, tuple[str, ...]]  # a graph, and options of its workload
+JOBS: dict[str, Job] = {
     "squirrel": (
         "squirrel",
         ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5"),
@@ -91,6 +94,20 @@ FAMILIES = (
     "gnnpipe",
 )
 SHARING = ("granndis(depth=1)", "granndis")  # between servers
+SAMPLED = ("--mode", "mini", "--layers", "3", "--hidden", "128", "--batch", "1024")
+SAGE = ("--model", "sage", "--fanout", "10,10,5", *SAMPLED)
+GCN = ("--model", "gcn", "--fanout", "15,10,5", "--dropout", "0.5", *SAMPLED)
+MINI_JOBS: dict[str, Job] = {
+    "cs": ("coauthor_cs", SAGE),
+    "facebook": ("musae_facebook", SAGE),
+    "photo": ("amazon_photo", SAGE),
+    "tolokers": ("tolokers", SAGE),
+    "arxiv": ("ogbn_arxiv", GCN),
+    "flickr": ("flickr", SAGE),
+    "physics": ("coauthor_physics", SAGE),
+}
+MINI_CLUSTERS = [(1, 2, ""), (2, 1, "400Mbit/s"), (2, 2, "400Mbit/s"), (2, 2, "unshaped")]
+MINI_FAMILIES = ("data_parallel", "gsplit", "p3", "p3(pipelined=True)")
 FIELDS = (
     "date",
     "hardware",
@@ -109,6 +126,25 @@ FIELDS = (
     "told",
     "epochs_s",
 )
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is run, and where its rows are."""
+
+    folder: Path
+    jobs: Mapping[str, Job]
+    clusters: Sequence[tuple[int, int, str]]
+    families: tuple[str, ...]
+    sharing: tuple[str, ...] = ()  # families for several servers
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / "runs.csv"
+
+
+FULL = Study(TRACES, JOBS, CLUSTERS, FAMILIES, SHARING)
+MINI = Study(TRACES / "minibatch", MINI_JOBS, MINI_CLUSTERS, MINI_FAMILIES)
 
 
 def name(servers: int, each: int, rate: str) -> str:
@@ -147,30 +183,33 @@ def steady(row: dict[str, str]) -> bool:
     return max(paces) <= STEADY * min(paces)
 
 
-def constants(servers: int, each: int, rate: str) -> tuple[Path, list[float]]:
+def constants(study: Study, servers: int, each: int, rate: str) -> tuple[Path, list[float]]:
     """The cluster's file and the paces around its measurement; measured anew unless FRESH."""
     cluster = name(servers, each, rate)
     path, since, paces = MEASURED.get(cluster, (None, 0.0, []))
     if path is None or time.monotonic() - since > FRESH:
-        TRACES.mkdir(parents=True, exist_ok=True)
-        path = TRACES / f"{cluster}.{len(list(TRACES.glob(f'{cluster}.*.yaml'))) + 1}.yaml"
+        study.folder.mkdir(parents=True, exist_ok=True)
+        number = len(list(study.folder.glob(f"{cluster}.*.yaml"))) + 1
+        path = study.folder / f"{cluster}.{number}.yaml"
         emulated = ("--servers", str(servers), "--emulate", rate) if rate else ()
         paces = amid("measure", "--ranks", str(each), *emulated, "-o", str(path))
         MEASURED[cluster] = path, time.monotonic(), paces
     return path, paces
 
 
-def rows() -> list[dict[str, str]]:
+def rows(study: Study) -> list[dict[str, str]]:
     """All that there are."""
-    if not ROWS.exists():
+    if not study.rows.exists():
         return []
-    with ROWS.open(newline="") as file:
+    with study.rows.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def plan(datasets: Path, problem: str, constants: Path, strategy: str, out: str) -> dict[str, Any]:
+def plan(
+    study: Study, datasets: Path, problem: str, constants: Path, strategy: str, out: str
+) -> dict[str, Any]:
     """The document, which is left in `out`."""
-    graph, workload = JOBS[problem]
+    graph, workload = study.jobs[problem]
     source = graph if ":" in graph else str(datasets / f"{graph}.npz")
     gnnplan(
         "plan",
@@ -187,20 +226,22 @@ def plan(datasets: Path, problem: str, constants: Path, strategy: str, out: str)
     return read(Path(out))
 
 
-def run(datasets: Path, problems: list[str]) -> None:
+def run(study: Study, datasets: Path, problems: list[str]) -> None:
     """Everything that has fewer rows than TIMES."""
-    done = Counter((row["job"], row["cluster"], row["strategy"]) for row in rows())
-    for before, cluster, problem in itertools.product(range(TIMES), CLUSTERS, problems or JOBS):
+    done = Counter((row["job"], row["cluster"], row["strategy"]) for row in rows(study))
+    for before, cluster, problem in itertools.product(
+        range(TIMES), study.clusters, problems or study.jobs
+    ):
         servers, _, rate = cluster
-        for strategy in FAMILIES + (SHARING if servers > 1 else ()):
+        for strategy in study.families + (study.sharing if servers > 1 else ()):
             # no layer is narrower than its input
-            alike = "narrow" in strategy and "gcnii" in JOBS[problem][1]
+            alike = "narrow" in strategy and "gcnii" in study.jobs[problem][1]
             if alike or done[problem, name(*cluster), strategy] > before:
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 planned, out = f"{scratch}/plan.json", f"{scratch}/run"
-                measured, paces = constants(*cluster)
-                predicted = plan(datasets, problem, measured, strategy, planned)["best"][
+                measured, paces = constants(study, *cluster)
+                predicted = plan(study, datasets, problem, measured, strategy, planned)["best"][
                     "predicted"
                 ]["epoch_s"]
                 # whose exchanges lag more from step to step, until they lag by one
@@ -223,6 +264,7 @@ def run(datasets: Path, problems: list[str]) -> None:
                     *(("--emulate", rate) if rate else ()),
                 )
                 append(
+                    study,
                     problem,
                     name(*cluster),
                     strategy,
@@ -234,7 +276,13 @@ def run(datasets: Path, problems: list[str]) -> None:
 
 
 def append(
-    problem: str, cluster: str, strategy: str, constants: str, paces: list[float], seen: Run
+    study: Study,
+    problem: str,
+    cluster: str,
+    strategy: str,
+    constants: str,
+    paces: list[float],
+    seen: Run,
 ) -> None:
     """A row, and a line for whoever watches."""
     comparison, step = seen.comparison, seen.comparison["step"]
@@ -254,8 +302,8 @@ def append(
         "told": json.dumps(comparison["operations"]),
         "epochs_s": json.dumps([round(epoch, 6) for epoch in seen.epochs_s]),
     }
-    new = not ROWS.exists()
-    with ROWS.open("a", newline="") as file:
+    new = not study.rows.exists()
+    with study.rows.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         if new:
             writer.writeheader()
@@ -268,15 +316,16 @@ def append(
     )
 
 
-def predict(datasets: Path) -> None:
+def predict(study: Study, datasets: Path) -> None:
     """Every row's predictions anew."""
-    told = rows()
+    told = rows(study)
     for row in told:
         with tempfile.TemporaryDirectory() as scratch:
             document = plan(
+                study,
                 datasets,
                 row["job"],
-                TRACES / f"{row['constants']}.yaml",
+                study.folder / f"{row['constants']}.yaml",
                 row["strategy"],
                 f"{scratch}/plan.json",
             )
@@ -302,10 +351,10 @@ def predict(datasets: Path) -> None:
             row["strategy"],
             f"{float(row['predicted_s']) / float(row['measured_s']) - 1:+.0%}",
         )
-    write(ROWS, told)
+    write(study.rows, told)
 
 
-def runs(of: Callable[[dict[str, str]], bool] = lambda row: True) -> list[Run]:
+def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) -> list[Run]:
     """The rows, or those of a kind, as runs that can be summed up."""
     return [
         Run(
@@ -329,15 +378,15 @@ def runs(of: Callable[[dict[str, str]], bool] = lambda row: True) -> list[Run]:
             },
             tuple(json.loads(row["epochs_s"])),
         )
-        for row in rows()
+        for row in rows(study)
         if of(row)
     ]
 
 
-def table() -> None:
+def table(study: Study) -> None:
     """Markdown: errors by cluster and by operation, choices, what to doubt."""
-    seen = runs()
-    told, even = summarise(seen), summarise(runs(steady))
+    seen = runs(study)
+    told, even = summarise(seen), summarise(runs(study, steady))
 
     def line(what: str, of: dict[str, float] | None) -> str:
         return (
@@ -356,6 +405,9 @@ def table() -> None:
     for cluster in dict.fromkeys(run.question.split()[1] for run in seen):
         there = summarise([run for run in seen if run.question.endswith(f" {cluster}")])
         print(line(f"step, predicted, {cluster}", there["step"]["predicted"]))
+    for strategy in dict.fromkeys(run.strategy for run in seen):
+        alike = summarise([run for run in seen if run.strategy == strategy])
+        print(line(f"step, predicted, {strategy}", alike["step"]["predicted"]))
     for op, of in sorted(told["operations"].items(), key=lambda item: -item[1]["share"]):
         print(line(f"{op} ({of['share']:.0%} of the step), predicted", of["predicted"]))
     print(line("memory", told["memory"]))
@@ -387,20 +439,22 @@ def quote() -> None:
                 "strategy": run.strategy,
                 **{key: run.comparison["step"][key] for key in ("predicted_s", "measured_s")},
             }
-            for run in runs()
+            for run in runs(FULL)
         ],
     )
 
 
 if __name__ == "__main__":
-    match words(__doc__):
+    asked = words(__doc__)
+    study = MINI if asked[:1] == ["minibatch"] else FULL
+    match asked[study is MINI :]:
         case ["run", datasets, *problems]:
-            run(Path(datasets), problems)
+            run(study, Path(datasets), problems)
         case ["predict", datasets]:
-            predict(Path(datasets))
+            predict(study, Path(datasets))
         case ["table"]:
-            table()
-        case ["quote"]:
+            table(study)
+        case ["quote"] if study is FULL:
             quote()
         case _:
             raise SystemExit(__doc__)

@@ -31,12 +31,21 @@ def features(
 
     Rows are converted a few at a time, so they are never in memory twice.
     """
-    width = graph.stats.features
+    width, x = graph.stats.features, graph.x
     out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
+    if isinstance(x, np.ndarray) and device.type == "cpu" and out.numpy().dtype == x.dtype:
+        take_rows(x, rows, out[: rows.size].numpy())
+        return out
     for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):
         some = rows[start : start + step]
         out[start : start + some.size] = torch.from_numpy(graph.features(some))
     return out
+
+
+def take_rows(x: np.ndarray, rows: Ids, out: np.ndarray) -> np.ndarray:
+    """Copy rows of x into `out` and return it. `rows` are not checked."""
+    # with mode='raise' numpy would copy twice, for the sake of indices out of range
+    return np.take(x, rows, axis=0, out=out, mode="clip")
 
 
 def sparse_features(
@@ -47,10 +56,13 @@ def sparse_features(
 
 
 def sparse_rows(x: sp.csr_matrix, workload: Workload, device: torch.device) -> SparseRows:
-    """A scipy matrix as SparseRows."""
+    """A scipy matrix as SparseRows, which share its memory if they may write there."""
+    indices, data = (
+        array if array.flags.writeable else array.copy() for array in (x.indices, x.data)
+    )
     lengths = torch.from_numpy(np.diff(x.indptr).astype(np.int64))
-    columns = torch.from_numpy(np.array(x.indices))
-    values = torch.from_numpy(np.array(x.data)).to(dtype_of(workload))
+    columns = torch.from_numpy(indices)
+    values = torch.from_numpy(data).to(dtype_of(workload))
     return SparseRows.of(lengths, columns, values, x.shape[1]).to(device)
 
 

@@ -77,6 +77,7 @@ class Computation(Messages):
         self,
         blocks: Sequence[Block],
         rehearsals: Sequence[Rehearsal],
+        sampler: Sampler,
         notify: Callable[[str], None],
     ) -> dict[str, list[list[float]]]:
         """A round of all kernels and steps: by kind, for each shape, samples of several ranks."""
@@ -90,6 +91,8 @@ class Computation(Messages):
         notify("element-wise work")
         found["elementwise"] = [self.elementwise(*shape) for shape in TENSORS]
         found["dropout_hash"] = [self.dropout_hash()]
+        notify("the sampler")
+        found |= self.sampling(sampler)
         notify("training steps")
         return found | {"steps": [[self.step(rehearsal)] for rehearsal in rehearsals]}
 
@@ -196,23 +199,23 @@ class Computation(Messages):
         busy = self._gather(rehearsal.core_s(steps, before) if self.rank in among else 0.0)
         return float(median(busy[rank] for rank in among))
 
-    def sampler(self) -> tuple[list[float], list[float]]:
-        """Seconds per edge that drawing and laying out take, by the executor's own spans.
-
-        The batches are GraphSAGE's in data parallel.
-        """
+    def open_sampler(self) -> Sampler:
+        """A sampler whose batches are GraphSAGE's in data parallel."""
         graph = _community(*SAMPLED)
         workload = Workload(
             mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places)
         )
         batches = Batches(graph, workload, self.everyone, None, first_varying=1)
-        sampler = Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
+        return Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
+
+    def sampling(self, sampler: Sampler) -> dict[str, list[list[float]]]:
+        """Seconds per edge that drawing and laying out take, by the executor's own spans."""
         takes_part = self.rank in self.apart
         seconds: dict[str, list[float]] = {"draw": [], "lay": []}
         if takes_part:
             sampler[0]
         dist.barrier()
-        end = self._clock() + 2 * self.seconds
+        end = self._clock() + self.seconds
         for step in itertools.count(1) if takes_part else ():
             self._disturb()
             sampled = sampler[step]
@@ -221,8 +224,7 @@ class Computation(Messages):
                 seconds[span.op].append(span.seconds / edges)
             if step >= 3 and self._clock() > end:
                 break
-        draw, lay = (
-            [s for s in self._gather(median(samples) if samples else None) if s is not None]
-            for samples in (seconds["draw"], seconds["lay"])
-        )
-        return draw, lay
+        return {
+            op: [[s for s in self._gather(median(each) if each else None) if s is not None]]
+            for op, each in seconds.items()
+        }

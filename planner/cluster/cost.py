@@ -109,7 +109,14 @@ class Cost:
         return self._roofline.gather_rate(width, source_bytes, reads)
 
     def load_s(self, nbytes: Number) -> Number:
-        """Duration of a copy from the server's memory to the device, over the host link [s]."""
+        """Duration of a copy from the server's memory to the device [s].
+
+        It goes over the host link. A CPU rank has no such link: it reads every byte and writes it
+        to memory that is in no cache, and so is read first.
+        """
+        device = self.cluster.device
+        if device.kind == "cpu" and self.cluster.host is None:
+            return device.launch + 3 * nbytes / self.memory_rate(nbytes)
         link = self.cluster.host or self.cluster.intra_node
         return link.latency + link.stretched(nbytes) / link.bandwidth
 

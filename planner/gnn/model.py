@@ -34,6 +34,9 @@ VECTOR = 16
 # hash_ops that an exponential of the loss costs in rows shorter than VECTOR, whose numbers are
 # taken one by one. In longer rows it costs one.
 SHORT = 5
+# hash_ops that a number of sparse rows costs in their transpose: to find its place there, and to
+# put it there.
+TRANSPOSED, REORDERED = 2, 1
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,9 @@ class Model:
     activates_last: bool = False  # norm and ReLU before the decoder
     nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
     redrawn: bool = False  # every step has other edges (mini-batches)
+    # A product is made piece by piece, and the pieces are copied into place. CPU ranks do so where
+    # every step has other shapes.
+    by_pieces: bool = False
     relu: bool = True  # between layers
     # All layers' rows, or products of them, are added up; the sum is what is decoded.
     jump: Jump | None = None
@@ -332,6 +338,7 @@ class Model:
             tensor_bytes=self._tensor_bytes(sources, source_width),
             hash_ops=hash_ops,
             attention_edges=(edges + rows) * float(spec.heads),
+            scattered=self.redrawn,
         )
 
     def backward(
@@ -371,6 +378,7 @@ class Model:
             gemm_bytes=forward.gemm_bytes * products + second.gemm_bytes * (2 - products),
             tensor_bytes=forward.tensor_bytes,
             attention_edges=forward.attention_edges,
+            scattered=self.redrawn,
         )
         if not self.reads_sparse(layer):
             return work
@@ -495,15 +503,19 @@ class Model:
     ) -> Compute:
         """The gradient of a product's matrix.
 
-        Of sparse rows it is a product with their transpose. The numbers are put in its order, which
-        takes 4 B more of each to look up. Each number then gathers a row of the output's gradient,
-        and the result is added to that of other rows."""
+        Of sparse rows it is a product with their transpose, whose order is found anew if the rows
+        are another batch's. The numbers are put in its order. Each number then gathers a row of the
+        output's gradient, and the result is added to that of other rows."""
         if not sparse:
             return self._product(h_in, h_out, rows)
         numbers = rows * self.nonzeros
-        elementwise_bytes = numbers * (2 * self.itemsize + 4) + 3.0 * h_in * h_out * self.itemsize
         return Compute(
-            0.0, (Gather(numbers, h_out, rows, h_in),), elementwise_bytes, 3, self.itemsize
+            0.0,
+            (Gather(numbers, h_out, rows, h_in),),
+            3.0 * h_in * h_out * self.itemsize,
+            3,
+            self.itemsize,
+            hash_ops=numbers * (REORDERED + TRANSPOSED * self.redrawn),
         )
 
     def hashed(self, spec: Layer, rows: Number, sparse: bool = False) -> Number:
@@ -553,11 +565,25 @@ class Model:
         numbers = numbers + self._ends(layer)[0] * rows * spec.h_out
         if spec.middle and spec.projects_first:
             numbers = numbers + (passes.BIAS[0] + passes.RELU[0]) * rows * spec.middle
+        numbers = numbers + passes.COPY * self._copied(layer, rows, 0.0 if narrow else sources)
         if narrow:
             return numbers
         if spec.norm == "batch":
             numbers = numbers + passes.MOMENTS[0] * rows * spec.h_in
         return numbers + self._before_gather(spec, True)[0] * sources
+
+    def _copied(self, layer: int, rows: Number, sources: Number) -> Number:
+        """Results of products that are copied into place, in the forward pass of a layer."""
+        spec = self.layers[layer - 1]
+        if not self.by_pieces or self.reads_sparse(layer):
+            return 0.0
+        of_sources = spec.multiplied * (spec.projects_first and spec.matrices > 0)
+        of_rows = spec.h_out * bool(spec.residual and spec.residual.linear)
+        if spec.middle:
+            of_rows += spec.h_out + spec.middle * (not spec.projects_first)
+        elif spec.matrices > spec.projects_first:
+            of_rows += spec.h_out
+        return of_sources * sources + of_rows * rows
 
     def backward_numbers(
         self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool
@@ -587,6 +613,7 @@ class Model:
     def project_numbers(self, spec: Layer, rows: Number) -> tuple[Number, Number]:
         """Of a narrow layer's preparation and projection of a rank's own rows."""
         forward, backward = self._before_gather(spec, True)
+        forward += passes.COPY * self.by_pieces * spec.multiplied
         return forward * rows, (backward + spec.put_among * sum(passes.AMONG) * spec.h_in) * rows
 
     def encode_numbers(self, rows: Number) -> tuple[Number, Number]:
@@ -594,9 +621,10 @@ class Model:
         assert self.encoder
         relu, numbers = self.relu_after(0), rows * self.encoder[1]
         apart = self.nonzeros > 0  # the product of dense features has bias and ReLU in it
+        copied = passes.COPY * self.by_pieces * (not apart)
         both_gradients = passes.SUM * self.hands_on_initial  # of h_0 and of the initial rows
         return (
-            (passes.BIAS[0] + passes.RELU[0] * relu) * apart * numbers,
+            ((passes.BIAS[0] + passes.RELU[0] * relu) * apart + copied) * numbers,
             (passes.BIAS[1] + passes.RELU[1] * relu + both_gradients) * numbers,
         )
 
@@ -608,7 +636,8 @@ class Model:
             forward, backward = forward + passes.MOMENTS[0], backward + passes.MOMENTS[1]
         h_in, h_out = self.decoder
         backward += passes.COPY
-        return forward * h_in * rows, (backward * h_in + passes.BIAS[1] * h_out) * rows
+        copied = passes.COPY * self.by_pieces * h_out
+        return (forward * h_in + copied) * rows, (backward * h_in + passes.BIAS[1] * h_out) * rows
 
     def _before_gather(self, spec: Layer, varies: bool) -> tuple[float, float]:
         """Per source row: norm, activation, dropout and projection."""

@@ -156,7 +156,8 @@ def finish(
     y: Array,
     *masks: Array,
 ) -> Graph:
-    """Make the graph: hash its content, keep features with few nonzeros sparse, freeze its arrays.
+    """Make the graph: hash its content, keep features sparse if and only if most numbers are zero,
+    freeze its arrays.
 
     masks: training, validation, test. Raises SpecError for features that are not finite, if they
     are mapped."""
@@ -176,6 +177,9 @@ def finish(
         stats = dataclasses.replace(stats, notes=(*stats.notes, note))
     elif sparse and isinstance(x, np.ndarray):
         x = sp.csr_matrix(x)
+    elif not sparse and not isinstance(x, np.ndarray):
+        must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
+        x = x.toarray()
     frozen: tuple[Array, ...] = (*structure, *_feature_arrays(x), *others)
     for array in frozen:
         array.flags.writeable = False  # so that the hash stays true

@@ -96,12 +96,13 @@ class Problem:
 
     @cached_property
     def model(self) -> Model:
-        return describe(
+        model = describe(
             self.workload,
             self.stats.features,
             self.stats.classes,
             self.stats.nonzeros / self.stats.vertices,
         )
+        return replace(model, by_pieces=model.redrawn and self.cluster.device.kind == "cpu")
 
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:
         """Bytes of the vertices' features in transit: int64 ids [R] -> int64 [R] [B].

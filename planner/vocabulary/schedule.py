@@ -75,6 +75,7 @@ class Compute:
     attention_edges: Number = 0.0  # edges times heads that get an attention weight or gradient
     # Whole rows that are read or written in random order: rows, numbers per row, distinct rows.
     random_rows: tuple[tuple[Number, int, Number], ...] = ()
+    scattered: bool = False  # gathers read rows that are in no order, as a mini-batch has them
 
     def __add__(self, other: Compute) -> Compute:
         return Compute(
@@ -89,6 +90,7 @@ class Compute:
             self.hash_ops + other.hash_ops,
             self.attention_edges + other.attention_edges,
             self.random_rows + other.random_rows,
+            self.scattered or other.scattered,
         )
 
     def at(self, i: int) -> Compute:
@@ -116,6 +118,7 @@ class Compute:
             pick(self.hash_ops),
             pick(self.attention_edges),
             random_rows,
+            self.scattered,
         )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gnnplan.executor.layers.count import SIZES, Noted, Notes, Work, block_of, factors_of
-from gnnplan.executor.layers.kernels import backward, dropout, has_onednn
+from gnnplan.executor.layers.kernels import Shapes, backward, dropout, has_onednn
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.planner.gnn.counted import amount
@@ -38,7 +38,11 @@ RESIDUALS = {
 
 
 def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) -> Noted:
-    """The layer on a block, forward and backward."""
+    """The layer on a block, forward and backward.
+
+    Only the forward pass goes by pieces: the pieces of the backward pass are small here, and to add
+    up their gradients would take most of the time.
+    """
     rows, sources, edges = sizes
     width, relu = case.shape[0], model.relu_after(case.number)
     layer, norm = net.layer(case.number), net.batch_norm(case.number)
@@ -51,7 +55,7 @@ def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) ->
     drop, own = dropped(case, len(x)), x.detach()[:rows]
     noted = Noted()
     notes = Notes(noted)
-    with notes.during("forward"):
+    with Shapes.varying(case.by_pieces), notes.during("forward"):
         if norm:
             norm.sums(own)
         if case.narrow:
@@ -62,7 +66,7 @@ def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) ->
     if case.narrow:  # the exchange comes between
         read = torch.randn(sources, first[0].shape[1], requires_grad=True)
         mine = first[1].detach().requires_grad_()
-        with notes.during("forward"):
+        with Shapes.varying(case.by_pieces), notes.during("forward"):
             out = layer.update(layer.gather(block, read), mine, mine, None, relu)
     gradient = torch.ones_like(out)
     with notes.during("backward"):
@@ -94,13 +98,19 @@ class Case(NamedTuple):
     p: float = 0.0
     aggregation: str = "softmax"
     narrow: bool = False
+    mini: bool = False  # products go by pieces
 
     def __str__(self) -> str:
         told = [self.kind, f"layer {self.number}", "x".join(map(str, self.shape))]
         told += [f"norm {self.norm}"] if self.norm else []
         told += [f"residual {self.residual}"] if self.residual else []
         told += ["dropout"] * (self.p > 0) + ["narrow"] * self.narrow
+        told += ["mini-batches"] * self.mini
         return ", ".join(told + ["sum"] * (self.aggregation == "sum"))
+
+    @property
+    def by_pieces(self) -> bool:
+        return self.mini or self.number == 1  # where layer 1 aggregates in every step
 
     @property
     def workload(self) -> Workload:
@@ -112,7 +122,7 @@ class Case(NamedTuple):
             norm=self.norm,
             dropout=self.p,
             aggregation=self.aggregation,
-            mode="mini" if self.number == 1 else "full",  # layer 1 aggregates in every step
+            mode="mini" if self.by_pieces else "full",
         )
 
     @property
@@ -125,7 +135,7 @@ class Case(NamedTuple):
         if self.residual:
             spec = replace(spec, residual=RESIDUALS[self.residual])
         layers[self.number - 1] = spec
-        return replace(model, layers=tuple(layers))
+        return replace(model, layers=tuple(layers), by_pieces=self.by_pieces)
 
     def counted(self) -> tuple[list[Work], list[Work]]:
         """Forward and backward work on blocks of SIZES, by torch."""
@@ -216,6 +226,16 @@ CASES = [
         for kind in ("gcn", "sage", "gat")
         for norm, p in ((None, 0.5), ("layer", 0.0))
     ),
+    *(
+        Case(kind, shape=wide(shape) if kind in ATTENTION else shape, mini=True)
+        for kind in CONVOLUTIONS
+        for shape in (NARROWS, WIDENS)
+    ),
+    *(Case(kind, residual="product", mini=True) for kind in ("gcn", "sage", "gin")),
+    Case("gcn", shape=NARROWS, narrow=True, mini=True),
+    Case("resgcn", mini=True),
+    Case("gcnii", mini=True),
+    Case("sgc", 3, mini=True),
     Case("sgc", 3),
     *(Case("gcnii", p=p) for p in (0.0, 0.5)),
     *(Case("resgcn", 1, aggregation=aggregation) for aggregation in ("softmax", "sum")),
@@ -226,6 +246,12 @@ CASES = [
         for aggregation in ("softmax", "sum")
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks' rows are whole pieces."""
+    monkeypatch.setattr(Shapes, "least", 32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -250,13 +276,13 @@ def ends(case: Case, rows: int) -> list[tuple[float, float]]:
     own, moments = h.detach(), torch.ones(2, width, requires_grad=True) if norm else None
     encoder, decoder = Noted(), Noted()
     notes = Notes(encoder)
-    with notes.during("forward"):
+    with Shapes.varying(case.by_pieces), notes.during("forward"):
         out = net.encode(x, drop)
     gradient, of_initial = torch.ones_like(out), torch.ones_like(out)
     with notes.during("backward"):
         backward([out], [gradient + of_initial if net.initial else gradient])
     notes = Notes(decoder)
-    with notes.during("forward"):
+    with Shapes.varying(case.by_pieces), notes.during("forward"):
         if norm:
             norm.sums(own)
         out = net.decode(h, drop, moments)
@@ -270,13 +296,18 @@ def ends(case: Case, rows: int) -> list[tuple[float, float]]:
     return [(work.flops, work.elementwise_bytes) for work in works]
 
 
+@pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize(("kind", "norm"), [("gcnii", None), *(("resgcn", n) for n in NORMS)])
-def test_the_ends_work_is_what_torch_counts(kind: str, norm: str | None, p: float) -> None:
+def test_the_ends_work_is_what_torch_counts(
+    kind: str, norm: str | None, p: float, mini: bool
+) -> None:
     """What more rows are more; the loss is apart."""
+    if mini and norm == "batch":
+        pytest.skip("batch norm needs all vertices at once")
     if not has_onednn():
         pytest.skip("products without oneDNN are other operations")
-    case, rows = Case(kind, norm=norm, p=p), 256
+    case, rows = Case(kind, norm=norm, p=p, mini=mini), 256
     model = case.model
     told = [*model.encode(rows), *model.finish(rows)]
     for place, (less, more, stated) in enumerate(

@@ -115,6 +115,23 @@ def test_rows_of_many_bytes_are_gathered_slower():
     assert far == pytest.approx(4 * near) == 1e5 * 64 / 1e8
 
 
+def test_rows_in_no_order_are_gathered_slower_by_a_core_alone():
+    gather = (Gather(1e6, 16, 1e3, 1.0),)
+    ordered, scattered = Compute(gathers=gather), Compute(gathers=gather, scattered=True)
+    core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
+    assert core.compute_s(scattered) == pytest.approx(1.5 * core.compute_s(ordered))
+    assert (scattered + Compute()).scattered and (Compute() + scattered).at(0).scattered
+    assert COST.compute_s(scattered) == COST.compute_s(ordered)
+
+
+def test_a_core_loads_by_reading_and_writing():
+    """A GPU's loads go over its link to the server's memory."""
+    device = CORE.model_copy(update={"launch": 0.05, "memory_rates": {}})
+    core = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e3, latency=9.0)))
+    assert core.load_s(2e8) == pytest.approx(0.05 + 3 * 2e8 / device.memory_bandwidth)
+    assert COST.load_s(2e6) == pytest.approx(1.0 + 2.0)
+
+
 def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():
     """1e6 rows gathered, 16 numbers each at 400 MB/s, take 0.16 s; to make 1e4 rows of 64 B costs
     1e-5 s and 64 B at 1 MB/s each."""

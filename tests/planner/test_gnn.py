@@ -162,6 +162,12 @@ def test_sparse_features_are_multiplied_first(dropout: float):
         (50, 16, 10, 20),
     )
     assert gat.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20, 40), *((60, 16, 10, 20),) * 2)
+    # a number is looked up in the transpose, which every mini-batch makes anew
+    sampled = Workload(model="gcn", hidden=16, mode="mini", layers=2, fanout=(5, 5), batch=8)
+    mini = describe(sampled, 40, 5, 3.0).backward(1, 10, 20, 50)
+    full = describe(Workload(model="gcn", hidden=16), 40, 5, 3.0).backward(1, 10, 20, 50)
+    assert (mini.hash_ops, full.hash_ops) == (20 * 3 * 3, 20 * 3)
+    assert mini.scattered and not full.scattered
     # though it widens
     assert (
         describe(Workload(model="gcn", hidden=64, dropout=dropout), 40, 5, 3.0)

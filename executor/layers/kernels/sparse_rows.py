@@ -6,7 +6,9 @@ import functools
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
+from scipy import sparse
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +31,19 @@ class Pattern:
     @functools.cached_property
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
         """CSR over columns: indptr [width + 1], rows [Z], and the place of each value [Z]."""
+        if self.columns.device.type == "cpu":  # half the time of torch's sort, or less
+            matrix = sparse.csr_array(
+                (
+                    np.arange(len(self.columns), dtype=np.int32),
+                    self.columns.numpy(),
+                    self.indptr.numpy(),
+                ),
+                shape=(len(self.indptr) - 1, self.width),
+            ).tocsc()
+            indptr, rows, order = map(
+                torch.from_numpy, (matrix.indptr, matrix.indices, matrix.data)
+            )
+            return indptr, rows, order
         order = torch.argsort(self.columns, stable=True)
         rows = self.per_number(
             torch.arange(len(self.indptr) - 1, dtype=torch.int32, device=order.device)
@@ -108,6 +123,8 @@ class SparseRows:
         return SparseRows.of(lengths, columns, self.values.index_select(0, places), self.shape[1])
 
     def to(self, device: torch.device | str) -> SparseRows:
+        if self.values.device == torch.device(device):
+            return self
         return SparseRows.of(
             self.lengths.to(device),
             self.pattern.columns.to(device),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, counts_of, dtype_of, sparse_rows
+from gnnplan.executor.layers.blocks import Targets, counts_of, dtype_of, sparse_rows, take_rows
 from gnnplan.executor.layers.kernels import SparseRows, backward, dropout
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls
 from gnnplan.executor.layers.models import Net
@@ -253,10 +253,11 @@ class Worker(base.Worker):
 
     def _load(self, ids: np.ndarray) -> Tensor | SparseRows:
         """This rank's columns of the features of these vertices."""
-        rows, workload, device = self.x[ids], self.problem.workload, self.rank.device
-        if isinstance(rows, np.ndarray):
-            return torch.from_numpy(rows).to(device, dtype_of(workload))
-        return sparse_rows(rows, workload, device)
+        x, workload, device = self.x, self.problem.workload, self.rank.device
+        if not isinstance(x, np.ndarray):
+            return sparse_rows(x[ids], workload, device)
+        rows = take_rows(x, ids, np.empty((ids.size, x.shape[1]), x.dtype))
+        return torch.from_numpy(rows).to(device, dtype_of(workload))
 
     def _move(self, label: Label, exchange: Exchange, rows: Tensor, way: str) -> Future[Tensor]:
         """Exchange rows with peers on the comm lane, forward ('f') or their gradients back."""
