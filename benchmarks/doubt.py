@@ -1,0 +1,103 @@
+"""Holds what plans say of their doubt against measured epochs.
+
+    python benchmarks/doubt.py DATASETS
+
+Every row of the studies (benchmarks/measured.py) is asked again on the constants that it was
+planned with. Printed as Markdown, study by study: how many measured epochs lie in the range that
+should hold 80 %; what would be recommended of the strategies that ran, and its regret; and how
+often what had a chance of being the fastest was it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from commands import words
+from measured import FULL, MINI, Study, plan, rows
+
+from gnnplan.planner.decision.plan import question
+from gnnplan.planner.decision.recommendation import outlooks, recommended
+from gnnplan.planner.decision.search import Candidate, evaluate, placed
+from gnnplan.planner.evidence.papers.choices import reliability
+from gnnplan.planner.strategies import parse
+
+AGAIN = replace(FULL, folder=FULL.folder / "program")
+STUDIES = {"146 runs": FULL, "38 later runs": AGAIN, "mini-batches": MINI}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A candidate, and the epoch that its run took [s]."""
+
+    candidate: Candidate
+    epoch_s: float
+
+
+def questions(study: Study, datasets: Path, scratch: str) -> list[list[Measured]]:
+    """The study's rows as candidates, those of a question together."""
+    by_question: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
+    for row in rows(study):
+        if row["job"] in study.jobs:
+            by_question[row["job"], row["constants"]].append(row)
+    found = []
+    for (job, constants), those in by_question.items():
+        cluster, first = study.folder / f"{constants}.yaml", those[0]["strategy"]
+        problem = question(plan(study, datasets, job, cluster, first, scratch)).placed(())
+        found.append(
+            [
+                Measured(evaluate(placed(problem, strategy), strategy), float(row["measured_s"]))
+                for row in those
+                for strategy in [parse(row["strategy"])]
+            ]
+        )
+    return found
+
+
+def told(name: str, asked: list[list[Measured]]) -> list[tuple[float, bool]]:
+    """Print a study's line; return each candidate's chance, and whether it was the fastest."""
+    inside, regrets, among_exact, lossy = [], [], [], 0
+    chances: list[tuple[float, bool]] = []
+    for measured in asked:
+        drawn_s = np.stack([one.candidate.drawn_s for one in measured])
+        epochs_s = [one.epoch_s for one in measured]
+        exact = [one.candidate.strategy.exact for one in measured]
+        looks = outlooks(drawn_s)
+        inside += [o.low_s <= s <= o.high_s for o, s in zip(looks, epochs_s, strict=True)]
+        if len(measured) < 3:
+            continue
+        choice = recommended(drawn_s, exact)
+        chances += [
+            (o.chance_fastest, s == min(epochs_s)) for o, s in zip(looks, epochs_s, strict=True)
+        ]
+        lossy += not exact[choice]
+        regrets.append(epochs_s[choice] / min(epochs_s) - 1)
+        rivals = [s for s, is_exact in zip(epochs_s, exact, strict=True) if is_exact]
+        among_exact.append(epochs_s[choice] / min(rivals) - 1 if exact[choice] else 0.0)
+    print(
+        f"| {name} | {len(inside)} | {np.mean(inside):.0%} | {len(regrets)} | {lossy} |"
+        f" {np.mean(regrets):.1%} | {np.mean(among_exact):.1%} |"
+    )
+    return chances
+
+
+def main(datasets: str) -> None:
+    import tempfile
+
+    print("| study | epochs | in their range | questions | lossy | regret | among exact |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    chances: list[tuple[float, bool]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, study in STUDIES.items():
+            if study.rows.exists():
+                asked = questions(study, Path(datasets), f"{scratch}/plan.json")
+                chances += told(name, asked)
+    print("\n| chance of being the fastest | strategies | were it |\n|---|--:|--:|")
+    for low, high, count, share in reliability(*zip(*chances, strict=True), bins=5):
+        print(f"| {low:.0%} to {high:.0%} | {count} | {share:.0%} |")
+
+
+if __name__ == "__main__":
+    main(*words(__doc__))
