@@ -22,7 +22,7 @@ from gnnplan.executor.launch.turns import InTurns
 from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
-from gnnplan.planner.decision.recommendation import DOUBT, UNKNOWN_DOUBT
+from gnnplan.planner.decision.recommendation import LEAST_CHANCE
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, search
 from gnnplan.planner.evidence.halving import (
     WARM_UP,
@@ -88,9 +88,7 @@ def prospect(
     best, epochs = found.best, epochs or problem.workload.epochs
     epoch_s = float(best.predicted.epoch_s)
     budget_s = share * epochs * epoch_s
-    doubt = DOUBT if problem.cluster.device.kind == "cpu" else UNKNOWN_DOUBT
-    limit_s = (1 + doubt) * float(found.ranked[0].predicted.epoch_s)
-    others = [c for c in found.others if float(c.predicted.epoch_s) <= limit_s]
+    others = [c for c in found.others if c.chance_faster(best) >= LEAST_CHANCE]
     # the first of the other kind, exact or lossy, must not be missing
     rival = next((c for c in others if c.strategy.exact != best.strategy.exact), None)
     others.sort(key=lambda candidate: candidate is not rival)
@@ -100,7 +98,9 @@ def prospect(
     if found.forced:
         why_not = "nothing else was compared, since --strategy names one"
     elif len(within) == 1:
-        why_not = f"no other prediction is within doubt ({show_percent(doubt)}) of the fastest"
+        why_not = (
+            f"no other strategy is faster with a chance of {show_percent(LEAST_CHANCE)} or more"
+        )
     elif affordable == 1:
         least = _least_s(within[:2])
         needed = ceil(least / share / epoch_s)

@@ -9,5 +9,6 @@
     link_fit.py      from timed messages to a link
     readings.py      from the files of nccl-tests and nvidia-smi to a cluster
     scaling.py       a cluster with some of its numbers multiplied
+    doubt.py         how far its constants may be off, and clusters drawn from that
 
 This room imports planner/vocabulary only."""

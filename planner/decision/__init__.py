@@ -1,7 +1,7 @@
 """The decision: which strategy to use, where its ranks sit, and why.
 
     search.py          all candidates, ranked; what would make one fit
-    recommendation.py  which of them is recommended: when a lossy one is surely faster
+    recommendation.py  which of them is recommended, and how sure that is
     summary.py         the five lines that a plan opens with
     explain.py         all reasons
     sensitivity.py     which links, devices and depths would change the choice

@@ -214,7 +214,7 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
     gain = float(best.predicted.epoch_s) / float(candidate.predicted.epoch_s) - 1
     used = candidate.problem.ranks
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
-    chance = show_percent(chance_faster(candidate, best))
+    chance = show_percent(candidate.chance_faster(best))
     return (
         f"{candidate.strategy}{where} is {show_percent(gain, 1)} faster by prediction, within"
         f" doubt ({chance} likely), and lossy"
@@ -243,7 +243,7 @@ def within_doubt(found: SearchResult) -> list[str]:
             f"{doubted(second, first)}; {first.strategy} is exact, and a lossy strategy has to be"
             f" faster with a chance of {show_percent(SURE_SHARE)}"
         ]
-    chance = chance_faster(second, first)
+    chance = second.chance_faster(first)
     if chance < 1 - SURE_SHARE:
         return []
     return [
@@ -251,11 +251,6 @@ def within_doubt(found: SearchResult) -> list[str]:
         f" and faster with a chance of {show_percent(chance)}: run both for a few epochs (gnnplan"
         " tune)"
     ]
-
-
-def chance_faster(candidate: Candidate, other: Candidate) -> float:
-    """In which share of draws (recommendation.py) the candidate's epoch is the shorter one."""
-    return float((candidate.drawn_s < other.drawn_s).mean())
 
 
 @cache

@@ -74,6 +74,10 @@ class Candidate:
         misses = missed(cluster.device.kind, strategy.family, strategy.exact)
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
 
+    def chance_faster(self, other: Candidate) -> float:
+        """The share of draws in which its epoch is shorter than the other's."""
+        return float((self.drawn_s < other.drawn_s).mean())
+
     def fullest(self) -> dict[str, float]:
         """Memory by use on the fullest rank [B]."""
         rank = int(np.argmax(sum(self.memory.values(), np.zeros(1))))

@@ -1,6 +1,7 @@
 """Printed figures of other people's systems, and what their code does differently from ours.
 
 published.py     all figures of a file: errors, and whether the faster strategy is named
+choices.py       what a plan would choose of the strategies that print compares
 rows.py          reads and checks the file
 interpret.py     a row -> its question: graph, GNN, testbed, strategy
 figures.py       a question -> its figure
