@@ -101,7 +101,7 @@ class Validation(View):
             )
         steps = "" if batches == 1 else f" of {show_count(batches, 'step')}"
         lines.append(f"{self.strategy}, {show_count(epochs, 'epoch')}{steps}; seconds per {unit}")
-        lines.append(_times(result, unit))
+        lines.append(times(result, unit))
         exposed = result["exposed"]
         lines.append(
             f"communication per {unit}: {show_time(exposed['measured_s'])} exposed (predicted"
@@ -131,16 +131,31 @@ class Validation(View):
         return lines
 
 
-def _times(result: dict[str, Any], unit: str) -> Table:
-    """Seconds of the step and of every operation."""
-    rows = [{**result["step"], "operation": unit}, *result["operations"]]
+def times(result: dict[str, Any], unit: str) -> Table:
+    """Seconds of the step and of its operations; those of SHOWN of it or less are added up."""
+    step = result["step"]
+    shown = [row for row in result["operations"] if row["measured_s"] > SHOWN * step["measured_s"]]
+    small = [row for row in result["operations"] if row not in shown]
+    rows = [{**step, "operation": unit}, *shown, *([_added_up(small)] if small else [])]
     columns = ["", "predicted", "measured", "prediction off", f"share of {unit}"]
-    cells = [time_cells(row, result["step"]) for row in rows]
+    cells = [time_cells(row, step) for row in rows]
     simulated = [simulated_cell(row) for row in rows]
     if any(simulated):
         columns.append("simulated, where it differs")
         cells = [[*row, cell] for row, cell in zip(cells, simulated, strict=True)]
     return Table("", columns, cells)
+
+
+def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row of several operations; of one, the operation's own."""
+    if len(rows) == 1:
+        return rows[0]
+    sums = {
+        way: sum(row[way] for row in rows if row[way] is not None)
+        for way in ("predicted_s", "simulated_s", "measured_s")
+    }
+    error = sums["predicted_s"] / sums["measured_s"] - 1 if sums["measured_s"] else None
+    return {**sums, "predicted_error": error, "operation": f"{len(rows)} small ones"}
 
 
 def time_cells(row: dict[str, Any], step: dict[str, Any]) -> list[str]:
