@@ -98,6 +98,7 @@ SAMPLED = ("--mode", "mini", "--layers", "3", "--hidden", "128", "--batch", "102
 SAGE = ("--model", "sage", "--fanout", "10,10,5", *SAMPLED)
 GCN = ("--model", "gcn", "--fanout", "15,10,5", "--dropout", "0.5", *SAMPLED)
 MINI_JOBS: dict[str, Job] = {
+    "actor": ("actor", SAGE),
     "cs": ("coauthor_cs", SAGE),
     "facebook": ("musae_facebook", SAGE),
     "photo": ("amazon_photo", SAGE),
