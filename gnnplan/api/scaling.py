@@ -245,14 +245,13 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
 
     `what` fits from some size on: the full graph, or the strategy that is forced.
     """
-    unit, best, first, fastest = _unit(cluster), found.best, found.first, found.fastest
+    unit, first, fastest = _unit(cluster), found.first, found.fastest
     lines = [_use(found, unit)]
     if found.cheapest and found.cheapest is not fastest:
-        dear = fastest.best.dollars or 0.0
         lines.append(
             f"cheapest: {show_count(found.cheapest.gpus, unit)} at"
             f" {show_dollars(found.cheapest.best.dollars or 0.0)} per epoch; fastest:"
-            f" {show_count(fastest.gpus, unit)} at {show_dollars(dear)}"
+            f" {show_count(fastest.gpus, unit)} at {show_dollars(fastest.best.dollars or 0.0)}"
         )
     if found.enough is not fastest:
         longer = found.enough.epoch_s / fastest.epoch_s - 1
@@ -260,12 +259,16 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
             f"nearly as fast: {show_count(found.enough.gpus, unit)},"
             f" {show_percent(longer, 1)} slower"
         )
-    slower = [(size, fastest) for size in (found.slower_from,) if size]
-    for size, other in [*found.dips, *slower]:
-        chance = show_percent(chance_slower(size, other))
-        use = f": use {best.gpus}" if size is found.slower_from and best is other else ""
+    lines += [
+        f"{show_count(size.gpus, unit)} are slower than {other.gpus} ({_likely(size, other)})"
+        for size, other in found.dips
+    ]
+    if (size := found.slower_from) is not None:
+        more = "" if size is found.fitting[-1] else " and more"
+        use = f": use {fastest.gpus}" if found.best is fastest else ""
         lines.append(
-            f"{show_count(size.gpus, unit)} are slower than {other.gpus} ({chance} likely){use}"
+            f"{show_count(size.gpus, unit)}{more} are slower than {fastest.gpus}"
+            f" ({_likely(size, fastest)}){use}"
         )
     if first is not found.sizes[0]:
         lines.append(f"{what} first fits on {show_count(first.gpus, unit)}")
@@ -283,6 +286,10 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
     return lines
 
 
+def _likely(slower: Size, faster: Size) -> str:
+    return f"{show_percent(chance_slower(slower, faster))} likely"
+
+
 def _use(found: Scaling, unit: str) -> str:
     """How many GPUs to use, and what they are better than."""
     best, first = found.best, found.first
@@ -294,7 +301,7 @@ def _use(found: Scaling, unit: str) -> str:
         words += f", {show_dollars(best.best.dollars or 0.0)}"
     if best is not first:
         words += (
-            f", {found.speedup(best):.1f} times as fast as {show_count(first.gpus, unit)}"
+            f", {found.speedup(best):.2f} times as fast as {show_count(first.gpus, unit)}"
             f" (efficiency {show_percent(found.efficiency(best))})"
         )
     elif best.gpus == 1 and len(found.fitting) > 1:
