@@ -167,6 +167,7 @@ class Scale(View):
             f"{unit}s",
             "servers",
             "recommended",
+            "exact",
             "epoch",
             "80 % range",
             "speedup",
@@ -184,6 +185,7 @@ class Scale(View):
             dollars = [show_dollars(row["epoch_dollars"])] if priced else []
             cells += [
                 row["strategy"],
+                "yes" if row["exact"] else "no",
                 show_time(row["epoch_s"]),
                 show_range(row["epoch_low_s"], row["epoch_high_s"]),
                 f"{row['speedup']:.2f}x",
