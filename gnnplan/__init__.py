@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from gnnplan.api.planning import load_plan as load_plan
     from gnnplan.api.planning import plan as plan
     from gnnplan.api.running import Run as Run
+    from gnnplan.api.scaling import Scale as Scale
+    from gnnplan.api.scaling import scale as scale
     from gnnplan.api.simulation import Simulation as Simulation
     from gnnplan.api.simulation import Sweep as Sweep
     from gnnplan.api.tuning import Tuned as Tuned
@@ -51,6 +53,7 @@ _HOMES = {
     "api.measuring": ("measure",),
     "api.planning": ("Answer", "Plan", "load_plan", "plan"),
     "api.running": ("Run",),
+    "api.scaling": ("Scale", "scale"),
     "api.simulation": ("Simulation", "Sweep"),
     "api.tuning": ("Tuned", "tune"),
     "api.validation": ("Validation", "Validations", "validate"),

@@ -64,6 +64,26 @@ def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(tmp_pa
     assert [row["at"] for row in swept.rows] == [{"hidden": "8"}, {"hidden": "512"}]
 
 
+def test_a_scale_of_python_is_that_of_the_command_line():
+    words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "--scale", "1..16")
+    found = gnnplan.scale(GRAPH, CLUSTER, gpus="1..16", **FIELDS)
+    assert command(*words).rstrip() == str(found)
+    assert json.loads(command(*words, "--json")) == json.loads(json.dumps(found.document))
+    listed = gnnplan.scale(GRAPH, CLUSTER, gpus=(n for n in (16, 8, 4, 2, 1)), **FIELDS)
+    assert listed.rows == found.rows and [row["gpus"] for row in found.rows] == [1, 2, 4, 8, 16]
+    # a row has the numbers of a plan's answers
+    answers = gnnplan.plan(GRAPH, CLUSTER, **FIELDS).table
+    assert set(answers[0]) < set(found.rows[0])
+    told = found.document
+    assert (found.best, found.fastest, found.cheapest, found.slower_from) == (
+        told["best"],
+        told["fastest"],
+        told["cheapest"],
+        told["slower_from"],
+    )
+    assert found._repr_html_().count("<tr>") == 1 + len(found.rows)
+
+
 def test_a_tuning_of_python_is_that_of_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -406,6 +406,50 @@ def test_a_plan_tells_what_an_epoch_costs_where_the_cluster_has_prices(
     )
 
 
+def test_a_plan_on_several_numbers_of_ranks(gnnplan: Call, tmp_path: Path):
+    """The rows are plans of their own, with their names, and nothing else is printed."""
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    words = ["plan", "--graph", GRAPH, "--cluster", tmp_path / "cluster.yaml", "--set", "price=3"]
+    answer = gnnplan(*words, "--scale", "1..4", "--json")
+    told = answer.document
+    assert answer.code == 0
+    assert [row["gpus"] for row in told["rows"]] == [1, 2]
+    for row in told["rows"]:
+        alone = gnnplan(*words, "--ranks", row["gpus"], "--json").document["best"]
+        assert {key: row[key] for key in ("epoch_s", "exact", "gpus", "epoch_low_s")} == {
+            key: alone[key] for key in ("epoch_s", "exact", "gpus", "epoch_low_s")
+        }
+        predicted = alone["predicted"]
+        assert (row["memory_bytes"], row["epoch_dollars"]) == (
+            predicted["memory_bytes"],
+            predicted["epoch_dollars"],
+        )
+        first = told["rows"][0]["epoch_s"]
+        assert row["speedup"] == pytest.approx(first / row["epoch_s"])
+        assert row["efficiency"] == pytest.approx(row["speedup"] / row["gpus"])
+    # a server more needs a link that the cluster lacks
+    [skipped] = told["skipped"]
+    assert skipped["gpus"] == 4 and "inter_node" in skipped["reason"]
+    # so small a graph is not worth two ranks
+    assert (told["best"], told["fastest"], told["slower_from"]) == (1, 1, 2)
+    assert told["cheapest"] == 1 and told["objective"] == "time"
+    shown = gnnplan(*words, "--scale", "1,2", "--objective", "cost", "--exact")
+    assert shown.code == 0 and "speedup over 1 CPU rank, exact strategies only" in shown.out
+    assert "use 1 CPU rank" in shown.out and "do not distribute" in shown.out
+    assert "2 CPU ranks are slower than 1" in shown.out and "$/epoch" in shown.out
+
+
+def test_a_number_of_gpus_on_which_nothing_fits_is_a_row_that_says_what_is_missing(gnnplan: Call):
+    words = ["plan", "--graph", "ogbn-papers100M", "--cluster", "l4_box", "--exact"]
+    small, large = gnnplan(*words, "--scale", "4,64", "--json").document["rows"]
+    assert small["strategy"] is None and small["needs_bytes"] > 24e9 and small["reason"]
+    assert large["strategy"] and large["speedup"] == 1
+    shown = gnnplan(*words, "--scale", "4,64")
+    assert "nothing fits: needs 216.49 GB" in shown.out  # a narrow column folds the rest
+    assert "the full graph first fits on 64 GPUs" in shown.out
+    assert gnnplan(*words, "--scale", "1,2").code == 3
+
+
 def test_measure_is_kept_and_written(
     gnnplan: Call, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -1123,6 +1167,46 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     "--batch -1": (ask("--batch", -1), "--batch: must be greater"),
     "--seed -1": (ask("--seed", -1), "--seed: must be greater"),
     "--hidden 1e9": (ask("--hidden", 10**9), "--hidden: must be less than or equal to 1000000"),
+    # numbers of GPUs
+    "--scale 0": (
+        ask("--scale", "0"),
+        "--scale: numbers of GPUs are whole numbers from 1 to 4,096, got 0; write 1..64",
+    ),
+    "--scale 8..4": (ask("--scale", "8..4"), "from fewer GPUs to more; write 4..8"),
+    "--scale letters": (ask("--scale", "a..b"), "--scale 'a..b': write numbers of GPUs as a range"),
+    "--scale 5000": (ask("--scale", "1..5000"), "from 1 to 4,096, got 5000"),
+    "--scale 12 of 8 a server": (
+        ask("--scale", "12", "--cluster", "dgx_a100"),
+        "--scale 12: more than a server's 8 GPUs are whole servers: 8 or 16",
+    ),
+    "--scale -o": (
+        lambda d: ["plan", "--scale", "1,2", "-o", d.folder / "p.json"],
+        "--scale compares sizes and makes no plan for -o; leave it out",
+    ),
+    "--scale --report --explain": (
+        lambda d: ["plan", "--scale", "1,2", "--report", d.folder / "r.html", "--explain"],
+        "makes no plan for --report, --explain; leave them out",
+    ),
+    "--scale --ranks": (
+        ask("--scale", "1,2", "--ranks", 2),
+        "--ranks 2 asks for one size and --scale 1,2 for several; leave one out",
+    ),
+    "--objective without --scale": (
+        ask("--objective", "cost"),
+        "--objective chooses among the sizes of --scale; add it",
+    ),
+    "--objective speed": (
+        ask("--scale", "1,2", "--objective", "speed"),
+        "--objective 'speed': must be time or cost",
+    ),
+    "--objective cost without a price": (
+        ask("--scale", "1,2", "--objective", "cost", "--cluster", "dgx_a100"),
+        "dgx_a100 has none; add it, as --set price=2.50",
+    ),
+    "--scale --exact of a lossy strategy": (
+        ask("--scale", "2,4", "--exact", "--strategy", "pipegcn", "--cluster", "dgx_a100"),
+        "--exact excludes pipegcn",
+    ),
     # settings and sweeps
     "--set servers": (ask("--set", "servers"), "--set servers: must read field=value"),
     "--set servers=": (ask("--set", "servers="), "--set servers=: must read field=value"),

@@ -37,6 +37,7 @@ ROOMS = {
         "running",
         "measuring",
         "planning",
+        "scaling",
         "tuning",
     ],
     "executor": [

@@ -4,6 +4,7 @@ defaults.py    the graph where none is named
 asking.py      a graph, a GNN and a cluster, in any form a user has them -> Problem
 checking.py    check() -> Check
 planning.py    plan() -> Plan
+scaling.py     scale() -> Scale
 simulation.py  Plan.simulate() -> Simulation, Plan.sweep() -> Sweep
 running.py     Plan.run() -> Run
 tuning.py      tune() -> Tuned

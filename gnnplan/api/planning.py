@@ -146,6 +146,22 @@ class Answer:
         outlook = {name: found.get(name) for name in documents.OUTLOOK}
         return cls(call, found["exact"], found["gpus"], seconds, memory, predicted, **outlook)
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """Its numbers, as a row of a table."""
+        return {
+            "strategy": self.strategy,
+            "exact": self.exact,
+            "gpus": self.gpus,
+            **{
+                field: self.predicted[field]
+                for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "bytes_total")
+            },
+            **{field: getattr(self, field) for field in documents.OUTLOOK},
+            "memory_bytes": self.memory_bytes,
+            "bottleneck": self.predicted["bottleneck"],
+        }
+
 
 class Plan(View):
     """The answer to `plan`: `best`, the ranked `answers`, and all that plan.json holds."""
@@ -170,21 +186,7 @@ class Plan(View):
     @property
     def table(self) -> list[dict[str, Any]]:
         """A row of numbers per answer; pandas.DataFrame takes it."""
-        return [
-            {
-                "strategy": a.strategy,
-                "exact": a.exact,
-                "gpus": a.gpus,
-                **{
-                    field: a.predicted[field]
-                    for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "bytes_total")
-                },
-                **{field: getattr(a, field) for field in documents.OUTLOOK},
-                "memory_bytes": a.memory_bytes,
-                "bottleneck": a.predicted["bottleneck"],
-            }
-            for a in self.answers
-        ]
+        return [answer.row for answer in self.answers]
 
     @property
     def strategy(self) -> Strategy:
@@ -345,15 +347,14 @@ class Plan(View):
 
     def blocks(self) -> list[str | Table]:
         return [
-            _question(self.document, self.workload, self.cluster),
+            describe_question(self.document["graph"], self.workload, self.cluster),
             *(f"{label + ':':8}{line}" for label, line in self.document["summary"].items()),
             _leaders(self.answers[:MOST_LEADERS], self.cluster),
         ]
 
 
-def _question(document: Mapping[str, Any], workload: Workload, cluster: Cluster) -> str:
-    """What was asked, in a line."""
-    graph = document["graph"]
+def describe_question(graph: Mapping[str, Any], workload: Workload, cluster: Cluster) -> str:
+    """What was asked, in a line; `graph` is what plan.json says of it."""
     layers = describe(workload, graph["features"], graph["classes"]).layers
     return (
         f"{graph['name']}: {graph['vertices']:,} vertices, {graph['edges']:,} edges;"

@@ -94,6 +94,18 @@ def plan(
         Path | None,
         typer.Option("-o", "--output", help="Write the plan here; without it none is written."),
     ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPUS",
+            help="Plan on several numbers of GPUs instead, and say which is best: 1..64 doubles, or"
+            " a list, 1,2,4,8. More servers than the cluster has are allowed.",
+        ),
+    ] = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(help="The best of --scale has the least time or cost.  [default: time]"),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option(
@@ -114,14 +126,19 @@ def plan(
 
     Ranks those that train on the full graph; with --mode mini those that train on mini-batches. The
     two are not compared, for they need different numbers of epochs.
+
+    Should I distribute at all? gnnplan plan --graph reddit --cluster dgx_a100 --scale 1..64 says
+    what 1, 2, 4, ... GPUs of that kind would take, and from where on more of them are slower.
     """
     from gnnplan.api.asking import ask
     from gnnplan.api.planning import answer
+    from gnnplan.api.scaling import scale_of
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress, say
     from gnnplan.planner.vocabulary.units import show_count
 
+    sizes = _sizes(scale, objective, output, report, explain, ranks)
     if output:
         must_be_writable(output)
     if report:
@@ -159,6 +176,10 @@ def plan(
         )
     for note in question.notes:
         say(f"note: {note}")
+    if sizes:
+        with progress() as notify:
+            scaled = scale_of(question, sizes, objective or "time", exact, strategy, notify)
+        return print_json(scaled.document) if as_json else show(scaled)
     with progress() as notify:
         found = answer(question, exact, strategy, may_use_fewer=ranks is None, notify=notify)
     if output:
@@ -180,6 +201,43 @@ def plan(
     show_next(output, question.problem)
     if report:
         print(f"drawn in {report}; open it with a browser")
+
+
+def _sizes(
+    scale: str | None,
+    objective: str | None,
+    output: Path | None,
+    report: Path | None,
+    explain: bool,
+    ranks: int | None,
+) -> list[int]:
+    """The numbers of GPUs of --scale; none without it.
+
+    Raises SpecError, also for options that do not go with it.
+    """
+    from gnnplan.planner.decision.scale import must_be_objective, sizes_of
+    from gnnplan.planner.vocabulary.errors import SpecError
+
+    if scale is None:
+        if objective is not None:
+            raise SpecError(
+                "--objective chooses among the sizes of --scale; add it, as --scale 1..64"
+            )
+        return []
+    sizes = sizes_of(scale)
+    must_be_objective(objective or "time")
+    options = {"-o": output, "--report": report, "--explain": explain}
+    if given := [option for option, value in options.items() if value]:
+        raise SpecError(
+            f"--scale compares sizes and makes no plan for {', '.join(given)}; leave"
+            f" {'it' if len(given) == 1 else 'them'} out, then plan the size you choose with"
+            " --ranks or --set servers="
+        )
+    if ranks is not None:
+        raise SpecError(
+            f"--ranks {ranks} asks for one size and --scale {scale} for several; leave one out"
+        )
+    return sizes
 
 
 def show_next(path: Path | None, problem: Problem) -> None:

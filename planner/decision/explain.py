@@ -24,6 +24,7 @@ from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
+NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
 TRACES = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # what was measured, as tables
 
 
@@ -46,6 +47,7 @@ def explain(
         f" {best.predicted.bottleneck}",
         *why_these_gpus(problem, found),
         *tightest(best),
+        *nearly_full(best),
         *estimates(problem),
         *before_the_first_epoch(best),
         *convergence(best.strategy, problem.workload.model),
@@ -116,6 +118,21 @@ def tightest(best: Candidate) -> list[str]:
         "What ranks send each other keeps"
         f" {describe_port(cluster, cost.placement, first)} busy longest"
         + (f" (of other links {words})" if words else "")
+    ]
+
+
+def nearly_full(best: Candidate) -> list[str]:
+    """A warning where the fullest rank leaves its device little memory.
+
+    It says how far a prediction may be too low, and how to ask for a strategy with more room."""
+    room = best.problem.cluster.device.memory
+    share = best.memory_bytes / room
+    if share <= NEARLY_FULL:
+        return []
+    return [
+        f"{show_percent(share)} full: where memory is predicted more than"
+        f" {show_percent(1 / share - 1, 1)} too low, training runs out of it; --set"
+        f" device.memory={NEARLY_FULL * room / 1e9:.3g}GB plans with room to spare"
     ]
 
 

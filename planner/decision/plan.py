@@ -53,23 +53,29 @@ def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[
     best = found.best
     return {
         "gnnplan": __version__,
-        "graph": {
-            "source": problem.stats.source,
-            "hash": problem.stats.hash,
-            "name": problem.stats.name,
-            "vertices": problem.stats.vertices,
-            "edges": problem.stats.edges,
-            "features": problem.stats.features,
-            "classes": problem.stats.classes,
-            "directed": problem.stats.directed,
-            "known": problem.stats.known,
-            "notes": list(problem.stats.notes),
-        },
+        "graph": graph_of(problem),
         "workload": problem.workload.model_dump(mode="json"),
         "cluster": problem.cluster.model_dump(mode="json"),
         "partitioner": problem.method,
         "exact": exact,
         "best": {**answer(found, best), "placement": best.strategy.placement(best.problem)},
+    }
+
+
+def graph_of(problem: Problem) -> dict[str, Any]:
+    """What a plan says of its graph, JSON-ready."""
+    stats = problem.stats
+    return {
+        "source": stats.source,
+        "hash": stats.hash,
+        "name": stats.name,
+        "vertices": stats.vertices,
+        "edges": stats.edges,
+        "features": stats.features,
+        "classes": stats.classes,
+        "directed": stats.directed,
+        "known": stats.known,
+        "notes": list(stats.notes),
     }
 
 

@@ -394,11 +394,7 @@ def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy
     Servers are estimated from the graph's statistics.
     """
     words = []
-    needs = [
-        (need, str(strategy.settle(problem)))
-        for strategy in options(problem)
-        if (need := needed(problem, strategy)) is not None
-    ]
+    needs = needs_of(problem, options(problem))
     if needs:
         room = np.ceil(min(needs)[0] / 1e9 * 1.001 * 100) / 100  # [GB]
         words.append(
@@ -444,6 +440,23 @@ def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy
     if not words:
         return "no memory per device and no number of servers up to 64 times as many would fit"
     return f"the smallest change that would fit: {' or '.join(words)}"
+
+
+def needs_of(problem: Problem, options: Sequence[Strategy]) -> list[tuple[float, str]]:
+    """Memory of the fullest rank [B] and name of every option that suits the problem."""
+    return [
+        (need, str(strategy.settle(problem)))
+        for strategy in options
+        if (need := needed(problem, strategy)) is not None
+    ]
+
+
+def least_needed(
+    problem: Problem, exact: bool = False, forced: Strategy | None = None
+) -> float | None:
+    """The least memory [B] in which a strategy fits, or `forced`; None where none suits."""
+    options = [forced] if forced else _and_with_less_memory(problem, exact)
+    return min((need for need, _ in needs_of(problem, options)), default=None)
 
 
 def needed(problem: Problem, strategy: Strategy) -> float | None:

@@ -21,6 +21,7 @@ from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
     measured_errors,
+    nearly_full,
     within_doubt,
 )
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
@@ -153,7 +154,8 @@ def _first_word(text: str) -> str:
 
 
 def costs(best: Candidate) -> str:
-    """Epoch, memory of the fullest rank, bytes, and dollars where the price is known."""
+    """Epoch, memory of the fullest rank (with a warning where it is nearly full), bytes, and
+    dollars where the price is known."""
     predicted, device = best.predicted, best.problem.cluster.device
     links = ", ".join(
         f"{show_bytes(sent)} {LINKS.get(link, 'on ' + link)}"
@@ -162,6 +164,7 @@ def costs(best: Candidate) -> str:
     words = [
         f"{show_time(float(predicted.epoch_s))} per epoch, {predicted.bottleneck}",
         f"{show_bytes(best.memory_bytes)} of {show_bytes(device.memory)} on the fullest rank",
+        *nearly_full(best),
         f"sent per epoch: {links or 'nothing'}",
     ]
     if best.dollars is not None:

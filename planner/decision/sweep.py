@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
-from gnnplan.planner.decision.search import Candidate, search
+from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
-from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
 MOST_POINTS = 1_000
@@ -123,6 +124,37 @@ def _where(
     return cluster, workload
 
 
+class Planned(NamedTuple):
+    """A point that was planned: what was found there, or why nothing was."""
+
+    at: dict[str, str]
+    problem: Problem
+    found: SearchResult | None
+    error: GnnplanError | None = None
+
+
+def planned(
+    asked: Iterable[tuple[dict[str, str], Problem]],
+    exact: bool = False,
+    forced: Strategy | None = None,
+    may_use_fewer: bool = True,
+    notify: Notify = silent,
+) -> Iterator[Planned]:
+    """The decision at every point, one after the other; the arguments are those of `search`.
+
+    A strategy that is forced may suit some points only."""
+    refusals: tuple[type[GnnplanError], ...] = (Infeasible, SpecError) if forced else (Infeasible,)
+    for at, problem in asked:
+        where = ", ".join(f"{field}={value}" for field, value in at.items())
+        notify("planning", where)
+        try:
+            found = search(problem, exact, forced, may_use_fewer)
+        except refusals as error:
+            yield Planned(at, problem, None, error)
+        else:
+            yield Planned(at, problem, found)
+
+
 def rows(
     asked: Iterable[tuple[dict[str, str], Problem]],
     family: str,
@@ -135,13 +167,9 @@ def rows(
     With `exact` only exact strategies are recommended.
     """
     out = []
-    for at, problem in asked:
-        where = ", ".join(f"{field}={value}" for field, value in at.items())
-        notify("sweeping", where)
+    for at, problem, found, error in planned(asked, exact, notify=notify):
         row: dict[str, Any] = {"at": at, "ranks": problem.ranks}
-        try:
-            found = search(problem, exact)
-        except Infeasible as error:
+        if found is None:
             out.append(row | {"best": None, "reason": str(error)})
             continue
         best = found.best
@@ -153,7 +181,7 @@ def rows(
             ),
             None,
         )
-        notify("sweeping", f"{where}: playing {best.strategy}")
+        notify("playing", f"{best.strategy} on {best.problem.ranks}")
         row |= {
             "best": str(best.strategy),
             "family": best.strategy.name,

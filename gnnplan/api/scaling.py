@@ -1,0 +1,311 @@
+"""`scale`: should I distribute at all? The plans on more and more GPUs, as a Scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gnnplan.api.asking import Overrides, Question, ask
+from gnnplan.api.defaults import DEFAULT_GRAPH
+from gnnplan.api.planning import Answer, describe_question
+from gnnplan.api.view import Table, View
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.scale import Scaling, Size, chance_slower, sizes_of
+from gnnplan.planner.decision.scale import scale as scaling
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.units import (
+    show_bytes,
+    show_count,
+    show_dollars,
+    show_percent,
+    show_range,
+    show_time,
+)
+
+
+def scale(
+    graph: Any = DEFAULT_GRAPH,
+    cluster: str | Path | Mapping[str, Any] | Cluster = "local",
+    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    *,
+    gpus: str | Iterable[int],
+    objective: str = "time",
+    exact: bool = False,
+    strategy: str | None = None,
+    overrides: Overrides = (),
+    partitioner: str = "metis",
+    directed: bool = False,
+    features: str | None = None,
+    labels: str | None = None,
+    split: str | None = None,
+    task: str | None = None,
+    notify: Notify = silent,
+    **fields: Any,
+) -> Scale:
+    """Plan on each number of GPUs, and say which is best: whether to distribute at all.
+
+    - gpus: numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64', which doubles. Up to a
+      server's GPUs are on one server; more are whole servers, of which there may be more than the
+      cluster has. All of them are used.
+    - objective: 'time', the fastest is best, or 'cost', the cheapest, which needs a price
+
+    The other arguments are those of `plan`. Raises SpecError where the input is wrong, Infeasible
+    where nothing fits on any number.
+
+    >>> import gnnplan
+    >>> found = gnnplan.scale("flickr", "dgx_a100", gpus=[1, 8, 16], model="gcn", exact=True)
+    >>> [row["gpus"] for row in found.rows], found.best in (1, 8, 16)
+    ([1, 8, 16], True)
+    """
+    sizes_of(gpus := gpus if isinstance(gpus, str) else list(gpus))  # before the graph is read
+    question = ask(
+        graph,
+        cluster,
+        workload,
+        fields,
+        features=features,
+        labels=labels,
+        split=split,
+        task=task,
+        overrides=overrides,
+        partitioner=partitioner,
+        directed=directed,
+        notify=notify,
+    )
+    return scale_of(question, gpus, objective, exact, strategy, notify)
+
+
+def scale_of(
+    question: Question,
+    gpus: str | Iterable[int],
+    objective: str = "time",
+    exact: bool = False,
+    strategy: str | None = None,
+    notify: Notify = silent,
+) -> Scale:
+    """The answer to a question.
+
+    Raises SpecError, Infeasible.
+    """
+    forced = parse(strategy) if strategy is not None else None
+    found = scaling(question.problem, sizes_of(gpus), objective, exact, forced, notify)
+    return Scale(question.problem, found, exact, strategy)
+
+
+class Scale(View):
+    """The answer to `scale`: `rows`, a size each, the `best` of them, and where things change."""
+
+    def __init__(self, problem: Problem, found: Scaling, exact: bool, strategy: str | None) -> None:
+        self._problem, self._found = problem, found
+        first, slower = found.first, found.slower_from
+        self.document: dict[str, Any] = {
+            "graph": documents.graph_of(problem),
+            "workload": problem.workload.model_dump(mode="json"),
+            "cluster": problem.cluster.model_dump(mode="json"),
+            "exact": exact,
+            "strategy": strategy,
+            "objective": found.objective,
+            "rows": [_row(found, size) for size in found.sizes],
+            "skipped": [{"gpus": gpus, "reason": reason} for gpus, reason in found.skipped],
+            "best": found.best.gpus,
+            "fastest": found.fastest.gpus,
+            "cheapest": found.cheapest.gpus if found.cheapest else None,
+            "slower_from": slower.gpus if slower else None,
+            "enough": found.enough.gpus,
+            "fits_from": first.gpus,
+            "takes_over": [
+                {"gpus": gpus, "from": before, "to": after}
+                for gpus, before, after in found.takes_over
+            ],
+        }
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers of every size; pandas.DataFrame takes them."""
+        return list(self.document["rows"])
+
+    @property
+    def best(self) -> int:
+        """The number of GPUs to use, by the objective."""
+        return self._found.best.gpus
+
+    @property
+    def fastest(self) -> int:
+        """The number of GPUs with the shortest epoch."""
+        return self._found.fastest.gpus
+
+    @property
+    def cheapest(self) -> int | None:
+        """The number of GPUs whose epoch has the least price; None without a price."""
+        return self._found.cheapest.gpus if self._found.cheapest else None
+
+    @property
+    def slower_from(self) -> int | None:
+        """From this number on all that were asked are slower than the fastest; None: no such."""
+        return self._found.slower_from.gpus if self._found.slower_from else None
+
+    def blocks(self) -> list[str | Table]:
+        problem = self._problem
+        cluster = problem.cluster
+        whole = "full graph" if problem.workload.mode == "full" else "workload"
+        return [
+            describe_question(self.document["graph"], problem.workload, cluster),
+            self._table(),
+            *_sentences(self._found, cluster, self.document["strategy"] or f"the {whole}"),
+        ]
+
+    def _table(self) -> Table:
+        found, cluster = self._found, self._problem.cluster
+        priced = cluster.price is not None
+        unit = _unit(cluster)
+        columns = [
+            f"{unit}s",
+            "servers",
+            "recommended",
+            "exact",
+            "epoch",
+            "80 % range",
+            "speedup",
+            "efficiency",
+            "memory/rank",
+            *(["$/epoch"] if priced else []),
+            "",
+        ]
+        rows = []
+        for size, row in zip(found.sizes, self.rows, strict=True):
+            cells = [str(size.gpus), str(size.servers)]
+            if size.found is None:
+                rows.append([*cells, _lacks(size, cluster), *["-"] * (len(columns) - 4), ""])
+                continue
+            dollars = [show_dollars(row["epoch_dollars"])] if priced else []
+            cells += [
+                row["strategy"],
+                "yes" if row["exact"] else "no",
+                show_time(row["epoch_s"]),
+                show_range(row["epoch_low_s"], row["epoch_high_s"]),
+                f"{row['speedup']:.2f}x",
+                show_percent(row["efficiency"]),
+                show_bytes(row["memory_bytes"]),
+                *dollars,
+                ", ".join(_marks(found, size)),
+            ]
+            rows.append(cells)
+        title = f"speedup over {show_count(found.first.gpus, unit)}"
+        if self.document["exact"]:
+            title += ", exact strategies only"
+        return Table(title, columns, rows)
+
+
+def _row(found: Scaling, size: Size) -> dict[str, Any]:
+    """A size's numbers: those of `Plan.table`, and what they are of fewer GPUs."""
+    if size.found is None:
+        return {
+            "gpus": size.gpus,
+            "servers": size.servers,
+            "strategy": None,
+            "reason": str(size.error),
+            "needs_bytes": size.needs_bytes,
+        }
+    answer = Answer.of(documents.answer(size.found, size.best))
+    priced = {} if size.best.dollars is None else {"epoch_dollars": size.best.dollars}
+    return {
+        "gpus": size.gpus,
+        "servers": size.servers,
+        **answer.row,
+        "speedup": found.speedup(size),
+        "efficiency": found.efficiency(size),
+        **priced,
+    }
+
+
+def _unit(cluster: Cluster) -> str:
+    return "CPU rank" if cluster.device.kind == "cpu" else "GPU"
+
+
+def _lacks(size: Size, cluster: Cluster) -> str:
+    """What is missing for a strategy to fit, in short."""
+    room = cluster.device.memory
+    if size.needs_bytes is None or size.needs_bytes <= room:
+        return f"nothing fits: {str(size.error).splitlines()[0][:80]}"
+    return f"nothing fits: needs {show_bytes(size.needs_bytes)} a rank, has {show_bytes(room)}"
+
+
+def _marks(found: Scaling, size: Size) -> list[str]:
+    """Of what the size is the most."""
+    marks = {"fastest": found.fastest, "cheapest": found.cheapest}
+    words = [mark for mark, marked in marks.items() if marked is size]
+    return ["best", *words] if found.best is size else words
+
+
+def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
+    """What the table says: which size to use, where more GPUs are slower, where choices change.
+
+    `what` fits from some size on: the full graph, or the strategy that is forced.
+    """
+    unit, first, fastest = _unit(cluster), found.first, found.fastest
+    lines = [_use(found, unit)]
+    if found.cheapest and found.cheapest is not fastest:
+        lines.append(
+            f"cheapest: {show_count(found.cheapest.gpus, unit)} at"
+            f" {show_dollars(found.cheapest.best.dollars or 0.0)} per epoch; fastest:"
+            f" {show_count(fastest.gpus, unit)} at {show_dollars(fastest.best.dollars or 0.0)}"
+        )
+    if found.enough is not fastest:
+        longer = found.enough.epoch_s / fastest.epoch_s - 1
+        lines.append(
+            f"nearly as fast: {show_count(found.enough.gpus, unit)},"
+            f" {show_percent(longer, 1)} slower"
+        )
+    lines += [
+        f"{show_count(size.gpus, unit)} are slower than {other.gpus} ({_likely(size, other)})"
+        for size, other in found.dips
+    ]
+    if (size := found.slower_from) is not None:
+        more = "" if size is found.fitting[-1] else " and more"
+        use = f": use {fastest.gpus}" if found.best is fastest else ""
+        lines.append(
+            f"{show_count(size.gpus, unit)}{more} are slower than {fastest.gpus}"
+            f" ({_likely(size, fastest)}){use}"
+        )
+    if first is not found.sizes[0]:
+        lines.append(f"{what} first fits on {show_count(first.gpus, unit)}")
+    lines += [
+        f"{after} takes over from {before} at {show_count(gpus, unit)}"
+        for gpus, before, after in found.takes_over
+    ]
+    lines += [f"skipped {show_count(gpus, unit)}: {reason}" for gpus, reason in found.skipped]
+    each = cluster.gpus_per_server
+    if cluster.price is not None and unit == "GPU" and found.sizes[0].gpus < each:
+        lines.append(
+            f"servers are rented whole: fewer than {each} GPUs cost as much per hour as {each}"
+            " (rented one by one: --set gpus_per_server=1)"
+        )
+    return lines
+
+
+def _likely(slower: Size, faster: Size) -> str:
+    return f"{show_percent(chance_slower(slower, faster))} likely"
+
+
+def _use(found: Scaling, unit: str) -> str:
+    """How many GPUs to use, and what they are better than."""
+    best, first = found.best, found.first
+    words = f"use {show_count(best.gpus, unit)}"
+    if best.gpus > best.best.problem.cluster.gpus_per_server:
+        words += f" ({show_count(best.servers, 'server')})"
+    words += f" with {best.best.strategy}: {show_time(best.epoch_s)} per epoch"
+    if found.objective == "cost":
+        words += f", {show_dollars(best.best.dollars or 0.0)}"
+    if best is not first:
+        words += (
+            f", {found.speedup(best):.2f} times as fast as {show_count(first.gpus, unit)}"
+            f" (efficiency {show_percent(found.efficiency(best))})"
+        )
+    elif best.gpus == 1 and len(found.fitting) > 1:
+        words += "; do not distribute"
+    return words

@@ -1,0 +1,256 @@
+"""Whether to distribute at all: the decision on more and more GPUs of the same kind.
+
+    --scale 1..16 on servers of 8 GPUs
+    1 of 8, 2 of 8, 4 of 8, 8 of 8 GPUs of one server; 16 GPUs of two servers
+
+Up to a server's GPUs ranks sit on one server, islands first, and the server is rented whole. Beyond
+they fill whole servers, of which there may be more than the cluster's file has. Each size is a
+point of a sweep (sweep.py) at which all of its GPUs are used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gnnplan.planner.cluster.placement import walk
+from gnnplan.planner.cluster.spec import MOST_RANKS
+from gnnplan.planner.decision.search import Candidate, SearchResult, least_needed
+from gnnplan.planner.decision.sweep import Axis, changes, planned, points
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.vocabulary.progress import Notify, silent
+
+OBJECTIVES = ("time", "cost")  # that the best size has least of, per epoch
+NEAR = 0.1  # by which an epoch may be longer so that fewer GPUs are enough
+
+
+@dataclass(frozen=True)
+class Size:
+    """So many GPUs of a kind, and what is recommended on them."""
+
+    gpus: int
+    servers: int
+    found: SearchResult | None
+    error: GnnplanError | None = None  # why nothing was found
+    needs_bytes: float | None = None  # least memory in which a strategy would fit [B]
+
+    @property
+    def best(self) -> Candidate:
+        """What is recommended; only of a size where something fits."""
+        assert self.found is not None
+        return self.found.best
+
+    @property
+    def epoch_s(self) -> float:
+        """Predicted epoch [s]."""
+        return float(self.best.predicted.epoch_s)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What is recommended at every size, from fewest GPUs to most; at one of them something fits.
+
+    `skipped`: numbers of GPUs that the cluster cannot have, and why.
+    """
+
+    sizes: Sequence[Size]
+    skipped: Sequence[tuple[int, str]]
+    objective: str = "time"
+
+    @cached_property
+    def fitting(self) -> list[Size]:
+        """Sizes on which a strategy fits."""
+        return [size for size in self.sizes if size.found]
+
+    @property
+    def first(self) -> Size:
+        """The fewest GPUs on which a strategy fits; speedups are over them."""
+        return self.fitting[0]
+
+    @cached_property
+    def fastest(self) -> Size:
+        """The size with the shortest epoch, of equal ones the smallest."""
+        return min(self.fitting, key=lambda size: size.epoch_s)
+
+    @cached_property
+    def cheapest(self) -> Size | None:
+        """The size with the least price per epoch, of equal ones the fastest; None: no price."""
+        priced = [
+            (dollars, size.epoch_s, size)
+            for size in self.fitting
+            if (dollars := size.best.dollars) is not None
+        ]
+        return min(priced, key=lambda one: one[:2])[2] if priced else None
+
+    @property
+    def best(self) -> Size:
+        """The size to use, by the objective."""
+        if self.objective == "time":
+            return self.fastest
+        assert self.cheapest is not None
+        return self.cheapest
+
+    @cached_property
+    def slower_from(self) -> Size | None:
+        """The size from which on all are slower than the fastest, a smaller one; None: no such."""
+        fastest = self.fastest
+        return next(
+            (s for s in self.fitting if s.gpus > fastest.gpus and s.epoch_s > fastest.epoch_s), None
+        )
+
+    @cached_property
+    def enough(self) -> Size:
+        """The fewest GPUs whose epoch is at most NEAR longer than that of the fastest size."""
+        return next(s for s in self.fitting if s.epoch_s <= (1 + NEAR) * self.fastest.epoch_s)
+
+    @cached_property
+    def dips(self) -> list[tuple[Size, Size]]:
+        """Sizes below the fastest that are slower than a smaller one, with the fastest smaller."""
+        out, before = [], self.first
+        for size in self.fitting:
+            if size.gpus < self.fastest.gpus and size.epoch_s > before.epoch_s:
+                out.append((size, before))
+            before = min(before, size, key=lambda one: one.epoch_s)
+        return out
+
+    @property
+    def takes_over(self) -> list[tuple[int, str, str]]:
+        """Where another strategy is recommended than on fewer GPUs: (GPUs, from, to)."""
+        axis = Axis("gpus", tuple(str(size.gpus) for size in self.fitting))
+        table = [
+            {
+                "at": {"gpus": str(size.gpus)},
+                "best": str(size.best.strategy),
+                "family": size.best.strategy.name,
+            }
+            for size in self.fitting
+        ]
+        return [(int(turn["value"]), turn["from"], turn["to"]) for turn in changes([axis], table)]
+
+    def speedup(self, size: Size) -> float:
+        """How many times as fast as the first size."""
+        return self.first.epoch_s / size.epoch_s
+
+    def efficiency(self, size: Size) -> float:
+        """The share of its GPUs that the speedup is worth."""
+        return self.speedup(size) * self.first.gpus / size.gpus
+
+
+def sizes_of(asked: str | Iterable[int]) -> list[int]:
+    """Numbers of GPUs from a list, or from text: '1,2,4' lists them, '4..64' doubles.
+
+    The end of a range is there too. Raises SpecError.
+
+    >>> sizes_of("4..32"), sizes_of("1..6"), sizes_of("8,1"), sizes_of([2, 4])
+    ([4, 8, 16, 32], [1, 2, 4, 6], [1, 8], [2, 4])
+    """
+    if not isinstance(asked, str):
+        found = [int(gpus) if isinstance(gpus, np.integer) else gpus for gpus in asked]
+    elif ends := re.fullmatch(r"\s*(-?\d{1,9})\s*\.\.\s*(-?\d{1,9})\s*", asked):
+        first, last = int(ends[1]), int(ends[2])
+        if first > last:
+            raise SpecError(
+                f"--scale {asked}: a range runs from fewer GPUs to more; write {last}..{first}"
+            )
+        doubled = [first << times for times in range(13) if first << times < last]
+        found = [*doubled, last] if first > 0 else [first]
+    elif re.fullmatch(r"\s*-?\d{1,9}\s*(,\s*-?\d{1,9}\s*)*", asked):
+        found = [int(part) for part in asked.split(",")]
+    else:
+        raise SpecError(
+            f"--scale {asked!r}: write numbers of GPUs as a range that doubles, 1..64, or as a"
+            " list, 1,2,4,8"
+        )
+    if not found or wrong(found):
+        listed = ", ".join(f"{gpus}" for gpus in wrong(found)) or "none"
+        raise SpecError(
+            f"--scale: numbers of GPUs are whole numbers from 1 to {MOST_RANKS:,}, got {listed};"
+            " write 1..64 or 1,2,4,8"
+        )
+    return sorted(set(found))
+
+
+def wrong(asked: Iterable[object]) -> list[object]:
+    """What is no number of GPUs."""
+    return [gpus for gpus in asked if type(gpus) is not int or not 1 <= gpus <= MOST_RANKS]
+
+
+def problem_of(base: Problem, gpus: int) -> Problem:
+    """The problem on so many GPUs of the cluster's kind.
+
+    More ranks on a CPU, up to those of a server, share its cores. Raises SpecError for a number
+    that the cluster cannot have.
+    """
+    cluster = base.cluster
+    each = cluster.gpus_per_server
+    if gpus > each and gpus % each:
+        raise SpecError(
+            f"more than a server's {each} GPUs are whole servers: {gpus - gpus % each} or"
+            f" {gpus - gpus % each + each}"
+        )
+    if gpus > base.stats.vertices:
+        raise SpecError(f"every rank needs a vertex (vertices: {base.stats.vertices:,})")
+    axes = [Axis("servers", (str(max(1, gpus // each)),))]
+    if gpus < each and cluster.device.kind == "cpu":
+        axes.append(Axis("gpus_per_server", (str(gpus),)))
+    [(_, problem)] = points(axes, base)
+    if gpus == problem.ranks:
+        return problem
+    return problem.placed(tuple(sorted(walk(problem.cluster, range(each))[:gpus])))
+
+
+def scale(
+    base: Problem,
+    gpus: Sequence[int],
+    objective: str = "time",
+    exact: bool = False,
+    forced: Strategy | None = None,
+    notify: Notify = silent,
+) -> Scaling:
+    """What is recommended on each number of GPUs, all of which are used; and which is best.
+
+    Raises SpecError where objective, price or the forced strategy are wrong, or no number can be
+    had; Infeasible where nothing fits at any.
+    """
+    must_be_objective(objective)
+    if objective == "cost" and base.cluster.price is None:
+        raise SpecError(
+            f"--objective cost needs the price of a GPU and hour, and {base.cluster.name} has none;"
+            " add it, as --set price=2.50"
+        )
+    asked, skipped = [], []
+    for count in gpus:
+        try:
+            asked.append(({"gpus": str(count)}, problem_of(base, count)))
+        except SpecError as error:
+            skipped.append((count, str(error)))
+    if not asked:
+        raise SpecError("; ".join(f"--scale {count}: {reason}" for count, reason in skipped))
+    sizes = []
+    for _, problem, found, refusal in planned(asked, exact, forced, False, notify):
+        needs = None if found else least_needed(problem, exact, forced)
+        sizes.append(Size(problem.ranks, problem.cluster.servers, found, refusal, needs))
+    if not any(size.found for size in sizes):
+        most = sizes[-1]
+        if isinstance(most.error, SpecError):  # a forced strategy that suits no such problem
+            raise most.error
+        listed = ", ".join(str(size.gpus) for size in sizes)
+        raise Infeasible(f"nothing fits on any of {listed} GPUs; on {most.gpus}: {most.error}")
+    return Scaling(sizes, skipped, objective)
+
+
+def must_be_objective(objective: str) -> None:
+    """Raise SpecError for an unknown objective."""
+    if objective not in OBJECTIVES:
+        raise SpecError(f"--objective {objective!r}: must be {' or '.join(OBJECTIVES)}")
+
+
+def chance_slower(size: Size, other: Size) -> float:
+    """In which share of draws (recommendation.py) an epoch takes longer than on the other size."""
+    return float(np.mean(size.best.drawn_s > other.best.drawn_s))

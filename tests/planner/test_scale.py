@@ -1,0 +1,222 @@
+"""Should I distribute at all: a row per number of GPUs is a plan of its own, the best is never worse
+than any of them, and where more GPUs are slower is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gnnplan.planner.decision.explain import NEARLY_FULL, nearly_full
+from gnnplan.planner.decision.plan import make
+from gnnplan.planner.decision.scale import chance_slower, problem_of, scale, sizes_of
+from gnnplan.planner.decision.search import search
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+
+
+def question(
+    graph: str = "flickr", cluster: str = "dgx_a100", *settings: str, **workload: object
+) -> Problem:
+    stats = load(graph)
+    assert isinstance(stats, GraphStats)
+    there, asked = apply_overrides(
+        read_cluster(cluster), Workload.model_validate({"layers": 2} | workload), settings
+    )
+    return Problem(stats, None, asked, there)
+
+
+def test_a_range_doubles_and_has_its_end():
+    assert sizes_of("1..64") == [1, 2, 4, 8, 16, 32, 64]
+    assert sizes_of("4..32") == [4, 8, 16, 32]
+    assert sizes_of("3..20") == [3, 6, 12, 20]
+    assert sizes_of("5..5") == [5]
+    assert sizes_of("1..4096")[-2:] == [2048, 4096]
+    assert sizes_of(" 8, 1,8") == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("0", "from 1 to 4,096, got 0"),
+        ("0..8", "from 1 to 4,096, got 0"),
+        ("-2,4", "got -2"),
+        ("1..5000", "got 4096?5000|got 5000"),
+        ("4097", "got 4097"),
+        ("8..4", "write 4..8"),
+        ("many", "write numbers of GPUs as a range that doubles, 1..64"),
+        ("1..", "as a range"),
+        ("1,,2", "as a range"),
+        ("1.5", "as a range"),
+        ("", "as a range"),
+        ([], "got none"),
+        ([2, 0.5], "got 0.5"),
+        ([True], "got True"),
+    ],
+)
+def test_a_wrong_number_is_told_with_what_to_write(asked, said: str):
+    with pytest.raises(SpecError, match=said):
+        sizes_of(asked)
+
+
+def test_gpus_are_on_one_server_while_they_fit_there_and_then_on_whole_ones():
+    base = question()  # 2 servers x 8
+    shapes = {
+        gpus: (there.ranks, there.cluster.servers, there.cluster.gpus_per_server)
+        for gpus in (1, 3, 8, 16, 64)
+        for there in [problem_of(base, gpus)]
+    }
+    assert shapes == {
+        1: (1, 1, 8),
+        3: (3, 1, 8),
+        8: (8, 1, 8),
+        16: (16, 2, 8),
+        64: (64, 8, 8),
+    }
+    # GPUs of an island first
+    islands = question("flickr", "gsplit_p3_8xlarge")
+    assert len(set(problem_of(islands, 2).servers)) == 1
+    with pytest.raises(SpecError, match="are whole servers: 8 or 16"):
+        problem_of(base, 12)
+
+
+def test_fewer_ranks_on_a_cpu_have_more_of_its_cores():
+    base = question("flickr", "local")
+    assert problem_of(base, 1).cluster.gpus_per_server == 1
+    assert problem_of(base, 4).cluster.servers == 2
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_row_is_what_a_search_finds_there(exact: bool):
+    base = question("reddit", "dgx_a100")
+    found = scale(base, [1, 4, 16], exact=exact)
+    for size in found.sizes:
+        expected = search(problem_of(base, size.gpus), exact, may_use_fewer=False).best
+        assert (str(size.best.strategy), size.epoch_s, size.best.memory_bytes) == (
+            str(expected.strategy),
+            float(expected.predicted.epoch_s),
+            expected.memory_bytes,
+        )
+        assert size.best.problem.ranks == size.gpus
+        assert size.best.strategy.exact or not exact
+    # the cluster as it is in its file is one of the sizes
+    assert found.sizes[-1].epoch_s == float(
+        search(base, exact, may_use_fewer=False).best.predicted.epoch_s
+    )
+
+
+@pytest.mark.parametrize("graph", ["flickr", "reddit"])
+@pytest.mark.parametrize("objective", ["time", "cost"])
+def test_the_best_size_is_never_worse_than_any(graph: str, objective: str):
+    base = question(graph, "dgx_a100", "price=2.5", hidden=16)
+    counts = [1, 2, 8, 32]
+    found = scale(base, counts, objective)
+    assert found.fastest.epoch_s == min(size.epoch_s for size in found.sizes)
+    assert found.cheapest is not None
+    assert found.cheapest.best.dollars == min(size.best.dollars for size in found.sizes)
+    assert found.best is (found.fastest if objective == "time" else found.cheapest)
+    assert found.enough.gpus <= found.fastest.gpus
+    for count in counts:
+        [alone] = scale(base, [count]).sizes
+        assert found.fastest.epoch_s <= alone.epoch_s
+        assert found.cheapest.best.dollars <= alone.best.dollars
+
+
+def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
+    small = scale(question("squirrel", "granndis_2080ti_1gbe", hidden=16), [1, 2, 4, 8, 16])
+    epochs = {size.gpus: size.epoch_s for size in small.sizes}
+    assert small.fastest.gpus == min(epochs, key=epochs.__getitem__)
+    assert small.slower_from is not None and small.slower_from.gpus == 8
+    assert all(epochs[gpus] > small.fastest.epoch_s for gpus in (8, 16))
+    assert chance_slower(small.slower_from, small.fastest) == 1
+    assert chance_slower(small.fastest, small.fastest) == 0
+    assert scale(question("reddit", "dgx_a100"), [1, 2, 4, 8]).slower_from is None
+
+
+def test_a_size_below_the_fastest_may_be_slower_than_a_smaller_one():
+    base = question("reddit", "granndis_2080ti_1gbe", layers=3)
+    found = scale(base, [8, 16, 32, 64], forced=parse("graph_parallel"))
+    eight, sixteen, *_, most = found.sizes
+    assert found.dips == [(sixteen, eight)] and found.fastest is most
+    assert found.slower_from is None
+
+
+def test_speedup_is_over_the_fewest_gpus_that_fit():
+    found = scale(question("reddit", "dgx_a100"), [2, 4, 16])
+    first = found.sizes[0]
+    assert found.first is first and found.speedup(first) == found.efficiency(first) == 1
+    for size in found.sizes:
+        assert found.speedup(size) == pytest.approx(first.epoch_s / size.epoch_s)
+        assert found.efficiency(size) == pytest.approx(found.speedup(size) * 2 / size.gpus)
+
+
+def test_where_nothing_fits_it_says_how_much_memory_would():
+    base = question("ogbn-papers100M", "l4_box", layers=3)
+    found = scale(base, [4, 64], exact=True)
+    small, large = found.sizes
+    assert small.found is None and isinstance(small.error, Infeasible)
+    assert small.needs_bytes is not None and small.needs_bytes > base.cluster.device.memory
+    # that much memory is enough, and a byte in a thousand less is not
+    for share, fits in ((1.001, True), (0.999, False)):
+        device = base.cluster.device.model_copy(update={"memory": share * small.needs_bytes})
+        roomy = replace(base, cluster=base.cluster.model_copy(update={"device": device}))
+        if fits:
+            assert search(problem_of(roomy, 4), exact=True, may_use_fewer=False).best
+        else:
+            with pytest.raises(Infeasible):
+                search(problem_of(roomy, 4), exact=True, may_use_fewer=False)
+    assert large.found and found.first is large and found.fitting == [large]
+    with pytest.raises(Infeasible, match="nothing fits on any of 1, 4 GPUs; on 4: nothing fits"):
+        scale(base, [1, 4])
+
+
+def test_where_a_strategy_takes_over():
+    base = question("squirrel", "granndis_2080ti_1gbe", hidden=16)
+    assert scale(base, [2, 4, 8, 16]).takes_over == [(8, "graph_parallel", "granndis")]
+    assert scale(base, [4]).takes_over == []
+
+
+def test_a_strategy_may_suit_some_sizes_only():
+    found = scale(question("flickr", "dgx_a100"), [1, 2, 8], forced=parse("gnnpipe(stages=2)"))
+    assert isinstance(found.sizes[0].error, SpecError) and found.first.gpus == 2
+    with pytest.raises(SpecError, match="--exact excludes pipegcn"):
+        scale(question(), [2, 4], exact=True, forced=parse("pipegcn"))
+
+
+def test_numbers_that_cannot_be_had_are_skipped():
+    found = scale(question(), [1, 12, 16])
+    assert [size.gpus for size in found.sizes] == [1, 16]
+    [(gpus, reason)] = found.skipped
+    assert gpus == 12 and "8 or 16" in reason
+    with pytest.raises(SpecError, match="--scale 12: more than a server's 8 GPUs"):
+        scale(question(), [12])
+
+
+def test_costs_need_a_price_and_servers_are_rented_whole():
+    with pytest.raises(SpecError, match=r"--objective cost needs the price .* --set price=2.50"):
+        scale(question(), [1], "cost")
+    with pytest.raises(SpecError, match="--objective 'speed': must be time or cost"):
+        scale(question(), [1], "speed")
+    found = scale(question("flickr", "dgx_a100", "price=3.6"), [1, 8])
+    for size in found.sizes:
+        assert size.best.dollars == pytest.approx(8 * 0.001 * size.epoch_s)
+    assert scale(question(), [1]).cheapest is None
+
+
+def test_a_plan_warns_where_the_fullest_rank_is_nearly_full():
+    base = question("reddit", "dgx_a100")
+    best = search(base, forced=parse("graph_parallel")).best
+    for share, warns in ((NEARLY_FULL + 0.001, True), (NEARLY_FULL - 0.001, False)):
+        memory = best.memory_bytes / share
+        device = base.cluster.device.model_copy(update={"memory": memory})
+        tight = replace(base, cluster=base.cluster.model_copy(update={"device": device}))
+        found = search(tight, forced=parse("graph_parallel"))
+        document = make(tight, found)
+        told = nearly_full(found.best)
+        assert bool(told) == warns == ("% full: " in document["summary"]["cost"])
+        assert set(told) <= set(document["explanation"])
