@@ -164,6 +164,12 @@ def costs(best: Candidate) -> str:
         f"{show_bytes(best.memory_bytes)} of {show_bytes(device.memory)} on the fullest rank",
         f"sent per epoch: {links or 'nothing'}",
     ]
+    if best.host_bytes and (room := best.problem.cluster.graph_room) < np.inf:
+        words.insert(
+            2,
+            f"{show_bytes(best.host_bytes)} of {show_bytes(room)} of graph data in the fullest"
+            " server's memory",
+        )
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")
     return "; ".join(words)
