@@ -35,8 +35,9 @@ Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weight
 
 Source: GSplit (arXiv 2303.13775), Sec. 3-5.
 
-See also step.py, feature_store.py, adjacency_store.py, memory.py in this folder; layerwise/step.py
-for the layers; planner/graph/splitting.py for owners; executor/strategies/minibatch.py.
+See also step.py, feature_store.py, adjacency_store.py, host_memory.py, memory.py in this folder;
+layerwise/step.py for the layers; planner/graph/splitting.py for owners;
+executor/strategies/minibatch.py.
 """
 
 from __future__ import annotations
