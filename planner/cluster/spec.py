@@ -229,6 +229,8 @@ class Cluster(Spec):
     intra_node: Link  # between GPUs of a server that share no island
     inter_node: Link | None = None  # a NIC: one per server, or one per list of `nics`
     host: Link | None = None  # from a server's memory to a GPU; None: as intra_node
+    # A server's memory for graph data, on GPUs [B]; None: enough for all.
+    host_memory: Bytes | None = None
     islands: GPUs = ()
     island: Link | None = None
     switches: GPUs = ()
@@ -265,6 +267,16 @@ class Cluster(Spec):
     @property
     def ranks(self) -> int:
         return self.servers * self.gpus_per_server
+
+    @property
+    def graph_room(self) -> float:
+        """Memory of a server for graph data [B].
+
+        Infinite where it is not given, and on CPUs, where device.memory holds graph data too.
+        """
+        if self.host_memory is None or self.device.kind == "cpu":
+            return float(np.inf)
+        return self.host_memory
 
     def carried(self, old: Cluster, leave: Collection[str] = ()) -> Cluster:
         """The cluster with what was measured on `old`'s links carried over to its own links.

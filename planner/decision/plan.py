@@ -102,6 +102,7 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
             "setup_bytes": p.setup_bytes,
             "memory_bytes": candidate.memory_bytes,
             "memory": candidate.fullest(),
+            **({"host_bytes": candidate.host_bytes} if candidate.host_bytes else {}),
             "bottleneck": p.bottleneck,
             "by_op": {kind: float(seconds) for kind, seconds in p.by_op.items()},
             **({} if candidate.dollars is None else {"epoch_dollars": candidate.dollars}),

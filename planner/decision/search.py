@@ -29,6 +29,7 @@ from gnnplan.planner.decision.recommendation import (
 )
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
+from gnnplan.planner.strategies.minibatch.host_memory import fits, fullest
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
@@ -53,6 +54,13 @@ class Candidate:
     def memory_bytes(self) -> float:
         """Memory of the fullest rank [B]."""
         return float(sum(self.memory.values(), np.zeros(1)).max())
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Graph data in the fullest server's memory [B]; 0 where a rank's memory includes it."""
+        if self.problem.cluster.device.kind == "cpu":
+            return 0.0
+        return sum(fullest(self.problem, self.strategy).values())
 
     @property
     def dollars(self) -> float | None:
@@ -176,6 +184,7 @@ def evaluate(problem: Problem, strategy: Strategy) -> Candidate:
     """
     strategy = strategy.settle(problem)
     strategy.check(problem)
+    check_host_memory(problem, strategy)
     candidate = Candidate(strategy, strategy.predict(problem), strategy.memory(problem), problem)
     room = problem.cluster.device.memory
     if candidate.memory_bytes > room:
@@ -186,6 +195,26 @@ def evaluate(problem: Problem, strategy: Strategy) -> Candidate:
             f" ({show_bytes(most)})"
         )
     return candidate
+
+
+def check_host_memory(problem: Problem, strategy: Strategy) -> None:
+    """Raises Infeasible where servers' memories cannot hold the strategy's graph data."""
+    room = problem.cluster.graph_room
+    if room == np.inf or fits(problem, strategy):
+        return
+    held = fullest(problem, strategy)
+    by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
+    less = next((s for s in strategy.more_spread(problem) if fits(problem, s)), None)
+    raise Infeasible(
+        f"{strategy} has {show_bytes(sum(held.values()))} of the graph in a server's memory"
+        f" ({by_use}) but there is {show_bytes(room)} (host_memory); use"
+        f" {f'{less} or ' if less else ''}--set host_memory={gigabytes(sum(held.values()))}"
+    )
+
+
+def gigabytes(nbytes: float) -> str:
+    """A size for --set, rounded up so that it suffices."""
+    return f"{np.ceil(nbytes / 1e9 * 1.001 * 100) / 100:g}GB"
 
 
 def evaluate_or_save_memory(problem: Problem, strategy: Strategy) -> Candidate:
@@ -389,17 +418,24 @@ def _and_with_less_memory(problem: Problem, exact: bool) -> list[Strategy]:
 
 
 def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy]]) -> str:
-    """How much memory per device, or how many servers, would make room for one of `options`.
+    """How much memory per device or server, or how many servers, would make room for an option.
 
     Servers are estimated from the graph's statistics.
     """
     words = []
     needs = needs_of(problem, options(problem))
-    if needs:
-        room = np.ceil(min(needs)[0] / 1e9 * 1.001 * 100) / 100  # [GB]
+    room, host_room = problem.cluster.device.memory, problem.cluster.graph_room
+    if larger_gpu := [(need, name) for need, host, name in needs if host <= host_room]:
+        words.append(_enough("device.memory", larger_gpu))
+    if larger_host := [
+        (host, name) for need, host, name in needs if need <= room and host > host_room
+    ]:
+        words.append(_enough("host_memory", larger_host))
+    if needs and not words:
+        need, host, name = min(needs)
         words.append(
-            f"--set device.memory={room:g}GB would fit"
-            f" {next(name for need, name in needs if need <= room * 1e9)}"
+            f"--set device.memory={gigabytes(need)} --set host_memory={gigabytes(host)} would fit"
+            f" {name}"
         )
 
     @cache
@@ -423,7 +459,9 @@ def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy
         fitting = (
             str(s.settle(larger))
             for s in options(larger)
-            if (needed(larger, s) or np.inf) <= cluster.device.memory
+            if (both := needed(larger, s)) is not None
+            and both[0] <= cluster.device.memory
+            and both[1] <= cluster.graph_room
         )
         return next(fitting, None)
 
@@ -442,12 +480,19 @@ def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy
     return f"the smallest change that would fit: {' or '.join(words)}"
 
 
-def needs_of(problem: Problem, options: Sequence[Strategy]) -> list[tuple[float, str]]:
-    """Memory of the fullest rank [B] and name of every option that suits the problem."""
+def _enough(field: str, needs: list[tuple[float, str]]) -> str:
+    """The least of a memory that suffices for one of (bytes, strategy)."""
+    least = gigabytes(min(needs)[0])
+    name = next(name for need, name in needs if need <= float(least.removesuffix("GB")) * 1e9)
+    return f"--set {field}={least} would fit {name}"
+
+
+def needs_of(problem: Problem, options: Sequence[Strategy]) -> list[tuple[float, float, str]]:
+    """What `needed` says of every option that suits the problem, and the option's name."""
     return [
-        (need, str(strategy.settle(problem)))
+        (*both, str(strategy.settle(problem)))
         for strategy in options
-        if (need := needed(problem, strategy)) is not None
+        if (both := needed(problem, strategy)) is not None
     ]
 
 
@@ -456,14 +501,19 @@ def least_needed(
 ) -> float | None:
     """The least memory [B] in which a strategy fits, or `forced`; None where none suits."""
     options = [forced] if forced else _and_with_less_memory(problem, exact)
-    return min((need for need, _ in needs_of(problem, options)), default=None)
+    return min((need for need, *_ in needs_of(problem, options)), default=None)
 
 
-def needed(problem: Problem, strategy: Strategy) -> float | None:
-    """Memory of the fullest rank [B]; None where the strategy does not suit the problem."""
+def needed(problem: Problem, strategy: Strategy) -> tuple[float, float] | None:
+    """Memory of the fullest rank, and of the fullest server for graph data where it is limited [B].
+
+    None where the strategy does not suit the problem.
+    """
     try:
         strategy = strategy.settle(problem)
         strategy.check(problem)
-        return float(sum(strategy.memory(problem).values(), np.zeros(1)).max())
+        on_rank = float(sum(strategy.memory(problem).values(), np.zeros(1)).max())
+        limited = problem.cluster.graph_room < np.inf
+        return on_rank, sum(fullest(problem, strategy).values()) if limited else 0.0
     except SpecError:
         return None

@@ -167,6 +167,12 @@ def costs(best: Candidate) -> str:
         *nearly_full(best),
         f"sent per epoch: {links or 'nothing'}",
     ]
+    if best.host_bytes and (room := best.problem.cluster.graph_room) < np.inf:
+        words.insert(
+            2,
+            f"{show_bytes(best.host_bytes)} of {show_bytes(room)} of graph data in the fullest"
+            " server's memory",
+        )
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")
     return "; ".join(words)

@@ -155,6 +155,14 @@ class Strategy(ABC):
     def memory(self, problem: Problem) -> Memory:
         """Bytes per rank by use, at the fullest moment."""
 
+    def host_memory(self, problem: Problem) -> Memory:
+        """Bytes of graph data in each server's memory by use [servers]."""
+        return {}
+
+    def more_spread(self, problem: Problem) -> Iterator[Self]:
+        """Variants with less graph data in a server's memory, those that spread least first."""
+        return iter(())
+
     @abstractmethod
     def program(self, problem: Problem) -> Program:
         """What ranks do, operation by operation; the next three are read from it, and `memory`."""

@@ -5,6 +5,7 @@ gsplit.py            GSplit: a group of ranks splits one batch
 step.py              the operations of one batch: their program
 feature_store.py     which rows each rank caches, and who provides the others
 adjacency_store.py   whose sampler has which adjacency lists
+host_memory.py       bytes that a server's memory holds of the graph, and what to spread
 memory.py            bytes that a rank holds
 profile.py           what a graph's mini-batches are like (`gnnplan profile`)
 """

@@ -103,6 +103,10 @@ class Structure:
             batch.graph, [batch.rows(rank, layer) for rank in range(batch.ranks)], fanout
         )
 
+    def edges_at(self, graph: Graph, ranks: Sequence[int]) -> int:
+        """Edges of the lists that these ranks have between them."""
+        return int(graph.degree[self.kept[[self.places[rank] for rank in ranks]].any(0)].sum())
+
     def copied(self, graph: Graph) -> NDArray[np.int64]:
         """Bytes of each rank's part of the structure [ranks]: its lists, offsets and degrees."""
         n, lists = (
@@ -136,6 +140,11 @@ class EstimatedStructure:
             np.rint(to * count[:, None]).astype(np.int64) for count in (facts.rows, facts.edges)
         )
         return asked, drawn + np.diag(facts.edges - drawn.sum(1))
+
+    def share_at(self, ranks: Sequence[int]) -> float:
+        """The share of all lists that these ranks have between them."""
+        own = len({self.places[rank] for rank in ranks}) / len(set(self.places))
+        return own + self.cached * (1 - own)
 
     def copied(self, stats: GraphStats) -> NDArray[np.int64]:
         """As `Structure.copied`."""

@@ -39,15 +39,15 @@ Bytes per batch, for M ranks, W weights and numbers of b bytes:
 Loaded per batch: F b for each row of a rank's own frontier that no cache has. Sources: DistDGL
 (IA3 2020) for spread features; Quiver (arXiv 2305.10863) for shared caches.
 
-See also step.py, feature_store.py, adjacency_store.py, memory.py in this folder; layerwise/step.py
-for the layers; executor/strategies/minibatch.py.
+See also step.py, feature_store.py, adjacency_store.py, host_memory.py, memory.py in this folder;
+layerwise/step.py for the layers; executor/strategies/minibatch.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
@@ -57,6 +57,12 @@ from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
+from gnnplan.planner.strategies.minibatch.host_memory import (
+    fitting,
+    lists_cache,
+    of_lists,
+    of_rows,
+)
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -100,11 +106,12 @@ class DataParallel(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        yield cls()
-        if cache := batchwise.worth_caching(problem, cls()):
-            yield cls(cache=cache)
+        plain = fitting(problem, cls())
+        yield plain
+        if cache := batchwise.worth_caching(problem, plain):
+            yield replace(plain, cache=cache)
             if len(set(problem.servers)) < problem.ranks:
-                yield cls(cache=cache, shared_cache=True)
+                yield replace(plain, cache=cache, shared_cache=True)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
@@ -156,6 +163,19 @@ class DataParallel(Strategy):
             self.store(problem),
             self.lists(problem),
         )
+
+    def host_memory(self, problem: Problem) -> Memory:
+        return {
+            "features": of_rows(problem, self.store(problem), self.features),
+            "lists": of_lists(problem, self.lists(problem)),
+        }
+
+    def more_spread(self, problem: Problem) -> Iterator[Self]:
+        if len(set(problem.servers)) > 1:
+            if self.features == "everywhere":
+                yield replace(self, features="spread")
+            spread = replace(self, features="spread", structure="spread", structure_cache=0)
+            yield replace(spread, structure_cache=lists_cache(problem, spread))
 
     def program(self, problem: Problem) -> Program:
         return batchwise.program(

@@ -35,8 +35,9 @@ Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weight
 
 Source: GSplit (arXiv 2303.13775), Sec. 3-5.
 
-See also step.py, feature_store.py, adjacency_store.py, memory.py in this folder; layerwise/step.py
-for the layers; planner/graph/splitting.py for owners; executor/strategies/minibatch.py.
+See also step.py, feature_store.py, adjacency_store.py, host_memory.py, memory.py in this folder;
+layerwise/step.py for the layers; planner/graph/splitting.py for owners;
+executor/strategies/minibatch.py.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, owned
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
+from gnnplan.planner.strategies.minibatch.host_memory import fitting, of_lists, of_rows
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -110,7 +112,7 @@ class GSplit(Strategy):
                 groups = GROUPS if servers < problem.ranks else ("all",)
             for group in groups:
                 for narrow in (False, True) if problem.model.narrows else (False,):
-                    plain = cls(group=group, narrow=narrow)
+                    plain = fitting(problem, cls(group=group, narrow=narrow))
                     yield plain
                     if cache := batchwise.worth_caching(problem, plain):
                         yield replace(plain, cache=cache)
@@ -226,6 +228,20 @@ class GSplit(Strategy):
             self.store(problem),
             self.lists(problem),
         )
+
+    def host_memory(self, problem: Problem) -> Memory:
+        return {
+            "features": of_rows(problem, self.store(problem), self.features),
+            "lists": of_lists(problem, self.lists(problem)),
+        }
+
+    def more_spread(self, problem: Problem) -> Iterator[Self]:
+        if len(set(problem.servers)) > 1:
+            if self.features == "everywhere":
+                yield replace(self, features="spread")
+            # the lists of a group that is a server are all at the server
+            if self.structure == "everywhere" and self.group == "all":
+                yield replace(self, features="spread", structure="spread")
 
     def program(self, problem: Problem) -> Program:
         return batchwise.program(

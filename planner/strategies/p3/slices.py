@@ -17,12 +17,20 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Self
 
+import numpy as np
+
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Example, Strategy
+from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
+from gnnplan.planner.strategies.minibatch.host_memory import (
+    features_bytes,
+    fitting,
+    lists_cache,
+    of_lists,
+)
 from gnnplan.planner.strategies.p3 import break_even
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -81,8 +89,8 @@ class Slices(Strategy):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1 and not _why_whole(problem):
-            yield cls(pipelined=True)
-            yield cls()
+            plain = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
+            yield from dict.fromkeys(fitting(problem, strategy) for strategy in plain)
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -176,6 +184,28 @@ class Slices(Strategy):
     def batches(self, problem: Problem) -> Batches:
         return problem.minibatches(tuple(range(problem.ranks)))
 
+    def host_memory(self, problem: Problem) -> Memory:
+        columns_at: dict[int, set[range]] = {}
+        for rank, server in enumerate(problem.servers):
+            columns_at.setdefault(server, set()).add(self.columns(problem, rank))
+        return {
+            "features": np.array(
+                [sum(features_bytes(problem, c) for c in at) for at in columns_at.values()]
+            ),
+            "lists": of_lists(problem, self.lists(problem)),
+        }
+
+    def more_spread(self, problem: Problem) -> Iterator[Self]:
+        """Lists are spread before there are fewer copies of columns."""
+        if len(set(problem.servers)) > 1:
+            for copies in range(self.copies, 0, -1):
+                if self.copies % copies == 0:
+                    fewer = replace(self, copies=copies)
+                    if fewer != self:
+                        yield fewer
+                    spread = replace(fewer, structure="spread", structure_cache=0)
+                    yield replace(spread, structure_cache=lists_cache(problem, spread))
+
     def lists(self, problem: Problem) -> batchwise.Lists | None:
         """Where adjacency lists are; None: with every sampler."""
         return hashed(
@@ -201,6 +231,16 @@ class Slices(Strategy):
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
         return problem.servers if self.over == "server" else ()
+
+
+def _copies(problem: Problem) -> list[int]:
+    """How many copies of the columns to propose: 1, and 2, 4, .. where host memory may have room.
+
+    With as many copies as servers P3 would be data parallelism.
+    """
+    servers = len(set(problem.servers))
+    most = servers if problem.cluster.graph_room < np.inf else 2
+    return [c for c in (1 << n for n in range(12)) if c == 1 or (c < most and servers % c == 0)]
 
 
 def _why_whole(problem: Problem) -> str:

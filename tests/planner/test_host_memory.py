@@ -1,0 +1,245 @@
+"""Graph data in servers' memories: counted as ranks read it, spread where it does not fit, and more
+memory never makes a plan slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.search import evaluate, search
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
+from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
+from gnnplan.planner.strategies.minibatch.feature_store import HOST
+from gnnplan.planner.strategies.minibatch.host_memory import fitting, fullest
+from gnnplan.planner.vocabulary.errors import Infeasible
+
+GRAPH = load("synthetic:community?vertices=40000&edges=400000&features=40&classes=5&seed=0")
+assert isinstance(GRAPH, Graph)
+ALL_ROWS = 40_000 * 40 * 4  # [B]
+OFFSETS_AND_DEGREES = 8 * 40_001 + 8 * (1 + GRAPH.stats.directed) * 40_000  # [B]
+ALL_LISTS = 4 * GRAPH.stats.edges + OFFSETS_AND_DEGREES  # [B]
+
+
+def problem_of(
+    servers: int = 2, gpus: int = 2, host_memory: float | None = None, **more: Any
+) -> Problem:
+    kind, known = more.pop("kind", "cuda"), more.pop("known", True)
+    cluster = Cluster(
+        servers=servers,
+        gpus_per_server=gpus,
+        device=Device(kind=kind, memory=1e12, gemm=1e12, memory_bandwidth=1e11),
+        intra_node=Link(bandwidth=1e10),
+        inter_node=Link(bandwidth=1e9, latency=5e-5),
+        host_memory=host_memory,
+    )
+    assert isinstance(GRAPH, Graph)
+    asked = {"mode": "mini", "layers": 2, "hidden": 16, "batch": 4000, "fanout": (4, 3), **more}
+    graph = GRAPH if known else None
+    return Problem(GRAPH.stats, graph, Workload(**asked), cluster, "random")
+
+
+def printed(graph: str, hidden: int = 32, **settings: str) -> Problem:
+    """P3's testbed, where its Table 4 was printed."""
+    stats = load(graph)
+    assert isinstance(stats, GraphStats)
+    asked = {"layers": 2, "hidden": hidden, "mode": "mini", "batch": 1000, "fanout": (25, 10)}
+    return Problem(stats, None, Workload(**asked), read_cluster("p3_p100", settings))
+
+
+# -- counts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data_parallel",
+        "data_parallel(features='spread')",
+        "data_parallel(structure='spread')",
+        "data_parallel(features='spread',structure='spread',structure_cache=200000)",
+        "gsplit(group='server',splitter='random',features='spread',structure='spread')",
+        "gsplit(group='all',splitter='random',features='spread',structure='spread')",
+        "p3",
+        "p3(copies=2,structure='spread')",
+        "p3(over='rank',copies=2,structure='spread',structure_cache=100000)",
+    ],
+)
+def test_a_server_has_what_its_ranks_read_from_it(text: str):
+    """The rows, columns and lists that stores and samplers of the executor take from there."""
+    problem = problem_of(4, 2)
+    strategy = parse(text).settle(problem)
+    held = strategy.host_memory(problem)
+    graph, everyone = GRAPH, np.arange(40_000)
+    lists = strategy.lists(problem)  # type: ignore[attr-defined]
+    for server in range(4):
+        ranks = [rank for rank in range(8) if problem.servers[rank] == server]
+        if isinstance(strategy, P3):
+            columns = {column for rank in ranks for column in strategy.columns(problem, rank)}
+            features = graph.x[:, sorted(columns)].nbytes
+        else:
+            store = strategy.store(problem)  # type: ignore[attr-defined]
+            read = (
+                {v for rank in ranks for v in np.flatnonzero(store.of(rank, everyone)[0] == HOST)}
+                if store
+                else everyone
+            )
+            if store and "all" in text:  # ranks of one group read what they own only
+                read = set(np.flatnonzero(store.home == server))
+            features = len(read) * 40 * 4
+        assert held["features"][server] == features
+        kept = np.any([lists.keeps(rank) for rank in ranks], axis=0) if lists else everyone >= 0
+        part = thinned(graph, kept)
+        neighbours = part.indices.astype(np.int32).nbytes + part.indptr.astype(np.int64).nbytes
+        assert held["lists"][server] == neighbours + OFFSETS_AND_DEGREES - 8 * 40_001
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_everything_everywhere_and_spread_by_hand(known: bool):
+    problem = problem_of(4, 2, known=known)
+    everywhere = fullest(problem, DataParallel())
+    assert everywhere == {"features": ALL_ROWS, "lists": ALL_LISTS}
+    spread = fullest(problem, DataParallel(features="spread", structure="spread"))
+    assert spread["features"] == pytest.approx(ALL_ROWS / 4, rel=0.01)
+    assert spread["lists"] == pytest.approx(GRAPH.stats.edges + OFFSETS_AND_DEGREES, rel=0.01)
+    assert fullest(problem, P3(copies=2))["features"] == ALL_ROWS / 2
+    one = replace(problem, cluster=problem.cluster.model_copy(update={"servers": 1}))
+    assert fullest(one, DataParallel(features="spread", structure="spread")) == everywhere
+
+
+# -- laws --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("servers", [1, 2, 4])
+def test_spreading_never_needs_more_memory(servers: int, known: bool):
+    problem = problem_of(servers, 2, known=known)
+    plain: list[Strategy] = [DataParallel(), P3(), GSplit(splitter="random", group="all")]
+    for strategy in plain:
+        most = sum(fullest(problem, strategy).values())
+        variants = list(strategy.more_spread(problem))
+        assert bool(variants) == (servers > 1)
+        for variant in (*variants, replace(strategy, structure="spread")):
+            assert sum(fullest(problem, variant).values()) <= most * (1 + 1e-12)
+    for copies in (1, 2) if servers == 4 else ():
+        more = fullest(problem, P3(copies=2 * copies))["features"]
+        assert fullest(problem, P3(copies=copies))["features"] == more / 2
+
+
+@pytest.mark.parametrize("graph", ["ogbn-papers100M", "facebook-darwini"])
+def test_more_host_memory_is_never_slower(graph: str):
+    rooms = (20, 25, 32, 45, 60, 100, 397)
+    fastest = [
+        float(search(printed(graph, host_memory=f"{room}GB")).ranked[0].predicted.epoch_s)
+        for room in rooms
+    ]
+    assert fastest == sorted(fastest, reverse=True)
+    assert fastest[0] > 1.1 * fastest[-1]
+
+
+def test_more_host_memory_is_never_slower_on_a_graph_that_is_known():
+    rooms = (2.7e6, 4e6, 6e6, 8e6, 1e7)
+    fastest = [
+        float(search(problem_of(4, 2, room), may_use_fewer=False).ranked[0].predicted.epoch_s)
+        for room in rooms
+    ]
+    assert fastest == sorted(fastest, reverse=True)
+    assert fastest[0] > fastest[-1]
+
+
+# -- what is proposed --------------------------------------------------------------------------
+
+
+def test_candidates_spread_no_more_than_memory_asks():
+    room = ALL_ROWS + ALL_LISTS
+    for host_memory, strategy in (
+        (None, DataParallel()),
+        (room, DataParallel()),
+        (room - 1, DataParallel(features="spread")),
+        (ALL_ROWS / 4 * 1.02 + ALL_LISTS, DataParallel(features="spread")),
+    ):
+        problem = problem_of(4, 2, host_memory)
+        assert fitting(problem, DataParallel()) == strategy
+        assert next(DataParallel.candidates(problem)) == strategy
+    tight = problem_of(4, 2, room := ALL_ROWS / 4 * 1.02 + 0.9 * ALL_LISTS)
+    both = fitting(tight, DataParallel())
+    assert (both.features, both.structure) == ("spread", "spread")
+    left = room - sum(fullest(tight, replace(both, structure_cache=0)).values())
+    assert both.structure_cache == int(left) > 0  # caches fill what is left
+    assert sum(fullest(tight, both).values()) <= room
+
+
+def test_copies_of_columns_are_proposed_where_memory_is_known():
+    def copies(problem: Problem) -> set[int]:
+        return {s.copies for s in P3.candidates(problem) if isinstance(s, P3)}
+
+    assert copies(problem_of(4, 2)) == {1}
+    assert copies(problem_of(4, 2, ALL_ROWS + ALL_LISTS)) == {1, 2}  # 4: data parallelism
+    assert copies(problem_of(4, 2, ALL_ROWS / 3 + ALL_LISTS)) == {1, 2}  # with lists spread
+    assert copies(problem_of(4, 2, ALL_ROWS / 3 + ALL_LISTS / 2)) == {1}
+
+
+def test_on_cpus_graph_data_is_in_the_ranks_memory():
+    problem = problem_of(2, 2, 1e6, kind="cpu")
+    assert problem.cluster.graph_room == np.inf
+    assert evaluate(problem, DataParallel()).host_bytes == 0
+
+
+@pytest.mark.parametrize("graph", ["ogbn-papers100M", "facebook-darwini"])
+@pytest.mark.parametrize(("hidden", "wins"), [(32, True), (512, False)])
+def test_p3_beats_fetching_spread_rows_at_narrow_layers_only(graph: str, hidden: int, wins: bool):
+    """As P3, Table 4 and Fig. 15; data parallelism has no cache on its GPUs there."""
+    found = search(printed(graph, hidden, host_memory="32GB"), may_use_fewer=False)
+    p3 = min(
+        float(c.predicted.epoch_s)
+        for c in found.ranked
+        if isinstance(c.strategy, P3) and c.strategy.copies == 1
+    )
+    [fetching] = [
+        float(c.predicted.epoch_s)
+        for c in found.ranked
+        if isinstance(c.strategy, DataParallel) and not c.strategy.cache
+    ]
+    assert fetching > 2 * p3 if wins else fetching < p3
+    spread = [c.strategy for c in found.ranked if isinstance(c.strategy, DataParallel | GSplit)]
+    assert spread and {s.features for s in spread} == {"spread"}
+
+
+# -- what is said ------------------------------------------------------------------------------
+
+
+def test_a_strategy_that_does_not_fit_says_what_would():
+    problem = printed("ogbn-papers100M", host_memory="32GB")
+    with pytest.raises(Infeasible) as refused:
+        search(problem, forced=DataParallel())
+    assert str(refused.value).startswith(
+        "data_parallel has 65.99 GB of the graph in a server's memory (features: 56.86 GB, lists:"
+        " 9.13 GB) but there is 32.00 GB (host_memory); use data_parallel(features='spread') or"
+        " --set host_memory=66.06GB; the smallest change that would fit: --set"
+        " host_memory=66.06GB would fit data_parallel"
+    )
+    enough, _ = apply_overrides(problem.cluster, problem.workload, ["host_memory=66.06GB"])
+    assert search(replace(problem, cluster=enough), forced=DataParallel()).best
+    with pytest.raises(Infeasible, match=r"(?s)nothing fits.*--set host_memory=[\d.]+GB would fit"):
+        search(printed("facebook-darwini", host_memory="10GB"))
+
+
+def test_plans_tell_graph_data_in_servers():
+    problem = printed("ogbn-papers100M", host_memory="32GB")
+    found = search(problem, forced=P3(pipelined=True))
+    made = plan.make(problem, found)
+    assert made["best"]["predicted"]["host_bytes"] == pytest.approx(23.3e9, rel=0.01)
+    assert "of 32.00 GB of graph data in the fullest server's memory" in made["summary"]["cost"]
+    free = problem.cluster.model_copy(update={"host_memory": None})
+    unlimited = replace(problem, cluster=free)
+    made = plan.make(unlimited, search(unlimited, forced=P3(pipelined=True)))
+    assert "host_bytes" in made["best"]["predicted"]
+    assert "graph data" not in made["summary"]["cost"]
