@@ -49,7 +49,9 @@ SHAPES = (
 # rows, width; for smaller tensors the framework's own time would dominate
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
 SAMPLED = (20_000, 1_000_000)  # one of GRAPHS
-SEEDS, FANOUTS = 1024, (5, 10, 15)  # of a rank's share of a batch, from the seeds outwards
+# Of a rank's share of a batch, from the seeds outwards. Small batches show what a layer costs
+# besides its edges.
+SEEDS, FANOUTS = (1024, 64), (5, 10, 15)
 BRIEF_STEPS = 300  # in all rounds, of each kind
 
 
@@ -77,7 +79,7 @@ class Computation(Messages):
         self,
         blocks: Sequence[Block],
         rehearsals: Sequence[Rehearsal],
-        sampler: Sampler,
+        samplers: Sequence[Sampler],
         notify: Callable[[str], None],
     ) -> dict[str, list[list[float]]]:
         """A round of all kernels and steps: by kind, for each shape, samples of several ranks."""
@@ -92,7 +94,9 @@ class Computation(Messages):
         found["elementwise"] = [self.elementwise(*shape) for shape in TENSORS]
         found["dropout_hash"] = [self.dropout_hash()]
         notify("the sampler")
-        found |= self.sampling(sampler)
+        for sampler in samplers:
+            for what, samples in self.sampling(sampler).items():
+                found.setdefault(what, []).append(samples)
         notify("training steps")
         return found | {"steps": [[self.step(rehearsal)] for rehearsal in rehearsals]}
 
@@ -199,19 +203,22 @@ class Computation(Messages):
         busy = self._gather(rehearsal.core_s(steps, before) if self.rank in among else 0.0)
         return float(median(busy[rank] for rank in among))
 
-    def open_sampler(self) -> Sampler:
+    def open_sampler(self, seeds: int) -> Sampler:
         """A sampler whose batches are GraphSAGE's in data parallel."""
         graph = _community(*SAMPLED)
         workload = Workload(
-            mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places)
+            mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=seeds * len(self.places)
         )
         batches = Batches(graph, workload, self.everyone, None, first_varying=1)
         return Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
 
-    def sampling(self, sampler: Sampler) -> dict[str, list[list[float]]]:
-        """Seconds per edge that drawing and laying out take, by the executor's own spans."""
+    def sampling(self, sampler: Sampler) -> dict[str, list[float]]:
+        """Seconds that drawing and laying out a batch take, by the executor's own spans.
+
+        `edges` are the batch's, as a number. Of every rank that has a core, medians.
+        """
         takes_part = self.rank in self.apart
-        seconds: dict[str, list[float]] = {"draw": [], "lay": []}
+        seen: dict[str, list[float]] = {"draw": [], "lay": [], "edges": []}
         if takes_part:
             sampler[0]
         dist.barrier()
@@ -219,12 +226,12 @@ class Computation(Messages):
         for step in itertools.count(1) if takes_part else ():
             self._disturb()
             sampled = sampler[step]
-            edges = sum(part.block.edges for part in sampled.share.parts)
-            for span in sampled.spans:
-                seconds[span.op].append(span.seconds / edges)
+            seen["edges"].append(sum(part.block.edges for part in sampled.share.parts))
+            for what in ("draw", "lay"):
+                seen[what].append(sum(s.seconds for s in sampled.spans if s.op == what))
             if step >= 3 and self._clock() > end:
                 break
         return {
-            op: [[s for s in self._gather(median(each) if each else None) if s is not None]]
-            for op, each in seconds.items()
+            what: [s for s in self._gather(median(each) if each else None) if s is not None]
+            for what, each in seen.items()
         }

@@ -17,17 +17,20 @@ import numpy as np
 import torch
 from scipy.optimize import lsq_linear
 
+from gnnplan.executor.measure.computation import FANOUTS, SEEDS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.units import show_count, show_percent
 
 # A measured constant is no better known than this: the machine's pace changes in minutes.
 LEAST_DOUBT = 0.05
 # Median error of sizes that were not fitted -> a range with 80 % of them, if they are normal.
 MEDIAN_TO_TENTH = 1.9
+HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")
 
 
@@ -52,6 +55,7 @@ def cluster_of(
     provenance |= {
         "device.memory": f"{source}, what is free",
         "host_rates": f"{source}, median",
+        "host_latency": f"{source}, from batches of {' and '.join(map(str, SEEDS))} seeds",
         "cores": "counted",
         "one_machine": "as started",
     }
@@ -84,6 +88,7 @@ def cluster_of(
         network.ranges |= {
             key.replace("intra", "inter"): known for key, known in network.ranges.items()
         }
+    sampling = {work: sampler(found[work]) for work in HOST_WORK}
     cluster = Cluster(
         name="measured",
         servers=servers,
@@ -91,7 +96,8 @@ def cluster_of(
         device=Device(**device),
         intra_node=intra,
         inter_node=links.get("inter_node", intra),
-        host_rates={"draw": 1 / median(found["draw"]), "lay": 1 / median(found["lay"])},
+        host_rates={work: 1 / per_edge for work, (_, per_edge) in sampling.items()},
+        host_latency={work: fixed / len(FANOUTS) for work, (fixed, _) in sampling.items()},
         cores=cores(),
         timeslice_slowdown=timeslice_slowdown,
         cold_cache_penalty=cold_cache_penalty,
@@ -114,7 +120,7 @@ def _scatter(found: dict[str, Any]) -> dict[str, tuple[float, float]]:
         "device.gemm": [samples for *_, samples in found["gemm"]],
         "device.memory_bandwidth": [samples for _, samples in found["elementwise"]],
         "device.gather": [samples for *_, samples in found["gather"]],
-        "host_rates": [found["draw"], found["lay"]],
+        "host_rates": [samples for work in HOST_WORK for _, samples in found[work]],
     }
     out = {}
     for constant, measured in rounds.items():
@@ -256,6 +262,21 @@ def _device(
         f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering, *core)
     }
     return device.model_dump() | {"gemm": gemm}, provenance
+
+
+def sampler(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
+    """What a sampler takes for a batch besides its edges, and for an edge [s].
+
+    samples: edges of a batch and seconds, of large batches, then of small ones. The line through
+    both; an edge takes at least half of what it takes of the large ones.
+
+    >>> sampler([(3.0, [4.0]), (1.0, [2.0])])
+    (1.0, 1.0)
+    """
+    (most, large), (least, small) = ((edges, median(seconds)) for edges, seconds in samples)
+    per_edge = max((large - small) / (most - least), large / most / 2)
+    per_edge = min(per_edge, large / most)
+    return round(large - per_edge * most, 9), per_edge
 
 
 def aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from gnnplan.executor.measure.computation import (
     GRAPHS,
     SAMPLED,
+    SEEDS,
     SHAPES,
     TENSORS,
     WIDTHS,
@@ -44,7 +45,7 @@ class Bench(Computation):
             torch.zeros(WARM_BYTES // 4).fill_(1.0)
         notify("preparing graphs")
         blocks = [self._block(*size) for size in GRAPHS]
-        sampler = self.open_sampler()
+        samplers = [self.open_sampler(seeds) for seeds in SEEDS]
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
         messages: dict[tuple[str, str], dict[int, list[Sent]]] = {
             (op, where): {}
@@ -58,7 +59,7 @@ class Bench(Computation):
         # by kind and shape, rounds of a sample per rank
         rounds_by_kind: dict[str, list[list[list[float]]]] = {}
         for _ in range(self.rounds):
-            for kind, by_shape in self.computation(blocks, rehearsals, sampler, notify).items():
+            for kind, by_shape in self.computation(blocks, rehearsals, samplers, notify).items():
                 rounds_by_shape = rounds_by_kind.setdefault(kind, [[] for _ in by_shape])
                 for rounds, samples in zip(rounds_by_shape, by_shape, strict=True):
                     rounds.append(samples)
@@ -86,7 +87,9 @@ class Bench(Computation):
         found["dropout_hash"] = typical["dropout_hash"][0]
         found["attention"] = (SAMPLED[1], typical["attention"][0])
         found["steps"] = typical["steps"]
-        found["draw"], found["lay"] = typical["draw"][0], typical["lay"][0]
+        for what in ("draw", "lay"):
+            edges = [median(of_ranks) for of_ranks in typical["edges"]]
+            found[what] = list(zip(edges, typical[what], strict=True))
         if self.apart != self.everyone:
             notify(f"training steps, {len(self.everyone)} ranks")
             step_s = [median(steps) for steps in typical["steps"]]

@@ -120,9 +120,10 @@ class Cost:
         link = self.cluster.host or self.cluster.intra_node
         return link.latency + link.stretched(nbytes) / link.bandwidth
 
-    def host_s(self, work: HostWork, edges: Number) -> Number:
-        """Duration of a sampler's work for one rank [s]."""
-        return edges / self.cluster.host_rates.get(work, HOST_RATE)
+    def host_s(self, work: HostWork, edges: Number, layers: int = 0) -> Number:
+        """Duration of a sampler's work for one rank, on edges of so many layers [s]."""
+        per_layer = self.cluster.host_latency.get(work, 0.0)
+        return layers * per_layer + edges / self.cluster.host_rates.get(work, HOST_RATE)
 
     # -- transfers
 

@@ -13,7 +13,7 @@ does (RANGES): a number that was measured is known better than one of a datashee
     inter_node.bandwidth   the link's bandwidth; each link has its own
     inter_node.latency     and its latency
     collectives.exchange.inter_node   bandwidth and latency of what was measured on the link
-    host_rates             rates of the samplers
+    host_rates             rates of the samplers, and their time for a layer
 """
 
 from __future__ import annotations
@@ -136,6 +136,9 @@ def drawn(cluster: Cluster) -> Cluster:
     }
     update["host_rates"] = {
         work: rate * factor("host_rates") for work, rate in cluster.host_rates.items()
+    }
+    update["host_latency"] = {
+        work: seconds / factor("host_rates") for work, seconds in cluster.host_latency.items()
     }
     update["device"] = device.model_copy(update=scaled)
     return cluster.model_copy(update=update)

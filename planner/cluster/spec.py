@@ -247,6 +247,8 @@ class Cluster(Spec):
     host_rates: dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]] = Field(default_factory=dict)
     # Who draws neighbours. A device reads lists that its memory cannot hold over the host link.
     sampler: Literal["host", "device"] = "host"
+    # What a layer of a batch takes a sampler besides its edges [s].
+    host_latency: dict[HostWork, Latency] = Field(default_factory=dict)
     # Cores that the CPU ranks of a server share. Rates are those of a rank with its own core.
     cores: int | None = Field(None, ge=1, le=100_000)
     # How many times as long ranks compute that take turns on a core, for caches are another's.

@@ -131,10 +131,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A sampler's work for one rank."""
+    """A sampler's work for one rank: edges of some layers of a batch."""
 
     what: HostWork
     edges: int
+    layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ def shrink(change: Callable[[object, str, object], None]) -> None:
         pieces.append(replace(piece, vertices=vertices, edges=edges))
     graphs = tuple(smaller(*size) for size in computation.GRAPHS)
     sampled = smaller(*computation.SAMPLED)
+    seeds = tuple(count // 10 for count in computation.SEEDS)
     for module in (rehearsal, microbench):
         change(module, "PIECES", tuple(pieces))
     for module in (computation, microbench):
         change(module, "GRAPHS", graphs)
         change(module, "SAMPLED", sampled)
-    change(computation, "SEEDS", computation.SEEDS // 10)
+        change(module, "SEEDS", seeds)
 
 
 if os.environ.keys() & {"RANK", "SLURM_PROCID"}:

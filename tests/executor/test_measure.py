@@ -108,6 +108,7 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
         "cold_cache_penalty",
         "one_machine",
         "host_rates",
+        "host_latency",
     }
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
@@ -327,8 +328,8 @@ def test_only_ranks_that_share_cores_have_less_latency(
         "elementwise": [(1e6, [1e-10, 1e-10])],
         "dropout_hash": [1e-9, 1e-9],
         "attention": (1000, [1e-4, 1e-4]),
-        "draw": [1e-8],
-        "lay": [1e-8],
+        "draw": [(1e6, [1.1e-2]), (1e5, [2e-3])],
+        "lay": [(1e6, [1e-2]), (1e5, [1e-3])],
         "steps": [[0.01]] * 6,
         "send.intra_node": samples,
     }
@@ -336,6 +337,8 @@ def test_only_ranks_that_share_cores_have_less_latency(
     link, device = cluster.collectives["send.intra_node"], cluster.device
     # rounds that were alike are known to a twentieth
     assert cluster.ranges["device.gemm"] == (0.95, 1.05)
+    assert cluster.host_rates == pytest.approx({"draw": 1e8, "lay": 1e8})
+    assert cluster.host_latency == pytest.approx({"draw": 1e-3 / 3, "lay": 0.0}, abs=1e-9)
     assert set(cluster.ranges) >= {"host_rates", "collectives.send.intra_node"}
     bounds = cluster.ranges.values()
     assert all(0 < low <= 0.96 and 1.05 <= high <= 2 for low, high in bounds)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.special import ndtr, ndtri
 
 from gnnplan.planner.cluster import scaling as scaled
-from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.cost import HOST_RATE, Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, Gather, Send
@@ -526,3 +526,16 @@ def test_more_bytes_are_never_faster(efficiency: dict[float, float], a: float, b
 def test_without_efficiency_a_link_is_alpha_beta_to_the_bit():
     sizes = np.random.default_rng(0).integers(1, 10**9, 1000)
     assert Link(bandwidth=1e9).stretched(sizes) is sizes
+
+
+def test_a_sampler_takes_time_for_a_layer_besides_its_edges():
+    """Batches of 30,000 edges took twice what their edges said: a layer has a price of its own."""
+    cluster = Cluster(
+        device=Device(kind="cpu", memory=1e9, gemm=1e11, memory_bandwidth=1e10),
+        intra_node=Link(bandwidth=1e9),
+        host_rates={"draw": 1e7},
+        host_latency={"draw": 2e-3},
+    )
+    cost = Cost.of(cluster)
+    assert cost.host_s("draw", 1e5, layers=3) == pytest.approx(3 * 2e-3 + 1e5 / 1e7)
+    assert cost.host_s("lay", 1e5, layers=3) == pytest.approx(1e5 / HOST_RATE)

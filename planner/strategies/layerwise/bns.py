@@ -119,7 +119,7 @@ class BNS(Strategy):
         laid = self._laid(problem, problem.layout())
         if not laid.any():
             return whole
-        step = [Op("lay", host=("lay", laid)), *whole.at(0)]
+        step = [Op("lay", host=("lay", laid, 0)), *whole.at(0)]
         return replace(whole, known=lambda: [step], at=lambda t: step)
 
     def _sampled_layers(self, problem: Problem) -> list[int]:

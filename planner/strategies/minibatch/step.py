@@ -80,12 +80,12 @@ def step(
     if not splits:
         yield from drawing(problem, batch, in_all, lists, store)
     for layer in reversed(layers) if splits else ():
-        yield Op("draw", layer=layer, host=("draw", edges[layer]), ahead=True)
+        yield Op("draw", layer=layer, host=("draw", edges[layer], 1), ahead=True)
         yield from reading(problem, edges[layer], store, lists, layer)
         yield Op(
             "ids", layer=layer, sent=ID * (batch.facts(layer).sends.T + peers(batch)), ahead=True
         )
-    yield Op("lay", host=("lay", in_all), ahead=True)
+    yield Op("lay", host=("lay", in_all, len(layers)), ahead=True)
     if prefetch:
         # takes no time if the sampler is fast enough
         yield Op("wait", work=Compute(), idle=True)
@@ -141,7 +141,7 @@ def drawing(
     With spread lists, ranks draw layer by layer, for whoever asks.
     """
     if lists is None:
-        yield Op("draw", host=("draw", edges), ahead=True)
+        yield Op("draw", host=("draw", edges, problem.workload.layers), ahead=True)
         yield from reading(problem, edges, store, None)
         return
     others = ~np.eye(batch.ranks, dtype=bool)
@@ -150,7 +150,7 @@ def drawing(
     ):
         asked, drawn = lists.of(batch, layer, fanout)
         yield Op("ask_edges", layer=layer, sent=ID * (asked + others), ahead=True)
-        yield Op("draw", layer=layer, host=("draw", drawn.sum(0)), ahead=True)
+        yield Op("draw", layer=layer, host=("draw", drawn.sum(0), 1), ahead=True)
         yield Op("edges", layer=layer, sent=NEIGHBOUR * drawn.T * others, ahead=True)
 
 

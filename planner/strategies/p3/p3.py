@@ -125,7 +125,7 @@ class P3(Slices):
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
         # a sampler of its own has its own memory
         sampling = None if self.prefetch else holds(Batch.lay)
-        host.append(Op("lay", host=("lay", laid), ahead=True, holds=sampling))
+        host.append(Op("lay", host=("lay", laid, len(layers)), ahead=True, holds=sampling))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 

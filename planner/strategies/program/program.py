@@ -25,7 +25,7 @@ class Op:
 
     work            computation; its fields are arrays [ranks], or numbers that hold for all ranks
     loaded          bytes [ranks] from the server's memory to the device
-    host            a sampler's work, and edges [ranks]
+    host            a sampler's work, edges [ranks], and of how many layers they are
     sent            an exchange: bytes [ranks, ranks], from row to column
     handed          a message of each rank to the one `distance` further on: bytes [ranks]
     received        that message of its sender, which is the rank `distance` further on
@@ -50,7 +50,7 @@ class Op:
     layer: int | None = None
     work: Compute | None = None
     loaded: np.ndarray | None = None
-    host: tuple[HostWork, np.ndarray] | None = None
+    host: tuple[HostWork, np.ndarray, int] | None = None
     sent: np.ndarray | None = None
     size: int = 0
     groups: tuple[Group, ...] = ()

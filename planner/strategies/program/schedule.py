@@ -94,7 +94,8 @@ def _share(op: Op, i: int, group: Group, chunk: int | None) -> Work:
     if op.loaded is not None:
         return Load(int(op.loaded[i]))
     if op.host is not None:
-        return Host(op.host[0], int(op.host[1][i]))
+        what, edges, layers = op.host
+        return Host(what, int(edges[i]), layers)
     if op.sent is not None:
         sent = (op.sent if chunk is None else op.sent[chunk])[i].tolist()
         peers = tuple((peer, nbytes) for peer, nbytes in zip(group, sent, strict=True) if nbytes)
