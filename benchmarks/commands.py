@@ -17,9 +17,16 @@ def words(doc: str | None) -> list[str]:
 
 
 def gnnplan(*arguments: str) -> str:
-    """What a command of gnnplan prints. Raises CalledProcessError where it fails."""
+    """What a command of gnnplan prints.
+
+    Where it fails, its errors are printed, and CalledProcessError is raised.
+    """
     command = [sys.executable, "-m", "gnnplan", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        print(ended.stderr, file=sys.stderr)
+    ended.check_returncode()
+    return ended.stdout
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> None:
