@@ -21,7 +21,7 @@ from measured import FULL, MINI, Study, plan, rows
 from gnnplan.planner.decision.plan import question
 from gnnplan.planner.decision.recommendation import outlooks, recommended
 from gnnplan.planner.decision.search import Candidate, evaluate, placed
-from gnnplan.planner.evidence.papers.choices import reliability
+from gnnplan.planner.evidence.runs import reliability
 from gnnplan.planner.strategies import parse
 
 AGAIN = replace(FULL, folder=FULL.folder / "program")

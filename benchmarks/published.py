@@ -19,12 +19,13 @@ from commands import words
 
 from gnnplan.planner.evidence.papers import calibrate
 from gnnplan.planner.evidence.papers import mini_batch as mini_batches
-from gnnplan.planner.evidence.papers.choices import reliability, score
+from gnnplan.planner.evidence.papers.choices import score
 from gnnplan.planner.evidence.papers.figures import predict
 from gnnplan.planner.evidence.papers.interpret import question
 from gnnplan.planner.evidence.papers.published import DIFFERENT, evaluate_rows
 from gnnplan.planner.evidence.papers.question import Question, Row
 from gnnplan.planner.evidence.papers.rows import COLUMNS, read
+from gnnplan.planner.evidence.runs import reliability
 
 FIGURES = Path(__file__).resolve().parent.parent / "traces" / "published" / "figures.csv"
 DOCS = Path(__file__).resolve().parent.parent / "docs"

@@ -12,7 +12,7 @@ from gnnplan.api.planning import Answer, describe_question
 from gnnplan.api.view import Table, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.scale import Scaling, Size, chance_slower, sizes_of
+from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
@@ -289,7 +289,7 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
 
 
 def _likely(slower: Size, faster: Size) -> str:
-    return f"{show_percent(chance_slower(slower, faster))} likely"
+    return f"{show_percent(faster.best.chance_faster(slower.best))} likely"
 
 
 def _use(found: Scaling, unit: str) -> str:

@@ -4,16 +4,16 @@ A constant has a range, [low, high] times its value: in one of ten cases the tru
 one of ten above. The file of a cluster may say it (`ranges`). Otherwise the constant's provenance
 does (RANGES): a number that was measured is known better than one of a datasheet.
 
-    constant               what it multiplies
-    device.gemm            the rate of products
-    device.memory_bandwidth   rates of element-wise work and of the cache
-    device.gather          rates of aggregation, where they were measured
-    device.launch          the time of an operation, however small
-    device.overlap_tax     what computation loses beside transfers
-    inter_node.bandwidth   the link's bandwidth; each link has its own
-    inter_node.latency     and its latency
+    constant                          what it multiplies
+    device.gemm                       the rate of products
+    device.memory_bandwidth           rates of element-wise work and of the cache
+    device.gather                     rates of aggregation, where they were measured
+    device.launch                     the time of an operation, however small
+    device.overlap_tax                what computation loses beside transfers
+    inter_node.bandwidth              the link's bandwidth; each link has its own
+    inter_node.latency                and its latency
     collectives.exchange.inter_node   bandwidth and latency of what was measured on the link
-    host_rates             rates of the samplers, and their time for a layer
+    host_rates                        rates of the samplers, and their time for a layer
 """
 
 from __future__ import annotations

@@ -249,8 +249,3 @@ def must_be_objective(objective: str) -> None:
     """Raise SpecError for an unknown objective."""
     if objective not in OBJECTIVES:
         raise SpecError(f"--objective {objective!r}: must be {' or '.join(OBJECTIVES)}")
-
-
-def chance_slower(size: Size, other: Size) -> float:
-    """In which share of draws (recommendation.py) an epoch takes longer than on the other size."""
-    return float(np.mean(size.best.drawn_s > other.best.drawn_s))

@@ -113,7 +113,7 @@ class SearchResult:
     @cached_property
     def outlooks(self) -> list[Outlook]:
         """How sure the ranking is: of each candidate, in the order of `ranked`."""
-        return outlooks(np.stack([candidate.drawn_s for candidate in self.ranked]))
+        return outlooks(_side_by_side(self.ranked))
 
     def outlook(self, candidate: Candidate) -> Outlook:
         """How sure it is that a candidate is the right choice."""
@@ -138,7 +138,7 @@ class SearchResult:
         doubted = factors(self.best.problem.cluster)
         if len(self.rivals) < 2 or self.measured or not doubted:
             return None
-        drawn_s = np.stack([candidate.drawn_s for candidate in self.rivals])
+        drawn_s = _side_by_side(self.rivals)
         left = {name: settled_regret(drawn_s, factor) for name, factor in doubted.items()}
         constant = min(left, key=left.__getitem__)
         return Settled(constant, left[constant])
@@ -146,7 +146,7 @@ class SearchResult:
     @cached_property
     def certainty(self) -> Outlook:
         """How sure it is that the best is the right choice among its rivals."""
-        return outlooks(np.stack([candidate.drawn_s for candidate in self.rivals]))[0]
+        return outlooks(_side_by_side(self.rivals))[0]
 
     @property
     def others(self) -> list[Candidate]:
@@ -161,6 +161,11 @@ class SearchResult:
         return [c for c in self.others if float(c.predicted.epoch_s) < best_s]
 
 
+def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
+    """The candidates' epochs in each draw [candidates, DRAWS] [s]."""
+    return np.stack([candidate.drawn_s for candidate in candidates])
+
+
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that is recommended of these."""
     of_exact = [float(c.predicted.epoch_s) for c in candidates if c.strategy.exact]
@@ -168,8 +173,7 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
     near = [c for c in candidates if float(c.predicted.epoch_s) <= far_s]
     if len(near) == 1:
         return near[0]
-    drawn_s = np.stack([candidate.drawn_s for candidate in near])
-    return near[recommended(drawn_s, [c.strategy.exact for c in near])]
+    return near[recommended(_side_by_side(near), [c.strategy.exact for c in near])]
 
 
 def families(problem: Problem) -> list[type[Strategy]]:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from gnnplan.planner.evidence.papers import calibrate
-from gnnplan.planner.evidence.papers.choices import Choice, comparisons, reliability, score
+from gnnplan.planner.evidence.papers.choices import Choice, comparisons, score
 from gnnplan.planner.evidence.papers.question import Row
 from gnnplan.planner.evidence.papers.rows import COLUMNS, read
+from gnnplan.planner.evidence.runs import reliability
 
 FIGURES = Path(__file__).resolve().parents[2] / "traces" / "published" / "figures.csv"
 PRINTED = read(str(FIGURES))

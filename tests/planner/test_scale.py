@@ -9,7 +9,7 @@ import pytest
 
 from gnnplan.planner.decision.explain import NEARLY_FULL, nearly_full
 from gnnplan.planner.decision.plan import make
-from gnnplan.planner.decision.scale import chance_slower, problem_of, scale, sizes_of
+from gnnplan.planner.decision.scale import problem_of, scale, sizes_of
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
@@ -133,8 +133,8 @@ def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
     assert small.fastest.gpus == min(epochs, key=epochs.__getitem__)
     assert small.slower_from is not None and small.slower_from.gpus == 8
     assert all(epochs[gpus] > small.fastest.epoch_s for gpus in (8, 16))
-    assert chance_slower(small.slower_from, small.fastest) == 1
-    assert chance_slower(small.fastest, small.fastest) == 0
+    assert small.fastest.best.chance_faster(small.slower_from.best) == 1
+    assert small.fastest.best.chance_faster(small.fastest.best) == 0
     assert scale(question("reddit", "dgx_a100"), [1, 2, 4, 8]).slower_from is None
 
 
