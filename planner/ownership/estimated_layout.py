@@ -79,7 +79,7 @@ class EstimatedLayout:
     depth: int
     expansion: Expansion | None = None
     mixing: Mixing = Mixing()
-    targets: float | None = None  # of a batch, per server; None: all own rows
+    targets: float | None = None  # per server, whose rows alone are computed; None: all own rows
     _facts: dict[object, LayerFacts] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -93,19 +93,16 @@ class EstimatedLayout:
 
     @cached_property
     def inside(self) -> int:
-        if self.targets is not None or (self.expansion and len(set(self.servers)) > 1):
+        if self.expansion and len(set(self.servers)) > 1:
             return self.layers
-        return self.first_varying + self.depth if self.depth else 0
-
-    def hops(self, h: int) -> int:
-        return max(0, self.inside - h)
+        return min(self.first_varying + self.depth, self.layers) if self.depth else 0
 
     def recomputed(self, layer: int) -> bool:
         return layer - 1 < self.inside
 
     def kind(self, layer: int) -> object:
         return tuple(
-            round(rows) for h in (layer, layer - 1) for rows in self._region(self.hops(h))
+            round(rows) for h in (layer, layer - 1) for rows in self._rows(h)
         ), self.recomputed(layer)
 
     # -- a server's region ---------------------------------------------------------------------
@@ -141,14 +138,29 @@ class EstimatedLayout:
             external = self._degree * (1 - mixed / servers)
         return float(reached)
 
-    def _region(self, hops: int) -> tuple[float, float]:
-        """Own rows and external rows within `hops` hops of a server's part (or of its targets)."""
-        if hops not in self._regions:
-            self._regions[hops] = self._grown(hops)
-        return self._regions[hops]
+    def _rows(self, h: int) -> tuple[float, float]:
+        """Own rows and external rows of h_h that a server computes (h = 0: has)."""
+        if h not in self._regions:
+            self._regions[h] = (
+                (self._needed(h) / len(set(self.servers)), 0.0)
+                if h >= self.inside
+                else self._grown(self.inside - h)
+            )
+        return self._regions[h]
+
+    def _needed(self, h: int) -> float:
+        """Rows of h_h that the targets of all servers need of their owners."""
+        if self.targets is None:
+            return float(self.vertices)
+        new = rows = self.targets * len(set(self.servers))
+        for _ in range(self.layers - h):
+            new = (self.vertices - rows) * -np.expm1(-new * self._degree / self.vertices)
+            rows += new
+        return float(rows)
 
     def _grown(self, hops: int) -> tuple[float, float]:
-        own = self._own_rows if self.targets is None else self.targets
+        """Own rows and external rows within `hops` hops of a server's own rows of h_inside."""
+        own = self._needed(self.inside) / len(set(self.servers))
         external, new_own, new_external = 0.0, own, 0.0
         mixed = self.mixing.at(len(set(self.servers)))
         # edges of a row into any one vertex, and into its own pool
@@ -183,29 +195,27 @@ class EstimatedLayout:
 
     def _counted(self, layer: int) -> LayerFacts:
         ranks, servers = self.ranks, len(set(self.servers))
+        per_server = ranks // servers
+        (own, external), among = self._rows(layer), sum(self._rows(layer - 1))
+        rows, local = (own + external) / per_server, among / per_server
         if self.recomputed(layer):
-            per_server = ranks // servers
-            own, external = self._region(self.hops(layer))
-            rows = (own + external) / per_server
-            among = sum(self._region(self.hops(layer - 1)))
             edges = self._kept_edges(own, external) / per_server
-            local, peers = among / per_server, _pairs(self.servers, True)
+            parts, peers = (local, among), _pairs(self.servers, True)
         else:
-            rows = local = self.vertices / ranks
-            among, edges = float(self.vertices), self.edges / ranks
-            peers = _pairs((0,) * ranks, True)
-        sends = _evenly(peers, self._halo(rows, local, among))
+            edges, among = rows * self._degree, among * servers
+            parts, peers = (self.vertices / ranks, self.vertices), _pairs((0,) * ranks, True)
+        sends = _evenly(peers, self._halo(rows, local, among, parts))
         ones = np.ones(ranks)
         return LayerFacts(rows * ones, local + sends.sum(0), edges * ones, sends)
 
-    def _halo(self, rows: float, local: float, among: float) -> float:
+    def _halo(self, rows: float, local: float, among: float, parts: tuple[float, float]) -> float:
         """Halo rows of a rank that has `local` of the `among` source rows of its group.
 
-        rows: its destinations. The halo is what edges leave a part of the rank's size for, but not
-        a part of the group's size."""
+        rows: its destinations. parts: rows of the rank's part of the graph and of the group's. The
+        halo is what edges leave the first for, but not the second."""
         if local >= among:
             return 0.0
-        leave_rank, leave_group = map(self.leaving, (local, among))
+        leave_rank, leave_group = map(self.leaving, parts)
         rate = self._degree * max(leave_rank - leave_group, 0.0) / (among - local)
         return float((among - local) * -np.expm1(-rows * rate))
 
@@ -218,12 +228,12 @@ class EstimatedLayout:
 
     def preloaded(self) -> np.ndarray:
         per_server = self.ranks // len(set(self.servers))
-        own, external = self._region(self.hops(0))
+        own, external = self._rows(0)
         return _evenly(_pairs(self.servers, False), (own + external - self._own_rows) / per_server)
 
     def region(self, h: int) -> float:
-        """Rows of h_h that a server computes (h = 0: has)."""
-        return sum(self._region(self.hops(h)))
+        """Own and external rows of h_h together."""
+        return sum(self._rows(h))
 
 
 def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:

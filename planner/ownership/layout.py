@@ -12,6 +12,9 @@ that a server computes are its *region*; they are spread over its GPUs.
     a batch of it
         targets  | 1 hop | 2 hops | 3 hops                      the same edges on the same GPUs
 
+A layout of all rows becomes one of those that some targets need (`needed`): a row that no target
+reaches in the layers that are left is left out.
+
 Layer l reads h_{l-1} and writes h_l. `first_varying` (gnn/model.py) is 1 where h_0 are constant
 features, 0 after an encoder. The planner reads counts and the executor reads indices of the same
 object, so they agree about bytes."""
@@ -107,19 +110,15 @@ class Layout:
                 server: expand(graph, self._part(server), expansion, server)
                 for server in set(servers)
             }
-        # per rank: (global ids, hop) of its rows
+        # per rank: (global ids, last) of its rows; it computes a row of h_0 .. h_last
         self._members = self._regions() if self.inside else self._parts()
         self._clear_caches()
 
     def _clear_caches(self) -> None:
         self._pieces: dict[tuple[int, int, int, bool, int], Piece] = {}
-        self._within_hops: dict[int, tuple[int, ...]] = {}
+        self._row_counts: dict[int, tuple[int, ...]] = {}
         self._facts: dict[object, LayerFacts] = {}
         self.__dict__.pop("_position", None)
-
-    def hops(self, h: int) -> int:
-        """Hops around its own rows within which a server computes h_h (h = 0: has features)."""
-        return max(0, self.inside - h)
 
     def recomputed(self, layer: int) -> bool:
         """Whether the layer's inputs come from the own server only."""
@@ -128,19 +127,19 @@ class Layout:
     def kind(self, layer: int) -> object:
         """A key that is equal for layers with equal rows, edges and exchanges."""
         return (
-            self._sizes(self.hops(layer - 1)),
-            self._sizes(self.hops(layer)),
+            self._sizes(layer - 1),
+            self._sizes(layer),
             self.recomputed(layer),
             self._drawn(layer),
         )
 
-    def _sizes(self, hops: int) -> tuple[int, ...]:
-        """Rows of each rank within `hops` hops."""
-        if hops not in self._within_hops:
-            self._within_hops[hops] = tuple(
-                int(np.searchsorted(hop, hops, side="right")) for _, hop in self._members
+    def _sizes(self, h: int) -> tuple[int, ...]:
+        """Rows of h_h of each rank."""
+        if h not in self._row_counts:
+            self._row_counts[h] = tuple(
+                int(np.searchsorted(-last, -h, side="right")) for _, last in self._members
             )
-        return self._within_hops[hops]
+        return self._row_counts[h]
 
     # -- regions -------------------------------------------------------------------------------
 
@@ -154,37 +153,52 @@ class Layout:
 
     def _parts(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each rank's own rows."""
-        return [self._sorted(np.flatnonzero(self.owner == rank)) for rank in range(self.ranks)]
+        last = np.full(self.owner.size, self.layers, dtype=np.int16)
+        return [
+            self._sorted(np.flatnonzero(self.owner == rank), last) for rank in range(self.ranks)
+        ]
 
     def _regions(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each rank's share of its server's region."""
         owner, members = self.owner.copy(), dict[int, tuple[np.ndarray, np.ndarray]]()
-        # by hop: the number of layers in which a row that far away is computed, at least 1
-        hops = np.arange(self.inside + 1)
-        layers_computed = np.where(hops == 0, self.layers, np.maximum(self.inside - hops, 1))
-        for server in sorted(set(self.servers)):
+        for server, last in self._lasts(np.ones(owner.size, dtype=bool)):
             ranks = np.flatnonzero(np.asarray(self.servers) == server)
-            hop = distances(self.graph, self._part(server), self.hops(0), self._allowed.get(server))
-            region = np.flatnonzero(hop < FAR)
+            region = np.flatnonzero(last >= 0)
             if len(ranks) == 1:
                 rank_of = np.full(region.size, ranks[0])
             else:
                 indptr, indices = _induced(self.graph, region)
-                weights = layers_computed[hop[region]]
+                # METIS balances the layers in which rows are computed, at least 1
+                weights = np.maximum(last[region].astype(np.int64), 1)
                 rank_of = ranks[partition_weighted(indptr, indices, weights, len(ranks), seed=0)]
-            own = hop[region] == 0
+            own = self._part(server)[region]
             owner[region[own]] = rank_of[own]
-            members |= {int(rank): self._sorted(region[rank_of == rank], hop) for rank in ranks}
+            members |= {int(rank): self._sorted(region[rank_of == rank], last) for rank in ranks}
         self.owner = owner
         return [members[rank] for rank in range(self.ranks)]
 
-    def _sorted(
-        self, ids: np.ndarray, hop: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(global ids, hop) of rows by hop, within a hop METIS clusters together."""
-        hops = np.zeros(ids.size, dtype=np.int16) if hop is None else hop[ids]
-        sort = np.lexsort((self._order[ids], hops))
-        return ids[sort], hops[sort]
+    def _lasts(self, targets: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Each server, and the last h_l of which it computes each row for the targets: int16 [N].
+
+        Negative: it does not have the row. Owners compute h_l for l >= inside, for the targets of
+        all servers; below, every server computes what its own rows of h_inside need."""
+        hop = distances(self.graph, targets, self.layers - self.inside)
+        by_owner = np.where(hop < FAR, self.layers - hop, -1).astype(np.int16)
+        for server in sorted(set(self.servers)):
+            part = self._part(server)
+            own = np.where(part, by_owner, -1).astype(np.int16)
+            around = distances(
+                self.graph, own >= self.inside, self.inside, self._allowed.get(server)
+            )
+            yield server, np.maximum(own, self.inside - around)
+
+    def _sorted(self, ids: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(global ids, last) of rows, those of most layers first; alike, METIS clusters together.
+
+        last: of all vertices, [N]."""
+        lasts = last[ids]
+        sort = np.lexsort((self._order[ids], -lasts))
+        return ids[sort], lasts[sort]
 
     def drawn(self, rows: np.ndarray, count: int, seed: int) -> np.ndarray:
         """The random batch of each of `rows` (bool [N]), -1 elsewhere: int32 [N].
@@ -198,26 +212,29 @@ class Layout:
             batch_of[order] = np.arange(order.size) * count // max(order.size, 1)
         return batch_of
 
+    def needed(self, targets: np.ndarray, inside: int | None = None) -> Layout:
+        """The layout of the rows that some targets (bool [N]) need, on the ranks that have them.
+
+        inside: h_0 .. h_{inside - 1} never cross servers; default: as here."""
+        out = object.__new__(Layout)
+        out.__dict__.update(self.__dict__)
+        out.inside = self.inside if inside is None else inside
+        out._clear_caches()
+        lasts = dict(out._lasts(targets))
+        out._members = [
+            self._sorted(ids[lasts[server][ids] >= 0], lasts[server])
+            for server, (ids, _) in zip(self.servers, self._members, strict=True)
+        ]
+        return out
+
     def batch(self, targets: np.ndarray) -> Layout:
         """The layout of the rows that some targets (bool [N]) need.
 
         A server's targets are among its own rows. What they need is found for the server as a
         whole, then split over its GPUs as in this layout. So every row that a rank needs is among
         the rows that it has here."""
-        batch = object.__new__(Layout)
-        batch.__dict__.update(self.__dict__)
-        batch.depth, batch.inside = self.layers - self.first_varying, self.layers
-        batch._clear_caches()
-        hops = {
-            server: distances(
-                self.graph, self._part(server) & targets, batch.inside, self._allowed.get(server)
-            )
-            for server in set(self.servers)
-        }
-        batch._members = []
-        for server, (ids, _) in zip(self.servers, self._members, strict=True):
-            hop = hops[server]
-            batch._members.append(self._sorted(ids[hop[ids] < FAR], hop))
+        batch = self.needed(targets, inside=self.layers)
+        batch.depth = self.layers - self.first_varying
         return batch
 
     def _holders(self, server: int) -> tuple[np.ndarray, np.ndarray]:
@@ -232,21 +249,20 @@ class Layout:
 
     @cached_property
     def _position(self) -> np.ndarray:
-        """Position of each vertex among its owner's rows, int32 [N]."""
+        """Position of each vertex among its owner's rows, int32 [N]; -1 if it is left out."""
         position = np.full(self.graph.stats.vertices, -1, dtype=np.int32)
-        for rank in range(self.ranks):
-            own = self.own(rank)
-            position[own] = np.arange(own.size)
+        for rank, (ids, _) in enumerate(self._members):
+            own = np.flatnonzero(self.owner[ids] == rank)
+            position[ids[own]] = own
         return position
 
     def rows(self, rank: int, h: int) -> np.ndarray:
         """Global ids of the rows of h_h that the rank computes (h = 0: has), int64 [rows]."""
-        ids, hop = self._members[rank]
-        return ids[: np.searchsorted(hop, self.hops(h), side="right")]
+        return self._members[rank][0][: self._sizes(h)[rank]]
 
     def row_counts(self, h: int) -> np.ndarray:
         """Rows of h_h of each rank [ranks]."""
-        return np.array(self._sizes(self.hops(h)))
+        return np.array(self._sizes(h))
 
     def own(self, rank: int) -> np.ndarray:
         """Global ids of the rows that the rank owns: those in its loss, or a batch's targets."""
@@ -389,6 +405,8 @@ def distances(
     frontier = np.flatnonzero(roots)
     hop[frontier] = 0
     for distance in range(1, reach + 1):
+        if frontier.size in (0, hop.size):
+            break
         near = np.zeros(hop.size, dtype=bool)
         for _, columns in _blocks(graph, frontier):
             near[columns] = True
@@ -396,8 +414,6 @@ def distances(
         if allowed is not None:
             near &= allowed
         frontier = np.flatnonzero(near)
-        if not frontier.size:
-            break
         hop[frontier] = distance
     return hop
 

@@ -58,8 +58,8 @@ class MiniBatch(Layout):
         self.owner = np.full(graph.stats.vertices, -1, dtype=np.int32)  # of the seeds
         for rank, group in enumerate(groups):
             nodes = frontiers[group].nodes
-            hop = np.repeat(
-                np.arange(self.layers + 1), np.diff([0, *(rows.size for rows in nodes[::-1])])
+            last = np.repeat(
+                np.arange(self.layers, -1, -1), np.diff([0, *(rows.size for rows in nodes[::-1])])
             ).astype(np.int16)
             places = (
                 np.arange(nodes[0].size)
@@ -67,9 +67,10 @@ class MiniBatch(Layout):
                 else np.flatnonzero(member[nodes[0]] == groups[:rank].count(group))
             )
             self._places.append(places)
-            self._members.append((nodes[0][places], hop[places]))
-            self.owner[self.own(rank)] = rank
+            self._members.append((nodes[0][places], last[places]))
         self._clear_caches()
+        for rank in range(self.ranks):
+            self.owner[self.own(rank)] = rank
 
     def _drawn(self, layer: int) -> int:
         return layer  # every layer draws anew

@@ -171,11 +171,8 @@ class Problem:
     ) -> Sequence[Layout | EstimatedLayout]:
         """Layouts of `count` batches of every group's training vertices, drawn once by the seed."""
         if isinstance(layout, EstimatedLayout):
-            return [
-                replace(
-                    layout, targets=self.stats.train_vertices / len(set(layout.servers)) / count
-                )
-            ] * count
+            targets = self.stats.train_vertices / len(set(layout.servers)) / count
+            return [replace(layout, depth=layout.layers, targets=targets)] * count
         assert self.graph is not None
         graph, seed = self.graph, self.workload.seed
 

@@ -60,7 +60,7 @@ def test_a_real_graphs_layout_from_its_halos(dataset: Callable[[str], str], name
                 (-0.3, 0.05)
                 if expansion
                 else (-0.001, 0.001)
-                if real.hops(layer) < 2
+                if real.inside - layer < 2
                 else (-0.01, 0.3)
             )
             assert low < off < high, (depth, expansion, layer, off)

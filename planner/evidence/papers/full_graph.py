@@ -112,13 +112,13 @@ class InOrder(EstimatedLayout):
             reached += new
         return float(reached)
 
-    def _halo(self, rows: float, local: float, among: float) -> float:
+    def _halo(self, rows: float, local: float, among: float, parts: tuple[float, float]) -> float:
         """Halo rows of a METIS part of what the server has."""
-        parts = among / local if local else 1.0
-        if parts <= 1:
+        count = among / local if local else 1.0
+        if count <= 1:
             return 0.0
         degree = self._degree * among / self.vertices  # among the server's rows
-        edges_per_row = self.metis.at(parts) * degree / parts * rows / local
+        edges_per_row = self.metis.at(count) * degree / count * rows / local
         return float((among - local) * -np.expm1(-edges_per_row))
 
 
@@ -137,7 +137,7 @@ class GraNNDisProblem(TheirProblem):
         usual = super().layout(depth, expansion, groups)
         if not isinstance(usual, EstimatedLayout) or not usual.inside:
             return usual
-        of = (usual.servers, usual.layers, usual.first_varying, usual.depth, usual.expansion)
+        of = (usual.servers, usual.layers, usual.first_varying, usual.layers, usual.expansion)
         return self.known.answer(
             ("in order", *of, self.stats, self.kept),
             lambda: InOrder(
