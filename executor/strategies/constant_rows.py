@@ -1,7 +1,8 @@
 """Set-up of full-graph training: the constant features that a rank keeps.
 
 A rank loads the features of its own vertices. It fetches those of vertices that it computes too but
-does not own (preload), and those of its halo if layer 1 reads them.
+does not own (preload), and those of its halo if layer 1 reads them. Where it trains on fewer rows
+than those of its layout, they stay in the server's memory, and some are loaded (ConstantRows).
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
+from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features, weighted_block
 from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.graph import Graph
@@ -93,3 +95,72 @@ def _preload(layout: Layout, me: int) -> tuple[list[np.ndarray], np.ndarray, np.
     external = layout.rows(me, 0)[layout.own(me).size :]
     owner = layout.owner[external]
     return give, np.bincount(owner, minlength=layout.ranks), np.argsort(owner, kind="stable")
+
+
+class ConstantRows:
+    """The constant rows of a layout, in the server's memory; layouts of fewer rows load from them.
+
+    These are the rows that layer 1 or the encoder reads; or, if layer 1 always aggregates the same,
+    its aggregate, and the own rows where layer 1 reads them too.
+    """
+
+    def __init__(
+        self, rank: Rank, problem: Problem, layout: Layout, net: Net, degrees: str
+    ) -> None:
+        self.rank, self.problem, self.layout = rank, problem, layout
+        self.cached = problem.model.aggregate_cached(1)
+        x = constant_rows(rank, problem, layout).to("cpu")
+        self.kept: list[Tensor | SparseRows] = [x]
+        ids = self._ids(layout)
+        if self.cached:
+            assert problem.graph is not None and isinstance(x, Tensor)
+            layer, me = net.layer(1), rank.rank
+            block = weighted_block(
+                problem.graph,
+                layer.edges,
+                ids,
+                np.concatenate([layout.rows(me, 0), layout.piece(me, 1).halo]),
+                *layout.block(me, 1),
+                problem.workload,
+                layout.degrees(me) if degrees == "local" else None,
+            )
+            self.kept = [layer.gather(block, x)]
+            if problem.model.layers[0].reads_own:
+                self.kept.append(x[: ids.size].clone())
+        self.place = np.full(layout.graph.stats.vertices, -1)
+        self.place[ids] = np.arange(ids.size)
+
+    def _ids(self, layout: Layout) -> np.ndarray:
+        """Global ids of the constant rows that a layout needs."""
+        me = self.rank.rank
+        if self.cached:
+            return layout.rows(me, 1)
+        local = layout.rows(me, 0)
+        return (
+            np.concatenate([local, layout.piece(me, 1).halo])
+            if self.problem.model.first_varying
+            else local
+        )
+
+    def places(self, layout: Layout) -> Tensor:
+        """Places of a layout's constant rows among those that are kept."""
+        return torch.from_numpy(self.place[self._ids(layout)])
+
+    def at(self, places: Tensor) -> list[Tensor | SparseRows]:
+        """Copies of the rows at these places."""
+        return [kept.index_select(0, places) for kept in self.kept]
+
+    def of(self, layout: Layout) -> list[Tensor | SparseRows]:
+        """The constant rows of a layout: those that are kept, or copies of some of them."""
+        return self.kept if layout is self.layout else self.at(self.places(layout))
+
+    def on_device(
+        self, rows: list[Tensor | SparseRows]
+    ) -> tuple[Tensor | SparseRows, Tensor | None]:
+        """What layer 1 or the encoder reads, and layer 1's aggregate if that is cached."""
+        loaded = [each.to(self.rank.device) for each in rows]
+        if not self.cached:
+            return loaded[0], None
+        assert isinstance(loaded[0], Tensor)
+        own = loaded[1] if len(loaded) > 1 else loaded[0][:0]
+        return own, loaded[0]

@@ -9,13 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, counts_of, weighted_block
-from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.blocks import Targets, counts_of
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.constant_rows import constant_rows
-from gnnplan.executor.strategies.graph_parallel import Worker, whole_share, worker_on
+from gnnplan.executor.strategies.constant_rows import ConstantRows
+from gnnplan.executor.strategies.graph_parallel import (
+    Worker,
+    trimmed_worker_on,
+    whole_share,
+    worker_on,
+)
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
@@ -28,7 +32,8 @@ def open_worker(rank: Rank, problem: Problem, strategy: GraNNDis, first: int) ->
     assert isinstance(layout, Layout)
     if strategy.steps(problem) > 1:
         return CoBatches(rank, problem, strategy, layout)
-    return worker_on(rank, problem, layout, strategy.exchange_options, degrees=strategy.degrees)
+    make = trimmed_worker_on if strategy.trim else worker_on
+    return make(rank, problem, layout, strategy.exchange_options, degrees=strategy.degrees)
 
 
 class CoBatches(base.Worker):
@@ -44,59 +49,13 @@ class CoBatches(base.Worker):
     def __init__(self, rank: Rank, problem: Problem, strategy: GraNNDis, layout: Layout) -> None:
         self.rank, self.problem, self.strategy = rank, problem, strategy
         self.net = Net(problem.model, problem.workload).to(rank.device)
-        self.cached = problem.model.aggregate_cached(1)
-        self._keep(layout)
+        self.kept = ConstantRows(rank, problem, layout, self.net, strategy.degrees)
         self.batches = []
         for batch in strategy.layouts(problem):
             assert isinstance(batch, Layout)
-            self.batches.append((self._open(batch), self._places(batch)))
+            self.batches.append((self._open(batch), self.kept.places(batch)))
         self.evaluation = _evaluation(problem, layout, strategy.steps(problem))
         self.scored: list[Targets] = []  # to which the last logits belong
-
-    def _keep(self, layout: Layout) -> None:
-        """Keep what batches load from.
-
-        These are the rows that layer 1 or the encoder reads; or, if layer 1 always aggregates the
-        same, its aggregate, and GraphSAGE's own rows.
-        """
-        me, problem = self.rank.rank, self.problem
-        x = constant_rows(self.rank, problem, layout).to("cpu")
-        ids = self._constant(layout)
-        self.kept: list[Tensor | SparseRows] = [x]
-        if self.cached:
-            assert problem.graph is not None and isinstance(x, Tensor)
-            layer = self.net.layer(1)
-            source = np.concatenate([layout.rows(me, 0), layout.piece(me, 1).halo])
-            degrees = layout.degrees(me) if self.strategy.degrees == "local" else None
-            block = weighted_block(
-                problem.graph,
-                layer.edges,
-                ids,
-                source,
-                *layout.block(me, 1),
-                problem.workload,
-                degrees,
-            )
-            self.kept = [layer.gather(block, x)]
-            if problem.model.layers[0].reads_own:
-                self.kept.append(x[: ids.size].clone())
-        self.place = np.full(layout.graph.stats.vertices, -1)
-        self.place[ids] = np.arange(ids.size)
-
-    def _constant(self, layout: Layout) -> np.ndarray:
-        """Global ids of the constant rows that a layout needs."""
-        me = self.rank.rank
-        if self.cached:
-            return layout.rows(me, 1)
-        local = layout.rows(me, 0)
-        return (
-            np.concatenate([local, layout.piece(me, 1).halo])
-            if self.problem.model.first_varying
-            else local
-        )
-
-    def _places(self, batch: Layout) -> Tensor:
-        return torch.from_numpy(self.place[self._constant(batch)])
 
     def _open(self, batch: Layout) -> Worker:
         targets = sum(batch.own(rank).size for rank in range(batch.ranks))
@@ -107,13 +66,9 @@ class CoBatches(base.Worker):
 
     def _load(self, worker: Worker, places: Tensor, step: int) -> None:
         """Give a batch's worker its constant rows."""
-        chosen = [kept.index_select(0, places) for kept in self.kept]
+        chosen = self.kept.at(places)
         with self.rank.span(Label("load", step), "copy", sum(rows.nbytes for rows in chosen)):
-            loaded = [rows.to(self.rank.device) for rows in chosen]
-            worker.features = loaded[-1]
-            if self.cached:
-                assert isinstance(loaded[0], Tensor)
-                worker.cached = loaded[0]
+            worker.features, worker.cached = self.kept.on_device(chosen)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
@@ -138,7 +93,7 @@ class CoBatches(base.Worker):
         self.scored, logits = [], []
         for batch in self.evaluation:
             worker = self._open(batch)
-            self._load(worker, self._places(batch), step)
+            self._load(worker, self.kept.places(batch), step)
             logits.append(worker.evaluate(step))
             self.scored.append(worker.targets)
         return torch.cat(logits)

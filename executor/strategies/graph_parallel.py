@@ -27,7 +27,7 @@ from gnnplan.executor.ranks.checkpoint import fill
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.constant_rows import constant_rows
+from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
@@ -64,6 +64,8 @@ class Worker(base.Worker):
     net: Net
     gamma: float = 0.0
     batch: int | None = None  # training vertices of all ranks if the share is of a batch
+    # makes the worker that evaluates, where the share leaves out rows of which evaluation is
+    evaluator: Callable[[], Worker] | None = None
     # With staleness: rows and halo gradients under way, by way ('f' or 'b') and layer
     pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
     leaving: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # their buffers
@@ -94,6 +96,7 @@ class Worker(base.Worker):
         self.own_vertices = torch.from_numpy(share.own).to(device)
         self.vertices_in_all = share.everyone
         self.targets = Targets(problem.graph, share.own, problem.workload, device, self.batch)
+        self.scored = self.targets  # to which the last logits belong
         self.arriving = torch.empty(
             self._numbers_to_smooth(), dtype=dtype_of(problem.workload), device=device
         )
@@ -437,7 +440,7 @@ class Worker(base.Worker):
 
         Returns this rank's part of the loss, and its logits [own, C].
         """
-        self.training = True
+        self.training, self.scored = True, self.targets
         entered, encoded = self.forward(step)
         last, above = entered.pop(), None
         with self.rank.span(Label("loss", step), "compute"):
@@ -468,12 +471,16 @@ class Worker(base.Worker):
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] without dropout and without staleness."""
+        if self.evaluator is not None:
+            whole = self.evaluator()
+            self.scored = whole.targets
+            return whole.evaluate(step)
         self.training = False
         return self.net.decode(self.forward(step)[0][-1].leaf)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of this rank's rows."""
-        return self.targets.counts(logits)
+        """Right and wrong answers [3, 2] of the rows of the last logits."""
+        return self.scored.counts(logits)
 
     def drain(self) -> None:
         """Wait for exchanges that are under way; what they bring stays for the next step."""
@@ -499,7 +506,8 @@ def open_worker(rank: Rank, problem: Problem, strategy: GraphParallel, first: in
     """This rank's part of the strategy."""
     layout = problem.layout()
     assert isinstance(layout, Layout)
-    return worker_on(rank, problem, layout, strategy.exchange_options, strategy.gamma)
+    make = trimmed_worker_on if strategy.trim else worker_on
+    return make(rank, problem, layout, strategy.exchange_options, strategy.gamma)
 
 
 def worker_on(
@@ -520,6 +528,33 @@ def worker_on(
     share = whole_share(rank, problem, layout, net, degrees)
     worker = Worker(rank, problem, share, options, net, gamma)
     worker.keep(constant_rows(rank, problem, layout))
+    return worker
+
+
+def trimmed_worker_on(
+    rank: Rank,
+    problem: Problem,
+    layout: Layout,
+    options: ExchangeOptions,
+    gamma: float = 0.0,
+    degrees: str = "global",
+) -> Worker:
+    """A worker on those rows of a layout that training vertices need.
+
+    It evaluates on the whole layout, whose edges are made for each evaluation.
+    """
+    net, trimmed = Net(problem.model, problem.workload).to(rank.device), problem.trimmed(layout)
+    assert isinstance(trimmed, Layout)
+    kept = ConstantRows(rank, problem, layout, net, degrees)
+
+    def on(rows: Layout, gamma: float) -> Worker:
+        share = whole_share(rank, problem, rows, net, degrees)
+        worker = Worker(rank, problem, share, options, net, gamma)
+        worker.features, worker.cached = kept.on_device(kept.of(rows))
+        return worker
+
+    worker = on(trimmed, gamma)
+    worker.evaluator = lambda: on(layout, 0.0)
     return worker
 
 

@@ -32,6 +32,7 @@ COMMUNITY: Ranges = {
     "skew": (2.5, 1.5, 100.0),
     "noise": (1.0, 0.0, 100.0),
     "label_noise": (0.05, 0.0, 1.0),
+    "train": (0.6, 0.0, 1.0),
 }
 
 
@@ -43,7 +44,8 @@ def community(source: str, given: Mapping[str, Any]) -> Graph:
 
     mixing: the share of edges drawn without regard to communities. skew: the exponent of the degree
     distribution. noise: standard deviation of features around a class mean of length 1.
-    label_noise: the share of labels drawn at random. Raises SpecError for sizes that do not fit."""
+    label_noise: the share of labels drawn at random. train: the share of training vertices, at
+    least one; half of the others validate, half test. Raises SpecError for sizes that do not fit."""
     vertices, edges, classes = given["vertices"], given["edges"], given["classes"]
     communities = given["communities"] or classes
     if edges > vertices * (vertices - 1):
@@ -77,7 +79,8 @@ def community(source: str, given: Mapping[str, Any]) -> Graph:
     y = np.where(
         rng.random(vertices) < given["label_noise"], rng.integers(0, classes, vertices), label
     )
-    masks = random_split(np.ones(vertices, bool), rng)
+    train = max(given["train"], 1 / vertices)
+    masks = random_split(np.ones(vertices, bool), rng, train)
     notes = ["a generated graph, not data: its classes and parts are easier than real ones"] + (
         [f"{filled:,} edges drawn uniformly: the communities were full"] if filled else []
     )

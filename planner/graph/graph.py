@@ -252,10 +252,14 @@ def _digest_of_mapped(
     return digest, count
 
 
-def random_split(labelled: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
-    """Training, validation and test masks [N] that split the labelled vertices 60/20/20."""
+def random_split(
+    labelled: Array, rng: np.random.Generator, train: float = 0.6
+) -> tuple[Array, Array, Array]:
+    """Training, validation and test masks [N] that split the labelled vertices.
+
+    `train` is the share of the first; the other two are equal: 60/20/20."""
     order = rng.permutation(np.flatnonzero(labelled))
-    cuts = [round(0.6 * len(order)), round(0.8 * len(order))]
+    cuts = [round(train * len(order)), round((1 + train) / 2 * len(order))]
     masks = []
     for ids in np.split(order, cuts):
         mask = np.zeros(len(labelled), bool)

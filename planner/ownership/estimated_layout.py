@@ -231,6 +231,9 @@ class EstimatedLayout:
         own, external = self._rows(0)
         return _evenly(_pairs(self.servers, False), (own + external - self._own_rows) / per_server)
 
+    def row_counts(self, h: int) -> np.ndarray:
+        return np.full(self.ranks, self.region(h) * len(set(self.servers)) / self.ranks)
+
     def region(self, h: int) -> float:
         """Own and external rows of h_h together."""
         return sum(self._rows(h))

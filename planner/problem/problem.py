@@ -26,6 +26,8 @@ from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.known import Known
 from gnnplan.planner.vocabulary.errors import SpecError
 
+# Rows are left out where training vertices need at most this share of all rows of all layers
+MOST_NEEDED = 2 / 3
 LISTS = ("islands", "switches", "nics")  # fields of a cluster that list GPUs of a server
 
 
@@ -181,6 +183,24 @@ class Problem:
             return [layout.batch(batch_of == b) for b in range(count)]
 
         return self.known.answer(("batches", layout, count, seed), make)
+
+    def trimmed(self, layout: Layout | EstimatedLayout) -> Layout | EstimatedLayout:
+        """The layout of the rows that training vertices need."""
+        if isinstance(layout, EstimatedLayout):
+            return replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)))
+        assert self.graph is not None
+        train = self.graph.train
+        return self.known.answer(("trimmed", layout), lambda: layout.needed(train))
+
+    @property
+    def needs_few_rows(self) -> bool:
+        """Whether training vertices need so few rows that it pays to leave out the others."""
+        stats, layers = self.stats, self.workload.layers
+        most = MOST_NEEDED * layers * stats.vertices
+        if self.workload.norm == "batch" or layers * stats.train_vertices > most:
+            return False
+        layout = self.trimmed(self.layout())
+        return sum(float(layout.row_counts(h).sum()) for h in range(1, layers + 1)) <= most
 
     def minibatches(self, groups: tuple[int, ...], splitter: str = "", epochs: int = 0) -> Batches:
         """The workload's mini-batches, and how groups of ranks share them.

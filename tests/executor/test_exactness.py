@@ -28,6 +28,8 @@ GRAPH_PARALLEL = (
     "graph_parallel",
     "graph_parallel(narrow=True)",
     "graph_parallel(narrow=True,checkpoint=True)",
+    "graph_parallel(trim=True)",
+    "graph_parallel(narrow=True,checkpoint=True,trim=True)",
     "gnnpipe(chunks=1)",
 )
 GRANNDIS = (
@@ -36,6 +38,7 @@ GRANNDIS = (
     "granndis(depth=1,narrow=True)",
     "granndis(depth=2)",
     "granndis",
+    "granndis(depth=2,trim=True)",
 )
 SETTINGS = [
     *((2, 1, s) for s in GRAPH_PARALLEL),

@@ -236,6 +236,7 @@ def test_footprint_of_sparse_rows(model: str, p: float) -> None:
 DENSE = "synthetic:community?vertices=20000&edges=300000&features=64&classes=10"
 MANY = "synthetic:community?vertices=20000&edges=300000&features=256&classes=64"
 THIN = "synthetic:community?vertices=12000&edges=120000&features=48&classes=7"
+FEW_TRAIN = f"{DENSE}&train=0.02"
 SAGE = {"model": "sage", "layers": 3, "hidden": 128}
 DEEP = {"model": "gcnii", "layers": 12, "hidden": 64, "dropout": 0.5}
 RES = {"model": "resgcn", "layers": 8, "hidden": 64, "dropout": 0.5}
@@ -278,6 +279,7 @@ RUNS = {
     # the last layer's outlived its use
     "pipeline, wide": (2, Case("gnnpipe(chunks=3)", THIN, {**SAGE, "hidden": 254})),
     "members": (2, Case("gnnpipe(stages=1,chunks=3)", THIN, DEEP)),
+    "trimmed": (2, Case("graph_parallel(trim=True)", FEW_TRAIN, {**SAGE, "dropout": 0.5})),
     "constant aggregate": (
         2,
         Case("granndis", DENSE, {"model": "gcn", "layers": 3, "hidden": 64}, servers=2),

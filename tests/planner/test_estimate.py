@@ -85,6 +85,27 @@ def test_a_random_graph_without_counted_halos() -> None:
         )
 
 
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_rows_that_few_targets_need(depth: int) -> None:
+    """2 % of the vertices of a random graph. Rows are about as many as counted; they have up to a
+    quarter more edges than estimated, because who is reached has more neighbours than others."""
+    graph = load(
+        "synthetic:community?vertices=6000&edges=30000&mixing=1&skew=100&features=1&classes=1"
+    )
+    assert isinstance(graph, Graph)
+    owner = np.asarray([0, 2, 4, 6])[partition(graph, 4, "random")]
+    if not depth:
+        owner = partition(graph, 8, "random")
+    real = Layout(graph, owner, SERVERS, 3, 1, depth).needed(np.arange(6000) % 50 == 0)
+    told = EstimatedLayout(6000, graph.stats.edges, SERVERS, 3, 1, depth, targets=120 / 4)
+    for layer in (1, 2, 3):
+        ours, counted = told.facts(layer), real.facts(layer)
+        assert ours.rows.sum() == pytest.approx(counted.rows.sum(), rel=0.1)
+        assert -0.25 < ours.edges.sum() / counted.edges.sum() - 1 < 0.05
+        if layer > real.inside:
+            assert ours.sends.sum() == pytest.approx(counted.sends.sum(), rel=0.2)
+
+
 def test_facts_are_each_layouts_own() -> None:
     """They are kept, and a batch of a layout is another layout."""
     whole = EstimatedLayout(3000, 24_000, SERVERS, 4, 1, 2)

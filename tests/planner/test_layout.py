@@ -1,7 +1,7 @@
 """Layouts against the definitions, read aloud with Python's sets on graphs small enough for
 that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -44,8 +44,15 @@ class Case:
     layers: int
     first_varying: int
     depth: int
+    targets: set[int]  # all vertices: nothing is left out
 
     def layout(self) -> Layout:
+        layout = self.whole()
+        if len(self.targets) == self.graph.stats.vertices:
+            return layout
+        return layout.needed(np.isin(np.arange(self.graph.stats.vertices), list(self.targets)))
+
+    def whole(self) -> Layout:
         return Layout(
             self.graph,
             np.array(self.owner),
@@ -59,7 +66,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """1-3 servers x 1-3 GPUs, every depth, isolated vertices, directed or not; every server owns a
-    row per GPU."""
+    row per GPU. All vertices are targets, or some."""
     servers, gpus = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     ranks = servers * gpus
     vertices = draw(st.integers(ranks, 14))
@@ -78,6 +85,7 @@ def cases(draw: st.DrawFn) -> Case:
         layers,
         first_varying,
         draw(st.integers(0, layers)),
+        draw(st.just(set(range(vertices))) | st.sets(ids)),
     )
 
 
@@ -86,17 +94,20 @@ def neighbours(graph: Graph, rows: set[int]) -> set[int]:
 
 
 def computed_by_servers(case: Case) -> dict[int, list[set[int]]]:
-    """Server -> rows of h_0, ..., h_L that it computes: its own, and one hop more for each
-    recomputed layer below."""
+    """Server -> rows of h_0, ..., h_L that it computes: its own that the targets need, and one hop
+    more for each recomputed layer below."""
     several = len(set(case.servers)) > 1
     # below h_last a server asks no other
     last = case.first_varying + min(case.depth, case.layers - case.first_varying)
+    last = last if several and last > case.first_varying else 0
+    needed = [case.targets] * (case.layers + 1)
+    for h in range(case.layers - 1, last - 1, -1):
+        needed[h] = needed[h + 1] | neighbours(case.graph, needed[h + 1])
     out = {}
     for server in set(case.servers):
-        rows = [{v for v, rank in enumerate(case.owner) if case.servers[rank] == server}] * (
-            case.layers + 1
-        )
-        for h in range(last - 1, -1, -1) if several and last > case.first_varying else ():
+        own = {v for v, rank in enumerate(case.owner) if case.servers[rank] == server}
+        rows = [own & each for each in needed]
+        for h in range(last - 1, -1, -1):
             rows[h] = rows[h + 1] | neighbours(case.graph, rows[h + 1])
         out[server] = rows
     return out
@@ -116,14 +127,13 @@ def test_every_row_is_computed_where_the_definition_says_and_once(case: Case):
             together = [v for share in shares for v in share]
             assert len(together) == len(set(together)) and set(together) == rows[h]
     owned = [v for rank in range(layout.ranks) for v in layout.own(rank).tolist()]
-    assert sorted(owned) == list(range(case.graph.stats.vertices))
+    assert sorted(owned) == sorted(case.targets)
     for rank in range(layout.ranks):
         assert all(layout.owner[v] == rank for v in layout.own(rank))
         assert all(case.servers[case.owner[v]] == case.servers[rank] for v in layout.own(rank))
         if not layout.depth:
-            assert {v for v, its in enumerate(case.owner) if its == rank} == set(
-                layout.own(rank).tolist()
-            )
+            mine = {v for v, its in enumerate(case.owner) if its == rank}
+            assert mine & case.targets == set(layout.own(rank).tolist())
         shares = [layout.rows(rank, h).tolist() for h in range(case.layers + 1)]
         # own rows first, near before far
         assert all(wide[: len(narrow)] == narrow for wide, narrow in pairwise(shares))
@@ -221,6 +231,7 @@ def test_recomputed_layers_never_cross_servers(case: Case):
 @given(cases())
 @settings(deadline=None, max_examples=examples(80))
 def test_preloaded_rows_are_the_servers_surroundings(case: Case):
+    case = replace(case, targets=set(range(case.graph.stats.vertices)))
     layout, regions = case.layout(), computed_by_servers(case)
     external = {server: rows[0] - rows[-1] for server, rows in regions.items()}
     preloaded = layout.preloaded()

@@ -588,9 +588,9 @@ def test_one_rank_sends_nothing(problem: Problem):
         assert not [
             t for t in schedule.tasks + schedule.setup if isinstance(t.work, (Send, Collective))
         ]
-    assert [family.family for family in families(alone) for _ in family.candidates(alone)] == [
+    assert {family.family for family in families(alone) for _ in family.candidates(alone)} == {
         "graph_parallel"
-    ]
+    }
 
 
 @pytest.mark.parametrize("name", ["p3(pipelined=True)", "p3", "data_parallel", "gsplit"])

@@ -71,6 +71,7 @@ from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.graph_parallel import check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -95,6 +96,7 @@ class GraNNDis(Strategy):
     batches: R of cooperative batching; None: the fewest that fit the memory.
     checkpoint: as in graph parallelism.
     group: what preloads and batches as one, the 'server' or the 'island'.
+    trim: leave out rows as in graph parallelism; with several batches they always are.
     """
 
     depth: int | None = None
@@ -105,6 +107,7 @@ class GraNNDis(Strategy):
     batches: int | None = 1
     checkpoint: bool = False
     group: str = "server"
+    trim: bool = False
 
     family: ClassVar[str] = "granndis"
     executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
@@ -130,19 +133,22 @@ class GraNNDis(Strategy):
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         narrowing = problem.model.narrows
         deepest = problem.workload.layers - problem.model.first_varying
+        trim = problem.needs_few_rows
         for group in _groups_to_try(problem):
             for depth in range(1, min(deepest, 5)):
-                yield cls(depth, group=group)
+                yield cls(depth, group=group, trim=trim)
                 if narrowing:
-                    yield cls(depth, narrow=True, group=group)
+                    yield cls(depth, narrow=True, group=group, trim=trim)
             yield cls(group=group)  # exact; with checkpoints if it does not fit
+            if trim:
+                yield cls(group=group, trim=True)
             in_batches = cls(batches=None, group=group)
             if in_batches.settle(problem).batches != 1:
                 yield in_batches
             sampled = cls(max_hop=MAX_HOP, fanout=FANOUT, batches=None, group=group)
             yield sampled
-            # A batch computes only what its training vertices need. Where few vertices train, two
-            # batches are faster than the whole graph, though that fits.
+            # A batch computes only what its training vertices need. Two batches may be faster than
+            # the whole graph, though that fits.
             for open_batches in (in_batches, sampled):
                 two = replace(open_batches, batches=2)
                 if open_batches.settle(problem).batches == 1 and two._suits(problem):
@@ -287,8 +293,15 @@ class GraNNDis(Strategy):
                 f"granndis: {reason}, so no hidden row may cross {self.group}s (depth:"
                 f" {self.depth}, layers: {layers}); leave depth out"
             )
+        if self.trim:
+            check_trim(problem, self.family)
         self.check_vertices(problem)
         if self.batches is not None and self.batches > 1:
+            if self.trim:
+                raise SpecError(
+                    "granndis: several batches leave out the rows that they do not need already"
+                    f" (trim: True, batches: {self.batches}); use trim=False"
+                )
             if problem.workload.norm == "batch":
                 raise SpecError(
                     f"granndis: batch norm needs all vertices at once (batches: {self.batches});"
@@ -348,12 +361,11 @@ class GraNNDis(Strategy):
         )
 
     def layouts(self, problem: Problem) -> Batches:
-        """The layouts of an epoch's batches; empty with R = 1."""
-        return (
-            ()
-            if self.batches in (None, 1)
-            else problem.batches(self.layout(problem), self.steps(problem))
-        )
+        """The layouts of an epoch's batches; with R = 1 the trimmed layout, if any."""
+        layout = self.layout(problem)
+        if self.batches in (None, 1):
+            return (problem.trimmed(layout),) if self.trim else ()
+        return problem.batches(layout, self.steps(problem))
 
     def steps(self, problem: Problem) -> int:
         return self.batches or 1

@@ -28,6 +28,14 @@ gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more b
 min(H_{l-1}, H_l) numbers per row cross. This is exact without staleness. With staleness it is a
 variant of ours: halo rows lag together with the weights that they were multiplied by.
 
+`trim` leaves out of each layer the rows that no training vertex reaches in the layers after it
+(PyG's trim_to_layer); the loss does not depend on them. Evaluation needs all rows: features stay in
+the server's memory, and edges are made for each evaluation.
+
+    training vertices 1 % of the graph, 3 layers
+    all rows   |forward 1 on 100 %|forward 2 on 100 %|forward 3 on 100 %|loss| ..
+    trim       |forward 1 on  60 %|forward 2 on  10 %|forward 3 on   1 %|loss| ..
+
 Exact: the gradient of one process with staleness 0; an approximation with staleness 1.
 
 Bytes per epoch, for halos B_i of parts i = 1 .. M, numbers of b bytes and W weights:
@@ -53,7 +61,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
+from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -69,6 +77,7 @@ class GraphParallel(Strategy):
     narrow: exchange rows before or after the multiplication, whichever are narrower.
     smoothing: of stale rows ('f'), gradients ('g') or both ('gf'); gamma, in [0, 1), is its weight.
     checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
+    trim: leave out of each layer the rows that no training vertex needs.
     """
 
     staleness: int = 0
@@ -76,6 +85,7 @@ class GraphParallel(Strategy):
     smoothing: str = ""
     gamma: float = GAMMA
     checkpoint: bool = False
+    trim: bool = False
 
     family: ClassVar[str] = "graph_parallel"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -89,6 +99,7 @@ class GraphParallel(Strategy):
         Example("graph_parallel"),
         Example("graph_parallel(narrow=True)"),
         Example("graph_parallel(checkpoint=True)"),
+        Example("graph_parallel(trim=True)"),
         Example("pipegcn"),
     )
     # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
@@ -109,12 +120,15 @@ class GraphParallel(Strategy):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         yield cls()
+        trim = problem.needs_few_rows
+        if trim:
+            yield cls(trim=True)
         if problem.ranks > 1:
             if problem.model.narrows:
-                yield cls(narrow=True)
-                yield cls(staleness=1, narrow=True)
-            yield cls(staleness=1)
-            yield cls(staleness=1, smoothing="gf")  # as fast; may converge better
+                yield cls(narrow=True, trim=trim)
+                yield cls(staleness=1, narrow=True, trim=trim)
+            yield cls(staleness=1, trim=trim)
+            yield cls(staleness=1, smoothing="gf", trim=trim)  # as fast; may converge better
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)
@@ -146,6 +160,8 @@ class GraphParallel(Strategy):
                 "pipegcn: gamma lies in [0, 1) (0: no smoothing, 1 would never use what is"
                 f" received), not {self.gamma:g}; use 0.95, or 0.5 where the model overfits"
             )
+        if self.trim:
+            check_trim(problem, self.family)
         self.check_vertices(problem)
 
     @property
@@ -155,13 +171,31 @@ class GraphParallel(Strategy):
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
         return problem.layout()
 
+    def layouts(self, problem: Problem) -> Batches:
+        return (problem.trimmed(problem.layout()),) if self.trim else ()
+
     def preparation(self, problem: Problem) -> dict[str, float]:
         return preparation(problem, problem.layout())
 
     def memory(self, problem: Problem) -> Memory:
         return layerwise_memory.memory(
-            problem, self.built(problem), problem.layout(), self.exchange_options
+            problem,
+            self.built(problem),
+            problem.layout(),
+            self.exchange_options,
+            self.layouts(problem),
         )
 
     def program(self, problem: Problem) -> Program:
-        return layerwise.program(problem, problem.layout(), self.exchange_options)
+        return layerwise.program(
+            problem, problem.layout(), self.exchange_options, self.layouts(problem)
+        )
+
+
+def check_trim(problem: Problem, family: str) -> None:
+    """Raises SpecError where rows that no training vertex reaches count all the same."""
+    if problem.workload.norm == "batch":
+        raise SpecError(
+            f"{family}: batch norm's moments are of all vertices, so trim can leave none"
+            " out (trim: True, norm: batch); use norm=layer or trim=False"
+        )

@@ -78,7 +78,8 @@ class Holds:
 
     def loss(self, held: Held) -> None:
         model, stats, own = self.problem.model, self.problem.stats, self._own
-        trained = own * min(1.0, stats.train_vertices / stats.vertices)
+        # of the whole graph's rows or of those that are trained on
+        trained = own * min(1.0, stats.train_vertices / max(own.sum(), 1.0))
         logits, most, gradient = loss(model, own, trained)
         held.at(most)
         held.keep(logits)

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME, block
+from gnnplan.planner.gnn.footprint import RUNTIME, block, footprint
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -31,9 +31,10 @@ def memory(
     options: ExchangeOptions,
     batches: Batches = (),
 ) -> Memory:
-    """Bytes per rank by use, at the fullest moment of a step or of the set-up.
+    """Bytes per rank by use, at the fullest moment of a step, of the set-up or of an evaluation.
 
-    The largest batch fills the device. Edges of all batches stay there.
+    The largest batch fills the device. Edges of all batches stay there. Evaluation takes the memory
+    of a step or less, but for a single batch, after which it is on the whole layout.
     """
     model, b = problem.model, problem.model.itemsize
     zero = np.zeros(problem.ranks)
@@ -60,8 +61,12 @@ def memory(
         use["halo"] = use["halo"] + _stale_buffers(problem, batch, options)
         use["graph"] = use["graph"] + blocks(problem, batch, times[id(batch)])
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
-    setup = _during_setup(problem, program, layout)
-    use["buffers"] = use["buffers"] + np.maximum(setup - training, 0.0)
+    most = _during_setup(problem, program, layout)
+    if len(batches) == 1:
+        # the batch's rows and edges, and stale rows, stay meanwhile
+        staying = use["halo"] + loaded
+        most = np.maximum(most, staying + _during_evaluation(problem, layout, options))
+    use["buffers"] = use["buffers"] + np.maximum(most - training, 0.0)
     return use
 
 
@@ -121,6 +126,28 @@ def _read(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
     if model.reads_sparse(1) and model.layers[0].reads_own:
         held = held + (f.rows < f.sources) * model.features_sorted(f.rows)
     return held
+
+
+def _during_evaluation(
+    problem: Problem, layout: Layout | EstimatedLayout, options: ExchangeOptions
+) -> np.ndarray:
+    """Bytes of an evaluation on the whole layout, in the layer that needs most [ranks]."""
+    model, most = problem.model, np.zeros(problem.ranks)
+    for layer, spec in enumerate(model.layers, 1):
+        f = layout.facts(layer)
+        halo = f.taken * (layer > model.first_varying)
+        need = footprint(
+            problem.workload.model,
+            model,
+            layer,
+            *(f.rows, f.sources, f.edges),
+            narrow=options.narrow,
+            local=f.sources - f.taken,
+        )
+        copied = (halo > 0) * f.sources * model.exchanged_width(layer, options.narrow)
+        inputs = (f.sources - f.taken) * spec.h_in * (layer > model.first_varying)
+        most = np.maximum(most, (inputs + copied) * model.itemsize + need.forward)
+    return np.asarray(most + _constant(problem, layout) + blocks(problem, layout))
 
 
 def _during_setup(

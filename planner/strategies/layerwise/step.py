@@ -24,7 +24,8 @@ from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
 
-Batches = Sequence[Layout | EstimatedLayout]  # of an epoch; empty: one step over the whole layout
+# Of an epoch: one is trained on in every step, several are loaded in turn; empty: the whole layout
+Batches = Sequence[Layout | EstimatedLayout]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def program(
     # estimated batches are one object, many times
     different = {id(batch): batch for batch in batches or (layout,)}
     ops = {
-        key: list(step(problem, batch, options, bool(batches))) for key, batch in different.items()
+        key: list(step(problem, batch, options, loads=len(batches) > 1))
+        for key, batch in different.items()
     }
     known = [ops[id(batch)] for batch in batches or (layout,)]
     return Program(
@@ -64,11 +66,11 @@ def step(
     problem: Problem,
     layout: Layout | EstimatedLayout,
     options: ExchangeOptions,
-    batch: bool = False,
+    loads: bool = False,
 ) -> Iterator[Op]:
     """The operations of one step, in order.
 
-    With `batch` the step begins by loading the batch's constant rows. Exchanges stand where a
+    With `loads` the step begins by loading the constant rows of its batch. Exchanges stand where a
     synchronous rank waits for them. Layers that are alike share their work and bytes (the same
     objects), so that a deep model costs no more to predict than its different layers.
     """
@@ -129,7 +131,7 @@ def step(
     narrow, checkpoint, stale = options.narrow, options.checkpoint, options.staleness > 0
     holds = Holds(problem, facts, like, encoded, narrow, checkpoint, stale)
 
-    if batch:
+    if loads:
         yield Op("load", loaded=loaded_bytes(problem, layout))
     encode = model.encode(encoded) if model.encoder else None
     if encode:
@@ -232,6 +234,4 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
 
 def local_rows(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
     """Rows of h_h that each rank computes itself [ranks]."""
-    if isinstance(layout, Layout):
-        return layout.row_counts(h)
-    return np.asarray(layout.facts(1).sources - layout.facts(1).taken)
+    return layout.row_counts(h)

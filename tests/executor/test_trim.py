@@ -1,0 +1,60 @@
+"""`trim`: strategies that leave out rows which no training vertex needs train as with all rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plain import difference
+from ranks import Case, Ranks
+
+from gnnplan.planner.ownership.layout import Layout
+
+pytestmark = pytest.mark.timeout(110)
+
+FEW = "synthetic:community?vertices=400&edges=1200&features=12&classes=4&train=0.03"
+CASES = [
+    ("graph_parallel(trim=True)", "sage", {}),
+    ("graph_parallel(narrow=True,trim=True)", "gat", {"heads": 2}),
+    ("graph_parallel(checkpoint=True,trim=True)", "gcnii", {}),
+    ("pipegcn(trim=True)", "sage", {}),
+    ("pipegcn_gf(narrow=True,trim=True)", "gcn", {"norm": "layer"}),
+    ("granndis(depth=1,trim=True)", "gcn", {"dropout": 0.5}),
+    ("granndis(trim=True)", "gin", {}),
+    ("granndis(max_hop=1,fanout=2,degrees='local',trim=True)", "gcn", {}),
+]
+
+
+def with_all_rows(strategy: str) -> str:
+    return strategy.replace(",trim=True", "").replace("(trim=True)", "")
+
+
+@pytest.mark.parametrize(("strategy", "model", "fields"), CASES)
+def test_rows_that_are_left_out_do_not_matter(
+    run_ranks: Ranks, strategy: str, model: str, fields: dict[str, object]
+) -> None:
+    """Losses, weights and all accuracies, also where halo rows are stale or smoothed."""
+    workload = {
+        "model": model,
+        "layers": 3,
+        "hidden": 8,
+        "dropout": 0.0,
+        "seed": 3,
+        "dtype": "float64",
+    }
+    workload |= fields
+    trimmed = Case(strategy, FEW, workload, servers=2, epochs=4, eval_every=2)
+    whole = replace(trimmed, strategy=with_all_rows(strategy))
+    ours, theirs = run_ranks(4, [trimmed, whole])
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
+    assert difference(ours.weights, theirs.weights) <= 1e-9
+    for mine, other in zip(ours.metrics, theirs.metrics, strict=True):
+        for split in ("train", "val", "test"):
+            assert mine[f"{split}_accuracy"] == pytest.approx(other[f"{split}_accuracy"], abs=1e-12)
+    problem = trimmed.problem(4)
+    layout = trimmed.settled(problem).layout(problem)
+    assert isinstance(layout, Layout)
+    fewer, all_rows = problem.trimmed(layout), layout
+    assert (
+        fewer.row_counts(3).sum() == 12 < fewer.row_counts(1).sum() < all_rows.row_counts(1).sum()
+    )
