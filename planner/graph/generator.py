@@ -45,7 +45,8 @@ def community(source: str, given: Mapping[str, Any]) -> Graph:
     mixing: the share of edges drawn without regard to communities. skew: the exponent of the degree
     distribution. noise: standard deviation of features around a class mean of length 1.
     label_noise: the share of labels drawn at random. train: the share of training vertices, at
-    least one; half of the others validate, half test. Raises SpecError for sizes that do not fit."""
+    least one; half of the others validate, half test. Raises SpecError for sizes that do not
+    fit."""
     vertices, edges, classes = given["vertices"], given["edges"], given["classes"]
     communities = given["communities"] or classes
     if edges > vertices * (vertices - 1):

@@ -193,14 +193,23 @@ class Problem:
         return self.known.answer(("trimmed", layout), lambda: layout.needed(train))
 
     @property
+    def needed_share(self) -> float:
+        """The share of all layers' rows that training vertices need; at least theirs of the graph.
+
+        Batch norm needs all rows."""
+        trained = self.stats.train_vertices / self.stats.vertices
+        if self.workload.norm == "batch":
+            return 1.0
+        if trained > MOST_NEEDED:
+            return trained
+        layout, layers = self.trimmed(self.layout()), range(1, self.workload.layers + 1)
+        rows = [float(layout.row_counts(h).sum()) / self.stats.vertices for h in layers]
+        return float(np.mean(rows))
+
+    @property
     def needs_few_rows(self) -> bool:
         """Whether training vertices need so few rows that it pays to leave out the others."""
-        stats, layers = self.stats, self.workload.layers
-        most = MOST_NEEDED * layers * stats.vertices
-        if self.workload.norm == "batch" or layers * stats.train_vertices > most:
-            return False
-        layout = self.trimmed(self.layout())
-        return sum(float(layout.row_counts(h).sum()) for h in range(1, layers + 1)) <= most
+        return self.needed_share <= MOST_NEEDED
 
     def minibatches(self, groups: tuple[int, ...], splitter: str = "", epochs: int = 0) -> Batches:
         """The workload's mini-batches, and how groups of ranks share them.

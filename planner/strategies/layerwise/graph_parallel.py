@@ -53,7 +53,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
@@ -64,6 +64,7 @@ from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_percent
 
 SMOOTHINGS = ("", "f", "g", "gf")
 GAMMA = 0.95  # PipeGCN, Sec. 3.4
@@ -129,6 +130,18 @@ class GraphParallel(Strategy):
                 yield cls(staleness=1, narrow=True, trim=trim)
             yield cls(staleness=1, trim=trim)
             yield cls(staleness=1, smoothing="gf", trim=trim)  # as fast; may converge better
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        if not problem.needs_few_rows:
+            return []
+        trained = problem.stats.train_vertices / problem.stats.vertices
+        source = "estimated" if problem.graph is None else "counted"
+        return [
+            f"{show_percent(trained, 1)} of the vertices train; they need"
+            f" {show_percent(problem.needed_share)} of all layers' rows ({source}), and trim leaves"
+            " out the others"
+        ]
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)
