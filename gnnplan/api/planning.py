@@ -60,7 +60,7 @@ def plan(
       SciPy sparse matrix, an edge_index [2, E]. Objects are written to the cache, where ranks read
       them.
     - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
-    - workload: a YAML file, a mapping of fields, or a Workload
+    - workload: a YAML file, a preset, a mapping of fields, or a Workload
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
       seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or
       its class, whose parameters training starts from
