@@ -290,6 +290,7 @@ class Plan(View):
         restarts: int = 0,
         emulate: str | None = None,
         staleness_errors: bool = False,
+        gradient_errors: bool = False,
         tensorboard: str | Path | None = None,
     ) -> Run:
         """Train for real on ranks of this machine: NCCL on GPUs, Gloo elsewhere.
@@ -298,14 +299,16 @@ class Plan(View):
         workload's. eval_every, checkpoint_every: epochs. timeout_s: that a rank waits for its
         peers. restarts: of all ranks, when one is lost. emulate: '400Mbit/s' plays the plan's
         servers on this machine with NICs of that rate (needs root). staleness_errors: measure how
-        stale rows are. tensorboard: a folder for every epoch's scalars. Raises SpecError, and
-        LostRank when no restart is left."""
+        stale rows are. gradient_errors: also how far gradients of weights are from exact ones, in a
+        second pass per epoch (graph_parallel, pipegcn). tensorboard: a folder for every epoch's
+        scalars. Raises SpecError, and LostRank when no restart is left."""
         options = {
             "epochs": epochs,
             "eval_every": eval_every,
             "timeout_s": timeout_s,
             "checkpoint_every": checkpoint_every,
             "staleness_errors": staleness_errors,
+            "gradient_errors": gradient_errors,
             "restarts": restarts,
             "tensorboard": None if tensorboard is None else str(Path(tensorboard).absolute()),
         }
