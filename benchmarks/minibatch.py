@@ -4,14 +4,15 @@
 
     redundancy [GRAPH ...]           edges computed and features loaded, as GSplit's Table 1
     splitters [SHARE] [GRAPH ...]    cross edges and imbalance by layer, as GSplit's Fig. 5
+    balance [SHARE] [GRAPH ...]      the same in all, of gsplit's owners by the imbalance allowed
     sampler                          edges per second beside DGL's, one thread
     ddp [ROUNDS]                     an epoch on two ranks beside DGL's data-parallel loop, in turn
     split [ROUNDS] [GRAPH ...]       gsplit beside data_parallel, in turn, also on these graphs
 
-Graphs are names of .npz files in $GNNPLAN_DATASETS. `redundancy` and `splitters` have four ranks
-and fanouts 15,15,15, for an epoch or its first 20 batches. `ddp` and `split` train the GraphSAGE of
-spine.py on its graph: 2048 seeds per step on two Gloo ranks with one thread each; 5, 10 and 15
-neighbours from the seeds outwards. Both print ratios and assert nothing.
+Graphs are names of .npz files in $GNNPLAN_DATASETS. `redundancy`, `splitters` and `balance` have
+four ranks and fanouts 15,15,15, for an epoch or its first 20 batches. `ddp` and `split` train the
+GraphSAGE of spine.py on its graph: 2048 seeds per step on two Gloo ranks with one thread each; 5,
+10 and 15 neighbours from the seeds outwards. Both print ratios and assert nothing.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ from spine import GRAPH, HIDDEN, LAYERS, LR
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.sampling import draw, frontier, key_of, seeds_of
-from gnnplan.planner.graph.splitting import SPLITTERS, presample, split
+from gnnplan.planner.graph.sampling import Frontier, draw, frontier, key_of, seeds_of
+from gnnplan.planner.graph.splitting import SPLITTERS, Frequency, presample, split
 from gnnplan.planner.ownership.minibatch import MiniBatch
 
 DATASETS = Path(
     os.environ.get("GNNPLAN_DATASETS", Path(__file__).resolve().parents[2] / "shared" / "datasets")
 )
 RANKS, FANOUTS, MOST = 4, (15, 15, 15), 20
+IMBALANCES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # of `balance`
 BATCH, OUTWARDS = 2048, (5, 10, 15)  # of `ddp`
 EPOCHS, WARM = 8, 2  # trained by each side, and those left out
 
@@ -77,56 +79,87 @@ def redundancy(names: list[str]) -> None:
         )
 
 
-def splitters(share: float, names: list[str]) -> None:
-    """Count cross edges and imbalance of every splitting function.
+def _setting(share: float) -> tuple[int, str]:
+    """The batch, and what a table says of the training vertices.
 
     `share` of the vertices are trained on, in batches of 128; 0: the published split, in batches of
     1024.
     """
-    batch = 128 if share else 1024
+    return (128, f"{share:.0%} of all") if share else (1024, "the published split")
+
+
+def _sampled(name: str, share: float) -> tuple[Graph, Frequency, list[Frontier]]:
+    """The graph with its training vertices, its frequencies, and the batches to look at."""
+    graph, (batch, _) = graph_of(name), _setting(share)
+    if share:
+        train = np.zeros(graph.stats.vertices, dtype=bool)
+        train[np.random.default_rng(0).permutation(train.size)[: round(share * train.size)]] = True
+        graph = replace(graph, train=train)
+    batches = [
+        frontier(graph, seeds, FANOUTS, 0, 0, i)
+        for i, seeds in enumerate(seeds_of(graph, batch, 0, 0)[:MOST])
+    ]
+    return graph, presample(graph, batch, FANOUTS, 0), batches
+
+
+def _shared(
+    graph: Graph, batches: list[Frontier], owner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Edges [batches, L, ranks], those that cross [L], and rows that a rank sends another."""
     layers = range(1, len(FANOUTS) + 1)
-    print(
-        f"{RANKS} ranks, batch {batch}, fanout 15, training vertices:"
-        f" {f'{share:.0%} of all' if share else 'the published split'}\n"
-    )
+    made = [MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches]
+    edges = [[one.facts(layer).edges for layer in layers] for one in made]
+    crossing = np.array([[one.crossing(layer) for layer in layers] for one in made])
+    rows = sum(int(one.facts(layer).sends.sum()) for one in made for layer in layers)
+    return np.array(edges, dtype=float), crossing.sum((0, 2)), rows
+
+
+def splitters(share: float, names: list[str]) -> None:
+    """Count cross edges and imbalance of every splitting function."""
+    batch, trained = _setting(share)
+    print(f"{RANKS} ranks, batch {batch}, fanout 15, training vertices: {trained}\n")
     print(
         "| graph | splitter | cross edges, layer 3 | 2 | 1 | in all | most edges over mean, layer 3"
         " | 2 | 1 | in all |"
     )
     print("|---|---|" + "--:|" * 8)
     for name in names:
-        graph = graph_of(name)
-        if share:
-            train = np.zeros(graph.stats.vertices, dtype=bool)
-            train[np.random.default_rng(0).permutation(train.size)[: round(share * train.size)]] = (
-                True
-            )
-            graph = replace(graph, train=train)
-        frequency = presample(graph, batch, FANOUTS, 0)
-        batches = [
-            frontier(graph, seeds, FANOUTS, 0, 0, i)
-            for i, seeds in enumerate(seeds_of(graph, batch, 0, 0)[:MOST])
-        ]
+        graph, frequency, batches = _sampled(name, share)
         for splitter in SPLITTERS:
             owner = split(graph, RANKS, splitter, 0, frequency)
-            made = [
-                MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches
-            ]
-            # [batches, L, ranks]
-            edges = np.array(
-                [[one.facts(layer).edges for layer in layers] for one in made], dtype=float
-            )
-            cross = np.array([[one.crossing(layer) for layer in layers] for one in made]).sum(
-                (0, 2)
-            ) / edges.sum((0, 2))
+            edges, crossing, _ = _shared(graph, batches, owner)
+            cross = crossing / edges.sum((0, 2))
             both = np.concatenate([edges, edges.sum(1, keepdims=True)], axis=1)
             worst = (both.max(2) / both.mean(2)).mean(0)
-            every = float(cross @ edges.sum((0, 2)) / edges.sum())
             cells = [
-                *(f"{c:.1%}" for c in (*cross[::-1], every)),
+                *(f"{c:.1%}" for c in (*cross[::-1], crossing.sum() / edges.sum())),
                 *(f"{w:.2f}" for w in (*worst[2::-1], worst[3])),
             ]
             print(f"| {name} | {splitter} | {' | '.join(cells)} |", flush=True)
+
+
+def balance(share: float, names: list[str]) -> None:
+    """Count what gsplit's owners cut and how uneven they are, by the imbalance that METIS may use.
+
+    Over the mean: the load that pre-sampling expects of the fullest owner, and the edges of the
+    fullest rank in a batch.
+    """
+    batch, trained = _setting(share)
+    print(f"{RANKS} ranks, batch {batch}, fanout 15, training vertices: {trained}\n")
+    print("| graph | imbalance | expected load over mean | most edges | cross edges | rows sent |")
+    print("|---|" + "--:|" * 5)
+    for name in names:
+        graph, frequency, batches = _sampled(name, share)
+        for imbalance in IMBALANCES:
+            owner = split(graph, RANKS, "gsplit", 0, frequency, imbalance)
+            edges, crossing, rows = _shared(graph, batches, owner)
+            load, of_ranks = np.bincount(owner, frequency.vertices, RANKS), edges.sum(1)
+            print(
+                f"| {name} | {imbalance:g} | {load.max() / load.mean():.3f} |"
+                f" {(of_ranks.max(1) / of_ranks.mean(1)).mean():.3f} |"
+                f" {crossing.sum() / edges.sum():.1%} | {rows:,} |",
+                flush=True,
+            )
 
 
 def sampler() -> None:
@@ -360,6 +393,8 @@ if __name__ == "__main__":
         redundancy(rest or ["flickr", "ogbn_arxiv", "amazon_photo"])
     elif verb == "splitters":
         splitters(float(rest[0]) if rest else 0.01, rest[1:] or ["flickr", "ogbn_arxiv"])
+    elif verb == "balance":
+        balance(float(rest[0]) if rest else 0.01, rest[1:] or ["flickr", "ogbn_arxiv"])
     elif verb == "ddp":
         ddp(int(rest[0]) if rest else 3)
     elif verb == "split":

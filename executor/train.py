@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from gnnplan.executor.layers.kernels import Shapes, has_onednn
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
+from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank, now
 from gnnplan.executor.strategies import Worker, open_worker
@@ -34,6 +35,9 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import read_bytes, write_atomically
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import read_trace, trace_of, write_traces
+
+if TYPE_CHECKING:
+    from gnnplan.executor.strategies.gradient_errors import GradientErrors
 
 TRACED_EPOCHS = 5  # whose spans are kept, at least
 WATCHED_EPOCHS = 3  # whose memory is watched; after these every buffer has been filled
@@ -93,6 +97,15 @@ def train(
         return training.finish()
 
 
+def _measuring(worker: Worker, learner: Learner) -> GradientErrors:
+    """What measures the worker's gradients; its module is imported for those who ask for it."""
+    from gnnplan.executor.strategies.gradient_errors import GradientErrors
+    from gnnplan.executor.strategies.graph_parallel import Worker as GraphParallelWorker
+
+    assert isinstance(worker, GraphParallelWorker)  # launch/checks.py refuses others
+    return GradientErrors(worker, learner.gradients[0])
+
+
 class _Training:
     """One rank's training: its worker, its optimizer, and what it has recorded."""
 
@@ -116,11 +129,14 @@ class _Training:
         self.first = checkpoints.first if checkpoints else 0
         worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
         self.learner = worker.open_learner()
+        self.gradient_errors: GradientErrors | None = None
+        if rank.gradient_errors:
+            self.gradient_errors = _measuring(worker, self.learner)
         self.setup_bytes = {op: sent for op, sent in rank.sent.items() if sent}
         rank.sent.clear()
         rank.traced = max(rank.traced, TRACED_EPOCHS * self.steps)
         earlier = self._resume() if self.first and out else {}
-        self.record = _Record(rank, worker, earlier)
+        self.record = _Record(rank, worker, self.gradient_errors, earlier)
         self.metrics = (
             _open_metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
         )
@@ -148,6 +164,10 @@ class _Training:
             started = now()
             self.learner.zero()
             part, logits = worker.step(step)
+            if self.gradient_errors:
+                seconds += now() - started
+                self.gradient_errors.measure(step)
+                started = now()
             self.learner.update(step)
             seconds += now() - started
             loss, counts = loss + part.cpu(), counts + worker.counts(logits)
@@ -292,23 +312,36 @@ class _Record:
     earlier: the notes of the checkpoint from which this process went on; their counts are included.
     """
 
-    def __init__(self, rank: Rank, worker: Worker, earlier: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        worker: Worker,
+        gradient_errors: GradientErrors | None,
+        earlier: Mapping[str, Any],
+    ) -> None:
         self.rank, self.worker, self.earlier = rank, worker, earlier
+        self.gradient_errors = gradient_errors
         self.resident_bytes: list[int] = list(earlier.get("rss_bytes", []))  # after each epoch
         self.spans_on_disk = -1
 
     def counts(self) -> dict[str, Any]:
-        before, errors = self.earlier.get("staleness", {}), getattr(self.worker, "errors", {})
+        stale = getattr(self.worker, "errors", {})
+        of_weights = self.gradient_errors.errors if self.gradient_errors else {}
         rows = Counter(self.earlier.get("rows", {}))
         rows.update(getattr(self.worker, "rows", {}))
         return {
             "bytes": dict(self.rank.sent),
             "rss_bytes": self.resident_bytes,
             "rows": dict(rows),
-            "staleness": {
-                place: [*before.get(place, []), *errors.get(place, [])]
-                for place in {**before, **errors}
-            },
+            "staleness": self._appended("staleness", stale),
+            "gradient_errors": self._appended("gradient_errors", of_weights),
+        }
+
+    def _appended(self, name: str, later: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Series by name: those of the process before, with those of this one."""
+        before = self.earlier.get(name, {})
+        return {
+            place: [*before.get(place, []), *later.get(place, [])] for place in {**before, **later}
         }
 
     def notes(self) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gnnplan.executor.launch.options import Options
 from gnnplan.executor.ranks.checkpoint import Checkpoints, latest
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
 from gnnplan.planner.decision.plan import chosen, placement, question, read
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.strategies import GraphParallel, Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -61,6 +62,18 @@ def must_be_trainable(problem: Problem, where: str = "") -> None:
         raise SpecError(
             f"{where}the graph {name} has no labelled training vertices; it can be"
             " planned and simulated, not trained; plan with a graph that has y"
+        )
+
+
+def must_be_measurable(options: Options, strategy: Strategy) -> None:
+    """Raise SpecError if the options ask for gradient errors of a strategy that has no exact twin.
+
+    The twin is the same worker with exchanges that are not late (strategies/gradient_errors.py).
+    """
+    if options.gradient_errors and not isinstance(strategy, GraphParallel):
+        raise SpecError(
+            f"--gradient-errors is of graph_parallel and pipegcn, and the plan's {strategy} has no"
+            " synchronous pass to compare with; leave it out, or choose --strategy pipegcn"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from gnnplan.executor.launch.blame import blame, forget
 from gnnplan.executor.launch.checks import (
     last_of,
+    must_be_measurable,
     must_be_new,
     must_fit_here,
     must_go_on,
@@ -44,6 +45,7 @@ __all__ = [
     "last_of",
     "leave",
     "must_be_installed",
+    "must_be_measurable",
     "must_be_new",
     "must_fit_here",
     "must_go_on",

@@ -33,6 +33,7 @@ class Options:
     eval_every: Annotated[int, Field(ge=0, le=MOST)] = 10
     timeout_s: Annotated[float, Field(ge=1.0, le=MOST)] = 30.0  # that a rank waits for its peers
     staleness_errors: bool = False
+    gradient_errors: bool = False
     checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
     resume: bool = False  # go on from the last checkpoint in the run's folder
     restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, when one is lost

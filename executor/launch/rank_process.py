@@ -22,7 +22,13 @@ from typing import Any, NoReturn
 import torch
 
 from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS, Failure, note
-from gnnplan.executor.launch.checks import must_be_new, must_go_on, predicted_memory, prepare
+from gnnplan.executor.launch.checks import (
+    must_be_measurable,
+    must_be_new,
+    must_go_on,
+    predicted_memory,
+    prepare,
+)
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, found, ran_out
 from gnnplan.executor.launch.roll_call import roll_call
@@ -113,10 +119,13 @@ class _Process:
 
         self.activity.begin("phase", "start")
         document, problem, strategy = prepare(self.plan, self.choice)
+        must_be_measurable(self.options, strategy)
         self._take_place(document, problem)
         must_meet()
         rank = self.rank = open_rank(self.options.timeout_s, problem)
-        rank.staleness_errors, rank.activity = self.options.staleness_errors, self.activity
+        rank.gradient_errors, rank.activity = self.options.gradient_errors, self.activity
+        # what bounds the one is the other
+        rank.staleness_errors = self.options.staleness_errors or rank.gradient_errors
         if rank.world != problem.ranks:
             raise SpecError(
                 f"the plan is for {problem.ranks} ranks, but {rank.world} were started; start"

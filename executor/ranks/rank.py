@@ -50,6 +50,7 @@ class Rank:
     recording: bool = True  # off while evaluating
     traced: int = 60  # steps whose spans are kept; bytes are counted in all
     staleness_errors: bool = False  # measure how far stale rows and gradients are from true ones
+    gradient_errors: bool = False  # measure how far gradients of weights are from exact ones
     spans: list[Span] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)  # operation -> bytes sent while recording
     activity: Activity = field(default_factory=Activity)  # what an error names

@@ -54,6 +54,14 @@ class _Step:
 
 
 @dataclass
+class Seen:
+    """What a measurement has seen of a step's own rows, by layer (gradient_errors.py)."""
+
+    rows: dict[int, Tensor] = field(default_factory=dict)  # h_l [local, H_l]
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of h_l
+
+
+@dataclass
 class Worker(base.Worker):
     """One rank, with its share of the graph or of a batch."""
 
@@ -71,6 +79,7 @@ class Worker(base.Worker):
     leaving: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # their buffers
     # 'f:l2' -> per step ||used - true||^2 and ||true||^2
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    seen: Seen | None = None  # filled in training steps, if it is there
 
     def __post_init__(self, share: Share) -> None:
         problem, device = self.problem, self.rank.device
@@ -281,6 +290,8 @@ class Worker(base.Worker):
                     )
             out = self._kept(entered.segment)
             entered.out = None if self.options.checkpoint else out
+            if self.seen is not None and self.training:
+                self.seen.rows[layer] = out.detach()
             if self.summed is not None:
                 self.net.add(layer, self._own(out), self._drop_next(step, layer), self.summed)
                 if layer == len(self.layers):
@@ -357,6 +368,8 @@ class Worker(base.Worker):
         assert entered.segment is not None and home is not None
         with self.rank.span(Label("backward", step, layer=layer), "compute"):
             gradient = self._through_projection(above, home)
+            if self.seen is not None:
+                self.seen.gradients[layer] = gradient
             out = entered.segment() if entered.out is None else entered.out
             if self.to_sum is not None:
                 gradient = self._through_sum(step, layer, out, gradient, self.to_sum)

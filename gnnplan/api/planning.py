@@ -60,7 +60,7 @@ def plan(
       SciPy sparse matrix, an edge_index [2, E]. Objects are written to the cache, where ranks read
       them.
     - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
-    - workload: a YAML file, a mapping of fields, or a Workload
+    - workload: a YAML file, a preset, a mapping of fields, or a Workload
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
       seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or
       its class, whose parameters training starts from
@@ -290,6 +290,7 @@ class Plan(View):
         restarts: int = 0,
         emulate: str | None = None,
         staleness_errors: bool = False,
+        gradient_errors: bool = False,
         tensorboard: str | Path | None = None,
     ) -> Run:
         """Train for real on ranks of this machine: NCCL on GPUs, Gloo elsewhere.
@@ -298,14 +299,16 @@ class Plan(View):
         workload's. eval_every, checkpoint_every: epochs. timeout_s: that a rank waits for its
         peers. restarts: of all ranks, when one is lost. emulate: '400Mbit/s' plays the plan's
         servers on this machine with NICs of that rate (needs root). staleness_errors: measure how
-        stale rows are. tensorboard: a folder for every epoch's scalars. Raises SpecError, and
-        LostRank when no restart is left."""
+        stale rows are. gradient_errors: also how far gradients of weights are from exact ones, in a
+        second pass per epoch (graph_parallel, pipegcn). tensorboard: a folder for every epoch's
+        scalars. Raises SpecError, and LostRank when no restart is left."""
         options = {
             "epochs": epochs,
             "eval_every": eval_every,
             "timeout_s": timeout_s,
             "checkpoint_every": checkpoint_every,
             "staleness_errors": staleness_errors,
+            "gradient_errors": gradient_errors,
             "restarts": restarts,
             "tensorboard": None if tensorboard is None else str(Path(tensorboard).absolute()),
         }

@@ -8,7 +8,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.view import View
-from gnnplan.planner.evidence.validate import read_run, rows_by_class, show_rows
+from gnnplan.planner.evidence.validate import (
+    gradient_error,
+    read_run,
+    rows_by_class,
+    show_gradient_error,
+    show_rows,
+)
 from gnnplan.planner.graph.arrays import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -62,6 +68,7 @@ class Run(View):
             "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks],
             "peak_bytes": [rank["peak_bytes"] for rank in ranks],
             "rows": rows_by_class(ranks),
+            "gradient_error": gradient_error(ranks),
         }
 
     def validate(self) -> Validation:
@@ -89,6 +96,8 @@ class Run(View):
         ]
         if result["rows"]:
             lines.append(f"rows of features: {show_rows(result['rows'])}")
+        if found := result["gradient_error"]:
+            lines.append(f"the last gradient is off by {show_gradient_error(found)}")
         return [*lines, f"in {self.out}; next: gnnplan validate {self.out}"]
 
 
@@ -115,6 +124,7 @@ def train(
     if options.tensorboard:
         launch.must_be_installed()
     problem, strategy = launch.trainable(problem, strategy, name)
+    launch.must_be_measurable(options, strategy)
     if out is None:
         graph = problem.stats.name.split("?")[0].replace(":", "-").replace("/", "-")
         out = launch.new_folder(f"{graph}-{strategy.name}")

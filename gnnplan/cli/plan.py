@@ -44,7 +44,10 @@ def plan(
     ] = "local",
     workload: Annotated[
         str | None,
-        typer.Option(help="A YAML file with the fields that the options below override."),
+        typer.Option(
+            help="A YAML file with the fields that the options below override, or a preset: what"
+            " a paper trained with, such as pipegcn_reddit."
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}  [default: sage]")] = None,
     layers: Annotated[int | None, typer.Option(help="GNN layers.  [default: 3]")] = None,

@@ -88,6 +88,14 @@ def run(
             "true ones, per layer and epoch, into rank*.json.",
         ),
     ] = False,
+    gradient_errors: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-errors",
+            help="Measure also how far the weights' gradients are from exact ones, by a second pass"
+            " per epoch, and PipeGCN's bound of it (graph_parallel and pipegcn).",
+        ),
+    ] = False,
     tensorboard: Annotated[
         Path | None,
         typer.Option(
@@ -128,6 +136,7 @@ def run(
         "timeout_s": timeout,
         "checkpoint_every": checkpoint_every,
         "staleness_errors": staleness_errors or None,
+        "gradient_errors": gradient_errors or None,
         "tensorboard": tensorboard and str(tensorboard.absolute()),
     }
     if launch.started_by_launcher():

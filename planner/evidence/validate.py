@@ -8,6 +8,7 @@ Comparisons of many runs are in runs.py.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -202,6 +203,7 @@ def _is_rank(rank: object) -> bool:
         isinstance(rank, dict)
         and all(_are_counts(rank.get(key)) for key in ("bytes", "setup_bytes"))
         and _are_counts(rank.get("rows", {}))  # runs of older versions have none
+        and _are_gradient_errors(rank.get("gradient_errors", {}))  # nor these
         and _is_count(rank.get("peak_rss_bytes"))
         and "peak_bytes" in rank
         and _is_count(rank["peak_bytes"] or 0)
@@ -214,6 +216,54 @@ def _are_counts(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
+
+
+def _are_gradient_errors(value: object) -> bool:
+    """Whether these are series of |used - exact|, |exact| and a bound, which may be None."""
+
+    def is_number(number: object) -> bool:
+        return type(number) in (int, float) and 0 <= number < math.inf  # type: ignore[operator]
+
+    return isinstance(value, dict) and all(
+        isinstance(series, list)
+        and series
+        and all(
+            isinstance(one, list)
+            and len(one) == 3
+            and all(map(is_number, one[:2]))
+            and (one[2] is None or is_number(one[2]))
+            for one in series
+        )
+        for series in value.values()
+    )
+
+
+def gradient_error(ranks: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
+    """Of the last step's gradient: its relative error and PipeGCN's bound of that.
+
+    None if the run has not measured it (`gnnplan run --gradient-errors`); a bound of None: there is
+    none for the model.
+    """
+    # all ranks have the same
+    for error, size, bound in ranks[0].get("gradient_errors", {}).get("all", [])[-1:]:
+        if size:
+            return {"error": error / size, "bound": None if bound is None else bound / size}
+    return None
+
+
+def show_gradient_error(found: Mapping[str, float | None]) -> str:
+    """In words.
+
+    >>> show_gradient_error({"error": 0.032, "bound": None})
+    '0.032 of the exact one (PipeGCN has no bound for this model)'
+    >>> show_gradient_error({"error": 0.032, "bound": 41.7})
+    "0.032 of the exact one; PipeGCN's bound is 41.7, which says nothing: zeros are 1 off"
+    """
+    error, bound = found["error"], found["bound"]
+    if bound is None:
+        return f"{error:.3g} of the exact one (PipeGCN has no bound for this model)"
+    vacuous = ", which says nothing: zeros are 1 off" if bound >= 1 else ""
+    return f"{error:.3g} of the exact one; PipeGCN's bound is {bound:.3g}{vacuous}"
 
 
 def rows_by_class(ranks: Iterable[dict[str, Any]]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.vocabulary.spec import Spec
 
+WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: what papers trained with
 ALL = -1  # the fanout that takes every neighbour
 FANOUT = 10  # per layer, if the user gives none
 MOST = 10**12  # vertices, seeds of a batch, epochs

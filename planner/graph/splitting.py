@@ -12,6 +12,10 @@ mini-batch how often each vertex and edge is used:
               and training vertices together
     random    every vertex anywhere
 
+Loads may differ: no part has more than 1 + imbalance times the mean (Eq. 2's tunable constant,
+METIS's ufactor). A looser balance leaves METIS more cuts to choose from. What is balanced is the
+load that pre-sampling expects; a batch has more or less of it.
+
 Paper: GSplit (arXiv 2303.13775) Sec. 4, with ten epochs of pre-sampling. METIS takes whole numbers
 and one weight per vertex. So weights are scaled; an edge has at least weight 1, for both directions
 together; and `edge` adds both loads, each scaled to the same sum."""
@@ -37,6 +41,8 @@ from gnnplan.planner.vocabulary.files import suggest
 
 SPLITTERS = ("gsplit", "node", "edge", "random")
 EPOCHS = 10  # of pre-sampling, as in the paper
+IMBALANCE = 0.03  # METIS's default for k-way cuts; the paper does not print its own
+FINEST, LOOSEST = 0.001, 10.0  # imbalances: ufactor is in thousandths, and a whole number
 BEFORE = 1 << 20  # the first epoch number of pre-sampling; training never reaches it
 
 
@@ -79,28 +85,40 @@ def presample(
 
 
 def owners(
-    graph: Graph, parts: int, splitter: str, workload: Workload, epochs: int = EPOCHS
+    graph: Graph,
+    parts: int,
+    splitter: str,
+    workload: Workload,
+    epochs: int = EPOCHS,
+    imbalance: float = IMBALANCE,
 ) -> NDArray[np.int32]:
     """Owner [N] of each vertex for a workload's batches, cached on disk.
 
-    epochs: of pre-sampling, if the splitter asks for it."""
+    epochs: of pre-sampling, if the splitter asks for it. imbalance: as in `split`."""
     seed, batch, fanouts = workload.seed, workload.batch, workload.fanouts
     train = blake2b(np.ascontiguousarray(graph.train).data, digest_size=8).hexdigest()
     key = f"owners {graph.stats.hash} {train} {splitter} {parts} {seed} {batch} {fanouts} {epochs}"
+    key += f" {_ufactor(imbalance)}"
 
     def compute() -> NDArray[np.int32]:
         counted = splitter in ("gsplit", "node")
         frequency = presample(graph, batch, fanouts, seed, epochs) if counted else None
-        return split(graph, parts, splitter, seed, frequency)
+        return split(graph, parts, splitter, seed, frequency, imbalance)
 
     return cached(key, graph.stats.vertices, parts, compute)
 
 
 def split(
-    graph: Graph, parts: int, splitter: str, seed: int, frequency: Frequency | None = None
+    graph: Graph,
+    parts: int,
+    splitter: str,
+    seed: int,
+    frequency: Frequency | None = None,
+    imbalance: float = IMBALANCE,
 ) -> NDArray[np.int32]:
     """Owner [N] of each vertex, in [0, parts).
 
+    imbalance: share of the mean load that METIS may give a part beyond it; random owners ignore it.
     gsplit and node need the frequencies of pre-sampling. Raises SpecError for an unknown splitter
     or more parts than vertices."""
     if splitter not in SPLITTERS:
@@ -137,9 +155,18 @@ def split(
         vweights=_whole(load, 2**30 - load.size),
         eweights=weights,
         recursive=False,
-        options=pymetis.Options(seed=seed + 1),
+        options=pymetis.Options(seed=seed + 1, ufactor=_ufactor(imbalance)),
     ).vertex_part
     return repair(np.asarray(part, dtype=np.int32), parts)
+
+
+def _ufactor(imbalance: float) -> int:
+    """METIS's option for a part's largest load, in thousandths of the mean beyond it.
+
+    >>> _ufactor(0.03), _ufactor(0.001)
+    (30, 1)
+    """
+    return round(1000 * imbalance)
 
 
 def _whole(weights: NDArray[Any], most: float) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
-from gnnplan.planner.gnn.workload import Conflict, Workload, is_module
+from gnnplan.planner.gnn.workload import WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Document, Where, cache_dir, dotted, read_yaml, suggest
 
@@ -33,18 +33,24 @@ def read_cluster(name_or_path: str, overrides: Mapping[str, str] | None = None) 
     overrides: values by field, such as {'inter_node.bandwidth': '25GB/s'}. The cluster 'local' is
     the one that `gnnplan measure` left in the cache directory, or else a preset of cautious
     defaults. Raises SpecError with file, line and field."""
-    path = Path(name_or_path)
-    if path.suffix not in (".yaml", ".yml"):
-        presets = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
-        if name_or_path not in presets:
-            raise SpecError(
-                f"{name_or_path}: neither a .yaml file nor a preset{suggest(name_or_path, presets)}"
-            )
-        path = PRESETS / f"{name_or_path}.yaml"
-        if name_or_path == "local" and (measured := cache_dir() / "local.yaml").exists():
-            path = measured
+    path = _file_of(name_or_path, PRESETS)
+    if name_or_path == "local" and (measured := cache_dir() / "local.yaml").exists():
+        path = measured
     document = read_yaml(path)
     return _overridden(checked(Cluster, document.data, document), overrides or {})
+
+
+def _file_of(name_or_path: str, presets: Path) -> Path:
+    """The YAML file of a path, or of a preset in the folder `presets`. Raises SpecError."""
+    path = Path(name_or_path)
+    names = sorted(preset.stem for preset in presets.glob("*.yaml"))
+    if name_or_path in names:
+        return presets / f"{name_or_path}.yaml"
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+        raise SpecError(
+            f"{name_or_path}: neither a .yaml file nor a preset{suggest(name_or_path, names)}"
+        )
+    return path
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,15 @@ def ask_workload(
 ) -> Asked:
     """A workload: the defaults, changed by `source`, then by `flags`.
 
-    source: a YAML file, or fields. flags: values of options by field; None for an option that the
-    user did not give. A module in a file stands relative to the file. Raises SpecError with file,
-    line and field, or with the option."""
+    source: a YAML file, a preset (what a paper trained with), or fields. flags: values of options
+    by field; None for an option that the user did not give. A module in a file stands relative to
+    the file. Raises SpecError with file, line and field, or with the option."""
     origin: Document | str
     if isinstance(source, str):
-        origin = read_yaml(source)
+        path = _file_of(source, WORKLOADS)
+        origin = read_yaml(path)
         data, module = _without_module(origin.data)
-        module = str(Path(source).resolve().parent / module) if module else None
+        module = str(path.resolve().parent / module) if module else None
     else:
         origin = "workload: "
         data, module = _without_module(source or {})

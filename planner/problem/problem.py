@@ -17,7 +17,7 @@ from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.partition import partition
-from gnnplan.planner.graph.splitting import owners
+from gnnplan.planner.graph.splitting import IMBALANCE, owners
 from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, estimated_chunks
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
@@ -211,20 +211,30 @@ class Problem:
         """Whether training vertices need so few rows that it pays to leave out the others."""
         return self.needed_share <= MOST_NEEDED
 
-    def minibatches(self, groups: tuple[int, ...], splitter: str = "", epochs: int = 0) -> Batches:
+    def minibatches(
+        self,
+        groups: tuple[int, ...],
+        splitter: str = "",
+        epochs: int = 0,
+        imbalance: float = IMBALANCE,
+    ) -> Batches:
         """The workload's mini-batches, and how groups of ranks share them.
 
-        splitter: who owns a vertex in a group of several ranks. epochs: of its pre-sampling."""
+        splitter: who owns a vertex in a group of several ranks. epochs: of its pre-sampling.
+        imbalance: of its owners' loads; estimates know METIS's default only."""
         first_varying = self.model.first_varying
 
         def make() -> Batches:
             if self.graph is None:
                 return EstimatedBatches(self.stats, self.workload, groups, first_varying, splitter)
             size = groups.count(groups[0])
-            member = owners(self.graph, size, splitter, self.workload, epochs) if size > 1 else None
+            member = None
+            if size > 1:
+                member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
             return Batches(self.graph, self.workload, groups, member, first_varying)
 
-        asked = (groups, splitter, epochs, self.workload, first_varying, self.graph, self.stats)
+        split = (groups, splitter, epochs, imbalance)
+        asked = (*split, self.workload, first_varying, self.graph, self.stats)
         return self.known.answer(("minibatches", *asked), make)
 
     def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:

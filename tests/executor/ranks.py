@@ -55,6 +55,7 @@ class Case:
     directed: bool = False
     method: str = "metis"
     staleness_errors: bool = False
+    gradient_errors: bool = False
     checkpoint_every: int = 0
     resume: str = ""  # the folder of a run to go on with
     islands: str = ""  # of a server's ranks, as --set takes them; one process has none
@@ -400,7 +401,13 @@ def be_rank() -> None:
         if closely:
             train.WATCHED_EPOCHS = case.epochs
         _train(
-            replace(base, spans=[], sent={}, staleness_errors=case.staleness_errors),
+            replace(
+                base,
+                spans=[],
+                sent={},
+                staleness_errors=case.staleness_errors or case.gradient_errors,
+                gradient_errors=case.gradient_errors,
+            ),
             case,
             Path(request["out"]),
         )

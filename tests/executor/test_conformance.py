@@ -110,7 +110,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (
         4,
         2,
-        "gsplit(splitter='node',prefetch=1)",
+        "gsplit(splitter='node',prefetch=1,imbalance=0.5)",
         "gat mode=mini batch=6 fanout=3,2,2,1",
         "rough",
         0.0,

@@ -35,7 +35,7 @@ SPLITS = [
     (2, 1, "gsplit"),
     (3, 1, "gsplit(splitter='random')"),
     (4, 1, "gsplit(splitter='node',narrow=True)"),
-    (2, 1, "gsplit(splitter='edge')"),
+    (2, 1, "gsplit(splitter='edge',imbalance=1.0)"),
     (4, 2, "gsplit"),
     (4, 2, "gsplit(group='all',splitter='random',checkpoint=True)"),
     (2, 1, "data_parallel(prefetch=1)"),

@@ -68,16 +68,21 @@ def mixing(
 
 
 Errors = dict[str, list[float]]  # 'f:l2', 'b:l2' -> squared norm per step
+Gradients = dict[str, tuple[Tensor, Tensor]]  # of a parameter, used and exact
 
 
 def pipegcn(
-    case: Case, part: np.ndarray, smoothing: str = "", gamma: float = 0.0
+    case: Case,
+    part: np.ndarray,
+    smoothing: str = "",
+    gamma: float = 0.0,
+    plain: Plain | None = None,
 ) -> tuple[list[float], dict[str, Tensor], Errors]:
     """Rows of other parts are those of the step before (zero at first); the gradient that they get
     goes home one step later. What is received is smoothed, s_t = gamma s_{t-1} + (1 - gamma) v_t,
     s_0 = 0: rows ('f'), gradients ('g') or both. The third answer: per layer and step the squared
     norm of used minus true, summed over the parts that read a row (gradients: 2 parts)."""
-    plain = Plain(case)
+    plain = plain or Plain(case)
     same = torch.from_numpy(part[:, None] == part[None, :])
     within, across = plain.operator * same, plain.operator * ~same
     n, layers = len(part), [layer for layer in range(1, plain.layers + 1) if plain.varies(layer)]
@@ -222,6 +227,88 @@ def test_the_staleness_error_is_used_minus_true(
         ours = [sum(rank[key][step][0] for rank in left) for step in range(case.epochs)]
         assert ours == pytest.approx(steps, rel=1e-9), key
         assert min(steps) > 0
+
+
+def gradients_of(case: Case, part: np.ndarray, smoothing: str, gamma: float) -> list[Gradients]:
+    """Per step what PipeGCN's pass leaves in the gradients, and what a pass leaves in which every
+    row is fresh, at the same weights and under the same masks. All in one process."""
+    found: list[Gradients] = []
+
+    class Watched(Plain):
+        def descend(self, objective: Tensor) -> None:
+            names = list(self.w)
+            step, weights = len(found), list(self.w.values())
+            exact = self.loss(self.forward(step)[0])
+            pairs = zip(
+                torch.autograd.grad(objective, weights, retain_graph=True),
+                torch.autograd.grad(exact, weights),
+                strict=True,
+            )
+            found.append(dict(zip(names, pairs, strict=True)))
+            super().descend(objective)
+
+    pipegcn(case, part, smoothing, gamma, Watched(case))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["pipegcn", "pipegcn_gf(gamma=0.5)"])
+@pytest.mark.parametrize(
+    ("model", "world", "graph", "dropout", "norm"),
+    [
+        ("gcn", 2, "rough", 0.0, None),
+        ("sage", 3, "multi", 0.5, None),
+        ("gcn", 4, "sparse", 0.5, None),
+        ("sage", 2, "rough", 0.0, "batch"),
+        ("gcnii", 3, "rough", 0.5, None),
+    ],
+)
+def test_the_gradient_error_is_that_of_brute_force_and_within_its_bound(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    strategy: str,
+    model: str,
+    world: int,
+    graph: str,
+    dropout: float,
+    norm: str | None,
+) -> None:
+    """Of every parameter and step; training goes on as if nobody had measured."""
+    knobs = parse(strategy)
+    how = workload(model, dropout, norm=norm)
+    case = Case(strategy, graphs[graph], how, epochs=4, gradient_errors=True)
+    expected = gradients_of(case, case.problem(world).layout().owner, knobs.smoothing, knobs.gamma)
+    result, unmeasured = run_ranks(world, [case, replace(case, gradient_errors=False)])
+    assert unmeasured.losses == result.losses and unmeasured.rank(0)["gradient_errors"] == {}
+    assert unmeasured.rank(0)["bytes"] == result.rank(0)["bytes"]
+    left = result.rank(0)["gradient_errors"]
+    assert left == result.rank(world - 1)["gradient_errors"]
+    assert set(left) == {"all", *expected[0]}
+    bounded = model in ("gcn", "sage") and norm is None
+    for step, gradients in enumerate(expected):
+        total = np.zeros(2)
+        for name, (used, exact) in gradients.items():
+            error, size, bound = left[name][step]
+            assert error == pytest.approx((used - exact).norm().item(), rel=1e-8, abs=1e-13), name
+            assert size == pytest.approx(exact.norm().item(), rel=1e-8, abs=1e-13), name
+            assert (bound is None) != bounded
+            assert bound is None or error <= bound * (1 + 1e-9), name
+            total += np.square([error, size])
+        error, size, bound = left["all"][step]
+        assert [error, size] == pytest.approx(np.sqrt(total).tolist())
+        assert error > 0 and (bound is None or error <= bound)
+
+
+@pytest.mark.parametrize("strategy", ["graph_parallel", "graph_parallel(narrow=True)"])
+def test_without_staleness_the_gradient_error_is_zero(
+    run_ranks: Ranks, graphs: dict[str, str], strategy: str
+) -> None:
+    how = workload("gcn", 0.5)
+    case = Case(strategy, graphs["rough"], how, epochs=3, gradient_errors=True)
+    left = run_ranks(2, [case])[0].rank(0)["gradient_errors"]
+    for steps in left.values():
+        assert len(steps) == 3
+        for error, size, bound in steps:
+            assert error == 0 < size and bound == (None if "narrow" in strategy else 0)
 
 
 # -- GNNPipe ---------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ CASES = [  # those at night are part of others
         at_night(Case(name, "rough", FULL, staleness_errors=True))
         for name in ("pipegcn", "pipegcn_f", "pipegcn_g")
     ),
-    Case("pipegcn_gf", "rough", FULL, staleness_errors=True),
+    Case("pipegcn_gf", "rough", FULL, gradient_errors=True),
     at_night(Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"})),
     Case("gnnpipe(stages=2,chunks=4)", "rough", FULL),
     Case(
@@ -101,7 +101,8 @@ def same(broken: Result, unbroken: Result) -> None:
         one, other = broken.rank(rank), unbroken.rank(rank)
         assert len(one["rss_bytes"]) == one["epochs"] == other["epochs"]
         assert all(
-            one[name] == other[name] for name in ("bytes", "setup_bytes", "rows", "staleness")
+            one[name] == other[name]
+            for name in ("bytes", "setup_bytes", "rows", "staleness", "gradient_errors")
         )
         for lane in ("compute", "comm", "reduce"):
             assert recorded_order(broken.spans, rank, lane) == recorded_order(

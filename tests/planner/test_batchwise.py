@@ -97,7 +97,7 @@ def variants(problem: Problem) -> Iterator[Strategy]:
         DataParallel(prefetch=2),
         DataParallel(checkpoint=True),
         GSplit(splitter="random"),
-        GSplit(splitter="node", presample=1),
+        GSplit(splitter="node", presample=1, imbalance=0.5),
         P3("server"),
         P3("rank"),
         P3("rank", pipelined=True),
@@ -371,6 +371,12 @@ def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch: pytest.MonkeyP
             {},
             "presample is a number of epochs, 1 or more, not 0; use the paper's 10",
         ),
+        (
+            "gsplit(imbalance=0)",
+            {},
+            "an owner may have beyond it, 0.001 to 10, not 0; use METIS's 0.03",
+        ),
+        ("gsplit(imbalance=11)", {}, "may have beyond it, 0.001 to 10, not 11"),
         ("gsplit(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
         ("data_parallel(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
         (

@@ -1,6 +1,7 @@
 """Specifications from files, flags and --set; writing all or nothing."""
 
 import os
+import re
 import stat
 import textwrap
 import tracemalloc
@@ -12,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.spec import PRESETS, Cluster, Link
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import WORKLOADS, Workload
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster, read_workload
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, read_bytes, read_yaml, write_atomically
 
+CONVERGENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "convergence.md"
 CLUSTER = """\
 name: two
 servers: 2
@@ -239,6 +241,34 @@ def test_the_cache_directory_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "gnnplan"
+
+
+# --- workloads of papers --------------------------------------------------------------------------
+
+
+def test_the_page_has_what_every_preset_of_a_workload_says():
+    """A number in one place is a number in the other; what a paper does not print, neither has."""
+    page = CONVERGENCE.read_text()
+    names = sorted(path.stem for path in WORKLOADS.glob("*.yaml"))
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == names
+    for name in names:
+        workload, said = read_workload(name), read_yaml(WORKLOADS / f"{name}.yaml").data
+        row = [workload.model, f"{workload.layers} x {workload.hidden}"]
+        row.append("Adam" if "optimizer" in said else "-")
+        row += [
+            f"{said[field]:g}" if field in said else "-" for field in ("lr", "dropout", "epochs")
+        ]
+        assert f"| `{name}` | {' | '.join(row)} |" in page
+
+
+def test_a_workload_is_a_preset_or_a_file(tmp_path):
+    assert read_workload("pipegcn_reddit").epochs == 3000
+    assert read_workload("pipegcn_reddit", {"epochs": 5}).epochs == 5
+    odd = tmp_path / "workload"
+    odd.write_text("layers: 4\n")
+    assert read_workload(str(odd)).layers == 4
+    with pytest.raises(SpecError, match="a preset; did you mean pipegcn_reddit"):
+        read_workload("pipegcn_redit")
 
 
 # --- workloads and overrides ----------------------------------------------------------------------

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gnnplan.planner.gnn.workload import ALL
+from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier, seeds_of
-from gnnplan.planner.graph.splitting import BEFORE, SPLITTERS, presample, split
+from gnnplan.planner.graph.splitting import BEFORE, SPLITTERS, owners, presample, split
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -99,3 +99,27 @@ def test_weights_pay_where_batches_touch_little() -> None:
     assert crossing["gsplit"] < 0.95 * crossing["node"] < crossing["random"], found
     assert crossing["random"] == pytest.approx(0.75, abs=0.03), found
     assert load["gsplit"] <= load["edge"], found
+
+
+@pytest.mark.parametrize("imbalance", [0.001, 0.03, 0.3])
+def test_no_owner_has_more_than_the_imbalance_allows(imbalance: float) -> None:
+    """GSplit Eq. 2, and METIS uses what it is allowed. A vertex cannot be cut: so a bit more."""
+    frequency = presample(GRAPH, 512, (5, 5), 0, epochs=1)
+    for parts in (2, 4):
+        owner = split(GRAPH, parts, "gsplit", 0, frequency, imbalance)
+        load = np.bincount(owner, frequency.vertices, parts)
+        excess = load.max() / load.mean() - 1
+        assert excess <= imbalance + frequency.vertices.max() / load.mean()
+        assert excess > imbalance / 2
+
+
+def test_owners_of_another_imbalance_are_other_owners() -> None:
+    """Owners are cached on disk: what they depend on is in the key. Random owners do not depend."""
+    workload = Workload(mode="mini", layers=2, batch=512, fanout=(5, 5))
+
+    def found(splitter: str, imbalance: float) -> list[int]:
+        return owners(GRAPH, 4, splitter, workload, 1, imbalance).tolist()
+
+    assert found("gsplit", 0.3) != found("gsplit", 0.03)
+    assert found("gsplit", 0.3) == found("gsplit", 0.3)
+    assert found("random", 0.3) == found("random", 0.03)

@@ -16,6 +16,7 @@ loaded or computed twice.
     group      server: split inside, data parallel across (the paper's hybrid)   all: one batch
     splitter   gsplit: METIS on pre-sampled weights   node: vertex weights only   edge: nothing
                sampled   random
+    imbalance  what METIS may give an owner beyond the mean load: looser, and fewer edges cross
     features   everywhere: in every server's memory   spread: each row in one server's memory; if
                one group is all ranks, in its owner's server's
     cache      each GPU caches the hottest of the rows that it owns: they are picked, not loaded
@@ -49,7 +50,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.graph.splitting import EPOCHS, SPLITTERS
+from gnnplan.planner.graph.splitting import EPOCHS, FINEST, IMBALANCE, LOOSEST, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
@@ -71,6 +72,7 @@ class GSplit(Strategy):
 
     splitter: how vertices get their owners.
     presample: epochs of pre-sampling, for splitters and caches that need it.
+    imbalance: share of the mean load that METIS may give an owner beyond it.
     group: ranks that split a batch: those of a 'server', or 'all'.
     narrow, checkpoint: as in graph parallelism.
     prefetch, cache, hot, features: as in data parallelism, of rows that a rank owns.
@@ -87,6 +89,7 @@ class GSplit(Strategy):
     hot: str = "frequency"
     features: str = "everywhere"
     structure: str = "everywhere"
+    imbalance: float = IMBALANCE
 
     family: ClassVar[str] = "gsplit"
     mode: ClassVar[str] = "mini"
@@ -167,6 +170,11 @@ class GSplit(Strategy):
                 f"gsplit: presample is a number of epochs, 1 or more, not {self.presample}; use the"
                 f" paper's {EPOCHS}"
             )
+        if not FINEST <= self.imbalance <= LOOSEST:
+            raise SpecError(
+                "gsplit: imbalance is the share of the mean load that an owner may have beyond it,"
+                f" {FINEST:g} to {LOOSEST:g}, not {self.imbalance:g}; use METIS's {IMBALANCE:g}"
+            )
         if self.prefetch < 0:
             raise SpecError(
                 f"gsplit: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0"
@@ -188,7 +196,9 @@ class GSplit(Strategy):
         return self.groups(problem) if self.group == "server" else ()
 
     def batches(self, problem: Problem) -> Batches:
-        return problem.minibatches(self.groups(problem), self.splitter, self.presample)
+        return problem.minibatches(
+            self.groups(problem), self.splitter, self.presample, self.imbalance
+        )
 
     def store(self, problem: Problem) -> batchwise.Features | None:
         return feature_store(
