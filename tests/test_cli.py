@@ -1205,7 +1205,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     ),
     "--target-accuracy without evidence": (
         ask("--target-accuracy", "0.9"),
-        "gnnplan run exact.json --epochs 50 --eval-every 5 --out runs/exact",
+        "gnnplan run first.json --epochs 50 --eval-every 5 --out runs/first",
     ),
     "--evidence without a target": (
         ask("--evidence", "runs"),

@@ -191,7 +191,8 @@ class Target:
 
     def must_cover(self, problem: Problem, strategies: Iterable[Strategy]) -> None:
         """Raise SpecError, with the runs that would help, where runs tell of no strategy."""
-        if any(self.epochs(problem, strategy.settle(problem)) for strategy in strategies):
+        asked = [strategy.settle(problem) for strategy in strategies]
+        if any(self.epochs(problem, strategy) for strategy in asked):
             return
         rule = f"--target-accuracy {self.accuracy:g}: no run shows in how many epochs"
         if not problem.stats.known:
@@ -204,16 +205,22 @@ class Target:
         found = f"{show_count(len(self.trainings), 'run')} given"
         if others := len(self.trainings) - len(here):
             found += f", {others} of another graph, model or options"
-        remedy = (
-            "gnnplan plan --exact -o exact.json (with your other options), gnnplan run exact.json"
-            f" --epochs {problem.workload.epochs} --eval-every 5 --out runs/exact"
-        )
         if here:
             best = max(here, key=lambda run: run.best)
             found += f"; the best accuracy is {best.best:.4f}, in {best.folder}"
             found += f" ({best.strategy} on {show_count(best.ranks, 'rank')})"
-            if best.best < self.accuracy:
-                remedy = f"gnnplan run --resume {best.folder} --epochs {2 * _length(best)}"
+        runs = [run for strategy in asked for run in self.like(problem, strategy)]
+        if behind := [run for run in runs if not run.reached(self.accuracy)]:
+            last = max(behind, key=_length)
+            found += f"; {last.folder} is not there after {show_count(_length(last), 'epoch')}"
+            remedy = f"gnnplan run --resume {last.folder} --epochs {2 * _length(last)}"
+        else:
+            is_exact = any(strategy.exact for strategy in asked)
+            option = "--exact" if is_exact else f"--strategy '{asked[0]}'"
+            remedy = (
+                f"gnnplan plan {option} -o first.json (with your other options), gnnplan run"
+                f" first.json --epochs {problem.workload.epochs} --eval-every 5 --out runs/first"
+            )
         raise SpecError(
             f"{rule} a validation accuracy of {self.accuracy:g} is reached ({found}). This would"
             f" tell: {remedy}; then plan again with --evidence and the run's folder. A run of an"

@@ -296,12 +296,21 @@ def test_a_target_that_nothing_covers_is_told_with_the_runs_that_would():
         return str(error.value)
 
     assert "(0 runs given)" in told()
-    assert "gnnplan run exact.json --epochs 80 --eval-every 5" in told()
+    assert "gnnplan plan --exact" in told()
+    assert "gnnplan run first.json --epochs 80 --eval-every 5 --out runs/first" in told()
     low = told(training("graph_parallel", *REACHED))
     assert "best accuracy is 0.9100, in runs/graph_parallel" in low
     assert "gnnplan run --resume runs/graph_parallel --epochs 60" in low
     elsewhere = told(training("pipegcn", (10, 0.99), ranks=2))
     assert "pipegcn on 2 ranks" in elsewhere and "gnnplan plan --exact" in elsewhere
+    # where another seed got there, the run that did not is the one to go on with
+    both = told(
+        training("graph_parallel", (9, 0.96)),
+        training("gnnpipe(stages=2,chunks=1)", (9, 0), seed=1),
+    )
+    assert "gnnplan run --resume runs/gnnpipe" in both
+    with pytest.raises(SpecError, match="gnnplan plan --strategy 'pipegcn'"):
+        search(problem, forced=parse("pipegcn"), objective=Objective(target=Target(0.9, [])))
     stats = load("flickr")
     assert not isinstance(stats, Graph)
     unknown = Problem(stats, None, problem.workload, problem.cluster)
