@@ -84,6 +84,23 @@ def test_a_scale_of_python_is_that_of_the_command_line():
     assert found._repr_html_().count("<tr>") == 1 + len(found.rows)
 
 
+def test_an_objective_of_python_is_that_of_the_command_line(tmp_path: Path):
+    words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "--objective", "energy")
+    plan = gnnplan.plan(GRAPH, CLUSTER, objective="energy", **FIELDS)
+    assert json.loads(command(*words, "--json")) == json.loads(json.dumps(plan.document))
+    assert "energy/epoch" in str(plan) and "energy" not in str(gnnplan.plan(GRAPH, CLUSTER))
+    energies = [row["energy_j"] for row in plan.table]
+    assert energies == [answer.counted["energy_j"] for answer in plan.answers]
+    assert plan.choose("NEXT").best.counted == plan.answers[1].counted
+    found = gnnplan.scale(GRAPH, CLUSTER, gpus=[1, 4], objective="energy", **FIELDS)
+    assert "energy/epoch" in str(found) and found.best == 1
+    assert found.rows[0]["energy_j"] == pytest.approx(250 * found.rows[0]["epoch_s"])
+    assert found.worse_from == 4 and "4 GPUs are dearer in energy than 1" in str(found)
+    plan.write(tmp_path / "p")
+    with pytest.raises(gnnplan.SpecError, match=r"tune measures the time .*--objective energy"):
+        gnnplan.tune(plan)
+
+
 def test_a_tuning_of_python_is_that_of_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -187,6 +204,30 @@ def test_from_an_object_in_memory_to_a_validated_run(tmp_path: Path):
     assert tuned.best == plan.best and "--strategy names one" in tuned.document["tuned"]["why"]
     onwards = gnnplan.load_plan(run.out / "plan.json").resume(run, epochs=4)
     assert [row["epoch"] for row in onwards.metrics] == [1, 2, 3, 4]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_run_says_in_how_many_epochs_an_accuracy_is_reached(tmp_path: Path):
+    """A run on two ranks counts for exact strategies on one, and for a longer training."""
+    graph = "synthetic:community?vertices=200&edges=2000&features=16&classes=3&seed=0"
+    fields = {**FIELDS, "lr": 0.05}
+    plan = gnnplan.plan(graph, ranks=2, strategy="graph_parallel", seed=4, **fields)
+    run = plan.run(tmp_path / "runs" / "one", epochs=6, eval_every=1)
+    accuracies = [row["val_accuracy"] for row in run.metrics]
+    wanted = sorted(accuracies)[3]
+    first = next(n for n, seen in enumerate(accuracies, 1) if seen >= wanted)
+    told = gnnplan.plan(
+        graph, ranks=1, target_accuracy=wanted, evidence=[tmp_path / "runs"], **fields
+    )
+    best = told.best
+    assert best.counted["epochs_to_accuracy"] == pytest.approx(first)
+    assert best.counted["time_to_accuracy_s"] == pytest.approx(first * best.epoch_s)
+    assert told.document["evidence"] == [str(run.out)]
+    assert f"epochs to {wanted:g}" in str(told).replace("\n", " ")
+    beyond = max(accuracies) + 0.001
+    with pytest.raises(gnnplan.SpecError, match=f"gnnplan run --resume {run.out} --epochs 12"):
+        gnnplan.plan(graph, ranks=1, target_accuracy=beyond, evidence=[run], **fields)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyG

@@ -1191,13 +1191,29 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
         ask("--scale", "1,2", "--ranks", 2),
         "--ranks 2 asks for one size and --scale 1,2 for several; leave one out",
     ),
-    "--objective without --scale": (
-        ask("--objective", "cost"),
-        "--objective chooses among the sizes of --scale; add it",
-    ),
     "--objective speed": (
-        ask("--scale", "1,2", "--objective", "speed"),
-        "--objective 'speed': must be time or cost",
+        ask("--objective", "speed"),
+        "--objective 'speed': must be time, cost or energy",
+    ),
+    "--objective energy without a power": (
+        ask("--objective", "energy", "--cluster", "local"),
+        "add it, as --set device.power=300W",
+    ),
+    "--target-accuracy in per cent": (
+        ask("--target-accuracy", "93"),
+        "a share of right answers, above 0 and below 1; write 0.93 for 93 %",
+    ),
+    "--target-accuracy without evidence": (
+        ask("--target-accuracy", "0.9"),
+        "gnnplan run first.json --epochs 50 --eval-every 5 --out runs/first",
+    ),
+    "--evidence without a target": (
+        ask("--evidence", "runs"),
+        "say which, as --target-accuracy 0.93",
+    ),
+    "--evidence without a run": (
+        ask("--target-accuracy", "0.9", "--evidence", "nowhere"),
+        "--evidence nowhere: neither a run's folder (with plan.json and metrics.jsonl)",
     ),
     "--objective cost without a price": (
         ask("--scale", "1,2", "--objective", "cost", "--cluster", "dgx_a100"),

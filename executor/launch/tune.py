@@ -67,6 +67,11 @@ class Prospect:
 
 def asked(document: dict[str, Any], notify: Notify = silent) -> tuple[Problem, SearchResult]:
     """The problem of a plan on all its GPUs, and its search done again. Raises SpecError."""
+    if document.get("objective", "time") != "time" or "target_accuracy" in document:
+        raise SpecError(
+            f"tune measures the time of epochs, and the plan's objective is another"
+            f" ({', '.join(plans.asked_for(document))}); plan again without it to tune"
+        )
     cluster = Cluster.model_validate(document["cluster"])
     problem = plans.question(document, cluster)
     alternatives = document.get("alternatives", [])

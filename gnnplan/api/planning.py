@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,20 @@ from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Lines, Table, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.objective import LEAST, TIME, Objective, Target
 from gnnplan.planner.decision.search import search
+from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named, parse
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,
     show_dollars,
+    show_energy,
     show_percent,
     show_range,
     show_time,
@@ -41,6 +45,9 @@ def plan(
     workload: str | Path | Mapping[str, Any] | Workload | None = None,
     *,
     exact: bool = False,
+    objective: str = "time",
+    target_accuracy: float | None = None,
+    evidence: Iterable[str | os.PathLike[str]] = (),
     strategy: str | None = None,
     ranks: int | None = None,
     overrides: Overrides = (),
@@ -65,6 +72,11 @@ def plan(
       seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or
       its class, whose parameters training starts from
     - exact: only exact strategies: they compute the gradient of one process
+    - objective: what the best has least of: 'time', 'cost' (needs a price) or 'energy' (needs the
+      device's power), per epoch
+    - target_accuracy: compare until this validation accuracy instead, as 0.93. Epochs to it are
+      those of runs, given as evidence; strategies that no run tells of are rejected
+    - evidence: folders of runs, or folders that hold such
     - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
     - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
     - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
@@ -78,6 +90,7 @@ def plan(
     >>> found.best.exact, found.best.gpus <= 8, len(found.table) == len(found.answers)
     (True, True, True)
     """
+    asked = objective_of(objective, target_accuracy, evidence)
     question = ask(
         graph,
         cluster,
@@ -93,7 +106,32 @@ def plan(
         directed=directed,
         notify=notify,
     )
-    return answer(question, exact, strategy, ranks is None, notify)
+    return answer(question, exact, strategy, ranks is None, notify, asked)
+
+
+def objective_of(
+    objective: str = "time",
+    target_accuracy: float | None = None,
+    evidence: Iterable[str | os.PathLike[str]] = (),
+) -> Objective:
+    """The objective that options describe; the evidence is read.
+
+    Raises SpecError, and Mismatch where another version made a run.
+    """
+    folders = list(evidence)
+    if target_accuracy is None:
+        if folders:
+            raise SpecError(
+                f"--evidence {folders[0]}: runs tell in how many epochs an accuracy is reached; say"
+                " which, as --target-accuracy 0.93"
+            )
+        return Objective(objective)
+    if not 0 < target_accuracy < 1:
+        raise SpecError(
+            f"--target-accuracy {target_accuracy:g}: a share of right answers, above 0 and below 1;"
+            " write 0.93 for 93 %"
+        )
+    return Objective(objective, Target(target_accuracy, trainings(folders)))
 
 
 def answer(
@@ -102,13 +140,14 @@ def answer(
     strategy: str | None = None,
     may_use_fewer: bool = True,
     notify: Notify = silent,
+    objective: Objective = TIME,
 ) -> Plan:
     """The plan of a question.
 
     Raises SpecError, Infeasible.
     """
     forced = parse(strategy) if strategy is not None else None
-    found = search(question.problem, exact, forced, may_use_fewer=may_use_fewer, notify=notify)
+    found = search(question.problem, exact, forced, may_use_fewer, notify, objective)
     document = documents.make(question.problem, found, exact, notify)
     return Plan(document, question.problem.placed(documents.placement(document)))
 
@@ -136,6 +175,8 @@ class Answer:
     epoch_high_s: float | None = None  # 90th percentile [s]
     chance_fastest: float | None = None  # of all strategies that fit
     expected_regret: float | None = None  # of choosing it: mean of epoch / fastest epoch - 1
+    # What the objective counts of it, by plan.json's names; empty for the time of an epoch.
+    counted: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Answer:
@@ -144,7 +185,10 @@ class Answer:
         call = str(named(strategy.pop("name"), strategy))
         seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
         outlook = {name: found.get(name) for name in documents.OUTLOOK}
-        return cls(call, found["exact"], found["gpus"], seconds, memory, predicted, **outlook)
+        names = (name for names in documents.COUNTED.values() for name in names)
+        counted = {name: found[name] for name in names if name in found}
+        gpus, exact = found["gpus"], found["exact"]
+        return cls(call, exact, gpus, seconds, memory, predicted, **outlook, counted=counted)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -158,6 +202,7 @@ class Answer:
                 for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "bytes_total")
             },
             **{field: getattr(self, field) for field in documents.OUTLOOK},
+            **self.counted,
             "memory_bytes": self.memory_bytes,
             "bottleneck": self.predicted["bottleneck"],
         }
@@ -352,7 +397,7 @@ class Plan(View):
         return [
             describe_question(self.document["graph"], self.workload, self.cluster),
             *(f"{label + ':':8}{line}" for label, line in self.document["summary"].items()),
-            _leaders(self.answers[:MOST_LEADERS], self.cluster),
+            _leaders(self.answers[:MOST_LEADERS], self.cluster, self.document),
         ]
 
 
@@ -368,14 +413,15 @@ def describe_question(graph: Mapping[str, Any], workload: Workload, cluster: Clu
     )
 
 
-def _leaders(leaders: Sequence[Answer], cluster: Cluster) -> Table:
-    """The fastest answers."""
+def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str, Any]) -> Table:
+    """The best answers."""
+    objective = document.get("objective", "time")
     columns = [
         "strategy",
         "exact",
         "epoch",
         "80 % range",
-        "fastest",
+        LEAST[objective].split()[0],
         "regret",
         "bytes per epoch",
         "set-up",
@@ -407,7 +453,32 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster) -> Table:
         columns.append("$/epoch")
         for row, leader in zip(rows, leaders, strict=True):
             row.append(show_dollars(leader.predicted["epoch_dollars"]))
+    for column, cells in counted_columns(
+        [leader.row for leader in leaders], document.get("target_accuracy")
+    ):
+        columns.append(column)
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(cell)
     return Table("leaders", columns, rows)
+
+
+def counted_columns(
+    counted: Sequence[Mapping[str, Any]], accuracy: float | None
+) -> Iterator[tuple[str, list[str]]]:
+    """Columns of what the objective counts: a title, and a cell for each row of `counted`.
+
+    `accuracy`: to which it is counted; None: of an epoch.
+    """
+    per = "/epoch" if accuracy is None else f" to {accuracy:g}"
+    shown: dict[str, tuple[str, Callable[[float], str]]] = {
+        "epochs_to_accuracy": (f"epochs{per}", lambda epochs: f"{epochs:.0f}"),
+        "time_to_accuracy_s": (f"time{per}", show_time),
+        "cost": (f"${per}", show_dollars),
+        "energy_j": (f"energy{per}", show_energy),
+    }
+    for name, (title, show) in shown.items():
+        if any(name in one for one in counted) and title != "$/epoch":  # which is there anyway
+            yield title, [show(one[name]) if name in one else "-" for one in counted]
 
 
 def _outlook(answer: Answer) -> tuple[str, str, str]:

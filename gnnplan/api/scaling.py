@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gnnplan.api.asking import Overrides, Question, ask
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.api.planning import Answer, describe_question
+from gnnplan.api.planning import Answer, counted_columns, describe_question, objective_of
 from gnnplan.api.view import Table, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
@@ -27,6 +30,8 @@ from gnnplan.planner.vocabulary.units import (
     show_time,
 )
 
+MODES = {"full": "the full graph", "mini": "mini-batches"}
+
 
 def scale(
     graph: Any = DEFAULT_GRAPH,
@@ -35,6 +40,8 @@ def scale(
     *,
     gpus: str | Iterable[int],
     objective: str = "time",
+    target_accuracy: float | None = None,
+    evidence: Iterable[str | os.PathLike[str]] = (),
     exact: bool = False,
     strategy: str | None = None,
     overrides: Overrides = (),
@@ -52,7 +59,7 @@ def scale(
     - gpus: numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64', which doubles. Up to a
       server's GPUs are on one server; more are whole servers, of which there may be more than the
       cluster has. All of them are used.
-    - objective: 'time', the fastest is best, or 'cost', the cheapest, which needs a price
+    - objective: 'time', the fastest is best, 'cost', the cheapest, which needs a price, or 'energy'
 
     The other arguments are those of `plan`. Raises SpecError where the input is wrong, Infeasible
     where nothing fits on any number.
@@ -63,6 +70,7 @@ def scale(
     ([1, 8, 16], True)
     """
     sizes_of(gpus := gpus if isinstance(gpus, str) else list(gpus))  # before the graph is read
+    asked = objective_of(objective, target_accuracy, evidence)
     question = ask(
         graph,
         cluster,
@@ -77,13 +85,13 @@ def scale(
         directed=directed,
         notify=notify,
     )
-    return scale_of(question, gpus, objective, exact, strategy, notify)
+    return scale_of(question, gpus, asked, exact, strategy, notify)
 
 
 def scale_of(
     question: Question,
     gpus: str | Iterable[int],
-    objective: str = "time",
+    objective: Objective = TIME,
     exact: bool = False,
     strategy: str | None = None,
     notify: Notify = silent,
@@ -102,20 +110,22 @@ class Scale(View):
 
     def __init__(self, problem: Problem, found: Scaling, exact: bool, strategy: str | None) -> None:
         self._problem, self._found = problem, found
-        first, slower = found.first, found.slower_from
+        first, slower, worse = found.first, found.slower_from, found.worse_from
+        assert found.best.found is not None
         self.document: dict[str, Any] = {
             "graph": documents.graph_of(problem),
             "workload": problem.workload.model_dump(mode="json"),
             "cluster": problem.cluster.model_dump(mode="json"),
             "exact": exact,
             "strategy": strategy,
-            "objective": found.objective,
+            **documents.objective_of(found.best.found),
             "rows": [_row(found, size) for size in found.sizes],
             "skipped": [{"gpus": gpus, "reason": reason} for gpus, reason in found.skipped],
             "best": found.best.gpus,
             "fastest": found.fastest.gpus,
             "cheapest": found.cheapest.gpus if found.cheapest else None,
             "slower_from": slower.gpus if slower else None,
+            "worse_from": worse.gpus if worse else None,
             "enough": found.enough.gpus,
             "fits_from": first.gpus,
             "takes_over": [
@@ -136,18 +146,23 @@ class Scale(View):
 
     @property
     def fastest(self) -> int:
-        """The number of GPUs with the shortest epoch."""
+        """The number of GPUs that take the least time."""
         return self._found.fastest.gpus
 
     @property
     def cheapest(self) -> int | None:
-        """The number of GPUs whose epoch has the least price; None without a price."""
+        """The number of GPUs that cost the least; None without a price."""
         return self._found.cheapest.gpus if self._found.cheapest else None
 
     @property
     def slower_from(self) -> int | None:
         """From this number on all that were asked are slower than the fastest; None: no such."""
         return self._found.slower_from.gpus if self._found.slower_from else None
+
+    @property
+    def worse_from(self) -> int | None:
+        """From this number on all have more of the objective than the best; None: no such."""
+        return self._found.worse_from.gpus if self._found.worse_from else None
 
     def blocks(self) -> list[str | Table]:
         problem = self._problem
@@ -163,9 +178,12 @@ class Scale(View):
         found, cluster = self._found, self._problem.cluster
         priced = cluster.price is not None
         unit = _unit(cluster)
+        modes = len({size.mode for size in found.sizes}) > 1
+        counted = list(counted_columns(self.rows, self.document.get("target_accuracy")))
         columns = [
             f"{unit}s",
             "servers",
+            *(["on"] if modes else []),
             "recommended",
             "exact",
             "epoch",
@@ -174,13 +192,16 @@ class Scale(View):
             "efficiency",
             "memory/rank",
             *(["$/epoch"] if priced else []),
+            *(title for title, _ in counted),
             "",
         ]
         rows = []
-        for size, row in zip(found.sizes, self.rows, strict=True):
+        for index, (size, row) in enumerate(zip(found.sizes, self.rows, strict=True)):
             cells = [str(size.gpus), str(size.servers)]
+            cells += [MODES[size.mode]] if modes else []
             if size.found is None:
-                rows.append([*cells, _lacks(size, cluster), *["-"] * (len(columns) - 4), ""])
+                cells.append(_lacks(size, cluster))
+                rows.append([*cells, *["-"] * (len(columns) - len(cells) - 1), ""])
                 continue
             dollars = [show_dollars(row["epoch_dollars"])] if priced else []
             cells += [
@@ -192,6 +213,7 @@ class Scale(View):
                 show_percent(row["efficiency"]),
                 show_bytes(row["memory_bytes"]),
                 *dollars,
+                *(column[index] for _, column in counted),
                 ", ".join(_marks(found, size)),
             ]
             rows.append(cells)
@@ -207,15 +229,18 @@ def _row(found: Scaling, size: Size) -> dict[str, Any]:
         return {
             "gpus": size.gpus,
             "servers": size.servers,
+            "mode": size.mode,
             "strategy": None,
             "reason": str(size.error),
             "needs_bytes": size.needs_bytes,
         }
     answer = Answer.of(documents.answer(size.found, size.best))
-    priced = {} if size.best.dollars is None else {"epoch_dollars": size.best.dollars}
+    dollars = size.best.dollars
+    priced = {} if dollars is None else {"epoch_dollars": dollars}
     return {
         "gpus": size.gpus,
         "servers": size.servers,
+        "mode": size.mode,
         **answer.row,
         "speedup": found.speedup(size),
         "efficiency": found.efficiency(size),
@@ -231,7 +256,8 @@ def _lacks(size: Size, cluster: Cluster) -> str:
     """What is missing for a strategy to fit, in short."""
     room = cluster.device.memory
     if size.needs_bytes is None or size.needs_bytes <= room:
-        return f"nothing fits: {str(size.error).splitlines()[0][:80]}"
+        why = str(size.error).splitlines()[0][:80]
+        return why if isinstance(size.error, SpecError) else f"nothing fits: {why}"
     return f"nothing fits: needs {show_bytes(size.needs_bytes)} a rank, has {show_bytes(room)}"
 
 
@@ -252,11 +278,11 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
     if found.cheapest and found.cheapest is not fastest:
         lines.append(
             f"cheapest: {show_count(found.cheapest.gpus, unit)} at"
-            f" {show_dollars(found.cheapest.best.dollars or 0.0)} per epoch; fastest:"
-            f" {show_count(fastest.gpus, unit)} at {show_dollars(fastest.best.dollars or 0.0)}"
+            f" {show_dollars(found.cheapest.dollars or 0.0)} {found.objective.span}; fastest:"
+            f" {show_count(fastest.gpus, unit)} at {show_dollars(fastest.dollars or 0.0)}"
         )
     if found.enough is not fastest:
-        longer = found.enough.epoch_s / fastest.epoch_s - 1
+        longer = found.enough.time_s / fastest.time_s - 1
         lines.append(
             f"nearly as fast: {show_count(found.enough.gpus, unit)},"
             f" {show_percent(longer, 1)} slower"
@@ -271,6 +297,11 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
         lines.append(
             f"{show_count(size.gpus, unit)}{more} are slower than {fastest.gpus}"
             f" ({_likely(size, fastest)}){use}"
+        )
+    if found.objective.of != "time" and (size := found.worse_from) is not None:
+        more = "" if size is found.fitting[-1] else " and more"
+        lines.append(
+            f"{show_count(size.gpus, unit)}{more} are {found.objective.more} than {found.best.gpus}"
         )
     if first is not found.sizes[0]:
         lines.append(f"{what} first fits on {show_count(first.gpus, unit)}")
@@ -289,7 +320,8 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
 
 
 def _likely(slower: Size, faster: Size) -> str:
-    return f"{show_percent(faster.best.chance_faster(slower.best))} likely"
+    chance = float((faster.best.drawn_time_s < slower.best.drawn_time_s).mean())
+    return f"{show_percent(chance)} likely"
 
 
 def _use(found: Scaling, unit: str) -> str:
@@ -298,9 +330,11 @@ def _use(found: Scaling, unit: str) -> str:
     words = f"use {show_count(best.gpus, unit)}"
     if best.gpus > best.best.problem.cluster.gpus_per_server:
         words += f" ({show_count(best.servers, 'server')})"
-    words += f" with {best.best.strategy}: {show_time(best.epoch_s)} per epoch"
-    if found.objective == "cost":
-        words += f", {show_dollars(best.best.dollars or 0.0)}"
+    if len({size.mode for size in found.fitting}) > 1:
+        words += f" on {MODES[best.mode]}"
+    words += f" with {best.best.strategy}: {show_time(best.time_s)} {found.objective.span}"
+    if found.objective.of != "time":
+        words += f", {found.objective.show(best.best.value)}"
     if best is not first:
         words += (
             f", {found.speedup(best):.2f} times as fast as {show_count(first.gpus, unit)}"

@@ -106,8 +106,27 @@ def plan(
         ),
     ] = None,
     objective: Annotated[
-        str | None,
-        typer.Option(help="The best of --scale has the least time or cost.  [default: time]"),
+        str,
+        typer.Option(
+            help="What the best has least of: time, cost (needs a price) or energy (needs the"
+            " device's power), per epoch."
+        ),
+    ] = "time",
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Compare until this validation accuracy instead of per epoch, as 0.93; how many"
+            " epochs that takes is read from --evidence.",
+        ),
+    ] = None,
+    evidence: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="The folder of a run, or one that holds such; again for more. Runs of exact"
+            " strategies with any seed and number of ranks count for all of them.",
+        ),
     ] = None,
     explain: Annotated[
         bool,
@@ -128,20 +147,22 @@ def plan(
     """Rank the strategies that fit, and recommend one with reasons.
 
     Ranks those that train on the full graph; with --mode mini those that train on mini-batches. The
-    two are not compared, for they need different numbers of epochs.
+    two are not compared, for they need different numbers of epochs. Least comes first: time of an
+    epoch, or what --objective and --target-accuracy ask for.
 
     Should I distribute at all? gnnplan plan --graph reddit --cluster dgx_a100 --scale 1..64 says
     what 1, 2, 4, ... GPUs of that kind would take, and from where on more of them are slower.
     """
     from gnnplan.api.asking import ask
-    from gnnplan.api.planning import answer
+    from gnnplan.api.planning import answer, objective_of
     from gnnplan.api.scaling import scale_of
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress, say
     from gnnplan.planner.vocabulary.units import show_count
 
-    sizes = _sizes(scale, objective, output, report, explain, ranks)
+    sizes = _sizes(scale, output, report, explain, ranks)
+    wanted = objective_of(objective, target_accuracy, evidence or [])
     if output:
         must_be_writable(output)
     if report:
@@ -181,10 +202,10 @@ def plan(
         say(f"note: {note}")
     if sizes:
         with progress() as notify:
-            scaled = scale_of(question, sizes, objective or "time", exact, strategy, notify)
+            scaled = scale_of(question, sizes, wanted, exact, strategy, notify)
         return print_json(scaled.document) if as_json else show(scaled)
     with progress() as notify:
-        found = answer(question, exact, strategy, may_use_fewer=ranks is None, notify=notify)
+        found = answer(question, exact, strategy, ranks is None, notify, wanted)
     if output:
         found.write(output)
     if report:
@@ -208,7 +229,6 @@ def plan(
 
 def _sizes(
     scale: str | None,
-    objective: str | None,
     output: Path | None,
     report: Path | None,
     explain: bool,
@@ -218,17 +238,12 @@ def _sizes(
 
     Raises SpecError, also for options that do not go with it.
     """
-    from gnnplan.planner.decision.scale import must_be_objective, sizes_of
+    from gnnplan.planner.decision.scale import sizes_of
     from gnnplan.planner.vocabulary.errors import SpecError
 
     if scale is None:
-        if objective is not None:
-            raise SpecError(
-                "--objective chooses among the sizes of --scale; add it, as --scale 1..64"
-            )
         return []
     sizes = sizes_of(scale)
-    must_be_objective(objective or "time")
     options = {"-o": output, "--report": report, "--explain": explain}
     if given := [option for option, value in options.items() if value]:
         raise SpecError(

@@ -14,6 +14,8 @@ does (RANGES): a number that was measured is known better than one of a datashee
     inter_node.latency                and its latency
     collectives.exchange.inter_node   bandwidth and latency of what was measured on the link
     host_rates                        rates of the samplers, and their time for a layer
+
+`device.power` has a range too, but no epoch depends on it (decision/objective.py).
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def range_of(cluster: Cluster, constant: str) -> tuple[float, float]:
 
 
 def constants(cluster: Cluster) -> Iterator[str]:
-    """The names of a cluster's constants."""
+    """The names of the constants that epochs depend on."""
     yield from (f"device.{name}" for name in DOUBTED if getattr(cluster.device, name))
     for name in LINKS:
         if getattr(cluster, name) and (cluster.servers > 1 or name != "inter_node"):
@@ -85,15 +87,23 @@ def normals(name: str) -> NDArray[np.float64]:
 def factors(cluster: Cluster) -> dict[str, NDArray[np.float64]]:
     """Of every constant that may be other than it is said to be: factors [DRAWS], 1 in the median.
 
+    Constants that are certain are left out.
+    """
+    return {
+        constant: factors_of(cluster, constant)
+        for constant in constants(cluster)
+        if range_of(cluster, constant) != (1.0, 1.0)
+    }
+
+
+def factors_of(cluster: Cluster, constant: str) -> NDArray[np.float64]:
+    """Of a constant: factors [DRAWS], 1 in the median.
+
     They are lognormal below the median and above it, each with the width that its range says.
     """
-    out = {}
-    for constant in constants(cluster):
-        low, high = range_of(cluster, constant)
-        if (low, high) != (1.0, 1.0):
-            z = normals(constant) / TENTH
-            out[constant] = np.where(z < 0, low**-z, high**z)
-    return out
+    low, high = range_of(cluster, constant)
+    z = normals(constant) / TENTH
+    return np.asarray(np.where(z < 0, low**-z, high**z))
 
 
 def drawn(cluster: Cluster) -> Cluster:

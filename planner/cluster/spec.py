@@ -25,6 +25,7 @@ from gnnplan.planner.vocabulary.spec import (
     Bytes,
     Latency,
     PerSecond,
+    Power,
     Rate,
     Rates,
     Share,
@@ -36,7 +37,7 @@ from gnnplan.planner.vocabulary.spec import (
 OPERATIONS = ("all_reduce", "exchange", "send")  # that links can be measured for
 PLACES = ("intra_node", "inter_node", "island", "switch")
 LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
-# of a device, as its constants are doubted (doubt.py)
+# of a device, constants that an epoch depends on (doubt.py)
 DOUBTED = ("gemm", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
@@ -145,6 +146,7 @@ class Device(Spec):
     # Rows that are in the cache [B/s]. None: 3 x memory_bandwidth.
     cache_bandwidth: Bandwidth | None = None
     launch: Latency = 8e-6  # one framework operation, however small [s]
+    power: Power | None = None  # that it draws while it trains; of a CPU: a rank's share [W]
     # Share of a transfer's seconds that computation loses while they overlap. On GPUs by default
     # what was fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv).
     overlap_tax: float = Field(
@@ -304,7 +306,7 @@ class Cluster(Spec):
     @model_validator(mode="after")
     def _ranges_hold_their_values(self) -> Cluster:
         known = [
-            *(f"device.{name}" for name in DOUBTED),
+            *(f"device.{name}" for name in (*DOUBTED, "power")),
             *(f"{link}.{name}" for link in LINKS for name in ("bandwidth", "latency")),
             *(f"collectives.{operation}" for operation in self.collectives),
             "host_rates",

@@ -7,6 +7,7 @@
     sensitivity.py     which links, devices and depths would change the choice
     sweep.py           the decision at many values of some fields
     scale.py           the decision on more and more GPUs: whether to distribute at all
+    objective.py       what the best candidate has least of: time, cost, energy
     plan.py            plan.json, written and read
     alternative.py     another candidate of a plan as its best (--strategy NEXT)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from gnnplan.planner.decision.plan import OUTLOOK, answer, strategy_of
+from gnnplan.planner.decision.plan import COUNTED, OUTLOOK, answer, strategy_of
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, parts, placed
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
@@ -41,7 +41,8 @@ def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any
             " says so; plan again"
         )
     alone = SearchResult([candidate], [], forced=True)
-    outlook = {name: found[name] for name in OUTLOOK if name in found}  # among all candidates
+    kept = (*OUTLOOK, *(name for names in COUNTED.values() for name in names))
+    outlook = {name: found[name] for name in kept if name in found}  # among all candidates
     best = {name: value for name, value in document["best"].items() if name != "placement"}
     others = [best, *(one for one in document["alternatives"] if one is not found)]
     return {

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
-from gnnplan.planner.decision.recommendation import SURE_SHARE
+from gnnplan.planner.decision.objective import TIME, in_mode
+from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.gnn.workload import ALL
@@ -24,6 +24,7 @@ from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
+TRY_BOTH = ": run both for a few epochs (gnnplan tune)"
 NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
 TRACES = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # what was measured, as tables
 
@@ -45,6 +46,7 @@ def explain(
     out = [
         f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
         f" {best.predicted.bottleneck}",
+        *to_the_objective(best),
         *why_these_gpus(problem, found),
         *tightest(best),
         *nearly_full(best),
@@ -64,30 +66,48 @@ def explain(
 # -- the recommendation ------------------------------------------------------------------------
 
 
+def to_the_objective(best: Candidate) -> list[str]:
+    """The number that the best has least of, and the epochs in it; empty for an epoch's time."""
+    objective = best.objective
+    if objective.is_plain:
+        return []
+    low, high = (objective.show(value) for value in range_of(best.drawn))
+    out = [
+        f"Compared by {objective.of} {objective.span}: {objective.show(best.value)}, within {low}"
+        f" to {high} (80 %)"
+    ]
+    if best.epochs:
+        out.append(f"Epochs to the accuracy, without the set-up: {best.epochs}")
+    return out
+
+
 def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
     """Whether all GPUs are worth using, and why ranks do not sit in the order of the GPUs."""
-    best, out = found.best, []
-    epoch_s, used = float(best.predicted.epoch_s), best.problem.ranks
+    best, out, more = found.best, [], found.objective.more
+    used = best.problem.ranks
     other = next(
         (c for c in found.others if (c.problem.ranks == problem.ranks) != (used == problem.ranks)),
         None,
     )
-    slower = 0.0 if other is None else float(other.predicted.epoch_s) / epoch_s - 1
+    slower = 0.0 if other is None else other.value / best.value - 1
     if other is not None and slower >= 0:
+        least, too_little = found.objective.least, ""
+        if found.objective.is_plain:
+            too_little = ": the graph gives more of them too little to do"
         if used < problem.ranks:
             out.append(
-                f"{used} of {problem.ranks} GPUs are faster than all: the graph gives more of them"
-                f" too little to do; on all of them the fastest is {other.strategy},"
-                f" {show_percent(slower)} slower"
+                f"{used} of {problem.ranks} GPUs are {found.objective.less} than all{too_little};"
+                f" on all of them the {least} is {other.strategy}, {show_percent(slower)} {more}"
             )
         else:
             out.append(
-                f"All {used} GPUs are worth using: on {other.problem.ranks} of them the fastest is"
-                f" {other.strategy}, {show_percent(slower)} slower"
+                f"All {used} GPUs are worth using: on {other.problem.ranks} of them the {least} is"
+                f" {other.strategy}, {show_percent(slower)} {more}"
             )
     in_order = best.problem.placed(tuple(sorted(best.problem.cost.placement)))
     if in_order.placement != best.problem.placement:
-        slower = float(best.strategy.predict(in_order).epoch_s) / epoch_s - 1
+        in_order_s = float(best.strategy.predict(in_order).epoch_s)
+        slower = in_order_s / float(best.predicted.epoch_s) - 1
         if slower >= 0.005:  # computation may hide a stale exchange wherever the ranks sit
             out.append(
                 "Ranks sit where their traffic takes the fast links: in the order of the GPUs an"
@@ -201,21 +221,30 @@ def why_not(found: SearchResult) -> list[str]:
         fastest = next((c for c in found.ranked if type(c.strategy) is family), None)
         if fastest is None:
             continue
-        slower = float(fastest.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
+        slower = fastest.value / best.value - 1
         if slower < 0 and found.measured:
             out.append(f"{fastest.strategy} is faster by prediction, but the choice was measured")
         elif slower < 0:
             out += [doubted(fastest, best)] if fastest is not found.others[0] else []
         else:
             out.append(
-                f"{fastest.strategy} is {show_percent(slower)} slower:"
+                f"{fastest.strategy} is {show_percent(slower)} {found.objective.more}:"
                 f" {largest_difference(fastest, best)}"
             )
     return out
 
 
 def largest_difference(candidate: Candidate, best: Candidate) -> str:
-    """The part of the epoch in which a candidate loses most, as '1.55 s more computation'."""
+    """The part of the epoch in which a candidate loses most, as '1.55 s more computation'.
+
+    Where more than the epoch counts: '1.55 s per epoch on 4 ranks, 60 epochs'.
+    """
+    if not candidate.objective.is_plain:
+        epochs = f", {candidate.epochs.usual:.0f} epochs" if candidate.epochs else ""
+        return (
+            f"{show_time(float(candidate.predicted.epoch_s))} per epoch on"
+            f" {show_count(candidate.problem.ranks, 'rank')}{epochs}"
+        )
     ours, theirs = best.predicted, candidate.predicted
     parts = {
         "computation": float(theirs.compute_s) - float(ours.compute_s),
@@ -227,14 +256,14 @@ def largest_difference(candidate: Candidate, best: Candidate) -> str:
 
 
 def doubted(candidate: Candidate, best: Candidate) -> str:
-    """Why a lossy candidate that is predicted to be faster was passed over."""
-    gain = float(best.predicted.epoch_s) / float(candidate.predicted.epoch_s) - 1
+    """Why a candidate that is predicted to be better was passed over."""
+    gain, less = best.value / candidate.value - 1, best.objective.less
     used = candidate.problem.ranks
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
     chance = show_percent(candidate.chance_faster(best))
     return (
-        f"{candidate.strategy}{where} is {show_percent(gain, 1)} faster by prediction, within"
-        f" doubt ({chance} likely), and lossy"
+        f"{candidate.strategy}{where} is {show_percent(gain, 1)} {less} by prediction, within"
+        f" doubt ({chance} likely){', and lossy' if not candidate.is_comparable else ''}"
     )
 
 
@@ -254,19 +283,21 @@ def within_doubt(found: SearchResult) -> list[str]:
     if len(found.ranked) < 2 or found.measured:
         return []
     first, second = found.best, found.others[0]
-    gap = float(second.predicted.epoch_s) / float(first.predicted.epoch_s) - 1
+    gap, objective = second.value / first.value - 1, found.objective
+    if gap < 0 and second.is_comparable:
+        return [f"{doubted(second, first)}; its expected regret is larger"]
     if gap < 0:
         return [
             f"{doubted(second, first)}; {first.strategy} is exact, and a lossy strategy has to be"
-            f" faster with a chance of {show_percent(SURE_SHARE)}"
+            f" {objective.less} with a chance of {show_percent(SURE_SHARE)}"
         ]
     chance = second.chance_faster(first)
     if chance < 1 - SURE_SHARE:
         return []
     return [
-        f"{second.strategy} is {show_percent(gap, 1)} slower than {first.strategy} by prediction,"
-        f" and faster with a chance of {show_percent(chance)}: run both for a few epochs (gnnplan"
-        " tune)"
+        f"{second.strategy} is {show_percent(gap, 1)} {objective.more} than {first.strategy} by"
+        f" prediction, and {objective.less} with a chance of {show_percent(chance)}"
+        f"{TRY_BOTH if objective.is_plain else ''}"
     ]
 
 
@@ -302,16 +333,21 @@ def batches_of(problem: Problem, strategy: Strategy) -> str:
 
 
 def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -> list[str]:
-    """The fastest strategy for the same GNN on the full graph, and its time per epoch."""
+    """The best strategy for the same GNN on the full graph: to the same accuracy, where runs tell
+    in how many epochs it reaches it, else per epoch."""
     notify("evaluating the full graph too")
-    whole = replace(
-        problem,
-        workload=problem.workload.model_copy(update={"mode": "full"}),
-    )
+    whole, objective = in_mode(problem, "full"), best.objective
+    is_told = objective.target is not None and objective.target.tells_of(whole)
+    compared_by = objective if is_told else TIME
     try:
-        other = search(whole, exact, may_use_fewer=False).best
+        other = search(whole, exact, may_use_fewer=False, objective=compared_by).best
     except Infeasible:
         return ["The full graph does not fit: only mini-batches train this"]
+    if is_told:
+        return [
+            f"On the full graph {other.strategy} takes {objective.show(other.value)}"
+            f" {objective.span}, {other.value / best.value:.2g} times as much"
+        ]
     ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
     return [
         f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per"

@@ -11,6 +11,7 @@ from typing import Any
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.recommendation import Array, range_of
 from gnnplan.planner.decision.search import Candidate, SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -25,6 +26,17 @@ from gnnplan.planner.vocabulary.progress import Notify, silent
 
 BEFORE = "0.1.0"  # the release whose plans are still read; its field names bring a notice
 OUTLOOK = ("epoch_low_s", "epoch_high_s", "chance_fastest", "expected_regret")
+# what the objective counts of a candidate, and the 10th and 90th percentile of it
+COUNTED = {
+    "cost": ("cost", "cost_low", "cost_high"),
+    "energy": ("energy_j", "energy_low_j", "energy_high_j"),
+    "epochs": (
+        "epochs_to_accuracy",
+        "epochs_to_accuracy_low",
+        "epochs_to_accuracy_high",
+    ),
+    "time": ("time_to_accuracy_s", "time_to_accuracy_low_s", "time_to_accuracy_high_s"),
+}
 MAX_PLAN = 64 * 2**20  # [B]
 
 
@@ -58,7 +70,20 @@ def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[
         "cluster": problem.cluster.model_dump(mode="json"),
         "partitioner": problem.method,
         "exact": exact,
+        **objective_of(found),
         "best": {**answer(found, best), "placement": best.strategy.placement(best.problem)},
+    }
+
+
+def objective_of(found: SearchResult) -> dict[str, Any]:
+    """What a plan says of its objective, JSON-ready."""
+    objective, target = found.objective, found.objective.target
+    if target is None:
+        return {"objective": objective.of}
+    return {
+        "objective": objective.of,
+        "target_accuracy": target.accuracy,
+        "evidence": [run.folder for run in target.of_question(found.best.problem)],
     }
 
 
@@ -91,6 +116,7 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
         "gpus": candidate.problem.ranks,
         "epoch_s": float(p.epoch_s),
         **dict(zip(OUTLOOK, found.outlook(candidate), strict=True)),
+        **counted(candidate),
         "predicted": {
             "epoch_s": float(p.epoch_s),
             "compute_s": float(p.compute_s),
@@ -108,6 +134,24 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
             **({} if candidate.dollars is None else {"epoch_dollars": candidate.dollars}),
         },
     }
+
+
+def counted(candidate: Candidate) -> dict[str, float]:
+    """What the objective counts of a candidate, by the names of COUNTED; empty for an epoch's time.
+
+    Cost and energy are of an epoch, or with a target of all epochs to it.
+    """
+    objective, epochs, out = candidate.objective, candidate.epochs, dict[str, float]()
+
+    def say(what: str, value: float, drawn: Array) -> None:
+        out.update(zip(COUNTED[what], (value, *range_of(drawn)), strict=True))
+
+    if epochs:
+        say("epochs", epochs.usual, epochs.drawn)
+        say("time", candidate.time_s, candidate.drawn_time_s)
+    if objective.of != "time":
+        say(objective.of, candidate.value, candidate.drawn)
+    return out
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -240,6 +284,14 @@ def strategy_of(answer: dict[str, Any]) -> Strategy:
 def is_exact(document: dict[str, Any]) -> bool:
     """Whether the plan was asked for with --exact."""
     return bool(document.get("exact", False))
+
+
+def asked_for(document: dict[str, Any]) -> list[str]:
+    """The objective of a plan, as the options that ask for it."""
+    options = [f"--objective {document.get('objective', 'time')}"]
+    if "target_accuracy" in document:
+        options.append(f"--target-accuracy {document['target_accuracy']:g}")
+    return options
 
 
 def placement(document: dict[str, Any]) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ A prediction is wrong for two reasons: constants of the cluster are other than t
 DRAWS times, the same way for all candidates. In each draw one of them is the fastest; the *regret*
 of another is how much longer its epoch takes. The candidate with the least expected regret is
 recommended, but an exact one unless a lossy one is surely faster: what a lossy strategy costs in
-accuracy is often unknown.
+accuracy is often unknown. Where an objective other than the epoch's time is asked for, its number
+takes the place of the epoch (objective.py).
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ LEAST_CHANCE = 0.01
 
 
 class Outlook(NamedTuple):
-    """What draws say of a candidate."""
+    """What draws say of a candidate.
+
+    Fastest is what has least of the objective (objective.py), which is the epoch's time by default.
+    """
 
     low_s: float  # of its epoch: 10th percentile [s]
     high_s: float  # 90th percentile [s]
     chance_fastest: float  # of all candidates
-    expected_regret: float  # of choosing it: mean of epoch / fastest epoch - 1
+    expected_regret: float  # of choosing it: mean of its number / the least one - 1
 
 
 class Settled(NamedTuple):
@@ -64,44 +68,56 @@ def missed(kind: str, family: str, exact: bool) -> Array:
     return np.asarray(np.exp(shared * normals("shared") + own * by_kind))
 
 
-def regrets(drawn_s: Array) -> Array:
-    """The regret of each candidate in each draw, from epochs [candidates, draws]."""
-    return np.asarray(drawn_s / drawn_s.min(axis=0) - 1)
+def regrets(drawn: Array) -> Array:
+    """The regret of each candidate in each draw, from numbers to minimise [candidates, draws]."""
+    return np.asarray(drawn / drawn.min(axis=0) - 1)
 
 
-def outlooks(drawn_s: Array) -> list[Outlook]:
-    """Of each candidate, from its epochs [candidates, draws]."""
-    low, high = np.quantile(drawn_s, (MARGIN, 1 - MARGIN), axis=1)
-    chances = np.bincount(drawn_s.argmin(axis=0), minlength=len(drawn_s)) / drawn_s.shape[1]
-    numbers = np.stack([low, high, chances, regrets(drawn_s).mean(axis=1)], axis=1)
-    return [Outlook(*row) for row in numbers.tolist()]
+def range_of(drawn: Array) -> tuple[float, float]:
+    """The 10th and 90th percentile of numbers [draws]."""
+    low, high = np.quantile(drawn, (MARGIN, 1 - MARGIN))
+    return float(low), float(high)
 
 
-def recommended(drawn_s: Array, exact: Sequence[bool]) -> int:
-    """The candidate that is recommended: `drawn_s` [candidates, draws], `exact` [candidates].
+def outlooks(drawn_s: Array, drawn: Array | None = None) -> list[Outlook]:
+    """Of each candidate, from its epochs and its numbers to minimise, both [candidates, draws].
+
+    Without `drawn` the epochs are minimised.
+    """
+    drawn = drawn_s if drawn is None else drawn
+    chances = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
+    regret = regrets(drawn).mean(axis=1)
+    return [
+        Outlook(*range_of(epochs), float(chance), float(expected))
+        for epochs, chance, expected in zip(drawn_s, chances, regret, strict=True)
+    ]
+
+
+def recommended(drawn: Array, exact: Sequence[bool]) -> int:
+    """The candidate that is recommended: `drawn` [candidates, draws], `exact` [candidates].
 
     >>> recommended(np.array([[1.0, 1.0], [1.1, 0.9]]), [False, True])
     1
     >>> recommended(np.array([[1.0, 1.0], [1.5, 1.6]]), [False, True])
     0
     """
-    regret = regrets(drawn_s).mean(axis=1)
+    regret = regrets(drawn).mean(axis=1)
     least = int(regret.argmin())
     if not any(exact):
         return least
     least_exact = int(np.where(exact, regret, np.inf).argmin())
-    is_sure = (drawn_s[least] < drawn_s[least_exact]).mean() >= SURE_SHARE
+    is_sure = (drawn[least] < drawn[least_exact]).mean() >= SURE_SHARE
     return least if is_sure else least_exact
 
 
-def settled_regret(drawn_s: Array, factor: Array) -> float:
+def settled_regret(drawn: Array, factor: Array) -> float:
     """The expected regret of the best choice if one constant were known.
 
-    `drawn_s` [candidates, draws]; `factor` [draws] is what the constant was multiplied by. Draws
+    `drawn` [candidates, draws]; `factor` [draws] is what the constant was multiplied by. Draws
     are sorted by it into STRATA. In each of them one half of the draws chooses a candidate, whose
     regret in the other half counts: a constant that tells nothing leaves the regret as it is.
     """
-    regret, left = regrets(drawn_s), 0.0
+    regret, left = regrets(drawn), 0.0
     for stratum in np.array_split(np.argsort(factor), STRATA):
         halves = stratum[::2], stratum[1::2]
         for half, other in (halves, halves[::-1]):

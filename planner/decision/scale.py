@@ -19,6 +19,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS
+from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second, in_mode
 from gnnplan.planner.decision.search import Candidate, SearchResult, least_needed
 from gnnplan.planner.decision.sweep import Axis, changes, planned, points
 from gnnplan.planner.problem.problem import Problem
@@ -26,8 +27,7 @@ from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
-OBJECTIVES = ("time", "cost")  # that the best size has least of, per epoch
-NEAR = 0.1  # by which an epoch may be longer so that fewer GPUs are enough
+NEAR = 0.1  # by which it may take longer so that fewer GPUs are enough
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Size:
 
     gpus: int
     servers: int
+    mode: str  # what training is on: the 'full' graph, or 'mini'-batches
     found: SearchResult | None
     error: GnnplanError | None = None  # why nothing was found
     needs_bytes: float | None = None  # least memory in which a strategy would fit [B]
@@ -47,9 +48,15 @@ class Size:
         return self.found.best
 
     @property
-    def epoch_s(self) -> float:
-        """Predicted epoch [s]."""
-        return float(self.best.predicted.epoch_s)
+    def time_s(self) -> float:
+        """Predicted time of an epoch, or of all epochs to the target accuracy [s]."""
+        return self.best.time_s
+
+    @property
+    def dollars(self) -> float | None:
+        """The price of that [$]; None without a price of the cluster."""
+        per_second = dollars_per_second(self.best.problem)
+        return None if per_second is None else per_second * self.time_s
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Scaling:
 
     sizes: Sequence[Size]
     skipped: Sequence[tuple[int, str]]
-    objective: str = "time"
+    objective: Objective = TIME
 
     @cached_property
     def fitting(self) -> list[Size]:
@@ -75,48 +82,53 @@ class Scaling:
 
     @cached_property
     def fastest(self) -> Size:
-        """The size with the shortest epoch, of equal ones the smallest."""
-        return min(self.fitting, key=lambda size: size.epoch_s)
+        """The size that takes the least time, of equal ones the smallest."""
+        return min(self.fitting, key=lambda size: size.time_s)
 
     @cached_property
     def cheapest(self) -> Size | None:
-        """The size with the least price per epoch, of equal ones the fastest; None: no price."""
+        """The size that costs the least, of equal ones the fastest; None: no price."""
         priced = [
-            (dollars, size.epoch_s, size)
+            (dollars, size.time_s, size)
             for size in self.fitting
-            if (dollars := size.best.dollars) is not None
+            if (dollars := size.dollars) is not None
         ]
         return min(priced, key=lambda one: one[:2])[2] if priced else None
 
-    @property
+    @cached_property
     def best(self) -> Size:
-        """The size to use, by the objective."""
-        if self.objective == "time":
-            return self.fastest
-        assert self.cheapest is not None
-        return self.cheapest
+        """The size to use: it has least of the objective, and of equal ones is the fastest."""
+        return min(self.fitting, key=lambda size: (size.best.value, size.time_s))
 
     @cached_property
     def slower_from(self) -> Size | None:
         """The size from which on all are slower than the fastest, a smaller one; None: no such."""
         fastest = self.fastest
         return next(
-            (s for s in self.fitting if s.gpus > fastest.gpus and s.epoch_s > fastest.epoch_s), None
+            (s for s in self.fitting if s.gpus > fastest.gpus and s.time_s > fastest.time_s), None
+        )
+
+    @cached_property
+    def worse_from(self) -> Size | None:
+        """The size from which on all have more of the objective than the best, a smaller one."""
+        best = self.best
+        return next(
+            (s for s in self.fitting if s.gpus > best.gpus and s.best.value > best.best.value), None
         )
 
     @cached_property
     def enough(self) -> Size:
-        """The fewest GPUs whose epoch is at most NEAR longer than that of the fastest size."""
-        return next(s for s in self.fitting if s.epoch_s <= (1 + NEAR) * self.fastest.epoch_s)
+        """The fewest GPUs that take at most NEAR longer than the fastest size."""
+        return next(s for s in self.fitting if s.time_s <= (1 + NEAR) * self.fastest.time_s)
 
     @cached_property
     def dips(self) -> list[tuple[Size, Size]]:
         """Sizes below the fastest that are slower than a smaller one, with the fastest smaller."""
         out, before = [], self.first
         for size in self.fitting:
-            if size.gpus < self.fastest.gpus and size.epoch_s > before.epoch_s:
+            if size.gpus < self.fastest.gpus and size.time_s > before.time_s:
                 out.append((size, before))
-            before = min(before, size, key=lambda one: one.epoch_s)
+            before = min(before, size, key=lambda one: one.time_s)
         return out
 
     @property
@@ -135,7 +147,7 @@ class Scaling:
 
     def speedup(self, size: Size) -> float:
         """How many times as fast as the first size."""
-        return self.first.epoch_s / size.epoch_s
+        return self.first.time_s / size.time_s
 
     def efficiency(self, size: Size) -> float:
         """The share of its GPUs that the speedup is worth."""
@@ -208,34 +220,37 @@ def problem_of(base: Problem, gpus: int) -> Problem:
 def scale(
     base: Problem,
     gpus: Sequence[int],
-    objective: str = "time",
+    objective: Objective = TIME,
     exact: bool = False,
     forced: Strategy | None = None,
     notify: Notify = silent,
 ) -> Scaling:
     """What is recommended on each number of GPUs, all of which are used; and which is best.
 
-    Raises SpecError where objective, price or the forced strategy are wrong, or no number can be
-    had; Infeasible where nothing fits at any.
+    With a target accuracy that runs reached both on the full graph and on mini-batches, a size has
+    the better of the two.
+
+    Raises SpecError where price, power, evidence or the forced strategy are wrong, or no number can
+    be had; Infeasible where nothing fits at any.
     """
-    must_be_objective(objective)
-    if objective == "cost" and base.cluster.price is None:
-        raise SpecError(
-            f"--objective cost needs the price of a GPU and hour, and {base.cluster.name} has none;"
-            " add it, as --set price=2.50"
-        )
+    objective.check(base)
+    modes = in_modes(base, objective, forced)
     asked, skipped = [], []
     for count in gpus:
         try:
-            asked.append(({"gpus": str(count)}, problem_of(base, count)))
+            asked += [({"gpus": str(count)}, problem_of(one, count)) for one in modes]
         except SpecError as error:
             skipped.append((count, str(error)))
     if not asked:
         raise SpecError("; ".join(f"--scale {count}: {reason}" for count, reason in skipped))
-    sizes = []
-    for _, problem, found, refusal in planned(asked, exact, forced, False, notify):
+    sizes: list[Size] = []
+    for _, problem, found, refusal in planned(asked, exact, forced, False, notify, objective):
         needs = None if found else least_needed(problem, exact, forced)
-        sizes.append(Size(problem.ranks, problem.cluster.servers, found, refusal, needs))
+        servers, mode = problem.cluster.servers, problem.workload.mode
+        size = Size(problem.ranks, servers, mode, found, refusal, needs)
+        if sizes and sizes[-1].gpus == size.gpus:  # in the other mode
+            size = better(sizes.pop(), size)
+        sizes.append(size)
     if not any(size.found for size in sizes):
         most = sizes[-1]
         if isinstance(most.error, SpecError):  # a forced strategy that suits no such problem
@@ -245,7 +260,18 @@ def scale(
     return Scaling(sizes, skipped, objective)
 
 
-def must_be_objective(objective: str) -> None:
-    """Raise SpecError for an unknown objective."""
-    if objective not in OBJECTIVES:
-        raise SpecError(f"--objective {objective!r}: must be {' or '.join(OBJECTIVES)}")
+def in_modes(base: Problem, objective: Objective, forced: Strategy | None) -> list[Problem]:
+    """The problem, and with a target the same GNN in the other mode, where runs tell of it.
+
+    Epochs of the two are not comparable, but times to an accuracy are.
+    """
+    other = in_mode(base, "mini" if base.workload.mode == "full" else "full")
+    is_told = objective.target is not None and objective.target.tells_of(other)
+    return [base, other] if is_told and forced is None else [base]
+
+
+def better(one: Size, other: Size) -> Size:
+    """Of two sizes that on which something fits, or that with less of the objective."""
+    if one.found is None or other.found is None:
+        return one if other.found is None else other
+    return min(one, other, key=lambda size: size.best.value)

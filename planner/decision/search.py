@@ -1,7 +1,7 @@
 """The search: all candidates of all families, on all GPUs and on parts of them.
 
-Candidates that fit are ranked by their closed form; recommendation.py says which is recommended,
-and how sure that is.
+Candidates that fit are ranked by what the objective makes of their closed form (objective.py);
+recommendation.py says which is recommended, and how sure that is.
 The others are rejected with a reason; where none fits, the error says what would.
 """
 
@@ -19,6 +19,7 @@ from gnnplan.planner import strategies
 from gnnplan.planner.cluster.doubt import DRAWS, drawn, factors
 from gnnplan.planner.cluster.placement import best_placement, walk
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
 from gnnplan.planner.decision.recommendation import (
     Outlook,
     Settled,
@@ -35,7 +36,7 @@ from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
-# Candidates that are predicted to be slower than the fastest exact one by more than this factor are
+# Candidates that are predicted to be worse than the best exact one by more than this factor are
 # not recommended in any doubt, and their epochs need not be drawn.
 FAR = 4.0
 MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
@@ -49,6 +50,39 @@ class Candidate:
     predicted: Prediction
     memory: Memory
     problem: Problem
+    objective: Objective = TIME
+
+    @property
+    def value(self) -> float:
+        """What the best candidate has least of: by default its epoch [s]."""
+        epoch_s = float(self.predicted.epoch_s)
+        return float(self.objective.value(self.problem, self.strategy, epoch_s))
+
+    @property
+    def drawn(self) -> NDArray[np.float64]:
+        """The same in each draw of what is not known for sure [DRAWS]."""
+        return self.objective.drawn(self.problem, self.strategy, self.drawn_s)
+
+    @property
+    def epochs(self) -> Epochs | None:
+        """How many it needs to the objective's accuracy; None where no accuracy is asked for."""
+        target = self.objective.target
+        return target.epochs(self.problem, self.strategy) if target else None
+
+    @property
+    def time_s(self) -> float:
+        """Its epoch, or all epochs to the objective's accuracy [s]."""
+        return float(self.predicted.epoch_s) * (self.epochs.usual if self.epochs else 1.0)
+
+    @property
+    def drawn_time_s(self) -> NDArray[np.float64]:
+        """The same in each draw [DRAWS] [s]."""
+        return self.drawn_s * (self.epochs.drawn if self.epochs else 1.0)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether its accuracy is known: it is exact, or runs reached the target with it."""
+        return self.strategy.exact or self.objective.target is not None
 
     @property
     def memory_bytes(self) -> float:
@@ -65,11 +99,8 @@ class Candidate:
     @property
     def dollars(self) -> float | None:
         """Price of an epoch [$], where the cluster has a price; servers are rented whole."""
-        cluster = self.problem.cluster
-        if cluster.price is None:
-            return None
-        rented = len(set(self.problem.servers)) * cluster.gpus_per_server
-        return cluster.price * rented * float(self.predicted.epoch_s) / 3600
+        per_second = dollars_per_second(self.problem)
+        return None if per_second is None else per_second * float(self.predicted.epoch_s)
 
     @cached_property
     def drawn_s(self) -> NDArray[np.float64]:
@@ -83,8 +114,8 @@ class Candidate:
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
 
     def chance_faster(self, other: Candidate) -> float:
-        """The share of draws in which its epoch is shorter than the other's."""
-        return float((self.drawn_s < other.drawn_s).mean())
+        """The share of draws in which it has less of what the objective counts than the other."""
+        return float((self.drawn < other.drawn).mean())
 
     def fullest(self) -> dict[str, float]:
         """Memory by use on the fullest rank [B]."""
@@ -94,7 +125,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates from fastest to slowest, and (strategy, reason) of those that were rejected.
+    """Candidates from best to worst by the objective, and (strategy, reason) of rejected ones.
 
     `forced`: one strategy was asked for, and nothing was compared. `measured`: the candidate that
     runs have shown to be best (`gnnplan tune`).
@@ -110,10 +141,15 @@ class SearchResult:
         """The candidate that is recommended (recommendation.py)."""
         return self.measured or recommend(self.ranked)
 
+    @property
+    def objective(self) -> Objective:
+        """What all candidates are compared by."""
+        return self.best.objective
+
     @cached_property
     def outlooks(self) -> list[Outlook]:
         """How sure the ranking is: of each candidate, in the order of `ranked`."""
-        return outlooks(_side_by_side(self.ranked))
+        return _outlooks(self.ranked)
 
     def outlook(self, candidate: Candidate) -> Outlook:
         """How sure it is that a candidate is the right choice."""
@@ -125,9 +161,12 @@ class SearchResult:
 
     @cached_property
     def rivals(self) -> list[Candidate]:
-        """What the best was chosen from, the best first: if it is exact, exact candidates."""
+        """What the best was chosen from, the best first: if it is exact, exact candidates.
+
+        With a target accuracy all of them, for then it is known how many epochs each needs.
+        """
         best = self.best
-        return [best, *(c for c in self.others if c.strategy.exact or not best.strategy.exact)]
+        return [best, *(c for c in self.others if c.is_comparable or not best.strategy.exact)]
 
     @cached_property
     def settled(self) -> Settled | None:
@@ -138,42 +177,44 @@ class SearchResult:
         doubted = factors(self.best.problem.cluster)
         if len(self.rivals) < 2 or self.measured or not doubted:
             return None
-        drawn_s = _side_by_side(self.rivals)
-        left = {name: settled_regret(drawn_s, factor) for name, factor in doubted.items()}
+        drawn = _side_by_side(self.rivals)
+        left = {name: settled_regret(drawn, factor) for name, factor in doubted.items()}
         constant = min(left, key=left.__getitem__)
         return Settled(constant, left[constant])
 
     @cached_property
     def certainty(self) -> Outlook:
         """How sure it is that the best is the right choice among its rivals."""
-        return outlooks(_side_by_side(self.rivals))[0]
+        return _outlooks(self.rivals)[0]
 
     @property
     def others(self) -> list[Candidate]:
-        """The candidates that are not recommended, from fastest to slowest."""
+        """The candidates that are not recommended, from best to worst."""
         best = self.best
         return [candidate for candidate in self.ranked if candidate is not best]
 
     @property
     def passed_over(self) -> list[Candidate]:
-        """Candidates that are predicted to be faster than the best."""
-        best_s = float(self.best.predicted.epoch_s)
-        return [c for c in self.others if float(c.predicted.epoch_s) < best_s]
+        """Candidates that are predicted to be better than the recommended one."""
+        return [c for c in self.others if c.value < self.best.value]
 
 
 def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
-    """The candidates' epochs in each draw [candidates, DRAWS] [s]."""
-    return np.stack([candidate.drawn_s for candidate in candidates])
+    """What the objective counts of the candidates in each draw [candidates, DRAWS]."""
+    return np.stack([candidate.drawn for candidate in candidates])
+
+
+def _outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
+    return outlooks(np.stack([c.drawn_s for c in candidates]), _side_by_side(candidates))
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that is recommended of these."""
-    of_exact = [float(c.predicted.epoch_s) for c in candidates if c.strategy.exact]
-    far_s = FAR * min(of_exact or [float(c.predicted.epoch_s) for c in candidates])
-    near = [c for c in candidates if float(c.predicted.epoch_s) <= far_s]
+    far = FAR * least_of(candidates, any(c.is_comparable for c in candidates))
+    near = [c for c in candidates if c.value <= far]
     if len(near) == 1:
         return near[0]
-    return near[recommended(_side_by_side(near), [c.strategy.exact for c in near])]
+    return near[recommended(_side_by_side(near), [c.is_comparable for c in near])]
 
 
 def families(problem: Problem) -> list[type[Strategy]]:
@@ -181,15 +222,19 @@ def families(problem: Problem) -> list[type[Strategy]]:
     return [family for family in strategies.families() if family.mode == problem.workload.mode]
 
 
-def evaluate(problem: Problem, strategy: Strategy) -> Candidate:
+def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
     """The strategy's prediction and memory on the problem's GPUs.
 
-    Raises SpecError where its knobs do not suit the problem, Infeasible where it does not fit.
+    Raises SpecError where its knobs do not suit the problem, or no run says how many epochs it
+    needs; Infeasible where it does not fit.
     """
     strategy = strategy.settle(problem)
     strategy.check(problem)
+    if why := objective.uncovered(problem, strategy):
+        raise SpecError(why)
     check_host_memory(problem, strategy)
-    candidate = Candidate(strategy, strategy.predict(problem), strategy.memory(problem), problem)
+    predicted, memory = strategy.predict(problem), strategy.memory(problem)
+    candidate = Candidate(strategy, predicted, memory, problem, objective)
     room = problem.cluster.device.memory
     if candidate.memory_bytes > room:
         use, most = max(candidate.fullest().items(), key=lambda item: item[1])
@@ -221,15 +266,17 @@ def gigabytes(nbytes: float) -> str:
     return f"{np.ceil(nbytes / 1e9 * 1.001 * 100) / 100:g}GB"
 
 
-def evaluate_or_save_memory(problem: Problem, strategy: Strategy) -> Candidate:
+def evaluate_or_save_memory(
+    problem: Problem, strategy: Strategy, objective: Objective = TIME
+) -> Candidate:
     """`evaluate`, with less memory and more computation where it would not fit otherwise."""
     try:
-        return evaluate(problem, strategy)
+        return evaluate(problem, strategy, objective)
     except Infeasible as error:
         with_less_memory = strategy.settle(problem).with_less_memory()
         if with_less_memory is not None:
             with suppress(Infeasible):
-                return evaluate(problem, with_less_memory)
+                return evaluate(problem, with_less_memory, objective)
         raise error
 
 
@@ -262,12 +309,16 @@ def search(
     forced: Strategy | None = None,
     may_use_fewer: bool = True,
     notify: Notify = silent,
+    objective: Objective = TIME,
 ) -> SearchResult:
-    """All candidates of all families on all GPUs, and the fastest on each part that may win.
+    """All candidates of all families on all GPUs, and the best on each part that may win.
 
     With `forced` only that strategy, on all GPUs. Raises SpecError where the forced strategy does
-    not suit the problem, Infeasible where nothing fits.
+    not suit the problem or the objective lacks numbers, Infeasible where nothing fits.
     """
+    objective.check(problem)
+    if objective.target:
+        objective.target.must_cover(problem, [forced] if forced else _candidates(problem, exact))
     if forced is not None:
         if exact and not forced.settle(problem).exact:
             always = {"full": "graph_parallel or granndis", "mini": "data_parallel or gsplit"}
@@ -276,7 +327,8 @@ def search(
                 f" {always[forced.mode]}"
             )
         try:
-            return SearchResult([evaluate(placed(problem, forced), forced)], [], forced=True)
+            alone = evaluate(placed(problem, forced), forced, objective)
+            return SearchResult([alone], [], forced=True)
         except Infeasible as error:
             raise Infeasible(f"{error}; {smallest_change(problem, lambda _: [forced])}") from None
     ranked: list[Candidate] = []
@@ -295,7 +347,8 @@ def search(
                 )
                 continue
             try:
-                ranked.append(evaluate_or_save_memory(placed(problem, strategy), strategy))
+                there = placed(problem, strategy)
+                ranked.append(evaluate_or_save_memory(there, strategy, objective))
             except (SpecError, Infeasible) as error:
                 rejected.append((str(strategy.settle(problem)), str(error)))
         if not tried and (why := family.absent(problem)):
@@ -307,52 +360,55 @@ def search(
             f"{smallest_change(problem, partial(_and_with_less_memory, exact=exact))}"
         )
     if may_use_fewer:
-        ranked += on_fewer(problem, exact, ranked, notify)
-    ranked.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
+        ranked += on_fewer(problem, exact, ranked, notify, objective)
+    ranked.sort(key=lambda candidate: candidate.value)
     return SearchResult(ranked, rejected)
 
 
 def on_fewer(
-    problem: Problem, exact: bool, on_all: Sequence[Candidate], notify: Notify = silent
+    problem: Problem,
+    exact: bool,
+    on_all: Sequence[Candidate],
+    notify: Notify = silent,
+    objective: Objective = TIME,
 ) -> list[Candidate]:
-    """The fastest candidate on each part of the GPUs that may beat those `on_all` GPUs.
+    """The best candidate on each part of the GPUs that may beat those `on_all` GPUs.
 
-    The fastest exact one of a part is there too if it is recommended. Ranks on a CPU are no GPUs:
+    The best exact one of a part is there too if it is recommended. Ranks on a CPU are no GPUs:
     --ranks chooses their number, and they share its cores.
     """
     found: list[Candidate] = []
     if problem.cluster.device.kind == "cpu":
         return found
-    limit = fastest_s(on_all)
+    limit = least_of(on_all)
     exact_ones: list[Candidate] = []
     for gpus in parts(problem.cluster):
-        if least(problem, len(gpus), exact) >= limit:
-            continue
         smaller, fitting = problem.placed(gpus), []
-        limits = {kind: fastest_s([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
+        if objective.at_least(smaller, least(problem, len(gpus), exact)) >= limit:
+            continue
+        limits = {kind: least_of([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
         for strategy in _candidates(smaller, exact):
             notify(
                 "evaluating candidates",
                 f"{strategy} on {len(gpus)} of {show_count(problem.ranks, 'GPU')}",
             )
             with suppress(SpecError, Infeasible):
-                there = placed(smaller, strategy, limits[strategy.settle(smaller).exact])
-                fitting.append(evaluate_or_save_memory(there, strategy))
+                settled = strategy.settle(smaller)
+                limit_s = limits[settled.exact] / float(objective.value(smaller, settled, 1.0))
+                there = placed(smaller, strategy, limit_s)
+                fitting.append(evaluate_or_save_memory(there, strategy, objective))
         if fitting:
-            fitting.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
+            fitting.sort(key=lambda candidate: candidate.value)
             found.append(fitting[0])
             exact_ones += [c for c in fitting[1:] if c.strategy.exact][:1]
-            limit = min(limit, float(fitting[0].predicted.epoch_s))
+            limit = min(limit, fitting[0].value)
     best = recommend([*on_all, *found, *exact_ones])
     return found + [candidate for candidate in exact_ones if candidate is best]
 
 
-def fastest_s(candidates: Sequence[Candidate], exact: bool = False) -> float:
-    """The shortest predicted epoch [s], or that of an exact candidate; infinite without any."""
-    return min(
-        (float(c.predicted.epoch_s) for c in candidates if c.strategy.exact or not exact),
-        default=np.inf,
-    )
+def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float:
+    """The least number of candidates, or of comparable ones; infinite without any."""
+    return min((c.value for c in candidates if c.is_comparable or not comparable), default=np.inf)
 
 
 def parts(cluster: Cluster) -> list[tuple[int, ...]]:

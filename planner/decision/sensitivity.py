@@ -1,8 +1,8 @@
 """What would change the choice: other links, other devices, other depths.
 
 The candidates that were found are predicted again with one number of the cluster multiplied, and
-the search is repeated at other numbers of layers. Where an exact strategy is recommended, links and
-devices are asked which exact strategy is the fastest.
+the search is repeated at other numbers of layers; the plan's objective compares them. Where an
+exact strategy is recommended, links and devices are asked which exact strategy is the best.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def inside_servers(cluster: Cluster) -> list[str]:
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
     """What doubling one number of the cluster gives, and where another family takes over."""
     above = np.geomspace(1, REACH, STEPS + 1)[1:]
-    winners, epochs_s = best_at(found, faster, [2.0, 1.0, *1 / above, *above])
-    change = epochs_s[0] / float(found.best.predicted.epoch_s) - 1
+    winners, values = best_at(found, faster, [2.0, 1.0, *1 / above, *above])
+    change = values[0] / found.best.value - 1
     yield f"twice {name}: {show_percent(change, sign=True)}"
     _, fastest, *others = winners
     for word, factors, there in (
@@ -93,20 +93,21 @@ def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None)
 def best_at(
     found: SearchResult, faster: Scaled, factors: Sequence[float] | NDArray[np.float64]
 ) -> tuple[list[Candidate], NDArray[np.float64]]:
-    """With the number multiplied by each factor: the fastest rival of the best, and its epoch [s].
+    """With the number multiplied by each factor: the best rival, and what the objective counts.
 
     If the best is exact, its rivals are the exact ones.
     """
     column = np.asarray(factors, dtype=float)[:, np.newaxis]
-    times = np.array(
+    values = np.array(
         [
-            np.broadcast_to(np.ravel(c.strategy.predict(asked).epoch_s), len(factors))
+            np.broadcast_to(np.ravel(c.objective.value(c.problem, c.strategy, epoch_s)), shape)
             for c in found.rivals
             for asked in [replace(c.problem, cluster=faster(c.problem.cluster, column))]
+            for epoch_s, shape in [(c.strategy.predict(asked).epoch_s, len(factors))]
         ]
     )
-    fastest = times.argmin(axis=0)
-    return [found.rivals[index] for index in fastest], times.min(axis=0)
+    least = values.argmin(axis=0)
+    return [found.rivals[index] for index in least], values.min(axis=0)
 
 
 def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
@@ -120,6 +121,8 @@ def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
     nothing_compared = len(found.ranked) + len(found.rejected) == 1
     if nothing_compared or not problem.stats.known or problem.stats.edges > MOST_EDGES:
         return
+    if found.objective.target:
+        return  # no run says how many epochs another depth needs
 
     on_fewer = any(candidate.problem.ranks < problem.cluster.ranks for candidate in found.ranked)
 
@@ -128,7 +131,8 @@ def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
         notify("asking what would change the choice", show_count(count, "layer"))
         asked = replace(problem, workload=workload, placement=())
         try:
-            return search(asked, exact, may_use_fewer=on_fewer).best.strategy.name
+            there = search(asked, exact, may_use_fewer=on_fewer, objective=found.objective)
+            return there.best.strategy.name
         except GnnplanError:
             return ""
 

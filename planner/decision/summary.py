@@ -24,6 +24,7 @@ from gnnplan.planner.decision.explain import (
     nearly_full,
     within_doubt,
 )
+from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
@@ -40,6 +41,7 @@ from gnnplan.planner.vocabulary.units import (
 MOST_CHANGES = 2  # told
 WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 WORTH_SAYING = 0.005  # of regret
+AS_GOOD = {"time": "fast", "cost": "cheap", "energy": "cheap in energy"}
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
@@ -104,11 +106,15 @@ def certainty(found: SearchResult) -> str:
     """How sure the choice is, what would make it surer, and what it is drawn from."""
     problem, outlook = found.best.problem, found.certainty
     words = [f"an epoch takes {show_range(outlook.low_s, outlook.high_s)} (80 %)"]
+    if not found.objective.is_plain:
+        low, high = (found.objective.show(value) for value in range_of(found.best.drawn))
+        words.append(f"{found.objective.of} {found.objective.span}: {low} to {high} (80 %)")
     if len(found.rivals) > 1 and not found.measured:
         among = "" if len(found.rivals) == len(found.ranked) else " among exact strategies"
         words.append(
-            f"fastest{among} with a chance of {show_percent(outlook.chance_fastest)}, expected"
-            f" regret {show_percent(outlook.expected_regret, 1)}{settling(found)}"
+            f"{found.objective.least}{among} with a chance of"
+            f" {show_percent(outlook.chance_fastest)}, expected regret"
+            f" {show_percent(outlook.expected_regret, 1)}{settling(found)}"
         )
     words.append(f"the cluster's numbers: {sources(problem.cluster.provenance)}")
     if problem.cluster.device.kind != "cpu":
@@ -175,6 +181,10 @@ def costs(best: Candidate) -> str:
         )
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")
+    if best.objective.of == "energy" or best.epochs:
+        words.append(f"{best.objective.show(best.value)} {best.objective.span}")
+    if best.epochs:
+        words.append(f"epochs to it: {best.epochs}")
     return "; ".join(words)
 
 
@@ -208,7 +218,9 @@ def rivals(found: SearchResult) -> str:
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
     if within_doubt(found):
-        why = ": within doubt, try `gnnplan tune`"
+        why = ": within doubt"
+        if found.objective.is_plain:
+            why += ", try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
     told = _loss(others[0], best) + why
@@ -220,11 +232,11 @@ def rivals(found: SearchResult) -> str:
 
 
 def _loss(candidate: Candidate, best: Candidate) -> str:
-    gap = float(candidate.predicted.epoch_s) / float(best.predicted.epoch_s) - 1
+    gap = candidate.value / best.value - 1
     used = candidate.problem.ranks
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
     if gap < 0.0005:
-        return f"{candidate.strategy}{where} is as fast"
+        return f"{candidate.strategy}{where} is as {AS_GOOD[best.objective.of]}"
     return f"{candidate.strategy}{where} {show_percent(gap, 1, sign=True)}"
 
 

@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
@@ -139,16 +140,19 @@ def planned(
     forced: Strategy | None = None,
     may_use_fewer: bool = True,
     notify: Notify = silent,
+    objective: Objective = TIME,
 ) -> Iterator[Planned]:
     """The decision at every point, one after the other; the arguments are those of `search`.
 
-    A strategy that is forced may suit some points only."""
-    refusals: tuple[type[GnnplanError], ...] = (Infeasible, SpecError) if forced else (Infeasible,)
+    A strategy that is forced may suit some points only, and so may a lossy strategy's run."""
+    refusals: tuple[type[GnnplanError], ...] = (Infeasible,)
+    if forced or objective.target:
+        refusals = (Infeasible, SpecError)
     for at, problem in asked:
         where = ", ".join(f"{field}={value}" for field, value in at.items())
         notify("planning", where)
         try:
-            found = search(problem, exact, forced, may_use_fewer)
+            found = search(problem, exact, forced, may_use_fewer, objective=objective)
         except refusals as error:
             yield Planned(at, problem, None, error)
         else:

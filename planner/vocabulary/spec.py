@@ -41,6 +41,7 @@ Rates = Annotated[
     BeforeValidator(lambda value: value if isinstance(value, dict) else {1.0: value}),
 ]
 Rate = Annotated[float, bounded(1e6, 1e18, "a compute rate [flop/s]", "flop/s")]
+Power = Annotated[float, bounded(0.1, 1e5, "a power [W]", "W")]
 
 
 class Spec(BaseModel):

@@ -1,6 +1,6 @@
 """Quantities as people write them, and back.
 
-The code has SI units only: bytes, seconds, flop."""
+The code has SI units only: bytes, seconds, flop, watts, joules."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ _PREFIX = {
     "Gi": 2**30,
     "Ti": 2**40,
 }
-_BASE = {"B": 1.0, "b": 1 / 8, "bit": 1 / 8, "FLOP": 1.0, "flop": 1.0, "FLOPS": 1.0}
+_BASE = {"B": 1.0, "b": 1 / 8, "bit": 1 / 8, "FLOP": 1.0, "flop": 1.0, "FLOPS": 1.0, "W": 1.0}
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PATTERN = re.compile(r"^\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-zµ]*)(/s|ps)?\s*$")
 
 
 def kind(text: object) -> str:
-    """The unit of a quantity: 's', 'B', 'flop', 'B/s', 'flop/s', or '' if it has none.
+    """The unit of a quantity: 's', 'B', 'flop', 'W', 'B/s', 'flop/s', or '' if it has none.
 
     >>> kind("25GB/s"), kind("10us"), kind("24GiB"), kind("27TFLOPS"), kind(5), kind("5G")
     ('B/s', 's', 'B', 'flop/s', '', '')
+    >>> kind("300W"), kind("0.3kW")
+    ('W', 'W')
     """
     match = _PATTERN.match(text) if isinstance(text, str) else None
     if not match or match[2] in _PREFIX:
@@ -36,12 +38,13 @@ def kind(text: object) -> str:
     unit, per_second = match[2], bool(match[3])
     if unit in _TIME:
         return "s"
-    base = "flop" if unit.upper().rstrip("S").endswith("FLOP") else "B"
+    is_flop = unit.upper().rstrip("S").endswith("FLOP")
+    base = "flop" if is_flop else "W" if unit.endswith("W") else "B"
     return f"{base}/s" if per_second or unit.endswith("FLOPS") else base
 
 
 def quantity(text: object) -> float:
-    """A quantity as a number in SI units [B, s, flop, B/s, flop/s].
+    """A quantity as a number in SI units [B, s, flop, W, B/s, flop/s].
 
     It is text such as '25GB/s', '400Mbit/s', '10us', '24GiB', '27.8TFLOP/s', or a number, which
     stays. Raises ValueError for anything else.
@@ -67,8 +70,8 @@ def quantity(text: object) -> float:
     if unit in _PREFIX and not match[3]:
         return number * _PREFIX[unit]
     raise ValueError(
-        f"{text!r:.80} has an unknown unit; use B, bit, FLOP with k, M, G, T (or Ki, Mi, Gi), or s,"
-        " ms, us"
+        f"{text!r:.80} has an unknown unit; use B, bit, FLOP, W with k, M, G, T (or Ki, Mi, Gi), or"
+        " s, ms, us"
     )
 
 
@@ -134,3 +137,15 @@ def show_dollars(value: float) -> str:
     ('$12.35', '$0.00123', '$0.00')
     """
     return f"${value:.2f}" if value >= 1 or value == 0 else f"${value:.3g}"
+
+
+def show_energy(value: float) -> str:
+    """Joules as people read them.
+
+    >>> show_energy(1234567.0), show_energy(12.5), show_energy(0.25), show_energy(0)
+    ('1.23 MJ', '12.50 J', '0.25 J', '0.00 J')
+    """
+    for scale, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
+        if abs(value) >= scale:
+            return f"{value / scale:.2f} {unit}"
+    return f"{value:.2f} J"

@@ -1,0 +1,355 @@
+"""What the best candidate has least of: the only place that turns an epoch into that number.
+
+    time     seconds of an epoch                                      [s]
+    cost     the same x price x GPUs of the servers that are rented   [$]
+    energy   the same x power x GPUs that train                       [J]
+
+Each of them is of one epoch, or of all epochs to a target accuracy. Epochs to an accuracy are known
+from runs only (`Target`): exact strategies compute the same numbers and share what runs of any of
+them showed; a lossy strategy needs runs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.cluster.doubt import factors_of, normals
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Strategy
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.units import show_count, show_dollars, show_energy, show_time
+
+OBJECTIVES = ("time", "cost", "energy")
+LEAST = {"time": "fastest", "cost": "cheapest", "energy": "cheapest in energy"}
+# Standard deviation of log(epochs to an accuracy) over seeds, until runs show it. In the studies of
+# traces/convergence, 0.5 to 5 points below the best accuracy, it is 0.13 in the median, and 0.17 of
+# those in which evaluations were close enough to tell seeds apart.
+SEED_SPREAD = 0.15
+PRIOR = 2  # runs that SEED_SPREAD counts for, beside the spread observed
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run showed: the validation accuracy at the epochs that were evaluated."""
+
+    folder: str
+    graph: str  # hash
+    workload: Workload
+    strategy: Strategy
+    ranks: int
+    accuracies: Sequence[tuple[int, float]]  # (epoch, accuracy), from the first to the last
+
+    def reached(self, accuracy: float) -> tuple[int, int] | None:
+        """The epochs (before, at) between which the accuracy was reached; None: never.
+
+        Nothing is known of epochs that were not evaluated.
+        """
+        before = 0
+        for epoch, seen in self.accuracies:
+            if seen >= accuracy:
+                return before, epoch
+            before = epoch
+        return None
+
+    @property
+    def best(self) -> float:
+        """The highest accuracy."""
+        return max(accuracy for _, accuracy in self.accuracies)
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How many epochs reach the target accuracy, from some runs with different seeds."""
+
+    reached: Sequence[tuple[int, int]]  # of each run: the epochs between which it got there
+    name: str  # equal for strategies that compute the same numbers: they draw the same epochs
+
+    @cached_property
+    def usual(self) -> float:
+        """The median: the geometric mean over runs, in the middle between two evaluations."""
+        return float(np.exp(fmean(np.log(self._middles))))
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of log(epochs of another run / usual).
+
+        Runs show how far seeds are apart, and SEED_SPREAD counts for PRIOR runs beside them. The
+        mean of n runs is off by 1 / sqrt(n) of that. Where evaluations are far apart, an epoch
+        between them is uniformly distributed.
+        """
+        logs = np.log(self._middles)
+        squares = PRIOR * SEED_SPREAD**2 + float(((logs - logs.mean()) ** 2).sum())
+        of_seeds = squares / (PRIOR + len(logs) - 1) * (1 + 1 / len(logs))
+        gaps = [(at - before - 1) / middle for (before, at), middle in self._with_middles()]
+        return float(np.sqrt(of_seeds + fmean(gap**2 for gap in gaps) / 12))
+
+    @cached_property
+    def drawn(self) -> Array:
+        """In each draw [DRAWS]; at least one."""
+        return np.maximum(1.0, self.usual * np.exp(self.spread * normals(f"epochs {self.name}")))
+
+    def __str__(self) -> str:
+        """As '56 (48-65 in 80 % of trainings), from 3 runs'."""
+        low, high = np.quantile(self.drawn, (0.1, 0.9))
+        runs = show_count(len(self.reached), "run")
+        alone = ", so how far seeds differ is assumed" if len(self.reached) == 1 else ""
+        return f"{self.usual:.0f} ({low:.0f}-{high:.0f} in 80 % of trainings), from {runs}{alone}"
+
+    @property
+    def _middles(self) -> list[float]:
+        return [middle for _, middle in self._with_middles()]
+
+    def _with_middles(self) -> list[tuple[tuple[int, int], float]]:
+        return [((before, at), (before + 1 + at) / 2) for before, at in self.reached]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A validation accuracy, and the runs that say in how many epochs it is reached."""
+
+    accuracy: float
+    trainings: Sequence[Training]
+
+    def of_question(self, problem: Problem) -> list[Training]:
+        """The runs on the same graph with the same model and options, whatever their seeds."""
+        asked = _options(problem.workload)
+        return [
+            training
+            for training in self.trainings
+            if training.graph == problem.stats.hash and _options(training.workload) == asked
+        ]
+
+    def tells_of(self, problem: Problem) -> bool:
+        """Whether an exact strategy's run on the question reached the accuracy."""
+        return any(
+            run.strategy.exact and run.reached(self.accuracy) for run in self.of_question(problem)
+        )
+
+    def like(self, problem: Problem, strategy: Strategy) -> list[Training]:
+        """The runs that computed what the strategy computes, or are lossy in the same way.
+
+        A lossy strategy's errors depend on the number of parts, so its runs had as many ranks.
+        """
+        return [
+            training
+            for training in self.of_question(problem)
+            if training.strategy.exact == strategy.exact
+            and (
+                strategy.exact
+                or (training.ranks == problem.ranks and strategy.approximates_as(training.strategy))
+            )
+        ]
+
+    def epochs(self, problem: Problem, strategy: Strategy) -> Epochs | None:
+        """How many epochs the strategy needs; None where runs do not say.
+
+        A run that ended before the slowest of the others got there says nothing. One that trained
+        as long and did not get there says that the accuracy is not always reached.
+        """
+        runs = {run.workload.seed: run for run in sorted(self.like(problem, strategy), key=_length)}
+        reached = [span for run in runs.values() if (span := run.reached(self.accuracy))]
+        if not reached:
+            return None
+        slowest = max(at for _, at in reached)
+        if any(_length(run) >= slowest and not run.reached(self.accuracy) for run in runs.values()):
+            return None
+        told = min(str(run.strategy) for run in runs.values())
+        name = "exact" if strategy.exact else f"{told} on {problem.ranks}"
+        return Epochs(reached, f"{problem.workload.mode} {name}")
+
+    def why_not(self, problem: Problem, strategy: Strategy) -> str:
+        """Why `epochs` knows nothing of the strategy, and which run would tell."""
+        runs = self.like(problem, strategy)
+        told = "no run given" if not runs else f"{show_count(len(runs), 'run')} given"
+        which = (
+            "of an exact strategy"
+            if strategy.exact
+            else f"of it on {show_count(problem.ranks, 'rank')}"
+        )
+        seen = ""
+        if runs:
+            last = max(runs, key=_length)
+            seen = (
+                f" (best accuracy {max(run.best for run in runs):.3f}; not in each of them, or not"
+                f" yet after {show_count(_length(last), 'epoch')})"
+            )
+        return (
+            f"not covered: {told} {which} shows in how many epochs it reaches a validation accuracy"
+            f" of {self.accuracy:g}{seen}"
+        )
+
+    def must_cover(self, problem: Problem, strategies: Iterable[Strategy]) -> None:
+        """Raise SpecError, with the runs that would help, where runs tell of no strategy."""
+        asked = [strategy.settle(problem) for strategy in strategies]
+        if any(self.epochs(problem, strategy) for strategy in asked):
+            return
+        rule = f"--target-accuracy {self.accuracy:g}: no run shows in how many epochs"
+        if not problem.stats.known:
+            raise SpecError(
+                f"{rule} it is reached, and none can, since only statistics of"
+                f" {problem.stats.name} are known; give the graph itself (--graph FILE or FOLDER),"
+                " or leave --target-accuracy out"
+            )
+        here = self.of_question(problem)
+        found = f"{show_count(len(self.trainings), 'run')} given"
+        if others := len(self.trainings) - len(here):
+            found += f", {others} of another graph, model or options"
+        if here:
+            best = max(here, key=lambda run: run.best)
+            found += f"; the best accuracy is {best.best:.4f}, in {best.folder}"
+            found += f" ({best.strategy} on {show_count(best.ranks, 'rank')})"
+        runs = [run for strategy in asked for run in self.like(problem, strategy)]
+        if behind := [run for run in runs if not run.reached(self.accuracy)]:
+            last = max(behind, key=_length)
+            found += f"; {last.folder} is not there after {show_count(_length(last), 'epoch')}"
+            remedy = f"gnnplan run --resume {last.folder} --epochs {2 * _length(last)}"
+        else:
+            is_exact = any(strategy.exact for strategy in asked)
+            option = "--exact" if is_exact else f"--strategy '{asked[0]}'"
+            remedy = (
+                f"gnnplan plan {option} -o first.json (with your other options), gnnplan run"
+                f" first.json --epochs {problem.workload.epochs} --eval-every 5 --out runs/first"
+            )
+        raise SpecError(
+            f"{rule} a validation accuracy of {self.accuracy:g} is reached ({found}). This would"
+            f" tell: {remedy}; then plan again with --evidence and the run's folder. A run of an"
+            " exact strategy, on any number of ranks, counts for all exact ones; a lossy one needs"
+            " a run of its own (gnnplan run --strategy)"
+        )
+
+
+def in_mode(problem: Problem, mode: Literal["full", "mini"]) -> Problem:
+    """The problem on the full graph or on mini-batches, the GNN unchanged."""
+    return replace(problem, workload=problem.workload.model_copy(update={"mode": mode}))
+
+
+def _options(workload: Workload) -> str:
+    """What decides how accuracy grows with epochs, but for the seed."""
+    always = workload.model_dump_json(exclude={"seed", "epochs", "batch", "fanout"})
+    return always if workload.mode == "full" else f"{always} {workload.batch} {workload.fanouts}"
+
+
+def _length(training: Training) -> int:
+    """The last epoch that was evaluated."""
+    return training.accuracies[-1][0]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the best candidate has least of, per epoch or until the target accuracy."""
+
+    of: str = "time"
+    target: Target | None = None
+
+    def __post_init__(self) -> None:
+        if self.of not in OBJECTIVES:
+            *most, last = OBJECTIVES
+            raise SpecError(f"--objective {self.of!r}: must be {', '.join(most)} or {last}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the time of an epoch."""
+        return self.of == "time" and self.target is None
+
+    def check(self, problem: Problem) -> None:
+        """Raise SpecError where the price or the power is missing."""
+        cluster = problem.cluster
+        if self.of == "cost" and cluster.price is None:
+            raise SpecError(
+                f"--objective cost needs the price of a GPU and hour, and {cluster.name} has none;"
+                " add it, as --set price=2.50"
+            )
+        if self.of == "energy" and cluster.device.power is None:
+            unit = "CPU rank" if cluster.device.kind == "cpu" else "GPU"
+            raise SpecError(
+                f"--objective energy needs the power of a {unit}, and {cluster.name} has none; add"
+                " it, as --set device.power=300W"
+            )
+
+    def uncovered(self, problem: Problem, strategy: Strategy) -> str:
+        """Why nothing is known of the strategy's number; empty where it is known."""
+        if self.target is None or self.target.epochs(problem, strategy):
+            return ""
+        return self.target.why_not(problem, strategy)
+
+    def value(self, problem: Problem, strategy: Strategy, epoch_s: Number) -> Number:
+        """The number of epochs of `epoch_s` [s] on the problem's GPUs."""
+        epochs = self.target and self.target.epochs(problem, strategy)
+        return epoch_s * self.per_second(problem) * (epochs.usual if epochs else 1.0)
+
+    def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Array) -> Array:
+        """The number in each draw, from epochs in each draw [DRAWS] [s]."""
+        out = epochs_s * self.per_second(problem)
+        if self.of == "energy":
+            out = out * factors_of(problem.cluster, "device.power")
+        epochs = self.target and self.target.epochs(problem, strategy)
+        return np.asarray(out * epochs.drawn if epochs else out)
+
+    def at_least(self, problem: Problem, epoch_s: float) -> float:
+        """A bound on the number of every strategy whose epoch takes `epoch_s` or more."""
+        runs = self.target.of_question(problem) if self.target else []
+        accuracy = self.target.accuracy if self.target else 0.0
+        spans = [span for run in runs if (span := run.reached(accuracy))]
+        fewest = min((before + 1 for before, _ in spans), default=1)
+        return epoch_s * self.per_second(problem) * fewest
+
+    def per_second(self, problem: Problem) -> float:
+        """What a second of training on the problem's GPUs counts: 1 [s], dollars or joules."""
+        if self.of == "time":
+            return 1.0
+        counted = {"cost": dollars_per_second, "energy": watts}[self.of](problem)
+        assert counted is not None, "check(problem) comes first"
+        return counted
+
+    def show(self, value: float) -> str:
+        """The number as people read it."""
+        return {"time": show_time, "cost": show_dollars, "energy": show_energy}[self.of](value)
+
+    @property
+    def span(self) -> str:
+        """Of what the number is."""
+        return f"to an accuracy of {self.target.accuracy:g}" if self.target else "per epoch"
+
+    @property
+    def least(self) -> str:
+        """The best, in a word."""
+        return LEAST[self.of]
+
+    @property
+    def less(self) -> str:
+        """Better, in a word."""
+        return {"time": "faster", "cost": "cheaper", "energy": "cheaper in energy"}[self.of]
+
+    @property
+    def more(self) -> str:
+        """Worse, in a word."""
+        return {"time": "slower", "cost": "dearer", "energy": "dearer in energy"}[self.of]
+
+
+TIME = Objective()
+
+
+def dollars_per_second(problem: Problem) -> float | None:
+    """The price of the problem's servers, which are rented whole; None without a price [$/s]."""
+    cluster = problem.cluster
+    if cluster.price is None:
+        return None
+    rented = len(set(problem.servers)) * cluster.gpus_per_server
+    return cluster.price * rented / 3600
+
+
+def watts(problem: Problem) -> float | None:
+    """The power of the GPUs that train; None where the cluster's file has none [W]."""
+    power = problem.cluster.device.power
+    return None if power is None else power * problem.ranks

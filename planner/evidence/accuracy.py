@@ -1,0 +1,75 @@
+"""What runs showed of validation accuracy over epochs, as a target accuracy needs it
+(decision/objective.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gnnplan.planner.decision import plan as plans
+from gnnplan.planner.decision.objective import Training
+from gnnplan.planner.evidence.validate import MAX_METRICS
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import from_json, read_bytes
+
+MAKE = "make one with `gnnplan run plan.json --out runs/one`"
+PLAN, METRICS = "plan.json", "metrics.jsonl"  # of a run's folder
+
+
+def trainings(paths: Iterable[str | os.PathLike[str]]) -> list[Training]:
+    """The trainings of runs, finished or not, that evaluated an accuracy.
+
+    paths: folders of runs, or folders that hold such. Raises SpecError where one has no run, or a
+    run cannot be read, and Mismatch where another version made its plan.
+    """
+    folders = [folder for path in paths for folder in _runs(Path(path))]
+    read = [_training(folder) for folder in dict.fromkeys(folders)]
+    return [training for training in read if training.accuracies]
+
+
+def _runs(path: Path) -> list[Path]:
+    """The folder itself if a run left it, else the runs' folders in it."""
+    if _is_run(path):
+        return [path]
+    found = sorted(folder for folder in path.iterdir() if _is_run(folder)) if path.is_dir() else []
+    if not found:
+        raise SpecError(
+            f"--evidence {path}: neither a run's folder (with {PLAN} and {METRICS}) nor a folder"
+            f" that holds one; {MAKE}"
+        )
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in (PLAN, METRICS))
+
+
+def _training(folder: Path) -> Training:
+    document, path = plans.read(folder / PLAN), folder / METRICS
+    lines = read_bytes(path, MAX_METRICS, MAKE).splitlines()
+    return Training(
+        str(folder),
+        document["graph"]["hash"],
+        Workload.model_validate(document["workload"]),
+        plans.chosen(document),
+        len(plans.placement(document)),
+        tuple(_accuracies(path, [from_json(path, line, MAKE) for line in lines])),
+    )
+
+
+def _accuracies(path: Path, rows: list[Any]) -> Iterator[tuple[int, float]]:
+    """Of the epochs that were evaluated."""
+    last = 0
+    for row in rows:
+        epoch = row.get("epoch") if isinstance(row, dict) else None
+        if type(epoch) is not int or epoch <= last:
+            raise SpecError(
+                f"{path}: every line needs an epoch that counts up from 1, found {str(row)[:100]};"
+                f" {MAKE}"
+            )
+        last = epoch
+        if isinstance(accuracy := row.get("val_accuracy"), float):
+            yield epoch, accuracy
