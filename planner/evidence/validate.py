@@ -222,7 +222,7 @@ def _are_gradient_errors(value: object) -> bool:
     """Whether these are series of |used - exact|, |exact| and a bound, which may be None."""
 
     def is_number(number: object) -> bool:
-        return type(number) in (int, float) and 0 <= number < math.inf  # type: ignore[operator]
+        return isinstance(number, float) and 0 <= number < math.inf
 
     return isinstance(value, dict) and all(
         isinstance(series, list)
