@@ -1213,7 +1213,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     ),
     "--evidence without a run": (
         ask("--target-accuracy", "0.9", "--evidence", "nowhere"),
-        "--evidence nowhere: neither a run's folder (with plan.json and metrics.jsonl)",
+        "--evidence nowhere: neither a run's folder .with plan.json and metrics.jsonl",
     ),
     "--objective cost without a price": (
         ask("--scale", "1,2", "--objective", "cost", "--cluster", "dgx_a100"),
