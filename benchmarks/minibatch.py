@@ -34,6 +34,7 @@ import numpy as np
 from commands import gnnplan, words
 from spine import GRAPH, HIDDEN, LAYERS, LR
 
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import draw, frontier, key_of, seeds_of
@@ -102,7 +103,8 @@ def splitters(share: float, names: list[str]) -> None:
                 True
             )
             graph = replace(graph, train=train)
-        frequency = presample(graph, batch, FANOUTS, 0)
+        workload = Workload(mode="mini", layers=len(FANOUTS), batch=batch, fanout=FANOUTS)
+        frequency = presample(graph, workload)
         batches = [
             frontier(graph, seeds, FANOUTS, 0, 0, i)
             for i, seeds in enumerate(seeds_of(graph, batch, 0, 0)[:MOST])

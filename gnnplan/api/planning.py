@@ -62,8 +62,8 @@ def plan(
     - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
     - workload: a YAML file, a mapping of fields, or a Workload
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
-      seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or
-      its class, whose parameters training starts from
+      target='link', negatives, seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or
+      a live torch.nn.Module or its class, whose parameters training starts from
     - exact: only exact strategies: they compute the gradient of one process
     - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
     - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
