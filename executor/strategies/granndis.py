@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, counts_of, weighted_block
+from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import constant_rows
 from gnnplan.executor.strategies.graph_parallel import Worker, whole_share, worker_on
+from gnnplan.executor.strategies.whole import Scored, counts_of
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
@@ -51,7 +52,7 @@ class CoBatches(base.Worker):
             assert isinstance(batch, Layout)
             self.batches.append((self._open(batch), self._places(batch)))
         self.evaluation = _evaluation(problem, layout, strategy.steps(problem))
-        self.scored: list[Targets] = []  # to which the last logits belong
+        self.scored: list[Scored] = []  # what the last logits are counted by
 
     def _keep(self, layout: Layout) -> None:
         """Keep what batches load from.
