@@ -200,8 +200,7 @@ class EstimatedBatch(MiniBatch):
 
     groups: the group of each rank. needs: the frontier of each group. crossing: the share of edges
     that lead to another rank of the group. fullest: the share of a group's first rank, in equal
-    shares. scored: edges of a batch and
-    negatives of each; None: the loss is of labels."""
+    shares. scored: edges of the batch, and negatives of each; None: the loss is of labels."""
 
     def __init__(
         self,

@@ -47,8 +47,8 @@ class MiniBatch(Layout):
     """The rows of every rank in one mini-batch.
 
     frontiers: of each group. groups: the group of each rank. member: which member of a group
-    (0 .. size - 1) owns each vertex, int [N]; None where every group is one rank. scored: None:
-    the loss is of labels."""
+    (0 .. size - 1) owns each vertex, int [N]; None where every group is one rank. scored: who
+    computes the loss of which edges; None: it is of labels."""
 
     def __init__(
         self,
