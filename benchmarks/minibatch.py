@@ -35,6 +35,7 @@ import numpy as np
 from commands import gnnplan, words
 from spine import GRAPH, HIDDEN, LAYERS, LR
 
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import Frontier, draw, frontier, key_of, seeds_of
@@ -99,7 +100,8 @@ def _sampled(name: str, share: float) -> tuple[Graph, Frequency, list[Frontier]]
         frontier(graph, seeds, FANOUTS, 0, 0, i)
         for i, seeds in enumerate(seeds_of(graph, batch, 0, 0)[:MOST])
     ]
-    return graph, presample(graph, batch, FANOUTS, 0), batches
+    workload = Workload(mode="mini", layers=len(FANOUTS), batch=batch, fanout=FANOUTS)
+    return graph, presample(graph, workload), batches
 
 
 def _shared(

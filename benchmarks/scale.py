@@ -150,7 +150,7 @@ STEPS: dict[str, tuple[str, Callable[[Path], float]]] = {
     "load": ("load", loading),
     "presample": (
         "pre-sampling, 10 epochs",
-        of_graph(lambda graph: presample(graph, WORKLOAD.batch, WORKLOAD.fanouts, WORKLOAD.seed)),
+        of_graph(lambda graph: presample(graph, WORKLOAD)),
     ),
     "hottest": (
         "hot rows by frequency, 10 epochs",

@@ -194,7 +194,8 @@ class _Training:
             checkpoints.wait()
         rank.activity.begin("phase", f"the metrics of epoch {epoch + 1}")
         sent = sum(rank.sent.values()) - sent_before
-        row = _row(rank, epoch, loss, counts, tested, seconds, sent)
+        metric = self.problem.workload.metric
+        row = _row(rank, epoch, loss, counts, tested, seconds, sent, metric)
         self._append(row, report)
         if is_kept:
             self._keep(epoch)
@@ -269,14 +270,22 @@ class _Training:
 
 
 def _row(
-    rank: Rank, epoch: int, loss: Tensor, counts: Tensor, tested: Tensor, seconds: float, sent: int
+    rank: Rank,
+    epoch: int,
+    loss: Tensor,
+    counts: Tensor,
+    tested: Tensor,
+    seconds: float,
+    sent: int,
+    metric: str,
 ) -> dict[str, Any]:
     """A line of metrics.jsonl, from the sums over all ranks.
 
     counts, tested: right and wrong answers [3, 2] of the training pass and of the evaluation; NaN
-    if this epoch is not evaluated. `train_accuracy` is that of the training pass, with dropout and
-    staleness. val and test are measured with the weights that the epoch leaves. The epoch ends with
-    its last rank; `peak_memory_bytes` is of the fullest rank so far.
+    if this epoch is not evaluated. metric: 'accuracy', or 'auc' of link prediction. That of train
+    is of the training pass, with dropout and staleness. val and test are measured with the weights
+    that the epoch leaves. The epoch ends with its last rank; `peak_memory_bytes` is of the fullest
+    rank so far.
     """
     numbers = torch.cat(
         [
@@ -297,9 +306,9 @@ def _row(
     return {
         "epoch": epoch + 1,
         "loss": float(numbers[0]),
-        "train_accuracy": train,
-        "val_accuracy": evaluated[1],
-        "test_accuracy": evaluated[2],
+        f"train_{metric}": train,
+        f"val_{metric}": evaluated[1],
+        f"test_{metric}": evaluated[2],
         "epoch_s": float(largest[0]),
         "bytes": int(numbers[13]),
         "peak_memory_bytes": int(largest[1]),

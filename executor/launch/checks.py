@@ -58,7 +58,8 @@ def must_be_trainable(problem: Problem, where: str = "") -> None:
             f"{where}the graph {name} is known by statistics only and cannot be trained;"
             " plan with a graph file"
         )
-    if problem.stats.classes == 0 or problem.stats.train_vertices == 0:
+    learns_labels = problem.workload.target == "node"
+    if learns_labels and (problem.stats.classes == 0 or problem.stats.train_vertices == 0):
         raise SpecError(
             f"{where}the graph {name} has no labelled training vertices; it can be"
             " planned and simulated, not trained; plan with a graph that has y"

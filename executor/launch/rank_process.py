@@ -37,6 +37,7 @@ from gnnplan.executor.ranks import activity, turns
 from gnnplan.executor.ranks.checkpoint import Checkpoints, latest, question
 from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, open_rank
 from gnnplan.planner.decision.plan import read, write
+from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
@@ -284,14 +285,14 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
         if not is_last and time.monotonic() - shown < (0.1 if renews else 5.0):
             return
         shown = time.monotonic()
-        accuracy = "  ".join(
-            f"{part} {row[f'{part}_accuracy']:.3f}"
-            for part in ("train", "val", "test")
-            if row[f"{part}_accuracy"] is not None
+        scores = "  ".join(
+            f"{name.removesuffix('_accuracy').replace('_', ' ')} {row[name]:.3f}"
+            for name in scores_of(row)
+            if row[name] is not None
         )
         left_s = (shown - started) / (row["epoch"] - first) * (epochs - row["epoch"])
         line = (
-            f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {accuracy} "
+            f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {scores} "
             f" this epoch {show_time(row['epoch_s'])}, {left_s:.0f} s left"
         )
         print(

@@ -15,6 +15,9 @@ TAGS = {
     "train_accuracy": "accuracy/train",
     "val_accuracy": "accuracy/val",
     "test_accuracy": "accuracy/test",
+    "train_auc": "auc/train",
+    "val_auc": "auc/val",
+    "test_auc": "auc/test",
     "epoch_s": "epoch/seconds",
     "bytes": "epoch/bytes sent",
     "peak_memory_bytes": "memory/peak bytes",
@@ -47,9 +50,9 @@ class Scalars:
         )
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add an epoch; an epoch that is not evaluated has no accuracies."""
+        """Add an epoch; one that is not evaluated has no accuracies (AUC)."""
         for field, tag in TAGS.items():
-            if row[field] is not None:
+            if row.get(field) is not None:
                 self.writer.add_scalar(tag, row[field], row["epoch"])
 
     def close(self) -> None:

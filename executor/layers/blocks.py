@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import scipy.sparse as sp
 import torch
@@ -148,6 +146,11 @@ class Targets:
         ]
         self.total = graph.stats.train_vertices if total is None else total
 
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return len(self.y)
+
     def loss(self, logits: Tensor) -> Tensor:
         """This rank's part of the mean loss over all `total` training vertices."""
         train = self.masks[0]
@@ -179,15 +182,6 @@ class Targets:
                 right = ((answer.argmax(1) == y) & labelled).sum()
                 out[i, 0], out[i, 1] = right, labelled.sum() - right
         return out
-
-
-def counts_of(scored: Sequence[Targets], logits: Tensor) -> Tensor:
-    """The sum of `Targets.counts` over several targets, whose rows follow each other in logits."""
-    shares = torch.split(logits, [len(targets.y) for targets in scored])
-    return sum(
-        (targets.counts(share) for targets, share in zip(scored, shares, strict=True)),
-        torch.zeros(3, 2),
-    )
 
 
 def scores(counts: Tensor) -> list[float | None]:

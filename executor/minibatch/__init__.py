@@ -4,6 +4,7 @@ Open
     sampler.py          for how a rank draws its share of every batch, alone or with its group
     device_sampling.py  for drawing neighbours on a GPU
     share.py            for `Share`: source rows, edges and exchanges of each layer
+    held_out.py         for link prediction's evaluation
     feature_store.py    for reading features from caches, host memory and other ranks
 
 It imports the planner, executor/layers and executor/ranks. What is drawn and where rows are stored

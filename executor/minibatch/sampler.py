@@ -44,10 +44,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.minibatch import device_sampling as sampling
-from gnnplan.executor.minibatch.share import Part, Share
+from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, now
+from gnnplan.planner.graph.batches import items_of, pairs_in
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.sampling import Ids, draw, key_of, seeds_of, taken
+from gnnplan.planner.graph.links import Pairs, fetched
+from gnnplan.planner.graph.sampling import Ids, draw, key_of, taken
 from gnnplan.planner.ownership.minibatch import Batches, shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
@@ -109,7 +111,7 @@ class Sampler(Dataset[Sampled]):
         self.place = self.peers.index(me)
         self.number = next(_opened)
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
-        self._epoch, self._seeds = -1, list[Ids]()
+        self._epoch, self._items = -1, list[Ids]()
         if lists is not None:
             self._degrees = degrees(batches.graph)
             self.graph = thinned(batches.graph, lists.keeps(me))
@@ -128,8 +130,14 @@ class Sampler(Dataset[Sampled]):
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
         splits = len(self.peers) > 1
         asks = self.lists is not None and self.lists.asks
-        rows, everyone = self._seeds_of(epoch, number)
+        items, everyone = self._items_of(epoch, number)
+        pairs = pairs_in(self.graph, workload, items, epoch, number)
+        rows = items if pairs is None else pairs.ends
+        if len(self.peers) > 1 and self.member is not None:
+            rows = rows[self.member[rows] == self.place]
         made = Sampled(Share(rows, everyone, []))
+        if pairs is not None:
+            made.share.ends = self._ends(pairs, rows)
         present = np.zeros(self.graph.stats.vertices, dtype=bool)  # vertices whose row I compute
         present[rows] = True
         drawn: list[Drawn] = []  # the last layer first
@@ -164,16 +172,36 @@ class Sampler(Dataset[Sampled]):
         self._lay(made, step, drawn[::-1])
         return made
 
-    def _seeds_of(self, epoch: int, number: int) -> tuple[Ids, int]:
-        """This rank's seeds of a batch, and how many all ranks have."""
+    def _items_of(self, epoch: int, number: int) -> tuple[Ids, int]:
+        """The items of a batch that this rank's group shares, and how many all groups have."""
         if epoch != self._epoch:
-            workload = self.workload
-            self._epoch = epoch
-            self._seeds = seeds_of(self.graph, workload.batch, workload.seed, epoch)
-        seeds = shares(self._seeds[number], len(set(self.groups)))[self.group]
-        if len(self.peers) > 1 and self.member is not None:
-            seeds = seeds[self.member[seeds] == self.place]
-        return seeds, self._seeds[number].size
+            self._epoch, self._items = epoch, []
+            self._items = items_of(self.graph, self.workload, epoch)
+        items = self._items[number]
+        return shares(items, len(set(self.groups)))[self.group], items.size
+
+    def _ends(self, pairs: Pairs, own: Ids) -> Ends:
+        """Of the group's pairs those that this rank scores; `own` are its rows of h_L.
+
+        All members know all pairs, so nobody has to ask.
+        """
+        where, ranks = self._where, len(self.groups)
+        give, take = [own[:0]] * ranks, np.zeros(ranks, np.int64)
+        away = own[:0]
+        where[own] = np.arange(own.size, dtype=np.int32)
+        if len(self.peers) > 1:
+            member = self.member
+            assert member is not None
+            for place, peer in enumerate(self.peers):
+                wanted = fetched([pairs], member, place)
+                if peer == self.me:
+                    away = wanted
+                give[peer] = where[wanted[member[wanted] == self.place]].astype(np.int64)
+            take[self.peers] = np.bincount(member[away], minlength=len(self.peers))
+            pairs = pairs.of(member[pairs.heads] == self.place)
+            where[away] = own.size + np.arange(away.size, dtype=np.int32)
+        places = Pairs(where[pairs.heads].astype(np.int64), where[pairs.tails].astype(np.int64))
+        return Ends(places, away, give, take, len(self.peers) > 1)
 
     def _by_owner(self, ids: Ids) -> tuple[Ids, list[Ids]]:
         """Vertices that this rank owns, and those of each peer (of itself: none)."""

@@ -13,6 +13,7 @@ import numpy as np
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.links import Pairs
 from gnnplan.planner.ownership.layout import Layout
 
 
@@ -32,12 +33,27 @@ class Part:
 
 
 @dataclass
+class Ends:
+    """Link prediction: pairs that a rank scores, by places among its rows of h_L.
+
+    These are own rows, then those that other ranks send, grouped by sender.
+    """
+
+    pairs: Pairs
+    away: np.ndarray  # global ids of the rows that others send
+    give: Sequence[np.ndarray]  # for each peer, places of the own rows that it needs
+    take: np.ndarray  # rows from each peer [ranks]
+    meets: bool  # ranks exchange rows
+
+
+@dataclass
 class Share:
     """A rank's share of all layers."""
 
     own: np.ndarray  # global ids of the rows of h_L, which the loss is of
-    everyone: int  # number of such rows of all ranks
+    everyone: int  # number of such rows of all ranks; of link prediction, of edges
     parts: Sequence[Part]  # of layers 1 .. L; layers that are alike have the same Part
+    ends: Ends | None = None  # link prediction: what the loss is of
 
 
 def share_of(

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, counts_of
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
@@ -20,6 +19,7 @@ from gnnplan.executor.strategies.graph_parallel import (
     whole_share,
     worker_on,
 )
+from gnnplan.executor.strategies.whole import Scored, counts_of
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
@@ -55,7 +55,7 @@ class CoBatches(base.Worker):
             assert isinstance(batch, Layout)
             self.batches.append((self._open(batch), self.kept.places(batch)))
         self.evaluation = _evaluation(problem, layout, strategy.steps(problem))
-        self.scored: list[Targets] = []  # to which the last logits belong
+        self.scored: list[Scored] = []  # what the last logits are counted by
 
     def _open(self, batch: Layout) -> Worker:
         targets = sum(batch.own(rank).size for rank in range(batch.ranks))

@@ -15,12 +15,14 @@ from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, dtype_of
 from gnnplan.executor.layers.kernels import Block, SparseRows, backward, dropout
 from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.minibatch.share import Share, share_of
 from gnnplan.executor.ranks.checkpoint import fill
@@ -102,9 +104,16 @@ class Worker(base.Worker):
                 self.vertices[layer] = self.vertices[twin]
                 self.blocks[layer] = self.blocks[twin]
             self.silent[layer] = not part.meets
-        self.own_vertices = torch.from_numpy(share.own).to(device)
+        self.own_vertices = self.scored_vertices = torch.from_numpy(share.own).to(device)
+        self.ends_meet = share.ends is not None and share.ends.meets
+        if share.ends is not None and share.ends.meets:
+            self.exchanges[len(self.layers) + 1] = Exchange(
+                self.rank, share.ends.give, share.ends.take
+            )
+            scored = np.concatenate([share.own, share.ends.away])
+            self.scored_vertices = torch.from_numpy(scored).to(device)
         self.vertices_in_all = share.everyone
-        self.targets = Targets(problem.graph, share.own, problem.workload, device, self.batch)
+        self.targets = targets_of(problem, share, device, self.batch)
         self.scored = self.targets  # to which the last logits belong
         self.arriving = torch.empty(
             self._numbers_to_smooth(), dtype=dtype_of(problem.workload), device=device
@@ -451,20 +460,23 @@ class Worker(base.Worker):
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of a training step; adds gradients to the parameters' .grad.
 
-        Returns this rank's part of the loss, and its logits [own, C].
+        Returns this rank's part of the loss, and its logits [own, C]; with those of fetched ends.
         """
         self.training, self.scored = True, self.targets
         entered, encoded = self.forward(step)
         last, above = entered.pop(), None
+        if self.ends_meet:
+            last.leaf = self._fetch_ends(step, last.leaf)
         with self.rank.span(Label("loss", step), "compute"):
-            logits = self.net.decode(
-                last.leaf, self._drop(step, len(self.layers) + 1, self.own_vertices), last.moments
-            )
+            drop = self._drop(step, len(self.layers) + 1, self.scored_vertices)
+            logits = self.net.decode(last.leaf, drop, last.moments)
             loss = self.targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
         gradient = last.leaf.grad
         assert gradient is not None
+        if self.ends_meet:
+            gradient = self._ends_home(step, gradient)
         self._moments_home(step, len(self.layers) + 1, last, gradient)
         self.to_sum, self.summed = gradient if self.net.jump else None, None
         del last
@@ -480,6 +492,21 @@ class Worker(base.Worker):
                 backward([encoded], [gradient if self.x0 is None else gradient + self.x0.grad])
         self.to_sum = None
         return loss, logits
+
+    def _fetch_ends(self, step: int, own: Tensor) -> Tensor:
+        """Own rows of h_L, then those of other ranks at which this rank's pairs end, as a leaf."""
+        rows = own.new_empty(len(self.scored_vertices), own.shape[1])
+        rows[: own.shape[0]] = own.detach()
+        layer = len(self.layers) + 1
+        self._halo(step, layer, "f", own.detach(), into=rows[own.shape[0] :])()
+        return rows.requires_grad_()
+
+    def _ends_home(self, step: int, gradient: Tensor) -> Tensor:
+        """The gradient of `_fetch_ends`'s rows -> that of own rows, with what peers send."""
+        own = len(self.own_vertices)
+        home = gradient[:own]
+        self._halo(step, len(self.layers) + 1, "b", gradient[own:], home=home)()
+        return home
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
@@ -513,6 +540,20 @@ class Worker(base.Worker):
             if name.startswith("stale."):
                 way, layer = name.split(".")[1], int(name.split(".")[2])
                 self.pending[way, layer] = there(tensor.to(self.rank.device, copy=True))
+
+
+def targets_of(
+    problem: Problem, share: Share, device: torch.device, total: int | None = None
+) -> Targets | LinkTargets:
+    """What the loss of a share's rows is of: their labels, or pairs of them.
+
+    total: training vertices or edges that it is the mean over; None: all training vertices.
+    """
+    if share.ends is not None:
+        rows = share.own.size + share.ends.away.size
+        return LinkTargets(share.ends.pairs, rows, share.everyone)
+    assert problem.graph is not None
+    return Targets(problem.graph, share.own, problem.workload, device, total)
 
 
 def open_worker(rank: Rank, problem: Problem, strategy: GraphParallel, first: int) -> Worker:

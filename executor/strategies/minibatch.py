@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, lengths_of
+from gnnplan.executor.layers.blocks import lengths_of
 from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.feature_store import FeatureStore
@@ -17,10 +17,10 @@ from gnnplan.executor.minibatch.sampler import Arriving, Sampler, drawing_device
 from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base, graph_parallel
-from gnnplan.planner.ownership.layout import Layout
+from gnnplan.executor.strategies.whole import Scored, Whole
+from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.vocabulary.schedule import Label
@@ -46,24 +46,24 @@ class Worker(base.Worker):
         device = drawing_device(rank, problem, strategy.prefetch, store, lists)
         sampler = Sampler(batches, rank.rank, edges, rank.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first)
-        self.whole: graph_parallel.Worker | None = None  # made for the first evaluation
-        self.scored: Targets | None = None  # to which the last logits belong
+        self.whole: Whole | None = None  # made for the first evaluation
+        self.scored: Scored | None = None  # what the last logits are counted by
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
 
-        Returns this rank's part of what the batch adds to the mean loss over all training vertices,
-        and its logits [own seeds, C].
+        Returns this rank's part of what the batch adds to the mean loss over all training vertices
+        (edges), and its rows of the last layer [own seeds, C].
         """
         share = self.arriving.next(step)
-        seeds = share.everyone
         worker = graph_parallel.Worker(
-            self.rank, self.problem, share, self.exchange_options, self.net, batch=seeds
+            self.rank, self.problem, share, self.exchange_options, self.net, batch=share.everyone
         )
         worker.features = self._features(share, worker, step)
         self.scored = worker.targets
         loss, logits = worker.step(step)
-        return loss * (seeds / self.problem.stats.train_vertices), logits
+        items = count_items(self.problem.workload, self.problem.stats)
+        return loss * (share.everyone / items), logits
 
     def _features(
         self, share: Share, worker: graph_parallel.Worker, step: int
@@ -95,13 +95,9 @@ class Worker(base.Worker):
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] on the full graph, without dropout."""
         if self.whole is None:
-            layout = self.problem.layout()
-            assert isinstance(layout, Layout)
-            self.whole = graph_parallel.worker_on(
-                self.rank, self.problem, layout, ExchangeOptions(), net=self.net
-            )
+            self.whole = Whole(self.rank, self.problem, self.net)
         self.scored = self.whole.targets
-        return self.whole.evaluate(step)
+        return self.whole.worker.evaluate(step)
 
     def counts(self, logits: Tensor) -> Tensor:
         """Right and wrong answers [3, 2] of the rows of the last logits."""

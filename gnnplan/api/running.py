@@ -15,6 +15,7 @@ from gnnplan.planner.evidence.validate import (
     show_gradient_error,
     show_rows,
 )
+from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.graph.arrays import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -60,7 +61,7 @@ class Run(View):
             "epochs": len(metrics),
             "first_loss": metrics[0]["loss"],
             "loss": last["loss"],
-            **{f"{k}_accuracy": last[f"{k}_accuracy"] for k in ("train", "val", "test")},
+            **{name: last[name] for name in scores_of(last)},
             "epoch_s": median(m["epoch_s"] for m in metrics[min(2, len(metrics) - 1) :]),
             "backend": ranks[0]["backend"],
             "bytes": {op: nbytes // len(metrics) for op, nbytes in sent.items()},
@@ -83,9 +84,9 @@ class Run(View):
     def blocks(self) -> list[str]:
         result = self.document
         scores = "  ".join(
-            f"{k} {result[f'{k}_accuracy']:.3f}"
-            for k in ("train", "val", "test")
-            if result[f"{k}_accuracy"] is not None
+            f"{name.removesuffix('_accuracy').replace('_', ' ')} {result[name]:.3f}"
+            for name in scores_of(result)
+            if result[name] is not None
         )
         sent = ", ".join(f"{k} {show_bytes(v)}" for k, v in result["bytes"].items()) or "nothing"
         lines = [

@@ -68,6 +68,17 @@ def plan(
             " [default: 10 each]"
         ),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="What is learned: node (labels of vertices) or link (which vertices an edge"
+            " links; with --mode mini, a batch is of edges).  [default: node]"
+        ),
+    ] = None,
+    negatives: Annotated[
+        int | None,
+        typer.Option(help="Of --target link: vertices that an edge is told from.  [default: 1]"),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -180,6 +191,8 @@ def plan(
         "mode": mode,
         "batch": batch,
         "fanout": fanout,
+        "target": target,
+        "negatives": negatives,
         "seed": seed,
     }
     with progress() as notify:
@@ -260,7 +273,8 @@ def _sizes(
 
 def show_next(path: Path | None, problem: Problem) -> None:
     """Where the plan is, and what it is good for."""
-    trainable = problem.stats.known and problem.stats.classes > 0
+    learns_links = problem.workload.target == "link"
+    trainable = problem.stats.known and (learns_links or problem.stats.classes > 0)
     if path is None:
         print("not written; to simulate or run it, add -o plan.json")
     elif trainable:

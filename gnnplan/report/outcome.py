@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from gnnplan.planner.evidence.validate import describe_operation, share_of_step, show_error
+from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.vocabulary.units import show_percent, show_time
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COLOURS, Picture, figure
@@ -79,14 +80,14 @@ def errors(facts: Facts) -> Picture:
 
 
 def losses(facts: Facts) -> Picture:
-    """Losses and accuracies by epoch. Raises Absent."""
+    """Losses and accuracies (AUC of link prediction) by epoch. Raises Absent."""
     names = run_names(facts)
     drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     rows = []
     for name, one, colour in zip(names, facts.runs, COLOURS * 9, strict=False):
-        # of older runs too, which may lack accuracies
-        known = [r for r in one.metrics if isinstance(r.get("val_accuracy"), float)]
-        for row, field, lines in ((1, "loss", one.metrics), (2, "val_accuracy", known)):
+        score = next((name for name in scores_of(one.metrics[0]) if "val" in name), "")
+        known = [r for r in one.metrics if isinstance(r.get(score), float)]
+        for row, field, lines in ((1, "loss", one.metrics), (2, score, known)):
             drawn.add_trace(
                 go.Scatter(
                     name=name,
@@ -102,15 +103,18 @@ def losses(facts: Facts) -> Picture:
                 1,
             )
         first, last = one.metrics[0]["loss"], one.metrics[-1]["loss"]
-        accuracy = f"{known[-1]['val_accuracy']:.3f}" if known else "-"
+        accuracy = f"{known[-1][score]:.3f}" if known else "-"
         rows.append([name, str(len(one.metrics)), f"{first:.4g}", f"{last:.4g}", accuracy])
+    # runs of one plan have one metric, which older runs may lack
+    learns_links = any("val_auc" in one.metrics[0] for one in facts.runs)
+    what = "AUC" if learns_links else "accuracy"
     out = figure(drawn, 500)
     out.update_yaxes(title_text="loss", row=1, col=1)
-    out.update_yaxes(title_text="validation accuracy", row=2, col=1)
+    out.update_yaxes(title_text=f"validation {what}", row=2, col=1)
     out.update_xaxes(title_text="epoch", row=2, col=1)
-    told = "; ".join(f"{row[0]} ends at loss {row[3]} and accuracy {row[4]}" for row in rows)
-    see = f"Losses on top, accuracies on validation vertices below, by epoch: {told}."
-    columns = ["run", "epochs", "first loss", "last loss", "validation accuracy"]
+    told = "; ".join(f"{row[0]} ends at loss {row[3]} and {what} {row[4]}" for row in rows)
+    see = f"Losses on top, validation {what} below, by epoch: {told}."
+    columns = ["run", "epochs", "first loss", "last loss", f"validation {what}"]
     return Picture("losses", "What training achieved", see, out, columns, rows)
 
 

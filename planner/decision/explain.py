@@ -60,7 +60,9 @@ def explain(
     if problem.workload.mode == "full":
         return out + of_families(problem, found)
     out += [batches_of(problem, best.strategy), *of_families(problem, found)]
-    return out if found.forced else out + full_graph(problem, best, exact, notify)
+    if found.forced or problem.workload.target == "link":  # on the full graph there is none
+        return out
+    return out + full_graph(problem, best, exact, notify)
 
 
 # -- the recommendation ------------------------------------------------------------------------
@@ -324,11 +326,14 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 def batches_of(problem: Problem, strategy: Strategy) -> str:
     """What an epoch is."""
-    fanouts = ", ".join("all" if f == ALL else str(f) for f in problem.workload.fanouts)
+    workload = problem.workload
+    fanouts = ", ".join("all" if f == ALL else str(f) for f in workload.fanouts)
+    items = "seeds"
+    if workload.target == "link":
+        items = f"edges and {show_count(workload.negatives, 'negative')} of each,"
     return (
         f"An epoch is {strategy.steps(problem)} updates of the weights, each on a batch of"
-        f" {problem.workload.batch:,} seeds with neighbours drawn {fanouts} (from the seeds"
-        " outwards)"
+        f" {workload.batch:,} {items} with neighbours drawn {fanouts} (from the seeds outwards)"
     )
 
 

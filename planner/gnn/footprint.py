@@ -797,6 +797,37 @@ def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Nu
     return logits, tape.most, gradient
 
 
+def link_loss(
+    model: Model, own: Number, edges: Number, negatives: int
+) -> tuple[Number, Number, Number]:
+    """Memory of decoder and link prediction's loss on a rank's `own` rows [B]; returns as `loss`.
+
+    It is of so many edges, each with its negatives: rows of heads and of tails are picked, and
+    multiplied pair by pair."""
+    b, width = model.itemsize, model.classes
+    rows, heads = own * width * b, edges * width * b
+    tails, scores = heads * (1 + negatives), edges * (1 + negatives) * b
+    tape = Tape()
+    if model.decoder is None:
+        kept, gradient, prepared = 0.0 * rows, rows, None  # h_L itself is scored
+    else:
+        spec = model.decoder_inputs
+        assert spec is not None
+        kept, prepared = rows, Prepared.of(model, spec, own)
+        prepared.forward(tape)
+        gradient = prepared.rows
+    tape.take(kept, 8 * edges * (2 + negatives), heads, tails, scores, scores, scores)
+    tape.take(heads, tails)  # gradients of what was picked
+    tape.free(scores, heads, tails)
+    tape.take(rows, rows)  # gradients of rows: by their being heads, and tails
+    tape.free(heads, tails, rows)
+    if prepared is not None:
+        tape.take(gradient)
+        tape.free(prepared.dropped)
+        prepared.backward(tape)
+    return kept, tape.most, gradient
+
+
 @dataclass(frozen=True)
 class Addition:
     """Memory of adding a layer's rows to the sum of all layers' [B]."""

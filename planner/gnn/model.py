@@ -450,19 +450,52 @@ class Model:
             self.encoder, rows, self.encoder_inputs, self.encode_numbers(rows), constant=True
         )
 
-    def finish(self, rows: Number) -> tuple[Compute, Compute]:
-        """Forward and backward work of decoder and loss on a rank's own rows."""
+    def finish(
+        self, rows: Number, edges: Number | None = None, negatives: int = 0
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of decoder and loss on a rank's own rows.
+
+        edges: of link prediction, each with so many negatives; None: the loss is of labels."""
         forward = backward = Compute(itemsize=self.itemsize)
         if self.decoder and self.decoder_inputs:
             forward, backward = self._rowwise(
                 self.decoder, rows, self.decoder_inputs, self.decode_numbers(rows)
             )
+        if edges is not None:
+            scored, its_gradient = self._score(rows, edges, negatives)
+            return forward + scored, backward + its_gradient
         # the loss takes training rows, which are about half of all
         per_logit = 0.5 if self.classes >= VECTOR else 0.5 * SHORT
         loss = Compute(
             launches=12, itemsize=self.itemsize, hash_ops=per_logit * rows * max(self.classes, 1)
         )
         return forward + loss, backward + loss
+
+    def _score(self, rows: Number, edges: Number, negatives: int) -> tuple[Compute, Compute]:
+        """Forward and backward work of edges' dot products, and of their loss."""
+        b, width, pairs = self.itemsize, self.classes, edges * (1 + negatives)
+        picked = edges + pairs  # rows of heads and of tails
+        pick = ((picked, width, rows),)  # its gradient is added to rows in as random an order
+        products = 2.0 * pairs * width
+        read = picked * width * b
+        forward = Compute(
+            products,
+            launches=10,
+            itemsize=b,
+            gemm_bytes=read,
+            hash_ops=pairs,
+            random_rows=pick,
+        )
+        zeros_and_sum = (2 + passes.SUM) * rows * width * b
+        backward = Compute(
+            2 * products,
+            elementwise_bytes=zeros_and_sum,
+            launches=10,
+            itemsize=b,
+            gemm_bytes=2 * read,
+            random_rows=pick,
+        )
+        return forward, backward
 
     def update(self, weights: int) -> Compute:
         """Adam's step: it reads and writes four arrays of the parameters' size."""
@@ -681,13 +714,14 @@ def _over(over: passes.Passes, spec: Layer, rows: Number, sources: Number, edges
 def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:
     """The shapes of a workload's model on a graph with so many feature columns and classes.
 
-    nonzeros: numbers in a row of sparse features, on average; 0: the features are dense.
+    nonzeros: numbers in a row of sparse features, on average; 0: the features are dense. Link
+    prediction reads rows of the last layer that are as wide as hidden ones, whatever the classes.
 
     >>> model = describe(Workload(layers=3, hidden=16), 40, 5)
     >>> [(layer.h_in, layer.h_out) for layer in model.layers]
     [(40, 16), (16, 16), (16, 5)]
     """
-    classes = max(classes, 1)
+    classes = workload.hidden if workload.target == "link" else max(classes, 1)
     architecture, module = ARCHITECTURES[workload.model], workload.module
     layers = _as_in_module(architecture.layers(workload, features, classes, nonzeros > 0), module)
     jump = module.jump if module else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +15,20 @@ WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: what paper
 ALL = -1  # the fanout that takes every neighbour
 FANOUT = 10  # per layer, if the user gives none
 MOST = 10**12  # vertices, seeds of a batch, epochs
+MOST_NEGATIVES = 10_000  # of an edge
+METRICS = {"node": "accuracy", "link": "auc"}  # what is measured, by target
 MOST_BATCH_LAYERS = 1000  # of a mini-batch, which reaches one hop further by every layer
+
+
+def scores_of(fields: Iterable[str]) -> list[str]:
+    """The names of scores among the fields of a line of metrics.jsonl, as Workload.metric says.
+
+    >>> scores_of(["epoch", "loss", "train_auc", "val_auc", "test_auc", "epoch_s"])
+    ['train_auc', 'val_auc', 'test_auc']
+    """
+    parts = ("train", "val", "test")
+    names = [f"{part}_{metric}" for metric in METRICS.values() for part in parts]
+    return [name for name in names if name in fields]
 
 
 def is_module(model: object) -> bool:
@@ -102,6 +116,9 @@ class Workload(Spec):
     batch: int = Field(1024, ge=1, le=MOST)
     # neighbours drawn per layer, from the seeds outwards; None: FANOUT for each
     fanout: tuple[Annotated[int, Field(ge=1, le=MOST)], ...] | Literal["full"] | None = None
+    # what is learned: labels of vertices, or which vertices an edge links
+    target: Literal["node", "link"] = "node"
+    negatives: int = Field(1, ge=1, le=MOST_NEGATIVES)  # link: vertices that an edge is told from
     seed: int = Field(0, ge=0, lt=2**31)
     optimizer: Literal["adam", "sgd"] = "adam"
     lr: float = Field(0.01, gt=0.0, le=100.0)
@@ -177,6 +194,27 @@ class Workload(Spec):
                 " use norm=layer or mode=full",
             )
         return self
+
+    @model_validator(mode="after")
+    def _can_predict_links(self) -> Workload:
+        if self.target == "link" and self.mode == "full":
+            raise Conflict(
+                ("target", "mode"),
+                "link prediction trains on batches of edges, and the full graph is one batch of"
+                " vertices (target: link, mode: full); use mode=mini, or target=node",
+            )
+        if self.target == "link" and (self.module is not None or self.model == "own"):
+            raise Conflict(
+                ("target", "model"),
+                "link prediction reads rows of the last layer as wide as `hidden`, and a module of"
+                " your own ends in classes (target: link); use one of our models, or target=node",
+            )
+        return self
+
+    @property
+    def metric(self) -> str:
+        """What is measured of training, validation and test, as metrics.jsonl names it."""
+        return METRICS[self.target]
 
     @property
     def is_converted(self) -> bool:

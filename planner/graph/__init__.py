@@ -7,6 +7,8 @@
     statistics.py   graphs of which only statistics are known (datasets/*.yaml)
     partition.py    the part of each vertex
     sampling.py     neighbours drawn for a mini-batch
+    links.py        edges for link prediction: held out, drawn, and told from negatives
+    batches.py      what a mini-batch is made of: vertices or edges
     streams.py      streams of random numbers
     splitting.py    the owner of each vertex of a mini-batch
 

@@ -58,6 +58,7 @@ class GraphStats:
     # (ownership/estimated_batches.py)
     batch_spread: tuple[float, float] | None = None
     train_popular: bool = False  # vertices with many neighbours are trained on more often
+    held_out: int = 0  # link prediction: directed edges that are not among `edges` (links.py)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,8 @@ class Graph:
     train: NDArray[np.bool_]  # [N]
     val: NDArray[np.bool_]
     test: NDArray[np.bool_]
+    # link prediction: edges for validation and for test, (source, destination) int64 [2, edges]
+    held_out: tuple[Array, ...] = ()
 
     def features(self, rows: Any = slice(None)) -> NDArray[np.float32]:
         """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
@@ -184,16 +187,17 @@ def finish(
     for array in frozen:
         array.flags.writeable = False  # so that the hash stays true
     stats = dataclasses.replace(
-        stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=_spread(np.diff(indptr))
+        stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(np.diff(indptr))
     )
-    return Graph(stats, indptr, indices, x, y, *masks)
+    train, val, test = masks
+    return Graph(stats, indptr, indices, x, y, train, val, test)
 
 
 def _feature_arrays(x: Features) -> tuple[Array, ...]:
     return (x,) if isinstance(x, np.ndarray) else (x.indptr, x.indices, x.data)
 
 
-def _spread(degrees: NDArray[np.int64]) -> float:
+def spread_of(degrees: NDArray[np.int64]) -> float:
     """Standard deviation of the logarithms of all degrees above 0."""
     positive = degrees[degrees > 0]
     return float(np.log(positive).std()) if positive.size else 0.0

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,10 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.batches import drawn_as, presampled, seeds_in
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import cached, check_parts, for_metis, repair
-from gnnplan.planner.graph.sampling import frontier, seeds_of
+from gnnplan.planner.graph.sampling import frontier
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 
@@ -57,9 +57,7 @@ class Frequency:
 
 def presample(
     graph: Graph,
-    batch: int,
-    fanouts: tuple[int, ...],
-    seed: int,
+    workload: Workload,
     epochs: int = EPOCHS,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Frequency:
@@ -72,9 +70,10 @@ def presample(
     )
     done = 0
     for epoch in range(BEFORE, BEFORE + epochs):
-        batches = seeds_of(graph, batch, seed, epoch)
-        for number, seeds in enumerate(batches):
-            found = frontier(graph, seeds, fanouts, seed, epoch, number)
+        batches = presampled(graph, workload, epoch)
+        for number, items in enumerate(batches):
+            seeds = seeds_in(graph, workload, items, epoch, number)
+            found = frontier(graph, seeds, workload.fanouts, workload.seed, epoch, number)
             for nodes in found.nodes:
                 vertices[nodes] += 1
             for _, places in found.edges:
@@ -95,15 +94,12 @@ def owners(
     """Owner [N] of each vertex for a workload's batches, cached on disk.
 
     epochs: of pre-sampling, if the splitter asks for it. imbalance: as in `split`."""
-    seed, batch, fanouts = workload.seed, workload.batch, workload.fanouts
-    train = blake2b(np.ascontiguousarray(graph.train).data, digest_size=8).hexdigest()
-    key = f"owners {graph.stats.hash} {train} {splitter} {parts} {seed} {batch} {fanouts} {epochs}"
-    key += f" {_ufactor(imbalance)}"
+    key = f"owners {drawn_as(graph, workload)} {splitter} {parts} {epochs} {_ufactor(imbalance)}"
 
     def compute() -> NDArray[np.int32]:
         counted = splitter in ("gsplit", "node")
-        frequency = presample(graph, batch, fanouts, seed, epochs) if counted else None
-        return split(graph, parts, splitter, seed, frequency, imbalance)
+        frequency = presample(graph, workload, epochs) if counted else None
+        return split(graph, parts, splitter, workload.seed, frequency, imbalance)
 
     return cached(key, graph.stats.vertices, parts, compute)
 

@@ -9,3 +9,5 @@ BATCHES = 2  # GraNNDis: training vertices of its batches
 BATCH_ORDER = 3  # GraNNDis: which batch a step takes
 SEEDS = 4  # mini-batches: the order of training vertices
 BOUNDARY = 5  # boundary node sampling: halo rows that are sent
+EDGES = 6  # link prediction: the order of edges
+HELD_OUT = 7  # link prediction: edges for validation and test, and what they are compared with

@@ -27,6 +27,7 @@ each other rank asks for one of them with probability 1 - exp(-t_k phi / m)."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,10 +36,11 @@ from numpy.typing import NDArray
 from scipy.special import ndtri, pdtr, pdtrc
 
 from gnnplan.planner.gnn.workload import ALL, Workload
+from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_layout import mixing_of
 from gnnplan.planner.ownership.layout import LayerFacts
-from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, per_epoch, shares
+from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, Scored, shares
 
 CLASSES = 100  # of degrees; a directed graph has a quarter of it for each of d and r, in all pairs
 LOWEST = -5.0  # the first class [standard deviations]
@@ -143,9 +145,33 @@ def expected_frontier(stats: GraphStats, seeds: int, fanouts: tuple[int, ...]) -
         -seeds * weights / max(float(weights.sum()), 1e-300) / np.maximum(vertices, 1e-300)
     )
     unreached = unreached * (population.all - seeds) / max(float(unreached.sum()), 1e-300)
+    return _expected(population, unreached, float(seeds), fanouts)
+
+
+@lru_cache(maxsize=256)
+def expected_frontier_of_edges(
+    stats: GraphStats, edges: int, negatives: int, fanouts: tuple[int, ...]
+) -> Expected:
+    """The expected frontier of random edges' ends, with so many negatives for each edge.
+
+    An edge begins at a vertex in proportion to its readers r, and ends at one in proportion to its
+    neighbours d; a negative is any vertex. So a vertex of class k is missed with probability
+    exp(-edges (r_k + d_k) / E - edges negatives / N)."""
+    population = Population.of(stats)
+    along = edges * (population.readers + population.drawn_from) / max(population.edges, 1.0)
+    unreached = population.vertices * np.exp(-along - edges * negatives / population.all)
+    seeds = population.all - float(unreached.sum())
+    return _expected(population, unreached, seeds, fanouts)
+
+
+def _expected(
+    population: Population, unreached: Floats, seeds: float, fanouts: tuple[int, ...]
+) -> Expected:
+    """The expected frontier of so many seeds, which leave so many vertices unreached [K]."""
+    vertices = population.vertices
     # edges known so far; unknown edges of a vertex that has not been reached [K]
     known, unknown_of_one = 0.0, population.drawn_from
-    rows, edges = [float(seeds)], []
+    rows, edges = [seeds], []
     for fanout in fanouts:
         drawn = float(
             (
@@ -174,7 +200,7 @@ class EstimatedBatch(MiniBatch):
 
     groups: the group of each rank. needs: the frontier of each group. crossing: the share of edges
     that lead to another rank of the group. fullest: the share of a group's first rank, in equal
-    shares."""
+    shares. scored: edges of the batch, and negatives of each; None: the loss is of labels."""
 
     def __init__(
         self,
@@ -184,6 +210,7 @@ class EstimatedBatch(MiniBatch):
         first_varying: int,
         crossing: float,
         fullest: float = 1.0,
+        scored: tuple[int, int] | None = None,
     ) -> None:
         self.stats, self.servers, self.needs = stats, groups, needs
         self.first_varying, self.cross = first_varying, crossing
@@ -196,8 +223,33 @@ class EstimatedBatch(MiniBatch):
         self._member = np.zeros(self.ranks, dtype=np.int64)  # of each rank in its group
         for rank, group in enumerate(groups):
             self._member[rank], seen[group] = seen[group], seen[group] + 1
+        self.scored = None if scored is None else self._scored(*scored)
 
-    def _shared(self, totals: list[float]) -> NDArray[np.int64]:
+    def _scored(self, batch: int, negatives: int) -> Scored:
+        """The expected edges that each rank scores, and rows that it is sent for that."""
+        counts = [part.size for part in shares(np.arange(batch), len(self.needs))]
+        edges, sends = self._shared(counts), np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        if self._size > 1:
+            population, others = Population.of(self.stats), self._size - 1
+            wanted = []
+            for count in counts:
+                # times that one other rank's edges end at a vertex of each class [K]
+                along = count * population.drawn_from / max(population.edges, 1.0)
+                times = (
+                    along * self.cross / others + count * negatives / self._size / population.all
+                )
+                reached = population.vertices @ -np.expm1(-times)
+                wanted.append(round(float(reached) / self._size))
+            sends = self._peers * np.array(wanted)[list(self.servers)]
+        return Scored(edges, sends)
+
+    @property
+    def _peers(self) -> NDArray[np.bool_]:
+        """Whether two ranks are different members of one group [ranks, ranks]."""
+        same = np.equal.outer(self.servers, self.servers)
+        return same & ~np.eye(self.ranks, dtype=bool)
+
+    def _shared(self, totals: Sequence[float]) -> NDArray[np.int64]:
         """Each rank's share of its group's total, in whole numbers that add up [ranks]."""
         total = np.rint(totals).astype(np.int64)[list(self.servers)]
         others = self._size - 1
@@ -228,9 +280,8 @@ class EstimatedBatch(MiniBatch):
             local = self.row_counts(layer - 1)
             sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
             if self._size > 1:
-                peers = np.equal.outer(self.servers, self.servers) & ~np.eye(self.ranks, dtype=bool)
                 halo = np.rint([self._halo(need, layer) for need in self.needs]).astype(np.int64)
-                sends = peers * halo[list(self.servers)]
+                sends = self._peers * halo[list(self.servers)]
             self._facts[layer] = LayerFacts(
                 self.row_counts(layer),
                 local + sends.sum(0),
@@ -270,12 +321,12 @@ class EstimatedBatches(Batches):
     ) -> None:
         self.stats, self.workload = stats, workload
         self.groups, self.first_varying = groups, first_varying
-        self.steps = per_epoch(workload, stats.train_vertices)
+        self.items, self.steps = count_items(workload, stats), per_epoch(workload, stats)
         self.known = min(self.steps, MOST_BATCHES)
         size = groups.count(groups[0])
         self.mixed = mixing_of(stats, splitter).at(size)
         self.crossing = self.mixed * (size - 1) / size
-        share = np.log(max(stats.train_vertices, 1) / stats.vertices)
+        share = np.log(min(max(self.items, 1) / stats.vertices, 1.0))
         self.fullest = float(
             np.interp(share, np.log([0.01, 0.5]), FULLEST.get(splitter, (1.0, 1.0)))
         )
@@ -283,11 +334,24 @@ class EstimatedBatches(Batches):
 
     def at(self, step: int) -> MiniBatch:
         step %= self.steps
-        size = min(self.workload.batch, self.stats.train_vertices - step * self.workload.batch)
+        workload = self.workload
+        size = min(workload.batch, self.items - step * workload.batch)
         if size not in self._made:
-            seeds = [share.size for share in shares(np.arange(size), len(set(self.groups)))]
-            needs = [expected_frontier(self.stats, count, self.workload.fanouts) for count in seeds]
+            counts = [share.size for share in shares(np.arange(size), len(set(self.groups)))]
             self._made[size] = EstimatedBatch(
-                self.stats, self.groups, needs, self.first_varying, self.crossing, self.fullest
+                self.stats,
+                self.groups,
+                [self._need(count) for count in counts],
+                self.first_varying,
+                self.crossing,
+                self.fullest,
+                (size, workload.negatives) if workload.target == "link" else None,
             )
         return self._made[size]
+
+    def _need(self, items: int) -> Expected:
+        """The expected frontier of a group's share of a batch."""
+        workload = self.workload
+        if workload.target == "node":
+            return expected_frontier(self.stats, items, workload.fanouts)
+        return expected_frontier_of_edges(self.stats, items, workload.negatives, workload.fanouts)

@@ -17,23 +17,38 @@ sends them to the ranks that need them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.batches import items_of, pairs_in, seeds_in
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.sampling import Frontier, Ids, frontier, seeds_of
+from gnnplan.planner.graph.links import fetched
+from gnnplan.planner.graph.sampling import Frontier, Ids, frontier
 from gnnplan.planner.ownership.layout import Layout
 
 MOST_EDGES = 20_000_000  # sampled in all batches that are looked at one by one
 MOST_BATCHES = 64  # that are looked at one by one
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Link prediction: the edges of which each rank computes the loss.
+
+    edges: of each rank [ranks]. sends: rows of h_L that rank i sends rank j, who scores edges that
+    end there [ranks, ranks]."""
+
+    edges: np.ndarray
+    sends: np.ndarray
+
+
 class MiniBatch(Layout):
     """The rows of every rank in one mini-batch.
 
     frontiers: of each group. groups: the group of each rank. member: which member of a group
-    (0 .. size - 1) owns each vertex, int [N]; None where every group is one rank."""
+    (0 .. size - 1) owns each vertex, int [N]; None where every group is one rank. scored: who
+    computes the loss of which edges; None: it is of labels."""
 
     def __init__(
         self,
@@ -42,7 +57,9 @@ class MiniBatch(Layout):
         groups: tuple[int, ...],
         member: np.ndarray | None,
         first_varying: int,
+        scored: Scored | None = None,
     ) -> None:
+        self.scored = scored
         self.graph, self.servers, self.ranks, self.first_varying = (
             graph,
             groups,
@@ -97,23 +114,25 @@ class MiniBatch(Layout):
         return np.zeros((self.ranks, self.ranks), dtype=np.int64)  # every batch loads its own rows
 
 
-def per_epoch(workload: Workload, train: int) -> int:
-    """Batches of an epoch with `train` training vertices."""
-    return -(-train // workload.batch)
-
-
-def shares(seeds: Ids, groups: int) -> list[Ids]:
-    """A batch's seeds, split nearly equally over the groups."""
-    return np.array_split(seeds, groups)
+def shares(items: Ids, groups: int) -> list[Ids]:
+    """A batch's items, split nearly equally over the groups."""
+    return np.array_split(items, groups)
 
 
 def frontiers(
-    graph: Graph, workload: Workload, seeds: Ids, groups: int, epoch: int, number: int
+    graph: Graph, workload: Workload, items: Ids, groups: int, epoch: int, number: int
 ) -> list[Frontier]:
-    """The frontiers of a batch, around each group's share of its seeds."""
+    """The frontiers of a batch, around the seeds of each group's share of its items."""
     return [
-        frontier(graph, part, workload.fanouts, workload.seed, epoch, number)
-        for part in shares(seeds, groups)
+        frontier(
+            graph,
+            seeds_in(graph, workload, part, epoch, number),
+            workload.fanouts,
+            workload.seed,
+            epoch,
+            number,
+        )
+        for part in shares(items, groups)
     ]
 
 
@@ -138,25 +157,55 @@ class Batches:
             member,
             first_varying,
         )
-        self.steps = per_epoch(workload, int(graph.train.sum()))
         self._made: dict[int, MiniBatch] = {}
-        self._seeds: dict[int, list[Ids]] = {}  # by epoch
+        self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last
+        self.steps = len(self.items_in(0))
         edges = sum(places.size for found in self._drawn(0) for _, places in found.edges)
         self.known = max(1, min(MOST_BATCHES, MOST_EDGES // max(edges, 1)))
 
     def _drawn(self, step: int) -> list[Frontier]:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
-        if epoch not in self._seeds:
-            self._seeds[epoch] = seeds_of(self.graph, workload.batch, workload.seed, epoch)
-        seeds = self._seeds[epoch][number]
-        return frontiers(self.graph, workload, seeds, len(set(self.groups)), epoch, number)
+        items = self.items_in(epoch)[number]
+        return frontiers(self.graph, workload, items, len(set(self.groups)), epoch, number)
+
+    def items_in(self, epoch: int) -> list[Ids]:
+        """The items of the epoch's batches. Those of one epoch are kept: edges are many."""
+        if epoch != self._epoch:
+            self._epoch, self._items = epoch, []
+            self._items = items_of(self.graph, self.workload, epoch)
+        return self._items
+
+    def _scored(self, step: int) -> Scored | None:
+        """Who computes the loss of which edges; None: it is of labels."""
+        epoch, number = divmod(step, self.steps)
+        ranks = len(self.groups)
+        edges, sends = np.zeros(ranks, np.int64), np.zeros((ranks, ranks), np.int64)
+        parts = shares(self.items_in(epoch)[number], len(set(self.groups)))
+        for group, part in enumerate(parts):
+            pairs = pairs_in(self.graph, self.workload, part, epoch, number)
+            if pairs is None:
+                return None
+            members = [rank for rank in range(ranks) if self.groups[rank] == group]
+            if self.member is None:
+                edges[members] = part.size
+                continue
+            for place, rank in enumerate(members):
+                edges[rank] = np.count_nonzero(self.member[pairs.heads] == place)
+                wanted = self.member[fetched([pairs], self.member, place)]
+                sends[members, rank] = np.bincount(wanted, minlength=len(members))
+        return Scored(edges, sends)
 
     def at(self, step: int) -> MiniBatch:
         """The batch of a step, counted over epochs."""
         step = step if step < self.known else step % self.known
         if step not in self._made:
             self._made[step] = MiniBatch(
-                self.graph, self._drawn(step), self.groups, self.member, self.first_varying
+                self.graph,
+                self._drawn(step),
+                self.groups,
+                self.member,
+                self.first_varying,
+                self._scored(step),
             )
         return self._made[step]
 

@@ -16,6 +16,7 @@ from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.links import expect_held_out, hold_out
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.graph.splitting import IMBALANCE, owners
 from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, estimated_chunks
@@ -80,7 +81,9 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
 class Problem:
     """A problem; it never changes.
 
-    `graph` is None if only statistics are known. Then plans are estimates and cannot be run."""
+    `graph` is None if only statistics are known. Then plans are estimates and cannot be run. For
+    link prediction `graph` and `stats` lack the edges that are held out (graph/links.py). Raises
+    SpecError for another target on a graph that lacks them already."""
 
     stats: GraphStats
     graph: Graph | None
@@ -91,6 +94,17 @@ class Problem:
     # empty: all GPUs in order
     placement: tuple[int, ...] = ()
     known: Known = field(default_factory=Known, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.workload.target == "link":
+            graph = None if self.graph is None else hold_out(self.graph)
+            object.__setattr__(self, "graph", graph)
+            object.__setattr__(self, "stats", graph.stats if graph else expect_held_out(self.stats))
+        elif self.stats.held_out:
+            raise SpecError(
+                f"target=node learns from all edges, and {self.stats.name} lacks those held out for"
+                f" link prediction ({self.stats.held_out:,}); load the graph again"
+            )
 
     @property
     def ranks(self) -> int:

@@ -403,6 +403,16 @@ WIDE, SLIM = (
     f"synthetic:community?vertices=20000&edges=400000&features={width}&classes=16&seed=0"
     for width in (128, 8)
 )
+LINKED = "synthetic:community?vertices=20000&edges=200000&features=32&classes=4&seed=0"
+LINKS = {
+    "mode": "mini",
+    "target": "link",
+    "negatives": 3,
+    "layers": 2,
+    "hidden": 128,
+    "batch": 40_000,
+    "fanout": (5, 5),
+}
 BATCHES = {
     "data parallel": Case("data_parallel", WIDE, {**MINI, "model": "sage"}),
     "split": Case("gsplit", WIDE, {**MINI, "model": "sage"}),
@@ -418,9 +428,18 @@ BATCHES = {
     "columns, pipelined": Case(
         "p3(pipelined=True)", WIDE.replace("classes=16", "classes=128"), {**MINI, "model": "sgc"}
     ),
+    "links": Case("data_parallel", LINKED, {**LINKS, "model": "sage"}),
+    "links, split": Case("gsplit(splitter='random')", LINKED, {**LINKS, "model": "gcn"}),
+    "links, columns": Case("p3", LINKED, {**LINKS, "model": "sage"}),
+    "links, decoded": Case("data_parallel", LINKED, {**LINKS, "model": "resgcn", "dropout": 0.5}),
 }
 
-BY_DAY = ("shared cache", "the sampler's", "columns, pipelined")  # each fills what others do not
+BY_DAY = (
+    "shared cache",
+    "the sampler's",
+    "columns, pipelined",
+    "links, split",
+)  # each fills what others do not
 
 
 def fullest_of_batches(case: Case) -> float:

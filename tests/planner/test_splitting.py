@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gnnplan.planner.gnn.workload import ALL, Workload
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier, seeds_of
@@ -26,10 +26,15 @@ def with_few_targets(graph: Graph, share: float) -> Graph:
     return replace(graph, train=train)
 
 
+def batches_as(batch: int, fanout: tuple[int, ...] | str, seed: int = 0) -> Workload:
+    layers = 1 if fanout == "full" else len(fanout)
+    return Workload(mode="mini", layers=layers, batch=batch, fanout=fanout, seed=seed)
+
+
 def test_presampling_counts_frontiers_and_draws() -> None:
     """Against a plain count over the same batches."""
     fanouts = (3, 2)
-    found = presample(SMALL, 8, fanouts, seed=5, epochs=2)
+    found = presample(SMALL, batches_as(8, fanouts, 5), epochs=2)
     vertices, edges, batches = np.zeros(60, int), np.zeros(SMALL.indices.size, int), 0
     for epoch in (BEFORE, BEFORE + 1):
         for number, seeds in enumerate(seeds_of(SMALL, 8, 5, epoch)):
@@ -49,7 +54,7 @@ def test_presampling_counts_frontiers_and_draws() -> None:
 
 
 def test_without_sampling_every_edge_near_a_seed_counts() -> None:
-    found = presample(SMALL, 1000, (ALL,), seed=0, epochs=3)
+    found = presample(SMALL, batches_as(1000, "full"), epochs=3)
     into_train = SMALL.train[np.repeat(np.arange(60), SMALL.degree)]
     assert found.edges.tolist() == (3 * into_train).tolist()
 
@@ -57,7 +62,7 @@ def test_without_sampling_every_edge_near_a_seed_counts() -> None:
 @pytest.mark.parametrize("splitter", SPLITTERS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_every_vertex_has_an_owner_and_every_owner_some(splitter: str, parts: int) -> None:
-    owner = split(GRAPH, parts, splitter, 0, presample(GRAPH, 512, (5, 5), 0, epochs=1))
+    owner = split(GRAPH, parts, splitter, 0, presample(GRAPH, batches_as(512, (5, 5)), epochs=1))
     assert owner.shape == (6000,)
     assert np.bincount(owner, minlength=parts).min() > 0
     assert owner.max() == parts - 1
@@ -90,7 +95,7 @@ def measured(
 def test_weights_pay_where_batches_touch_little() -> None:
     """GSplit Fig. 5: cross edges gsplit < node < random, the load of gsplit at or below edge's."""
     graph, fanouts = with_few_targets(GRAPH, 0.02), (3,)
-    frequency = presample(graph, 32, fanouts, 0)
+    frequency = presample(graph, batches_as(32, fanouts))
     found = {
         splitter: measured(graph, split(graph, 4, splitter, 0, frequency), 32, fanouts)
         for splitter in SPLITTERS

@@ -279,7 +279,7 @@ def test_frequency_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
                 ):
                     heat[v] += 1
     assert frequency(GRAPH, w, 3, 2).tolist() == heat.tolist()
-    monkeypatch.setattr(store_module, "frontier", None)
+    monkeypatch.setattr(store_module, "frontiers", None)
     assert frequency(GRAPH, w, 3, 2).tolist() == heat.tolist()
     order = hottest(GRAPH, w, "frequency", 3, 2)
     assert (np.diff(heat[order]) <= 0).all()

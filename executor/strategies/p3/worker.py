@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, counts_of, dtype_of, sparse_rows, take_rows
+from gnnplan.executor.layers.blocks import dtype_of, sparse_rows, take_rows
 from gnnplan.executor.layers.kernels import SparseRows, backward, dropout
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls
 from gnnplan.executor.layers.models import Net
@@ -34,10 +34,10 @@ from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base, graph_parallel
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
-from gnnplan.planner.ownership.layout import Layout
+from gnnplan.executor.strategies.whole import Scored, Whole, counts_of
+from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.p3.periods import period
 from gnnplan.planner.strategies.p3.slices import DELAY
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -117,9 +117,9 @@ class Worker(base.Worker):
         )
         self.buffers = [self.gradients(net) for net in self.nets] if strategy.pipelined else []
         self.flights: dict[int, Flight] = {}  # by batch
-        self.scored: list[Targets] = []  # to which the last logits belong
+        self.scored: list[Scored] = []  # what the last logits are counted by
         self.tail_spans = ExitStack()  # those of the tail that is running
-        self.whole: graph_parallel.Worker | None = None
+        self.whole: Whole | None = None
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -312,11 +312,9 @@ class Worker(base.Worker):
                 h = net.layer(number)(part.block.to(device), h, drop, None, net.relu_after(number))
                 of_layers = added_up(number, h, of_layers)
             h = h if of_layers is None else of_layers
-        seeds = share.everyone
         with self.rank.span(Label("loss", step), "compute"):
             leaf = h.detach().requires_grad_()
-            assert self.problem.graph is not None
-            targets = Targets(self.problem.graph, share.own, workload, device, seeds)
+            targets = graph_parallel.targets_of(self.problem, share, device, share.everyone)
             logits = net.decode(leaf)
             loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -332,7 +330,8 @@ class Worker(base.Worker):
             "b",
         )
         self.scored.append(targets)
-        return loss.detach() * (seeds / self.problem.stats.train_vertices), logits.detach()
+        items = count_items(workload, self.problem.stats)
+        return loss.detach() * (share.everyone / items), logits.detach()
 
     def _tail(self, flight: Flight) -> None:
         """Bring the gradient of all peers' blocks to this rank's columns of the first weight."""
@@ -351,7 +350,7 @@ class Worker(base.Worker):
         """Play one step; in the pipeline most batches end one step late.
 
         Returns this rank's part of what the batches that end add to the mean loss over all training
-        vertices, and their logits.
+        vertices (edges), and their rows of the last layer.
         """
         self.scored = []
         if not self.strategy.pipelined:
@@ -362,7 +361,7 @@ class Worker(base.Worker):
         done = self.play(step)
         total = sum((loss for loss, _ in done), torch.zeros(()))
         if not done:
-            return total, torch.zeros(0, self.problem.stats.classes)
+            return total, torch.zeros(0, self.problem.model.classes)
         return total, torch.cat([rows for _, rows in done])
 
     def play(self, t: int, steps: int | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -388,13 +387,9 @@ class Worker(base.Worker):
         """Logits on the full graph, with the weights of all columns."""
         self._assemble()
         if self.whole is None:
-            layout = self.problem.layout()
-            assert isinstance(layout, Layout)
-            self.whole = graph_parallel.worker_on(
-                self.rank, self.problem, layout, ExchangeOptions(), net=self.net
-            )
+            self.whole = Whole(self.rank, self.problem, self.net)
         self.scored = [self.whole.targets]
-        return self.whole.evaluate(step)
+        return self.whole.worker.evaluate(step)
 
     def counts(self, logits: Tensor) -> Tensor:
         """Right and wrong answers [3, 2] of the rows of the last logits."""

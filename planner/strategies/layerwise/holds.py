@@ -15,8 +15,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Footprint, Prepared, Product, addition, footprint, loss
+from gnnplan.planner.gnn.footprint import (
+    Footprint,
+    Prepared,
+    Product,
+    addition,
+    footprint,
+    link_loss,
+    loss,
+)
 from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.vocabulary.numbers import Number
@@ -39,6 +48,7 @@ class Holds:
     narrow: bool
     checkpoint: bool
     stale: bool
+    scored: Scored | None = None
     _footprints: dict[object, Footprint] = field(default_factory=dict)
 
     def encode(self, held: Held) -> None:
@@ -78,9 +88,18 @@ class Holds:
 
     def loss(self, held: Held) -> None:
         model, stats, own = self.problem.model, self.problem.stats, self._own
-        # of the whole graph's rows or of those that are trained on
-        trained = own * min(1.0, stats.train_vertices / max(own.sum(), 1.0))
-        logits, most, gradient = loss(model, own, trained)
+        if self.scored is None:
+            # of the whole graph's rows or of those that are trained on
+            trained = own * min(1.0, stats.train_vertices / max(own.sum(), 1.0))
+            logits, most, gradient = loss(model, own, trained)
+        else:
+            sends, negatives = self.scored.sends, self.problem.workload.negatives
+            row = model.layers[-1].h_out * model.itemsize
+            own = own + sends.sum(0)
+            copied = own * row * sends.any()  # own rows beside those of other ranks
+            held.at(copied, sends.sum(1) * row)
+            logits, most, gradient = link_loss(model, own, self.scored.edges, negatives)
+            most = most + copied
         held.at(most)
         held.keep(logits)
         if self.checkpoint:

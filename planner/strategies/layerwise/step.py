@@ -2,7 +2,10 @@
 
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
-What is read from them is in strategies/program/. What layers compute is counted by
+For link prediction the rows of edges' ends cross before the loss, as before a layer L + 1, and
+their gradients after it.
+
+What is read from operations is in strategies/program/. What layers compute is counted by
 planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
 """
 
@@ -17,6 +20,7 @@ import numpy as np
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.holds import Holds
 from gnnplan.planner.strategies.program.held import Held
@@ -67,12 +71,16 @@ def step(
     layout: Layout | EstimatedLayout,
     options: ExchangeOptions,
     loads: bool = False,
+    scored: Scored | None = None,
 ) -> Iterator[Op]:
     """The operations of one step, in order.
 
-    With `loads` the step begins by loading the constant rows of its batch. Exchanges stand where a
-    synchronous rank waits for them. Layers that are alike share their work and bytes (the same
-    objects), so that a deep model costs no more to predict than its different layers.
+    With `loads` the step begins by loading the constant rows of its batch. scored: edges that the
+    loss is of, whose ends cross as the rows of a layer L + 1; None: the loss is of labels.
+
+    Exchanges stand where a synchronous rank waits for them. Layers that are alike share their work
+    and bytes (the same objects), so that a deep model costs no more to predict than its different
+    layers.
     """
     model, layers = problem.model, problem.workload.layers
     # layer -> the first layer with the same work and bytes
@@ -129,7 +137,7 @@ def step(
 
     encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
     narrow, checkpoint, stale = options.narrow, options.checkpoint, options.staleness > 0
-    holds = Holds(problem, facts, like, encoded, narrow, checkpoint, stale)
+    holds = Holds(problem, facts, like, encoded, narrow, checkpoint, stale, scored)
 
     if loads:
         yield Op("load", loaded=loaded_bytes(problem, layout))
@@ -142,9 +150,16 @@ def step(
             yield Op("halo", "f", layer, sent=moved)
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=work(like[layer], "f"), holds=keeps)
-    forward, backward = model.finish(facts[like[layers]].rows)
+    forward, backward = finish(problem, facts[like[layers]].rows, scored)
+    ends = None
+    if scored is not None and meets[like[layers]]:
+        ends = scored.sends * model.layers[-1].h_out * model.itemsize
     yield from moments(layers + 1, "f")
+    if ends is not None:
+        yield Op("halo", "f", layers + 1, sent=ends)
     yield Op("loss", work=forward + backward, holds=holds.loss)
+    if ends is not None:
+        yield Op("halo", "b", layers + 1, sent=ends.T)
     yield from moments(layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
@@ -157,6 +172,17 @@ def step(
     if problem.ranks > 1:
         yield Op("all_reduce", size=model.weights * model.itemsize)
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
+
+
+def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> tuple[Compute, Compute]:
+    """Forward and backward work of decoder and loss on each rank's own rows of h_L.
+
+    With `scored` also on the rows that it is sent.
+    """
+    if scored is None:
+        return problem.model.finish(own)
+    rows = own + scored.sends.sum(0)
+    return problem.model.finish(rows, scored.edges, problem.workload.negatives)
 
 
 def alike_as(model: Model, layout: Layout | EstimatedLayout, layer: int, narrow: bool) -> object:

@@ -251,6 +251,11 @@ def check_structure(name: str, problem: Problem, structure: str, cache: int = 0)
             f"{name}: structure says who has adjacency lists, and {structure!r} is"
             f" unknown{suggest(structure, PLACES)}"
         )
+    if structure == "spread" and problem.workload.target == "link":
+        raise SpecError(
+            f"{name}: batches of link prediction are drawn from all edges, and with"
+            " structure='spread' a sampler has some; use structure='everywhere'"
+        )
     if cache < 0:
         raise SpecError(
             f"{name}: structure_cache is a number of bytes per server, 0 or more, not {cache:,};"

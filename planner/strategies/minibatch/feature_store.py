@@ -16,16 +16,16 @@ A graph known by statistics only has an `EstimatedStore`, which answers the same
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.batches import drawn_as, presampled
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.partition import Stopwatch, cached, partition
-from gnnplan.planner.graph.sampling import Ids, frontier, seeds_of
+from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.graph.splitting import BEFORE, EPOCHS
 from gnnplan.planner.ownership.estimated_batches import (
     EstimatedBatch,
@@ -33,7 +33,7 @@ from gnnplan.planner.ownership.estimated_batches import (
     Expected,
     Population,
 )
-from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, shares
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import show_size
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -418,18 +418,17 @@ def frequency(
     Training reaches none of these epochs. A row counts once per batch and group, in however many
     layers the vertex is (`splitting.presample` counts layers). The result is cached on disk.
     """
-    w, train = workload, blake2b(np.ascontiguousarray(graph.train).data, digest_size=8).hexdigest()
 
     def compute() -> NDArray[np.int32]:
         heat = np.zeros(graph.stats.vertices, np.int32)
         for epoch in range(BEFORE, BEFORE + epochs):
-            for number, seeds in enumerate(seeds_of(graph, w.batch, w.seed, epoch)):
-                for part in shares(seeds, groups):
-                    heat[frontier(graph, part, w.fanouts, w.seed, epoch, number).nodes[0]] += 1
+            for number, items in enumerate(presampled(graph, workload, epoch)):
+                for found in frontiers(graph, workload, items, groups, epoch, number):
+                    heat[found.nodes[0]] += 1
         return heat
 
     return cached(
-        f"heat {graph.stats.hash} {train} {groups} {w.seed} {w.batch} {w.fanouts} {epochs}",
+        f"heat {drawn_as(graph, workload)} {groups} {epochs}",
         graph.stats.vertices,
         MOST,
         compute,

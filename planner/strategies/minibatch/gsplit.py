@@ -33,6 +33,11 @@ Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weight
     sum_{l=0..L-1} r_l H_l b    forward; the same for l >= 1 backward
     8                           per id, and per peer and layer for how many
     2 (M-1) W b                 all-reduce
+    2 r_L H_L b                 link prediction: rows of h_L at which edges end that another rank
+                                scores, and their gradients
+
+Link prediction (graph/links.py): an edge's loss is computed by the owner of the vertex where it
+begins. The rows of other ends cross as before a layer L + 1.
 
 Source: GSplit (arXiv 2303.13775), Sec. 3-5.
 

@@ -26,6 +26,8 @@ from gnnplan.planner.strategies.minibatch.step import Features, Lists, lists_the
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Program
 
+PLACE = 8  # [B] of an edge's place in the order of an epoch
+
 
 def memory(
     problem: Problem,
@@ -60,7 +62,7 @@ def memory(
         buffers = buffers + np.maximum(
             np.max([_sampling(problem, batch) for batch in known], axis=0) - training, 0.0
         )
-    graph = graph + of_lists(problem, lists, prefetch, store)
+    graph = graph + of_lists(problem, lists, prefetch, store) + of_order(problem, prefetch)
     return {
         "parameters": zero + model.weights * b,
         "optimizer": zero + (3 if problem.workload.optimizer == "adam" else 1) * model.weights * b,
@@ -77,6 +79,16 @@ def memory(
 def of_sampler(problem: Problem) -> int:
     """Bytes of a sampler's degrees, and of each vertex's place among the sources."""
     return (8 * (1 + problem.stats.directed) + 4) * problem.stats.vertices
+
+
+def of_order(problem: Problem, prefetch: int) -> int:
+    """Bytes of the order of an epoch's edges, where links are learned on a CPU.
+
+    The planner's batches have one, and so has a sampler that is not in a process of its own.
+    The order of training vertices is small. With a GPU either is in the server's memory."""
+    if problem.workload.target == "node" or problem.cluster.device.kind != "cpu":
+        return 0
+    return PLACE * problem.stats.edges * (1 if prefetch else 2)
 
 
 def of_lists(

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import ALL, Workload
+from gnnplan.planner.graph.batches import items_of, per_epoch
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.sampling import Frontier, seeds_of
+from gnnplan.planner.graph.sampling import Frontier
 from gnnplan.planner.graph.splitting import owners
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.minibatch import (
@@ -32,7 +33,6 @@ from gnnplan.planner.ownership.minibatch import (
     MOST_EDGES,
     MiniBatch,
     frontiers,
-    per_epoch,
 )
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
 from gnnplan.planner.strategies.minibatch.step import ID, check_batches
@@ -83,7 +83,7 @@ def probe(
     return {
         "batch": workload.batch,
         "fanouts": ["all" if f == ALL else f for f in workload.fanouts],
-        "batches": per_epoch(workload, stats.train_vertices),
+        "batches": per_epoch(workload, stats),
         "probed": len(counts),
         "estimated": not isinstance(graph, Graph),
         "rows": _spread(rows),
@@ -102,14 +102,14 @@ def _drawn(
     whole: list[Frontier] = []
     micro: dict[int, list[list[Frontier]]] = {count: [] for count in ranks}
     drawn = 0
-    for number, seeds in enumerate(seeds_of(graph, w.batch, w.seed, 0)[:MOST_BATCHES]):
+    for number, items in enumerate(items_of(graph, w, 0)[:MOST_BATCHES]):
         if drawn > MOST_EDGES:
             break
         notify("drawing mini-batches", str(number + 1))
-        whole += frontiers(graph, w, seeds, 1, 0, number)
+        whole += frontiers(graph, w, items, 1, 0, number)
         for count in ranks:
             micro[count].append(
-                frontiers(graph, w, seeds, count, 0, number) if count > 1 else [whole[-1]]
+                frontiers(graph, w, items, count, 0, number) if count > 1 else [whole[-1]]
             )
         drawn += sum(
             int(_counts(parts)[1].sum())

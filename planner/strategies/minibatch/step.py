@@ -38,9 +38,10 @@ from functools import cache
 import numpy as np
 
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
-from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, per_epoch
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
@@ -95,7 +96,7 @@ def step(
         yield from arrive(problem, batch, store)
     if splits and problem.model.first_varying == 1:
         yield Op("halo", "f", 1, sent=halo_bytes(problem, batch))
-    yield from layerwise.step(problem, batch, options)
+    yield from layerwise.step(problem, batch, options, scored=batch.scored)
 
 
 def reading(
@@ -267,7 +268,9 @@ def program(
 
 def check(problem: Problem) -> None:
     """Raises SpecError if the problem has no mini-batches for its ranks."""
-    check_batches(problem.workload, problem.stats, problem.ranks, "use --mode full")
+    workload = problem.workload
+    other = "use another graph" if workload.target == "link" else "use --mode full"
+    check_batches(workload, problem.stats, problem.ranks, other)
 
 
 def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> None:
@@ -275,23 +278,22 @@ def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> N
 
     `without`: the remedy if the graph has no training vertices.
     """
-    train = stats.train_vertices
-    if not train:
+    items = count_items(w, stats)
+    each, name = ("an edge", "edges") if w.target == "link" else ("a seed", "training vertices")
+    if not items:
+        raise SpecError(f"mini-batches are drawn from {name}, and {stats.name} has none; {without}")
+    if w.batch > items:
         raise SpecError(
-            f"mini-batches are drawn from training vertices, and {stats.name} has none; {without}"
-        )
-    if w.batch > train:
-        raise SpecError(
-            f"a batch is at most the training vertices (batch: {w.batch:,}, training vertices:"
-            f" {train:,}); use --batch {train}"
+            f"a batch is at most the {name} (batch: {w.batch:,}, {name}: {items:,}); use --batch"
+            f" {items}"
         )
     if w.batch < ranks:
         raise SpecError(
-            f"a batch has a seed for every rank (batch: {w.batch}, ranks: {ranks}); use --batch"
+            f"a batch has {each} for every rank (batch: {w.batch}, ranks: {ranks}); use --batch"
             f" {ranks} or more, or fewer ranks"
         )
 
 
 def steps(problem: Problem) -> int:
     """Batches of an epoch."""
-    return per_epoch(problem.workload, problem.stats.train_vertices)
+    return per_epoch(problem.workload, problem.stats)

@@ -17,7 +17,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME, Footprint, block, footprint, loss
+from gnnplan.planner.gnn.footprint import RUNTIME, Footprint, block, footprint, link_loss, loss
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
@@ -74,6 +74,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
             + waits
             + sampler
             + batchwise_memory.of_lists(problem, p3.lists(problem), p3.prefetch)
+            + batchwise_memory.of_order(problem, p3.prefetch)
         ),
         "buffers": held["buffers"],
         "runtime": zero + RUNTIME[problem.cluster.device.kind],
@@ -176,7 +177,12 @@ class Batch:
         # what was loaded stays for the tail, not a copy of it
         self.reads_on = bool(model.nonzeros) or (saved and not (model.dropout and spec.drops))
         self.pulled = self.own * (len(rails[0]) - 1)
-        self.targets = loss(model, facts[-1].rows, facts[-1].rows)
+        own = facts[-1].rows
+        self.targets = (
+            loss(model, own, own)
+            if batch.scored is None
+            else link_loss(model, own, batch.scored.edges, problem.workload.negatives)
+        )
         laid = [
             (merged, model.layers[0]),
             *[(f, model.layers[layer]) for layer, f in enumerate(facts[1:], 1)],

@@ -73,9 +73,10 @@ from functools import cache, partial
 import numpy as np
 
 from gnnplan.planner.ownership.layout import LayerFacts
-from gnnplan.planner.ownership.minibatch import MiniBatch
+from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.p3.memory import Batch, Later, memory
 from gnnplan.planner.strategies.p3.periods import pipelined
@@ -139,7 +140,7 @@ class P3(Slices):
             tail += [logits_b, Op("scatter", "b", 1, work=scatter)]
         forward = sliced.forward(1, *blocks)
         front.append(Op("forward", layer=1, work=forward, holds=holds(Batch.first_forward)))
-        body = self._body(problem, facts, holds)
+        body = self._body(problem, facts, holds, batch.scored)
         if has_peers:
             front.append(Op("pull", "f", 1, sent=pulled, holds=holds(Batch.pull_forward)))
             body.append(Op("pull", "b", 1, sent=pulled.T, holds=holds(Batch.pull_backward)))
@@ -167,7 +168,13 @@ class P3(Slices):
         forward, backward = (Op("logits", way, 1, groups=rails, sizes=sizes) for way in ("f", "b"))
         return work, forward, backward
 
-    def _body(self, problem: Problem, facts: Mapping[int, LayerFacts], holds: Later) -> list[Op]:
+    def _body(
+        self,
+        problem: Problem,
+        facts: Mapping[int, LayerFacts],
+        holds: Later,
+        scored: Scored | None,
+    ) -> list[Op]:
         """Partial sums are added and applied; then layers 2 .. L and the loss."""
         model = problem.model
         passes = (3.0 + len(self.rail(problem, 0))) * facts[1].rows * model.layers[0].h_out
@@ -181,7 +188,7 @@ class P3(Slices):
             if layer > 1:
                 forward = forward + model.forward(layer, f.rows, f.sources, f.edges)
                 backward = backward + model.backward(layer, f.rows, f.sources, f.edges)
-        loss_forward, loss_backward = model.finish(own)
+        loss_forward, loss_backward = layerwise.finish(problem, own, scored)
         return [
             Op("forward", work=forward, holds=holds(Batch.forward)),
             Op("loss", work=loss_forward + loss_backward, holds=holds(Batch.loss)),

@@ -1,0 +1,75 @@
+"""Link prediction's loss, and how well it ranks edges that training has not seen.
+
+    z_v                    v's row of the last layer
+    s(u, v) = z_u . z_v    the score of a pair
+
+    loss = 1 / (B (1 + Q)) sum over edges (u, v) of a batch
+               [ -log sigma(s(u, v)) - sum_q log sigma(-s(u, n_q)) ]
+
+This is GraphSAGE's unsupervised loss (Hamilton et al. 2017, Eq. 1) with edges for the pairs that
+meet on random walks, Q negatives drawn uniformly for the expectation, and the mean over pairs. It
+is the binary cross entropy of all pairs that DGL's and PyG's examples of link prediction use.
+
+AUC is the probability that an edge scores higher than a pair that is none. It is estimated from
+(edge, negative) comparisons: each edge is compared with its own negatives, and a tie counts half.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnnplan.planner.graph.links import Pairs
+
+AT_ONCE = 1 << 20  # numbers of rows that are picked together where no gradient is needed
+
+
+def scores(rows: Tensor, pairs: Pairs) -> Tensor:
+    """Scores [B, 1 + Q] of pairs of these rows [R, H], given by their places: edges, negatives."""
+    heads = rows.index_select(0, torch.from_numpy(pairs.heads).to(rows.device))
+    tails = rows.index_select(0, torch.from_numpy(pairs.tails.ravel()).to(rows.device))
+    return torch.bmm(tails.view(*pairs.tails.shape, -1), heads.unsqueeze(2)).squeeze(2)
+
+
+class LinkTargets:
+    """Pairs of some rows, by their places among these; loss, and counts of comparisons.
+
+    size: of these rows. total: edges that the loss is the mean over, of all ranks.
+    """
+
+    def __init__(self, pairs: Pairs, size: int, total: int) -> None:
+        self.pairs, self.size, self.total = pairs, size, total
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """This rank's part of the mean loss over the pairs of all `total` edges."""
+        if not self.pairs.heads.size:
+            return rows.sum() * 0.0
+        found = scores(rows, self.pairs)
+        is_edge = torch.zeros_like(found)
+        is_edge[:, 0] = 1.0
+        total = self.total * found.shape[1]
+        return F.binary_cross_entropy_with_logits(found, is_edge, reduction="sum") / total
+
+    def counts(self, rows: Tensor) -> Tensor:
+        """Right and wrong comparisons of the batch's edges, float64 [3, 2]: none but training's."""
+        out = torch.zeros(3, 2, dtype=torch.float64)
+        out[0] = compared(rows, self.pairs)
+        return out
+
+
+@torch.no_grad()
+def compared(rows: Tensor, pairs: Pairs) -> Tensor:
+    """How often an edge scores higher than one of its negatives, and how often lower, float64 [2].
+
+    A tie counts half for either.
+    """
+    out = torch.zeros(2, dtype=torch.float64)
+    step = max(1, AT_ONCE // max(pairs.tails.shape[1] * rows.shape[1], 1))
+    for start in range(0, pairs.heads.size, step):
+        some = slice(start, start + step)
+        found = scores(rows, Pairs(pairs.heads[some], pairs.tails[some]))
+        lead = found[:, :1] - found[:, 1:]
+        right = float((lead > 0).sum()) + 0.5 * float((lead == 0).sum())
+        out += torch.tensor([right, lead.numel() - right], dtype=torch.float64)
+    return out

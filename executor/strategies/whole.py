@@ -1,0 +1,49 @@
+"""The full graph, on which strategies that train on mini-batches evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.minibatch.held_out import HeldOut
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies import graph_parallel
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+
+
+class Scored(Protocol):
+    """What answers of some rows are counted by."""
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+
+    def counts(self, rows: Tensor, /) -> Tensor:
+        """Right and wrong answers of the rows on train, validation and test, float64 [3, 2]."""
+
+
+class Whole:
+    """One rank's part of the full graph, with halos exchanged, and what its rows are scored by."""
+
+    def __init__(self, rank: Rank, problem: Problem, net: Net) -> None:
+        layout = problem.layout()
+        assert isinstance(layout, Layout)
+        self.worker = graph_parallel.worker_on(rank, problem, layout, ExchangeOptions(), net=net)
+        self.targets: Scored = self.worker.targets
+        if problem.workload.target == "link":
+            self.targets = HeldOut(rank, problem, layout)
+
+
+def counts_of(scored: Sequence[Scored], rows: Tensor) -> Tensor:
+    """The sum of `counts` over several, whose rows follow each other."""
+    shares = torch.split(rows, [each.size for each in scored])
+    return sum(
+        (each.counts(share) for each, share in zip(scored, shares, strict=True)),
+        torch.zeros(3, 2),
+    )

@@ -1,0 +1,173 @@
+"""Link prediction in the planner: which edges are held out, what a batch is, and that closed forms,
+schedules and batches tell one story."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_batchwise as laws
+from test_batchwise import problem_of
+
+from gnnplan.planner.gnn.model import describe
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.links import (
+    HELD_OUT_SHARE,
+    edges_of,
+    fetched,
+    held_out_pairs,
+    hold_out,
+    pairs_of,
+)
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import checked
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import GraphParallel, GSplit, parse
+from gnnplan.planner.vocabulary.errors import SpecError
+
+pytestmark = pytest.mark.timeout(110)
+
+GRAPH = load("synthetic:community?vertices=6000&edges=120000&features=8&classes=4&seed=0")
+assert isinstance(GRAPH, Graph)
+ONE_WAY = replace(GRAPH, stats=replace(GRAPH.stats, directed=True))
+
+
+def named(graph: Graph) -> set[tuple[int, int]]:
+    """Edges as (source, destination)."""
+    into = np.repeat(np.arange(graph.stats.vertices), graph.degree)
+    return set(zip(graph.indices.tolist(), into.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("graph", [GRAPH, ONE_WAY], ids=["undirected", "directed"])
+def test_an_edge_is_trained_on_or_held_out(graph: Graph) -> None:
+    left = hold_out(graph)
+    edges = named(left)
+    val, test = (set(zip(*part.tolist(), strict=True)) for part in left.held_out)
+    assert edges | val | test == named(graph)
+    assert len(edges) + len(val) + len(test) == graph.stats.edges
+    assert left.stats.edges == len(edges) and left.stats.held_out == len(val) + len(test)
+    for part in (val, test):
+        assert len(part) / graph.stats.edges == pytest.approx(HELD_OUT_SHARE, rel=0.1)
+        if not graph.stats.directed:
+            assert part == {(v, u) for u, v in part}
+    assert hold_out(left) is left
+    assert left.stats.hash != graph.stats.hash and left.stats.hash == hold_out(graph).stats.hash
+    assert hold_out(graph).stats == left.stats
+
+
+def test_negatives_are_any_vertices_and_belong_to_their_edge() -> None:
+    edges = edges_of(GRAPH, 5000, seed=1, epoch=2)
+    assert np.array_equal(np.sort(np.concatenate(edges)), np.arange(GRAPH.indices.size))
+    pairs, half = (pairs_of(GRAPH, ids, 3, 1, 2, 0) for ids in (edges[0], edges[0][2500:]))
+    assert pairs.tails.shape == (5000, 4)
+    assert set(zip(pairs.heads.tolist(), pairs.tails[:, 0].tolist(), strict=True)) <= named(GRAPH)
+    assert np.array_equal(half.tails, pairs.tails[2500:])
+    assert np.array_equal(half.heads, pairs.heads[2500:])
+    counts = np.bincount(pairs.tails[:, 1:].ravel() // 60, minlength=100)
+    chi_squared = float(((counts - 150) ** 2 / 150).sum())
+    assert 60 < chi_squared < 150  # of 99 degrees of freedom: 99 +- 14
+    others = [pairs_of(GRAPH, edges[0], 3, *at) for at in ((2, 2, 0), (1, 3, 0), (1, 2, 1))]
+    for other in others:
+        assert np.mean(other.tails[:, 1:] == pairs.tails[:, 1:]) < 0.01
+
+
+def test_evaluation_is_on_the_same_pairs_whatever_the_seed() -> None:
+    problems = [problem_of(GRAPH, target="link", batch=5000, seed=seed) for seed in (0, 1)]
+    graphs = [problem.graph for problem in problems]
+    assert graphs[0] is not None and graphs[1] is not None
+    for part in (0, 1):
+        first, second = (held_out_pairs(graph, part, 2) for graph in graphs)
+        assert np.array_equal(first.heads, second.heads)
+        assert np.array_equal(first.tails, second.tails)
+
+
+def test_ends_that_cross_by_hand() -> None:
+    pairs = pairs_of(GRAPH, np.arange(0, 60000, 50), 2, 0, 0, 0)
+    owner = np.arange(GRAPH.stats.vertices) % 3
+    wanted = {
+        tail
+        for head, tails in zip(pairs.heads.tolist(), pairs.tails.tolist(), strict=True)
+        for tail in tails
+        if owner[head] == 1 and owner[tail] != 1
+    }
+    found = fetched([pairs], owner, 1)
+    assert set(found.tolist()) == wanted and found.size == len(wanted)
+    assert np.all(np.diff(owner[found]) >= 0)
+
+
+def test_bytes_of_ends_by_hand() -> None:
+    """Rows of the last layer, there and back; data parallelism sends none."""
+    problem = problem_of(GRAPH, 1, 3, target="link", batch=3000, layers=1, fanout=(3,), hidden=16)
+    strategy = GSplit(splitter="random")
+    batches = strategy.batches(problem)
+    known = [batches.at(step) for step in range(strategy.steps(problem))]
+    rows = sum(int(batch.scored.sends.sum()) for batch in known if batch.scored)
+    features = sum(int(batch.facts(1).sends.sum()) for batch in known)
+    assert rows > 0
+    assert strategy.predict(problem).bytes["halo"] == 4 * (8 * features + 2 * 16 * rows)
+    assert "halo" not in parse("data_parallel").predict(problem).bytes
+    edges = [int(batch.scored.edges.sum()) for batch in known if batch.scored]
+    assert sum(edges) == problem.stats.edges
+
+
+@pytest.mark.parametrize(
+    ("servers", "gpus", "more"),
+    [
+        (1, 2, {"model": "sage", "batch": 400}),
+        (2, 2, {"model": "resgcn", "batch": 600, "negatives": 3, "dropout": 0.5}),
+        (1, 3, {"model": "gcn", "batch": 300, "layers": 1, "fanout": (4,)}),
+    ],
+)
+def test_laws_of_mini_batches(servers: int, gpus: int, more: dict[str, object]) -> None:
+    """An epoch's closed form is its simulation, and bytes are those of the schedule."""
+    problem = problem_of(laws.GRAPHS[0], servers, gpus, target="link", **more)
+    assert {"data_parallel", "gsplit"} <= {s.name for s in laws.variants(problem)}
+    for law in (
+        laws.test_the_closed_form_of_an_epoch_is_its_simulation,
+        laws.test_bytes_of_the_first_epoch_are_those_of_predict,
+        laws.test_one_rank_sends_nothing,
+    ):
+        law.hypothesis.inner_test(problem)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "gsplit(splitter='random')"])
+@pytest.mark.parametrize("batch", [500, 4000])
+def test_statistics_estimate_what_is_drawn(name: str, batch: int) -> None:
+    """Seeds, and rows that cross for scores, of a graph without much spread of degrees."""
+    asked = {"target": "link", "batch": batch, "negatives": 2, "layers": 1, "fanout": (3,)}
+    drawn = problem_of(GRAPH, 1, 2, **asked)
+    stats = replace(GRAPH.stats, known=False, batch_spread=(0.3, 0.3))
+    told = Problem(stats, None, drawn.workload, drawn.cluster)
+    assert told.stats.edges == pytest.approx(drawn.stats.edges, rel=0.01)
+    strategy = parse(name)
+    counts = []
+    for problem in (drawn, told):
+        found = strategy.batches(problem).at(0)  # type: ignore[attr-defined]
+        counts.append(
+            [found.facts(1).rows.sum(), found.scored.edges.sum(), found.scored.sends.sum()]
+        )
+    assert counts[1] == pytest.approx(counts[0], rel=0.1)
+
+
+def test_rows_are_as_wide_as_hidden_ones() -> None:
+    link = Workload(mode="mini", target="link", layers=2, hidden=24)
+    assert [layer.h_out for layer in describe(link, 10, 3).layers] == [24, 24]
+    assert describe(link, 10, 0).classes == 24
+
+
+def test_what_cannot_learn_links_says_so() -> None:
+    with pytest.raises(SpecError, match=r"(?s)--target: .*the full graph is one batch.*mode=mini"):
+        checked(Workload, {"target": "link"}, "--")
+    problem = problem_of(GRAPH, target="link", batch=5000)
+    with pytest.raises(SpecError, match="graph_parallel trains on the full graph"):
+        GraphParallel().check(problem)
+    with pytest.raises(SpecError, match=r"drawn from all edges.*structure='everywhere'"):
+        parse("data_parallel(structure='spread')").check(problem)
+    edges = problem.stats.edges
+    with pytest.raises(SpecError, match=rf"at most the edges.*use --batch {edges}"):
+        parse("p3").check(problem_of(GRAPH, target="link", batch=10**6))
+    node = problem.workload.model_copy(update={"target": "node"})
+    with pytest.raises(SpecError, match="lacks those held out for link prediction"):
+        replace(problem, workload=node)
