@@ -85,6 +85,7 @@ STRATEGIES = {
         "p3(over='rank')",
         "p3(over='rank',copies=2)",
         "p3(prefetch=2)",
+        "p3(cache=8000)",
         "p3(structure='spread',structure_cache=4000)",
     ],
 }

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import dtype_of, features, lengths_of, sparse_features
+from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
 from gnnplan.executor.layers.kernels import FeatureRows, SparseRows
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
@@ -82,7 +82,7 @@ class FeatureStore:
             away = np.flatnonzero(provider != rank.rank)
             away = away[np.argsort(provider[away], kind="stable")]
             parts.append((away, self._from_ranks(ids[away], provider[away], step)))
-        rows = self._merge(parts, ids.size)
+        rows = merged(parts, ids.size, rank.device)
         if room and isinstance(rows, Tensor):
             return torch.cat([rows, rows.new_empty(room, rows.shape[1])])
         return rows
@@ -137,7 +137,7 @@ class FeatureStore:
             rows = self._host(np.concatenate(wanted))
             with rank.span(label, "comm", rank.count(label, rows.nbytes)):
                 parts.append((away, self._swap(exchange, rows, ids[away])))
-        return self._merge(parts, ids.size)
+        return merged(parts, ids.size, self.rank.device)
 
     def _host(self, ids: Ids, room: int = 0) -> FeatureRows:
         """Rows from the server's memory; dense ones with `room` more rows."""
@@ -165,40 +165,41 @@ class FeatureStore:
             (np.flatnonzero(held), self._from_cache(ids[held])),
             (np.flatnonzero(~held), self._host(ids[~held])),
         ]
-        return self._merge(parts, ids.size)
-
-    def _merge(self, parts: list[tuple[Ids, FeatureRows]], size: int) -> FeatureRows:
-        """Rows [size, F]; each part is (places, rows at these places)."""
-        parts = [(places, rows) for places, rows in parts if places.size or not size]
-        if len(parts) == 1 or not size:
-            return self._permute(*parts[0])
-        if sparse := [rows for _, rows in parts if isinstance(rows, SparseRows)]:
-            return self._permute(
-                np.concatenate([places for places, _ in parts]), SparseRows.cat(sparse)
-            )
-        out = torch.empty(
-            size,
-            self.problem.model.features,
-            dtype=dtype_of(self.problem.workload),
-            device=self.rank.device,
-        )
-        for places, rows in parts:
-            assert isinstance(rows, Tensor)
-            out.index_copy_(0, torch.from_numpy(places).to(self.rank.device), rows)
-        return out
-
-    def _permute(self, places: Ids, rows: FeatureRows) -> FeatureRows:
-        """Rows [R, F] moved to their places, a permutation of 0 .. R - 1."""
-        if np.array_equal(places, np.arange(places.size)):
-            return rows
-        order = np.empty_like(places)
-        order[places] = np.arange(places.size)
-        return rows.index_select(0, torch.from_numpy(order).to(self.rank.device))
+        return merged(parts, ids.size, self.rank.device)
 
     def _count(self, kind: np.ndarray) -> None:
         if self.rank.recording:
-            counts = np.bincount(kind, minlength=len(CLASSES)).tolist()
-            self.rows.update(dict(zip(CLASSES, counts, strict=True)))
+            self.rows.update(by_class(kind))
+
+
+def by_class(kind: np.ndarray) -> dict[str, int]:
+    """How many rows are of each class; kind [R] has their places in CLASSES."""
+    counts = np.bincount(kind, minlength=len(CLASSES)).tolist()
+    return dict(zip(CLASSES, counts, strict=True))
+
+
+def merged(parts: list[tuple[Ids, FeatureRows]], size: int, device: torch.device) -> FeatureRows:
+    """Rows [size, F] on the device where they are; each part is (places, rows there)."""
+    parts = [(places, rows) for places, rows in parts if places.size or not size]
+    if len(parts) == 1 or not size:
+        return _permuted(*parts[0], device)
+    if sparse := [rows for _, rows in parts if isinstance(rows, SparseRows)]:
+        places = np.concatenate([places for places, _ in parts])
+        return _permuted(places, SparseRows.cat(sparse), device)
+    dense = [(places, rows) for places, rows in parts if isinstance(rows, Tensor)]
+    out = dense[0][1].new_empty(size, dense[0][1].shape[1])
+    for places, rows in dense:
+        out.index_copy_(0, torch.from_numpy(places).to(device), rows)
+    return out
+
+
+def _permuted(places: Ids, rows: FeatureRows, device: torch.device) -> FeatureRows:
+    """Rows [R, F] moved to their places, a permutation of 0 .. R - 1."""
+    if np.array_equal(places, np.arange(places.size)):
+        return rows
+    order = np.empty_like(places)
+    order[places] = np.arange(places.size)
+    return rows.index_select(0, torch.from_numpy(order).to(device))
 
 
 # -- features as a file that a server's ranks share -----------------------------------------------

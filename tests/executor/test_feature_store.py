@@ -89,6 +89,8 @@ def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **mor
             ],
         ),
         (4, 2, "gsplit(group='all')", [f"group='all',features='spread',cache={5 * ROW}"]),
+        (4, 2, "p3", [f"cache={ROW}", f"cache={9 * ROW},prefetch=1", "cache=100000"]),
+        (2, 1, "p3(pipelined=True)", [f"pipelined=True,cache={9 * ROW}"]),
     ],
     ids=lambda value: str(value) if isinstance(value, str | int) else "",
 )
@@ -112,28 +114,28 @@ def test_where_rows_come_from_changes_nothing(
         assert other.metrics[-1]["test_accuracy"] == first.metrics[-1]["test_accuracy"]
 
 
-def test_ranks_leave_rows_by_class(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "classes"),
+    [
+        (f"data_parallel(features='spread',cache={9 * ROW},shared_cache=True)", set(CLASSES)),
+        (f"p3(cache={9 * ROW})", {"hit", "host"}),
+    ],
+)
+def test_ranks_leave_rows_by_class(
+    run_ranks: Ranks, graphs: dict[str, str], strategy: str, classes: set[str]
+) -> None:
     """Of all steps, as the planner counts them."""
-    result = run_ranks(
-        4,
-        [
-            case(
-                f"data_parallel(features='spread',cache={9 * ROW},shared_cache=True)",
-                graphs["rough"],
-                2,
-            )
-        ],
-    )[0]
+    result = run_ranks(4, [case(strategy, graphs["rough"], 2)])[0]
     problem = result.case.problem(4)
-    strategy = result.case.settled(problem)
-    batches, store = strategy.batches(problem), strategy.store(problem)
+    settled = result.case.settled(problem)
+    batches, store = settled.batches(problem), settled.store(problem)
     rows = sum(
         store.loads_of(problem, batches.at(step)).rows
         for step in range(result.case.epochs * batches.steps)
     )
     left = [result.rank(rank)["rows"] for rank in range(4)]
     assert left == [dict(zip(CLASSES, of.tolist(), strict=True)) for of in rows]
-    assert rows.sum(0).min() > 0
+    assert {CLASSES[place] for place in np.flatnonzero(rows.sum(0))} == classes
     assert rows_by_class(result.rank(rank) for rank in range(4)) == dict(
         zip(CLASSES, rows.sum(0).tolist(), strict=True)
     )

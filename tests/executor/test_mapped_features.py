@@ -37,7 +37,7 @@ def folder(graphs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     "strategies",
     [
-        ("data_parallel", "data_parallel(cache=960,shared_cache=True)", "p3"),
+        ("data_parallel", "data_parallel(cache=960,shared_cache=True)", "p3(cache=480)"),
         ("gsplit", "graph_parallel"),
     ],
     ids=str,

@@ -425,6 +425,7 @@ BATCHES = {
     ),
     "the sampler's": Case("data_parallel", SLIM, {**MINI, "model": "gcn", "hidden": 16}),
     "columns": Case("p3", WIDE, {**MINI, "model": "sage"}),
+    "columns, cached": Case("p3(cache=2000000)", WIDE, {**MINI, "model": "sage"}),
     "columns, pipelined": Case(
         "p3(pipelined=True)", WIDE.replace("classes=16", "classes=128"), {**MINI, "model": "sgc"}
     ),

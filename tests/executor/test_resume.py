@@ -69,6 +69,7 @@ CASES = [  # those at night are part of others
     at_night(Case("p3", "rough", MINI)),
     at_night(Case("p3(pipelined=True)", "rough", MINI)),
     Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2}),
+    Case("p3(pipelined=True,cache=480)", "rough", MINI),
     # one batch per epoch: batches under way are of several epochs
     Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),
 ]

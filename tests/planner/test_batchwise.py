@@ -113,6 +113,8 @@ def variants(problem: Problem) -> Iterator[Strategy]:
         P3("server", pipelined=True, copies=2),
         P3("rank", structure="spread"),
         P3("server", pipelined=True, structure="spread", structure_cache=600),
+        P3("rank", cache=900),
+        P3("server", pipelined=True, cache=2000),
         GSplit(structure="spread"),
         *(parse(e.strategy) for family in families(problem) for e in family.examples),
     ]

@@ -358,6 +358,34 @@ def test_rows_that_a_cache_hits(
     assert found[1] == pytest.approx(found[0], abs=0.05)
 
 
+@pytest.mark.parametrize("over", ["server", "rank"])
+@pytest.mark.parametrize("cached", [500, 2_000, 20_000])
+def test_rows_whose_columns_a_cache_hits(
+    cached: int, over: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `test_rows_that_a_cache_hits`, of all peers' rows."""
+    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
+    width = 8 // 2 if over == "server" else 8 // 4
+    strategy, found = P3(over=over, cache=cached * width * 4), []
+    for problem in problems():
+        strategy.check(problem)
+        store = strategy.store(problem)
+        assert store is not None
+        batches = strategy.batches(problem).first()
+        loads = [store.loads_of(problem, batch) for batch in batches]
+        read = [
+            sum(batch.row_counts(0)[list(strategy.rail(problem, rank))].sum() for batch in batches)
+            for rank in range(4)
+        ]
+        rows = np.sum([one.rows for one in loads], axis=0)
+        assert rows.sum(1).tolist() == read
+        assert all((one.host == width * 4 * one.rows[:, 2]).all() for one in loads)
+        assert all((one.hits == width * 4 * one.rows[:, 0]).all() for one in loads)
+        assert (store.held(problem) == width * 4 * cached).all()
+        found.append(rows.sum(0) / rows.sum())
+    assert found[1] == pytest.approx(found[0], abs=0.05)
+
+
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
 def test_neighbours_asked_for(
     cached: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -399,6 +427,7 @@ def test_neighbours_asked_for(
         GSplit(splitter="random", group="all", cache=16_000, structure="spread"),
         P3(structure="spread", copies=2),
         P3(pipelined=True),
+        P3(pipelined=True, cache=16_000),
     ],
     ids=str,
 )

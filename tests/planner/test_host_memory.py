@@ -11,7 +11,8 @@ import pytest
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.search import evaluate, search
+from gnnplan.planner.decision.search import evaluate, recommend, search
+from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
@@ -136,7 +137,7 @@ def test_spreading_never_needs_more_memory(servers: int, known: bool):
 
 @pytest.mark.parametrize("graph", ["ogbn-papers100M", "facebook-darwini"])
 def test_more_host_memory_is_never_slower(graph: str):
-    rooms = (20, 25, 32, 45, 60, 100, 397)
+    rooms = (20, 60, 397)
     fastest = [
         float(search(printed(graph, host_memory=f"{room}GB")).ranked[0].predicted.epoch_s)
         for room in rooms
@@ -146,7 +147,7 @@ def test_more_host_memory_is_never_slower(graph: str):
 
 
 def test_more_host_memory_is_never_slower_on_a_graph_that_is_known():
-    rooms = (2.7e6, 4e6, 6e6, 8e6, 1e7)
+    rooms = (2.7e6, 6e6, 1e7)
     fastest = [
         float(search(problem_of(4, 2, room), may_use_fewer=False).ranked[0].predicted.epoch_s)
         for room in rooms
@@ -178,13 +179,15 @@ def test_candidates_spread_no_more_than_memory_asks():
 
 
 def test_copies_of_columns_are_proposed_where_memory_is_known():
-    def copies(problem: Problem) -> set[int]:
+    def copies(servers: int, gpus: int, host_memory: float | None = None) -> set[int]:
+        problem = problem_of(servers, gpus, host_memory, known=False)
         return {s.copies for s in P3.candidates(problem) if isinstance(s, P3)}
 
-    assert copies(problem_of(4, 2)) == {1}
-    assert copies(problem_of(4, 2, ALL_ROWS + ALL_LISTS)) == {1, 2}  # 4: data parallelism
-    assert copies(problem_of(4, 2, ALL_ROWS / 3 + ALL_LISTS)) == {1, 2}  # with lists spread
-    assert copies(problem_of(4, 2, ALL_ROWS / 3 + ALL_LISTS / 2)) == {1}
+    assert copies(4, 2) == {1}
+    assert copies(4, 2, ALL_ROWS + ALL_LISTS) == {1, 2}  # 4: data parallelism
+    assert copies(4, 2, ALL_ROWS / 3 + ALL_LISTS) == {1, 2}  # with lists spread
+    assert copies(4, 2, ALL_ROWS / 3 + ALL_LISTS / 2) == {1}
+    assert copies(6, 1, ALL_ROWS + ALL_LISTS) == {1, 2, 3}
 
 
 def test_on_cpus_graph_data_is_in_the_ranks_memory():
@@ -211,6 +214,26 @@ def test_p3_beats_fetching_spread_rows_at_narrow_layers_only(graph: str, hidden:
     assert fetching > 2 * p3 if wins else fetching < p3
     spread = [c.strategy for c in found.ranked if isinstance(c.strategy, DataParallel | GSplit)]
     assert spread and {s.features for s in spread} == {"spread"}
+
+
+@pytest.mark.parametrize(
+    "graph", ["ogbn-products", "ogbn-papers100M", "facebook-darwini", "uk-2006-05", "uk-union"]
+)
+@pytest.mark.parametrize("hidden", [32, 512])
+def test_p3_is_recommended_over_distdgl_at_narrow_layers_only(graph: str, hidden: int):
+    """Of what P3's Table 4 and Fig. 15 compare, on the constants that its figures gave. A plan has
+    caches of GPUs and GSplit besides."""
+    stats, (cluster, _) = load(graph), read_fitted("p3_p100", "sage")
+    assert isinstance(stats, GraphStats)
+    asked = {"layers": 2, "hidden": hidden, "mode": "mini", "batch": 16_000, "fanout": (25, 10)}
+    problem = Problem(stats, None, Workload(**asked), cluster)
+    printed: list[Strategy] = [
+        DataParallel(features="spread", structure="spread"),
+        P3(structure="spread"),
+        P3(structure="spread", pipelined=True),
+    ]
+    best = recommend([evaluate(problem, strategy) for strategy in printed])
+    assert isinstance(best.strategy, P3 if hidden == 32 else DataParallel)
 
 
 # -- what is said ------------------------------------------------------------------------------

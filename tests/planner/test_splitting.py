@@ -109,7 +109,7 @@ def test_weights_pay_where_batches_touch_little() -> None:
 @pytest.mark.parametrize("imbalance", [0.001, 0.03, 0.3])
 def test_no_owner_has_more_than_the_imbalance_allows(imbalance: float) -> None:
     """GSplit Eq. 2, and METIS uses what it is allowed. A vertex cannot be cut: so a bit more."""
-    frequency = presample(GRAPH, 512, (5, 5), 0, epochs=1)
+    frequency = presample(GRAPH, batches_as(512, (5, 5)), epochs=1)
     for parts in (2, 4):
         owner = split(GRAPH, parts, "gsplit", 0, frequency, imbalance)
         load = np.bincount(owner, frequency.vertices, parts)

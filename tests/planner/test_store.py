@@ -22,7 +22,7 @@ from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.graph.splitting import BEFORE
 from gnnplan.planner.ownership.minibatch import shares
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import DataParallel, GSplit, parse
+from gnnplan.planner.strategies import P3, DataParallel, GSplit, parse
 from gnnplan.planner.strategies.minibatch import feature_store as store_module
 from gnnplan.planner.strategies.minibatch.feature_store import (
     HIT,
@@ -250,6 +250,73 @@ def test_a_cache_is_the_hottest_rows_that_fit(cache: int) -> None:
     )
 
 
+@pytest.mark.parametrize("over", ["server", "rank"])
+def test_columns_are_cached_of_the_rows_that_are_read_most(over: str) -> None:
+    """A rank caches its own columns, and reads those of all its peers' rows: some are picked, the
+    others loaded. An epoch is its simulation."""
+    problem = problem_of()
+    order = hottest(GRAPH, problem.workload, "frequency", 4)
+    width = {"server": 20, "rank": 10}[over] * 4  # [B] of a row's columns
+    plain = P3(over=over)
+    for rows in (0, 1, 25, 400):
+        strategy = replace(plain, cache=rows * width + 3)
+        strategy.check(problem)
+        store = strategy.store(problem)
+        assert isinstance(store, Store)
+        assert all(ids.tolist() == order[:rows].tolist() for ids in store.cached)
+        memory = strategy.memory(problem)
+        assert memory["cache"].tolist() == store.held(problem).tolist() == [rows * width] * 4
+        schedule = strategy.schedule(problem, strategy.steps(problem))
+        done = {
+            (t.label.step, t.rank, t.label.op): t.work for t in schedule.tasks if t.rank is not None
+        }
+        picked = {op for _, _, op in done if op == "pick"}
+        assert picked == ({"pick"} if rows else set())
+        for step, batch in enumerate(strategy.batches(problem).first()):
+            for rank in range(4):
+                read = np.concatenate(
+                    [batch.rows(peer, 0) for peer in strategy.rail(problem, rank)]
+                )
+                hits = int(np.isin(read, order[:rows]).sum())
+                assert done[step, rank, "load"] == Load((read.size - hits) * width)
+                if rows:
+                    assert done[step, rank, "pick"].elementwise_bytes == 2 * hits * width
+        played = play(schedule, problem.cost).end_s
+        assert float(strategy.predict(problem).epoch_s) == pytest.approx(played, rel=1e-9)
+    lossy = replace(plain, pipelined=True)
+    assert float(replace(lossy, cache=10**6).predict(problem).epoch_s) < float(
+        lossy.predict(problem).epoch_s
+    )
+
+
+def test_ranks_cache_as_many_rows_as_their_columns_leave_room_for() -> None:
+    """Three ranks have 13, 13 and 14 of 40 columns; sparse rows take what their columns have."""
+    problem, strategy = problem_of(1, 3), P3(over="rank", cache=13 * 14 * 4)
+    store = strategy.store(problem)
+    assert isinstance(store, Store)
+    assert [ids.size for ids in store.cached] == [14, 14, 13]
+    x = sp.random(400, 40, 0.05, "csr", np.float32, np.random.default_rng(0))
+    graph = replace(GRAPH, x=x, stats=replace(GRAPH.stats, nonzeros=x.nnz, hash="sparse"))
+    problem = problem_of(1, 3, graph)
+    everyone, columns = np.arange(400), strategy.columns(problem, 1)
+    numbers = x[:, columns.start : columns.stop].nnz
+    assert row_bytes(problem, everyone, columns).sum() == 8 * numbers + 4 * 400
+    store = strategy.store(problem)
+    assert isinstance(store, Store)
+    assert all(0 < size <= strategy.cache for size in store.held(problem).tolist())
+
+
+def test_a_plan_caches_columns_where_gpus_have_room() -> None:
+    def proposed(**more: Any) -> set[int]:
+        return {s.cache for s in P3.candidates(problem_of(**more)) if isinstance(s, P3)}
+
+    assert proposed() == {0, 400 * 20 * 4}  # all rows' columns
+    alone = float(sum(P3("server").memory(problem_of(memory=4e8)).values()).max())
+    small = {cache for cache in proposed(memory=alone + 1000) if cache}
+    assert small and max(small) == 900  # nine tenths of what is left
+    assert proposed(memory=alone * 0.9) == {0}
+
+
 def test_sparse_rows_take_what_they_have() -> None:
     x = sp.random(400, 40, 0.05, "csr", np.float32, np.random.default_rng(0))
     graph = replace(GRAPH, x=x, stats=replace(GRAPH.stats, nonzeros=x.nnz, hash="sparse"))
@@ -342,6 +409,7 @@ def test_what_is_cached_from_elsewhere_is_sent_once() -> None:
             r"share their caches have some \(shared_cache: True, cache: 0\); use cache=",
         ),
         ("gsplit(shared_cache=True)", "gsplit has no knob 'shared_cache'"),
+        ("p3(over='rank',cache=-1)", r"p3: cache is a number of bytes per GPU, 0 or more, not -1"),
     ],
 )
 def test_what_cannot_be(text: str, rule: str) -> None:

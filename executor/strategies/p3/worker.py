@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import dtype_of, sparse_rows, take_rows
-from gnnplan.executor.layers.kernels import SparseRows, backward, dropout
+from gnnplan.executor.layers.kernels import backward, dropout
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
@@ -32,12 +31,14 @@ from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base, graph_parallel
+from gnnplan.executor.strategies.p3.columns import Columns
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
 from gnnplan.executor.strategies.whole import Scored, Whole, counts_of
 from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
+from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.strategies.p3.periods import period
 from gnnplan.planner.strategies.p3.slices import DELAY
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -91,7 +92,9 @@ class Worker(base.Worker):
             rank.group(rail)
         edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
         lists = strategy.lists(problem)
-        drawing = drawing_device(rank, problem, strategy.prefetch, None, lists)
+        store = strategy.store(problem)
+        assert store is None or isinstance(store, Store)
+        drawing = drawing_device(rank, problem, strategy.prefetch, store, lists)
         sampler = ColumnSampler(
             strategy.batches(problem), me, edges, rank.timeout_s, lists, drawing, rail=self.rail
         )
@@ -100,11 +103,7 @@ class Worker(base.Worker):
         self.arriving = Arriving(
             rank, sampler, strategy.prefetch, self.landing.start if self.landing else first
         )
-        x = problem.graph.x
-        # the features of these columns, in this server's memory or in a mapped file
-        self.x = x[:, self.columns.start : self.columns.stop]
-        if isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
-            self.x = np.ascontiguousarray(self.x)
+        self.features = Columns(rank, problem, self.columns, store)
         self.learner: Learner = (
             Delayed(rank, problem.workload, self.gradients(self.sliced), self)
             if strategy.pipelined
@@ -194,10 +193,8 @@ class Worker(base.Worker):
         rank, problem, workload = self.rank, self.problem, self.problem.workload
         part = share.parts[0]
         assert isinstance(part, Pushed)
-        nbytes = int(problem.features_bytes(part.source, self.columns).sum())
-        with rank.span(Label("load", step), "copy", nbytes):
-            # sparse rows offer what dropout and layer 1 ask of a tensor
-            x = cast(Tensor, self._load(part.source))
+        # sparse rows offer what dropout and layer 1 ask of a tensor
+        x = cast(Tensor, self.features.read(part.source, step))
         layer = cast(ColumnLayer, net.layer(1))
         block, vertices = part.block.to(rank.device), torch.from_numpy(part.source).to(rank.device)
         attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
@@ -250,14 +247,6 @@ class Worker(base.Worker):
             return out
 
         return total
-
-    def _load(self, ids: np.ndarray) -> Tensor | SparseRows:
-        """This rank's columns of the features of these vertices."""
-        x, workload, device = self.x, self.problem.workload, self.rank.device
-        if not isinstance(x, np.ndarray):
-            return sparse_rows(x[ids], workload, device)
-        rows = take_rows(x, ids, np.empty((ids.size, x.shape[1]), x.dtype))
-        return torch.from_numpy(rows).to(device, dtype_of(workload))
 
     def _move(self, label: Label, exchange: Exchange, rows: Tensor, way: str) -> Future[Tensor]:
         """Exchange rows with peers on the comm lane, forward ('f') or their gradients back."""
@@ -381,6 +370,11 @@ class Worker(base.Worker):
             elif phase == "tail":
                 self._tail(self.flights.pop(batch))
         return done
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows whose columns this rank has read, by where they were."""
+        return dict(self.features.rows)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:

@@ -10,6 +10,8 @@ vertices read from them (out-degree, as PaGraph). Where a group splits a batch (
 owner reads a vertex, so only the owner caches it. If that one group is all ranks, spread features
 are at home on the owner's server. Every rank knows the whole store, so nobody searches for a row.
 
+Where a rank reads columns of several ranks' rows (P3), its cache has these columns.
+
 A graph known by statistics only has an `EstimatedStore`, which answers the same questions.
 """
 
@@ -48,6 +50,14 @@ MOST = 2**31 - 1  # the most readings of a row that are counted
 
 
 @dataclass(frozen=True)
+class Slice:
+    """What a rank reads of a batch: some columns of the rows of these ranks."""
+
+    ranks: tuple[int, ...]
+    columns: range
+
+
+@dataclass(frozen=True)
 class Loads:
     """Where a batch's rows come from.
 
@@ -73,6 +83,7 @@ class Store:
     cached: the vertices in each rank's cache, hottest first; equal caches are one array.
     home: the server [N] whose memory has a row; None: every server has all rows.
     shared: whether GPUs of a server read each other's caches.
+    slices: what each rank reads; None: all columns of its own rows.
     """
 
     servers: tuple[int, ...]
@@ -81,6 +92,7 @@ class Store:
     shared: bool
     vertices: int
     seconds: float = 0.0  # to make the store
+    slices: tuple[Slice, ...] | None = None
     _slots: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
     _holders: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
     _loads: WeakKeyDictionary[MiniBatch, Loads] = field(
@@ -146,7 +158,11 @@ class Store:
     def loads_of(self, problem: Problem, batch: MiniBatch) -> Loads:
         if batch not in self._loads:
             self._loads[batch] = self.loads(
-                problem, [batch.rows(rank, 0) for rank in range(batch.ranks)]
+                problem,
+                [
+                    np.concatenate([batch.rows(of, 0) for of in ranks])
+                    for ranks in _read_ranks(self.slices, batch.ranks)
+                ],
             )
         return self._loads[batch]
 
@@ -161,7 +177,7 @@ class Store:
         asked, fetched = np.zeros((m, m), np.int64), np.zeros((m, m), np.int64)
         for rank, ids in enumerate(rows):
             kind, provider = self.of(rank, ids)
-            nbytes = problem.features_bytes(ids)
+            nbytes = problem.features_bytes(ids, _columns(self.slices, rank))
             classes[rank] = np.bincount(kind, minlength=len(CLASSES))
             host[rank], hits[rank] = nbytes[kind == HOST].sum(), nbytes[kind == HIT].sum()
             away = provider != rank
@@ -184,7 +200,12 @@ class Store:
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
         """Bytes of each rank's cache [ranks]."""
-        return np.array([int(row_bytes(problem, ids).sum()) for ids in self.cached])
+        return np.array(
+            [
+                int(row_bytes(problem, ids, _columns(self.slices, rank)).sum())
+                for rank, ids in enumerate(self.cached)
+            ]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +217,7 @@ class EstimatedStore:
 
     servers, groups: of each rank; a group splits a batch.
     spread: features are over servers, by a hash.
+    slices: as in `Store`.
     """
 
     servers: tuple[int, ...]
@@ -205,6 +227,7 @@ class EstimatedStore:
     shared: bool
     stats: GraphStats
     seconds: float = 0.0
+    slices: tuple[Slice, ...] | None = None
     _loads: WeakKeyDictionary[MiniBatch, Loads] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
@@ -246,8 +269,13 @@ class EstimatedStore:
         return self._loads[batch]
 
     def loads(self, problem: Problem, batch: EstimatedBatch) -> Loads:
-        m, row = len(self.servers), int(problem.features_bytes(np.zeros(1, np.int64))[0])
-        rows, same = batch.row_counts(0), np.equal.outer(self.servers, self.servers)
+        m, same = len(self.servers), np.equal.outer(self.servers, self.servers)
+        one = np.zeros(1, np.int64)
+        row = np.array(
+            [int(problem.features_bytes(one, _columns(self.slices, rank))[0]) for rank in range(m)]
+        )
+        counts, read = batch.row_counts(0), _read_ranks(self.slices, m)
+        rows = np.array([counts[list(ranks)].sum() for ranks in read])
         classes, asked = np.zeros((m, len(CLASSES)), np.int64), np.zeros((m, m), np.int64)
         # (group, GPUs that cache different rows) -> share of the group's reads
         shares: dict[tuple[int, int], float] = {}
@@ -281,9 +309,21 @@ class EstimatedStore:
         return sent
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
-        return np.full(
-            len(self.servers), self.cached_rows * problem.model.features * problem.model.itemsize
-        )
+        widths = [
+            len(_columns(self.slices, rank) or range(problem.model.features))
+            for rank in range(len(self.servers))
+        ]
+        return self.cached_rows * np.array(widths) * problem.model.itemsize
+
+
+def _columns(slices: tuple[Slice, ...] | None, rank: int) -> range | None:
+    """The columns that a rank reads; None: all."""
+    return slices[rank].columns if slices else None
+
+
+def _read_ranks(slices: tuple[Slice, ...] | None, ranks: int) -> list[tuple[int, ...]]:
+    """Whose rows each rank reads."""
+    return [each.ranks for each in slices] if slices else [(rank,) for rank in range(ranks)]
 
 
 def _evenly(count: int, among: NDArray[np.bool_], rank: int) -> NDArray[np.int64]:
@@ -299,15 +339,16 @@ def feature_store(
     problem: Problem,
     batches: Batches,
     cache: int,
-    hot: str,
-    features: str,
+    hot: str = "frequency",
+    features: str = "everywhere",
     shared: bool = False,
     epochs: int = EPOCHS,
+    slices: tuple[Slice, ...] | None = None,
 ) -> Store | EstimatedStore | None:
     """The store of a problem's mini-batches; each is made once.
 
     Each GPU caches `cache` bytes; heat is counted in so many `epochs` of pre-sampling. None: every
-    rank reads every row from its server's memory.
+    rank reads every row from its server's memory. slices: as in `Store`.
     """
     spread = features == "spread" and len(set(problem.servers)) > 1
     if not cache and not spread:
@@ -316,11 +357,16 @@ def feature_store(
     def estimated() -> Store | EstimatedStore:
         # with one group, a row's home is its owner's server
         one_group = len(set(batches.groups)) == 1 < problem.ranks
-        rows = min(
-            cache // (problem.model.features * problem.model.itemsize), problem.stats.vertices
-        )
+        widest = max(len(each.columns) for each in slices) if slices else problem.model.features
+        rows = min(cache // (widest * problem.model.itemsize), problem.stats.vertices)
         return EstimatedStore(
-            problem.servers, batches.groups, rows, spread and not one_group, shared, problem.stats
+            problem.servers,
+            batches.groups,
+            rows,
+            spread and not one_group,
+            shared,
+            problem.stats,
+            slices=slices,
         )
 
     def counted() -> Store | EstimatedStore:
@@ -336,21 +382,27 @@ def feature_store(
                     else servers[partition(graph, servers.size, problem.method)]
                 )
             held = (
-                _cached(problem, batches, cache, hot, shared, epochs)
+                _cached(problem, batches, cache, hot, shared, epochs, slices)
                 if cache
                 else [np.zeros(0, np.int64)] * problem.ranks
             )
         return Store(
-            problem.servers, tuple(held), home, shared, graph.stats.vertices, watch.seconds
+            problem.servers, tuple(held), home, shared, graph.stats.vertices, watch.seconds, slices
         )
 
     asked = problem.servers, problem.method, problem.workload, cache, hot, spread, shared, epochs
     make = estimated if isinstance(batches, EstimatedBatches) else counted
-    return problem.known.answer(("feature store", batches, *asked), make)
+    return problem.known.answer(("feature store", batches, *asked, slices), make)
 
 
 def _cached(
-    problem: Problem, batches: Batches, cache: int, hot: str, shared: bool, epochs: int
+    problem: Problem,
+    batches: Batches,
+    cache: int,
+    hot: str,
+    shared: bool,
+    epochs: int,
+    slices: tuple[Slice, ...] | None,
 ) -> list[Ids]:
     """The vertices that each rank caches, hottest first: as many as fit.
 
@@ -359,7 +411,7 @@ def _cached(
     """
     graph, groups, member = batches.graph, batches.groups, batches.member
     order = hottest(graph, batches.workload, hot, len(set(groups)), epochs)
-    caches: dict[tuple[int, int], Ids] = {}  # equal caches are one array
+    caches: dict[tuple[int, int, range | None], Ids] = {}  # equal caches are one array
     held = []
     for rank, group in enumerate(groups):
         server = problem.servers[rank]
@@ -369,11 +421,12 @@ def _cached(
             place, count = problem.servers[:rank].count(server), problem.servers.count(server)
         else:
             place, count = 0, 1
-        if (place, count) not in caches:
+        columns = _columns(slices, rank)
+        if (place, count, columns) not in caches:
             own = order[place::count] if member is None else order[member[order] == place]
-            fitting = that_fit(own, row_bytes(problem, own), cache)
-            caches[place, count] = fitting.astype(np.int64)
-        held.append(caches[place, count])
+            fitting = that_fit(own, row_bytes(problem, own, columns), cache)
+            caches[place, count, columns] = fitting.astype(np.int64)
+        held.append(caches[place, count, columns])
     return held
 
 
@@ -382,15 +435,16 @@ def that_fit(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
     return ids[: int(np.searchsorted(np.cumsum(sizes), budget, side="right"))]
 
 
-def row_bytes(problem: Problem, ids: Ids) -> NDArray[np.int64]:
-    """Bytes of each of these rows in a cache [R].
+def row_bytes(problem: Problem, ids: Ids, columns: range | None = None) -> NDArray[np.int64]:
+    """Bytes of each of these rows, or of some of their columns, in a cache [R].
 
     In a sparse row every number has a column, and the row has an end (int32 both).
     """
+    itemsize = problem.model.itemsize
     if not problem.model.nonzeros:
-        return np.full(ids.size, problem.model.features * problem.model.itemsize)
-    assert problem.graph is not None
-    return np.asarray(problem.graph.lengths[ids] * (problem.model.itemsize + 4) + 4)
+        return np.full(ids.size, len(columns or range(problem.model.features)) * itemsize)
+    numbers = problem.features_bytes(ids, columns) // (2 * itemsize)
+    return np.asarray(numbers * (itemsize + 4) + 4)
 
 
 def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS) -> Ids:
@@ -436,7 +490,12 @@ def frequency(
 
 
 def check_store(
-    name: str, problem: Problem, cache: int, hot: str, features: str, shared: bool = False
+    name: str,
+    problem: Problem,
+    cache: int,
+    hot: str = "frequency",
+    features: str = "everywhere",
+    shared: bool = False,
 ) -> None:
     """Raises SpecError if a strategy's knobs make no store."""
     room = int(problem.cluster.device.memory)

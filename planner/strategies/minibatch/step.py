@@ -185,11 +185,12 @@ def filling(problem: Problem, store: Features | None) -> dict[str, float]:
     return {"feature store": store.seconds + exchanged_s + loaded_s}
 
 
-def worth_caching(problem: Problem, plain: Strategy) -> int:
+def worth_caching(problem: Problem, plain: Strategy, columns: range | None = None) -> int:
     """Bytes of the cache to propose to a strategy that has none, per GPU.
 
     It is nine tenths of the memory that the strategy leaves (a large one in whole MB), but no more
-    than all rows need. It is 0 on CPUs, where the cache would be in the memory that it spares.
+    than all rows need, or these `columns` of them. It is 0 on CPUs, where the cache would be in the
+    memory that it spares.
     """
     if problem.cluster.device.kind == "cpu":
         return 0
@@ -198,9 +199,9 @@ def worth_caching(problem: Problem, plain: Strategy) -> int:
     )
     vertices = problem.stats.vertices
     if problem.graph is None:
-        all_rows = int(row_bytes(problem, np.arange(1))[0]) * vertices
+        all_rows = int(row_bytes(problem, np.arange(1), columns)[0]) * vertices
     else:
-        all_rows = int(row_bytes(problem, np.arange(vertices)).sum())
+        all_rows = int(row_bytes(problem, np.arange(vertices), columns).sum())
     budget = int(0.9 * left)
     if budget >= ROUNDED:
         budget -= budget % 10**6

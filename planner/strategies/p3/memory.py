@@ -2,6 +2,7 @@
 
     sample   drawn edges, pushed blocks, and what laying them out takes; blocks stay to the end
     front    columns of all peers' sources, layer 1, partial sums; what autograd saves stays to tail
+             (with a cache, rows from both places are there beside the rows in order)
     body     the sum of own rows, layers 2 .. L and back, its gradient for all peers
     tail     all peers' gradients, layer 1 back
 
@@ -45,6 +46,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
         waits = p3.prefetch * np.max(
             [Batch(p3, problem, each).blocks for each in different], axis=0
         )
+    store = p3.store(problem)
     sampler = 0 if p3.prefetch else batchwise_memory.of_sampler(problem)
     sliced = p3.sliced_weights(problem)
     own = (
@@ -66,14 +68,14 @@ def memory(p3: Slices, problem: Problem) -> Memory:
             held["features"]
             + np.array([_columns_copied(p3, problem, rank) for rank in range(problem.ranks)])
         ),
-        "cache": zero,
+        "cache": zero + (store.held(problem) if store else 0),
         "activations": held["activations"],
         "halo": zero,
         "graph": (
             held["graph"]
             + waits
             + sampler
-            + batchwise_memory.of_lists(problem, p3.lists(problem), p3.prefetch)
+            + batchwise_memory.of_lists(problem, p3.lists(problem), p3.prefetch, store)
             + batchwise_memory.of_order(problem, p3.prefetch)
         ),
         "buffers": held["buffers"],
@@ -163,6 +165,12 @@ class Batch:
         )
         numbers = loaded / (2 * b) if model.nonzeros else None
         self.loaded = np.asarray(sliced.features_held(merged.sources, numbers), dtype=float)
+        # rows of the server's memory and of the cache, next to where they are put
+        self.arriving: Number = 0.0
+        if store := p3.store(problem):
+            found = store.loads_of(problem, batch)
+            both = (found.host > 0) & (found.hits > 0)
+            self.arriving = np.where(both, found.host + found.hits, 0.0)
         self.sorted: Number = 0.0  # sparse rows by column, when their gradient comes
         self.sorting: Number = 0.0  # with places in 64 bits
         if numbers is not None:
@@ -207,6 +215,7 @@ class Batch:
     def load(self, held: Held) -> None:
         held.keep(self.blocks, use="graph")
         held.keep(self.loaded, use="features")
+        held.at(self.arriving)
 
     def first_forward(self, held: Held) -> None:
         self.compute(self.first, held)

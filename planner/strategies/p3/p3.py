@@ -12,7 +12,8 @@ columns and sends it back (pull). So rows of H_1 numbers cross, in the place of 
     reduce                                                       |all_reduce|
 
     push      layer 1's block goes to the rank's peer on every server
-    load      each peer loads its columns of all peers' source rows
+    load      each peer loads its columns of all peers' source rows; with a `cache`, those that
+              its GPU does not have, and then it picks the others (`pick`)
     F_M       layer 1 forward: partial sums on the peer's columns, for all peers' blocks
     pull      partial sums go to the rank whose block it is
     F_D, B_D  layers 2 .. L forward and backward, data parallel
@@ -107,20 +108,17 @@ class P3(Slices):
         pushed, pulled = np.zeros((2, problem.ranks, problem.ranks), dtype=np.int64)
         # rows, sources and edges of all blocks that a rank computes on
         blocks = np.zeros((3, problem.ranks))
-        loaded = np.zeros(problem.ranks, dtype=np.int64)
         for rank in ranks:
             peers = np.array(self.rail(problem, rank))
             blocks[:, rank] = f1[peers].sum(), f2[peers].sum(), e1[peers].sum()
-            loaded[rank] = batchwise.row_bytes_read(
-                problem, batch, peers.tolist(), self.columns(problem, rank)
-            )
             others = peers[peers != rank]
             pushed[rank, others] = INT * (HEADER + f2[rank] + f1[rank] + e1[rank]) + batchwise.ID
             pulled[rank, others] = f1[others] * width * b
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
 
-        host = list(batchwise.drawing(problem, batch, e1 + edges_above, self.lists(problem)))
+        lists, store = self.lists(problem), self.store(problem)
+        host = list(batchwise.drawing(problem, batch, e1 + edges_above, lists, store))
         if has_peers:
             host.append(Op("push", sent=pushed, ahead=True))
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
@@ -131,7 +129,8 @@ class P3(Slices):
             host.append(Op("wait", work=Compute(), idle=True))
 
         sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
-        front = [Op("load", loaded=loaded, holds=holds(Batch.load))]
+        front = self._arrive(problem, batch, store)
+        front[-1] = replace(front[-1], holds=holds(Batch.load))
         backward = sliced.backward(1, *blocks)
         tail = [Op("backward", layer=1, work=backward, holds=holds(Batch.first_backward))]
         if has_peers and model.layers[0].heads:
@@ -154,6 +153,20 @@ class P3(Slices):
             "update": [update],
         }
         return [replace(op, phase=phase) for phase, ops in phases.items() for op in ops]
+
+    def _arrive(
+        self, problem: Problem, batch: MiniBatch, store: batchwise.Features | None
+    ) -> list[Op]:
+        """The operations that bring each rank its columns of its peers' rows."""
+        if store is not None:
+            return list(batchwise.arrive(problem, batch, store))
+        loaded = [
+            batchwise.row_bytes_read(
+                problem, batch, self.rail(problem, rank), self.columns(problem, rank)
+            )
+            for rank in range(problem.ranks)
+        ]
+        return [Op("load", loaded=np.array(loaded))]
 
     def _attention(self, problem: Problem, blocks: np.ndarray) -> tuple[Compute, Op, Op]:
         """Projection of the blocks' source rows, and the all-reduces of logits over peers."""
@@ -226,4 +239,4 @@ class P3(Slices):
         return memory(self, problem)
 
     def preparation(self, problem: Problem) -> dict[str, float]:
-        return {}
+        return batchwise.filling(problem, self.store(problem))

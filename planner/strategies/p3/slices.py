@@ -25,6 +25,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
+from gnnplan.planner.strategies.minibatch.feature_store import Slice, check_store, feature_store
 from gnnplan.planner.strategies.minibatch.host_memory import (
     features_bytes,
     fitting,
@@ -64,6 +65,7 @@ class Slices(Strategy):
     prefetch: as in data parallelism.
     structure, structure_cache: as in data parallelism; a list is at a server, or at a rank.
     copies: how many times all columns are there.
+    cache: bytes that each GPU caches of its columns, those of the rows that are read most often.
     """
 
     over: str | None = None
@@ -72,6 +74,7 @@ class Slices(Strategy):
     structure: str = "everywhere"
     structure_cache: Bytes = 0
     copies: int = 1
+    cache: Bytes = 0
 
     family: ClassVar[str] = "p3"
     mode: ClassVar[str] = "mini"
@@ -89,8 +92,11 @@ class Slices(Strategy):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1 and not _why_whole(problem):
-            plain = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
-            yield from dict.fromkeys(fitting(problem, strategy) for strategy in plain)
+            tried = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
+            for plain in dict.fromkeys(fitting(problem, strategy) for strategy in tried):
+                yield plain
+                if cache := _worth_caching(problem, plain.settle(problem)):
+                    yield replace(plain, cache=cache)
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -124,6 +130,7 @@ class Slices(Strategy):
         if why := _why_whole(problem):
             raise SpecError(f"p3: {why}")
         check_structure(self.name, problem, self.structure, self.structure_cache)
+        check_store(self.name, problem, self.cache)
         lines = _lines(problem.servers, self.over)
         holders = len(lines[0])
         if any(len(line) != holders for line in lines):
@@ -216,6 +223,16 @@ class Slices(Strategy):
             self.structure_cache,
         )
 
+    def store(self, problem: Problem) -> batchwise.Features | None:
+        """Which rows' columns each GPU caches; None: none."""
+        if not self.cache:
+            return None
+        slices = tuple(
+            Slice(self.rail(problem, rank), self.columns(problem, rank))
+            for rank in range(problem.ranks)
+        )
+        return feature_store(problem, self.batches(problem), self.cache, slices=slices)
+
     def steps(self, problem: Problem) -> int:
         return batchwise.steps(problem)
 
@@ -234,13 +251,24 @@ class Slices(Strategy):
 
 
 def _copies(problem: Problem) -> list[int]:
-    """How many copies of the columns to propose: 1, and 2, 4, .. where host memory may have room.
+    """How many copies of the columns to propose: 1, and more where host memory may have room.
 
-    With as many copies as servers P3 would be data parallelism.
+    Each copy is over equally many servers. With as many copies as servers P3 would be data
+    parallelism.
     """
     servers = len(set(problem.servers))
     most = servers if problem.cluster.graph_room < np.inf else 2
-    return [c for c in (1 << n for n in range(12)) if c == 1 or (c < most and servers % c == 0)]
+    return [c for c in range(1, max(most, 2)) if servers % c == 0]
+
+
+def _worth_caching(problem: Problem, plain: Slices) -> int:
+    """Bytes of columns to propose for each GPU's cache; 0 where the strategy cannot be."""
+    try:
+        plain.check(problem)
+    except SpecError:
+        return 0
+    widest = plain.columns(problem, plain.rail(problem, 0)[-1])
+    return batchwise.worth_caching(problem, plain, widest)
 
 
 def _why_whole(problem: Problem) -> str:
