@@ -7,10 +7,13 @@ The others are rejected with a reason; where none fits, the error says what woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,11 +77,16 @@ class Candidate:
     @cached_property
     def drawn_s(self) -> NDArray[np.float64]:
         """Its epoch in each draw of what is not known for sure (recommendation.py) [DRAWS] [s]."""
-        cluster, strategy = self.problem.cluster, self.strategy
-        doubted = self.problem.known.recent(
-            ("drawn", cluster.model_dump_json()), lambda: drawn(cluster)
-        )
-        epoch_s = strategy.predict(replace(self.problem, cluster=doubted)).epoch_s
+        problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
+        known, name = problem.known, cluster.model_dump_json()
+        doubted = known.recent(("drawn", name), lambda: drawn(cluster))
+        # the same for all candidates on these GPUs, which share what all-reduces take there
+        there = known.last(
+            "problem in doubt",
+            id(problem),  # which the answer keeps
+            lambda: (problem, replace(problem, cluster=doubted)),
+        )[1]
+        epoch_s = strategy.predict(there).epoch_s
         misses = missed(cluster.device.kind, strategy.family, strategy.exact)
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
 
@@ -181,15 +189,18 @@ def families(problem: Problem) -> list[type[Strategy]]:
     return [family for family in strategies.families() if family.mode == problem.workload.mode]
 
 
-def evaluate(problem: Problem, strategy: Strategy) -> Candidate:
-    """The strategy's prediction and memory on the problem's GPUs.
+def evaluate(
+    problem: Problem, strategy: Strategy, predicted: Prediction | None = None
+) -> Candidate:
+    """The strategy's prediction, unless it is `predicted` already, and memory on its GPUs.
 
     Raises SpecError where its knobs do not suit the problem, Infeasible where it does not fit.
     """
     strategy = strategy.settle(problem)
     strategy.check(problem)
     check_host_memory(problem, strategy)
-    candidate = Candidate(strategy, strategy.predict(problem), strategy.memory(problem), problem)
+    predicted = predicted or strategy.predict(problem)
+    candidate = Candidate(strategy, predicted, strategy.memory(problem), problem)
     room = problem.cluster.device.memory
     if candidate.memory_bytes > room:
         use, most = max(candidate.fullest().items(), key=lambda item: item[1])
@@ -252,7 +263,7 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
         best_placement(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
     )
     if chosen.placement == in_order.placement:
-        return chosen
+        return in_order
     return min((chosen, in_order), key=lambda there: float(strategy.predict(there).epoch_s))
 
 
@@ -328,23 +339,56 @@ def on_fewer(
     for gpus in parts(problem.cluster):
         if least(problem, len(gpus), exact) >= limit:
             continue
-        smaller, fitting = problem.placed(gpus), []
+        smaller, waiting = problem.placed(gpus), list[_Waiting]()
         limits = {kind: fastest_s([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
-        for strategy in _candidates(smaller, exact):
+        for number, strategy in enumerate(_candidates(smaller, exact)):
             notify(
                 "evaluating candidates",
                 f"{strategy} on {len(gpus)} of {show_count(problem.ranks, 'GPU')}",
             )
             with suppress(SpecError, Infeasible):
                 there = placed(smaller, strategy, limits[strategy.settle(smaller).exact])
-                fitting.append(evaluate_or_save_memory(there, strategy))
-        if fitting:
-            fitting.sort(key=lambda candidate: float(candidate.predicted.epoch_s))
-            found.append(fitting[0])
-            exact_ones += [c for c in fitting[1:] if c.strategy.exact][:1]
-            limit = min(limit, float(fitting[0].predicted.epoch_s))
+                waiting.append(_Waiting.of(number, there, strategy))
+        fitting = _fitting(waiting)
+        if fastest := next(fitting, None):
+            found.append(fastest)
+            exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
+            limit = min(limit, float(fastest.predicted.epoch_s))
     best = recommend([*on_all, *found, *exact_ones])
     return found + [candidate for candidate in exact_ones if candidate is best]
+
+
+class _Waiting(NamedTuple):
+    """A strategy of which it is not known yet whether it fits; smaller if it is faster."""
+
+    epoch_s: float
+    number: int  # its place among the candidates
+    problem: Problem
+    strategy: Strategy
+    predicted: Prediction
+
+    @classmethod
+    def of(cls, number: int, problem: Problem, strategy: Strategy) -> _Waiting:
+        strategy = strategy.settle(problem)
+        predicted = strategy.predict(problem)
+        return cls(float(predicted.epoch_s), number, problem, strategy, predicted)
+
+
+def _fitting(waiting: list[_Waiting]) -> Iterator[Candidate]:
+    """Those that fit, from fastest to slowest; a caller that needs a few asks no other's memory.
+
+    One that does not fit waits again with less memory and more computation.
+    """
+    heapify(waiting)
+    while waiting:
+        one = heappop(waiting)
+        try:
+            yield evaluate(one.problem, one.strategy, one.predicted)
+        except Infeasible:
+            with_less_memory = one.strategy.with_less_memory()
+            if with_less_memory is not None:
+                with suppress(SpecError):
+                    heappush(waiting, _Waiting.of(one.number, one.problem, with_less_memory))
 
 
 def fastest_s(candidates: Sequence[Candidate], exact: bool = False) -> float:

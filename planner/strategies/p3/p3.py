@@ -79,7 +79,7 @@ from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.p3.memory import Batch, Later, memory
 from gnnplan.planner.strategies.p3.periods import pipelined
-from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
+from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices, columns
 from gnnplan.planner.strategies.program.program import Op, Program, Step
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -98,7 +98,7 @@ class P3(Slices):
         reduce  all-reduces
         update
         """
-        ranks, model, b = range(problem.ranks), problem.model, problem.model.itemsize
+        model, b = problem.model, problem.model.itemsize
         layers = range(1, problem.workload.layers + 1)
         facts = {layer: batch.facts(layer) for layer in layers}
         f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
@@ -107,15 +107,16 @@ class P3(Slices):
         # rows, sources and edges of all blocks that a rank computes on
         blocks = np.zeros((3, problem.ranks))
         loaded = np.zeros(problem.ranks, dtype=np.int64)
-        for rank in ranks:
-            peers = np.array(self.rail(problem, rank))
-            blocks[:, rank] = f1[peers].sum(), f2[peers].sum(), e1[peers].sum()
-            loaded[rank] = batchwise.row_bytes_read(
-                problem, batch, peers.tolist(), self.columns(problem, rank)
-            )
-            others = peers[peers != rank]
-            pushed[rank, others] = INT * (HEADER + f2[rank] + f1[rank] + e1[rank]) + batchwise.ID
-            pulled[rank, others] = f1[others] * width * b
+        for rail in self.rails(problem):
+            peers = np.array(rail)
+            blocks[:, peers] = np.array([f1, f2, e1])[:, peers].sum(axis=1, keepdims=True)
+            for place, rank in enumerate(rail):
+                mine = columns(model.features, len(rail), place)
+                loaded[rank] = batchwise.row_bytes_read(problem, batch, rail, mine)
+            from_to, others = np.ix_(peers, peers), ~np.eye(peers.size, dtype=bool)
+            sent = INT * (HEADER + f2 + f1 + e1)[peers] + batchwise.ID
+            pushed[from_to] = others * sent[:, np.newaxis]
+            pulled[from_to] = others * (f1[peers] * width * b)
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
 
