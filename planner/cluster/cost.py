@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -134,10 +133,21 @@ class Cost:
     def send(self, rank: int, work: Send) -> Transfer:
         """One message from `rank` to a peer."""
         source, target, nbytes = (np.array([value]) for value in (rank, work.peer, work.nbytes))
-        transfer = self._ports.transfer("send", source, target, nbytes)
+        latency, busy = self.sends(source, target, nbytes)
+        return Transfer(slowest(latency) if np.ndim(latency) > 1 else float(latency[0]), busy)
+
+    def sends(
+        self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
+    ) -> tuple[np.ndarray, Mapping[Port, Number]]:
+        """Messages from ranks to peers at the same time, one of each rank [messages].
+
+        The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
+        """
+        latencies, busy = self._ports.messages("send", source, target, nbytes)
         if self._shared_cores:
-            return self._shared_cores.with_cold_caches(transfer, [work.peer])
-        return transfer
+            transfer = self._shared_cores.with_cold_caches(Transfer(0.0, busy), target)
+            return latencies, transfer.busy
+        return latencies, busy
 
     def collective(self, parts: Mapping[int, Collective]) -> Transfer:
         """One collective, from the part that each of its ranks has in it."""
@@ -249,5 +259,9 @@ def _bytes_within(sent: np.ndarray, place: np.ndarray) -> int:
     order = np.argsort(place, kind="stable")
     if (np.diff(order) != 1).any():
         sent, place = sent[np.ix_(order, order)], place[order]
-    bounds = [0, *(np.flatnonzero(np.diff(place)) + 1).tolist(), len(place)]
-    return sum(int(sent[a:b, a:b].sum()) for a, b in pairwise(bounds) if b - a > 1)
+    first, members = np.unique(place, return_index=True, return_counts=True)[1:]
+    total = 0
+    for count in set(members.tolist()) - {1}:
+        ranks = first[members == count][:, None] + np.arange(count)
+        total += int(sent[ranks[:, :, None], ranks[:, None, :]].sum())
+    return total

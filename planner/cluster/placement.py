@@ -88,6 +88,8 @@ def best_placement(
     uneven = _merged([phase for phase in phases if phase.times and not _even(phase.sent)])
     if not uneven or len(set(_neighbourhoods(cluster, gpus))) == 1:
         return tuple(gpus)
+    if _groups_stay_alone(cluster, gpus, uneven, tied):
+        return tuple(gpus)
     in_order = Cost.of(cluster, tuple(gpus))
     in_order_s = sum(times * in_order.exchange(sent).alone for sent, times in uneven)
     if in_order_s <= _lower_bound_s(cluster, uneven) * (1 + 1e-9):
@@ -181,6 +183,32 @@ def _even(sent: np.ndarray) -> bool:
     # All but the diagonal, whichever order the array has in memory.
     apart = sent.ravel("K")[: n * n - 1].reshape(n - 1, n + 1)[:, 1:]
     return not apart.size or bool((apart == apart[0, 0]).all())
+
+
+def _groups_stay_alone(
+    cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase], tied: Sequence[int]
+) -> bool:
+    """Whether ranks talk to their own group only, and each group sits in one island; or under one
+    switch, where there are no islands.
+
+    A message then passes the links of its two GPUs and nothing that others use, whichever group's
+    GPUs its group sits on. All placements are alike.
+    """
+    group = np.asarray(tied)
+    if any((group[source] != group[target]).any() for source, target in map(_ends, phases)):
+        return False
+    at = Places.of(cluster, gpus)
+    # without peer access all messages share a server's memory, and on CPUs its cores
+    shared = not cluster.peer_access or cluster.device.kind == "cpu"
+    place = at.island if cluster.islands or shared else at.switch
+    _, first, number = np.unique(group, return_index=True, return_inverse=True)
+    return bool((place == place[first[number]]).all())
+
+
+def _ends(phase: Phase) -> tuple[np.ndarray, np.ndarray]:
+    """The ranks that send, and those that they send to [messages]."""
+    source, target = np.nonzero(phase.sent)
+    return source, target
 
 
 def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:

@@ -194,6 +194,21 @@ class MessagePorts:
                     bandwidth[passed.port, number] = float(use.link.bandwidth)
         return passes, bandwidth
 
+    def messages(
+        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
+    ) -> tuple[np.ndarray, dict[Port, Number]]:
+        """Messages from rank to rank [messages], all started at once.
+
+        The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
+        """
+        latencies: np.ndarray = np.zeros(source.size)
+        busy: dict[Port, Number] = {}
+        for use in self.uses(op, source, target):
+            latencies = latencies + use.hops * use.link.latency
+            loads = use.loads(use.link.stretched(nbytes))
+            add_seconds(busy, loads, 1.0, use.link.bandwidth)
+        return latencies, busy
+
     def transfer(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
     ) -> Transfer:

@@ -7,10 +7,13 @@ The others are rejected with a reason; where none fits, the error says what woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,11 +108,16 @@ class Candidate:
     @cached_property
     def drawn_s(self) -> NDArray[np.float64]:
         """Its epoch in each draw of what is not known for sure (recommendation.py) [DRAWS] [s]."""
-        cluster, strategy = self.problem.cluster, self.strategy
-        doubted = self.problem.known.recent(
-            ("drawn", cluster.model_dump_json()), lambda: drawn(cluster)
-        )
-        epoch_s = strategy.predict(replace(self.problem, cluster=doubted)).epoch_s
+        problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
+        known, name = problem.known, cluster.model_dump_json()
+        doubted = known.recent(("drawn", name), lambda: drawn(cluster))
+        # the same for all candidates on these GPUs, which share what all-reduces take there
+        there = known.last(
+            "problem in doubt",
+            id(problem),  # which the answer keeps
+            lambda: (problem, replace(problem, cluster=doubted)),
+        )[1]
+        epoch_s = strategy.predict(there).epoch_s
         misses = missed(cluster.device.kind, strategy.family, strategy.exact)
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
 
@@ -222,8 +230,13 @@ def families(problem: Problem) -> list[type[Strategy]]:
     return [family for family in strategies.families() if family.mode == problem.workload.mode]
 
 
-def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
-    """The strategy's prediction and memory on the problem's GPUs.
+def evaluate(
+    problem: Problem,
+    strategy: Strategy,
+    objective: Objective = TIME,
+    predicted: Prediction | None = None,
+) -> Candidate:
+    """The strategy's prediction, unless it is `predicted` already, and memory on its GPUs.
 
     Raises SpecError where its knobs do not suit the problem, or no run says how many epochs it
     needs; Infeasible where it does not fit.
@@ -233,7 +246,7 @@ def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) 
     if why := objective.uncovered(problem, strategy):
         raise SpecError(why)
     check_host_memory(problem, strategy)
-    predicted, memory = strategy.predict(problem), strategy.memory(problem)
+    predicted, memory = predicted or strategy.predict(problem), strategy.memory(problem)
     candidate = Candidate(strategy, predicted, memory, problem, objective)
     room = problem.cluster.device.memory
     if candidate.memory_bytes > room:
@@ -299,7 +312,7 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
         best_placement(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
     )
     if chosen.placement == in_order.placement:
-        return chosen
+        return in_order
     return min((chosen, in_order), key=lambda there: float(strategy.predict(there).epoch_s))
 
 
@@ -383,11 +396,11 @@ def on_fewer(
     limit = least_of(on_all)
     exact_ones: list[Candidate] = []
     for gpus in parts(problem.cluster):
-        smaller, fitting = problem.placed(gpus), []
+        smaller, waiting = problem.placed(gpus), list[_Waiting]()
         if objective.at_least(smaller, least(problem, len(gpus), exact)) >= limit:
             continue
         limits = {kind: least_of([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
-        for strategy in _candidates(smaller, exact):
+        for number, strategy in enumerate(_candidates(smaller, exact)):
             notify(
                 "evaluating candidates",
                 f"{strategy} on {len(gpus)} of {show_count(problem.ranks, 'GPU')}",
@@ -396,14 +409,54 @@ def on_fewer(
                 settled = strategy.settle(smaller)
                 limit_s = limits[settled.exact] / float(objective.value(smaller, settled, 1.0))
                 there = placed(smaller, strategy, limit_s)
-                fitting.append(evaluate_or_save_memory(there, strategy, objective))
-        if fitting:
-            fitting.sort(key=lambda candidate: candidate.value)
-            found.append(fitting[0])
-            exact_ones += [c for c in fitting[1:] if c.strategy.exact][:1]
-            limit = min(limit, fitting[0].value)
+                waiting.append(_Waiting.of(number, there, strategy, objective))
+        fitting = _fitting(waiting, objective)
+        if least_one := next(fitting, None):
+            found.append(least_one)
+            exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
+            limit = min(limit, least_one.value)
     best = recommend([*on_all, *found, *exact_ones])
     return found + [candidate for candidate in exact_ones if candidate is best]
+
+
+class _Waiting(NamedTuple):
+    """A strategy of which it is not known yet whether it fits; smaller if it is better."""
+
+    value: float
+    number: int  # its place among the candidates
+    problem: Problem
+    strategy: Strategy
+    predicted: Prediction
+
+    @classmethod
+    def of(
+        cls, number: int, problem: Problem, strategy: Strategy, objective: Objective
+    ) -> _Waiting:
+        strategy = strategy.settle(problem)
+        predicted = strategy.predict(problem)
+        value = float(objective.value(problem, strategy, float(predicted.epoch_s)))
+        return cls(value, number, problem, strategy, predicted)
+
+
+def _fitting(waiting: list[_Waiting], objective: Objective) -> Iterator[Candidate]:
+    """Those that fit, the best first; a caller that needs a few asks no other's memory.
+
+    One that does not fit waits again with less memory and more computation.
+    """
+    heapify(waiting)
+    while waiting:
+        one = heappop(waiting)
+        try:
+            yield evaluate(one.problem, one.strategy, objective, one.predicted)
+        except SpecError:
+            continue  # no run says how many epochs it needs
+        except Infeasible:
+            with_less_memory = one.strategy.with_less_memory()
+            if with_less_memory is not None:
+                with suppress(SpecError):
+                    heappush(
+                        waiting, _Waiting.of(one.number, one.problem, with_less_memory, objective)
+                    )
 
 
 def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float:

@@ -23,7 +23,7 @@ class Known:
     def __init__(self) -> None:
         self._answers: dict[Hashable, Any] = {}
         self._recent: OrderedDict[Hashable, Any] = OrderedDict()
-        self._last: tuple[Hashable, Any] = None, None
+        self._last: dict[Hashable, tuple[Hashable, Any]] = {}  # by the kind of question
         self._seconds: dict[int, float] = {}  # by id() of an answer, which is kept
 
     def answer(self, question: Hashable, make: Callable[[], T]) -> T:
@@ -45,12 +45,14 @@ class Known:
         found: T = self._recent[question]
         return found
 
-    def last(self, question: Hashable, make: Callable[[], T]) -> T:
-        """Like `answer`, of which only the last one is kept: for large ones."""
-        if self._last[0] != question:
-            self._last = question, make()
-        found: T = self._last[1]
-        return found
+    def last(self, kind: str, question: Hashable, make: Callable[[], T]) -> T:
+        """Like `answer`, of which only the last one of its kind is kept: for large ones."""
+        asked, found = self._last.get(kind, (None, None))
+        if asked != question:
+            found = make()
+            self._last[kind] = question, found
+        answer: T = found
+        return answer
 
     def seconds_of(self, answer: object) -> float:
         """How long it took to make an answer [s]."""

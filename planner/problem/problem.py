@@ -154,9 +154,8 @@ class Problem:
 
     def placed(self, placement: tuple[int, ...]) -> Problem:
         """The same problem with its ranks on these GPUs."""
-        return replace(
-            self, placement=() if placement == tuple(range(self.cluster.ranks)) else placement
-        )
+        placement = () if placement == tuple(range(self.cluster.ranks)) else placement
+        return self if placement == self.placement else replace(self, placement=placement)
 
     def layout(
         self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()

@@ -169,8 +169,8 @@ class Strategy(ABC):
 
     def built(self, problem: Problem) -> Program:
         """`program(problem)`, built once for those that read it one after the other."""
-        asked = "program", self, id(problem)  # the answer keeps the problem, and so its id
-        return problem.known.last(asked, lambda: (problem, self.program(problem)))[1]
+        asked = self, id(problem)  # the answer keeps the problem, and so its id
+        return problem.known.last("program", asked, lambda: (problem, self.program(problem)))[1]
 
     def predict(self, problem: Problem) -> Prediction:
         """One epoch in closed form.
@@ -178,7 +178,10 @@ class Strategy(ABC):
         Broadcasts over clusters: where the cluster's numbers are arrays [problems, 1], so are the
         seconds.
         """
-        return predict(problem, self.built(problem))
+        asked = self, id(problem)
+        return problem.known.last(
+            "prediction", asked, lambda: (problem, predict(problem, self.built(problem)))
+        )[1]
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Every rank's tasks. The simulator plays them; the executor is held to them."""

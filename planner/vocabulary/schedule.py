@@ -5,9 +5,9 @@ spans under the same labels. Tasks of one rank and lane run in the order of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,16 @@ from gnnplan.planner.vocabulary.numbers import Number
 # Fallback costs where a device has no rate of its own, in element accesses: of a dropout hash, and
 # of an attention weight (logit, maximum, exponential, sum, weight).
 HASH_ACCESSES, EDGE_ACCESSES = 6, 10
+# Fields of `Compute` that are numbers, or arrays of them
+_COUNTS = (
+    "flops",
+    "elementwise_bytes",
+    "overlapped_bytes",
+    "gemm_bytes",
+    "tensor_bytes",
+    "hash_ops",
+    "attention_edges",
+)
 HostWork = Literal["draw", "lay"]  # a sampler draws neighbours, and lays out blocks
 
 
@@ -95,30 +105,34 @@ class Compute:
 
     def at(self, i: int) -> Compute:
         """The i-th candidate of its arrays."""
+        return self._with(lambda value: float(value[i] if np.ndim(value) else value))
 
-        def pick(value: Number) -> float:
-            return float(value[i] if isinstance(value, np.ndarray) and value.ndim else value)
+    def among(self, ranks: np.ndarray) -> Compute:
+        """The work of some ranks, where its arrays are [ranks]."""
+        return self._with(lambda value: value[ranks] if np.ndim(value) else value)
 
-        gathers = tuple(
-            Gather(pick(rows), width, pick(among), pick(into))
-            for rows, width, among, into in self.gathers
-        )
-        random_rows = tuple(
-            (pick(rows), width, pick(among)) for rows, width, among in self.random_rows
-        )
-        return Compute(
-            pick(self.flops),
-            gathers,
-            pick(self.elementwise_bytes),
-            self.launches,
-            self.itemsize,
-            pick(self.overlapped_bytes),
-            pick(self.gemm_bytes),
-            pick(self.tensor_bytes),
-            pick(self.hash_ops),
-            pick(self.attention_edges),
-            random_rows,
-            self.scattered,
+    def numbers(self) -> Iterator[Number]:
+        """What may be arrays, field by field."""
+        for name in _COUNTS:
+            yield getattr(self, name)
+        for rows, _, among, into in self.gathers:
+            yield from (rows, among, into)
+        for rows, _, among in self.random_rows:
+            yield from (rows, among)
+
+    def _with(self, pick: Callable[[Any], Number]) -> Compute:
+        """The work with other numbers in the place of its own."""
+        picked: dict[str, Any] = {name: pick(getattr(self, name)) for name in _COUNTS}
+        return replace(
+            self,
+            gathers=tuple(
+                Gather(pick(rows), width, pick(among), pick(into))
+                for rows, width, among, into in self.gathers
+            ),
+            random_rows=tuple(
+                (pick(rows), width, pick(among)) for rows, width, among in self.random_rows
+            ),
+            **picked,
         )
 
 

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from any_wiring import wiring
 from examples import examples
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pairwise import covered
 
+from gnnplan.planner.cluster import placement as placement_module
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.placement import (
     Phase,
+    _groups_stay_alone,
     all_placements,
     best_placement,
     evaluator,
@@ -27,6 +29,7 @@ from gnnplan.planner.cluster.placement import (
     heuristic,
     walk,
 )
+from gnnplan.planner.cluster.places import Places
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.cluster.topology import graph as topology
 from gnnplan.planner.decision import plan
@@ -34,7 +37,7 @@ from gnnplan.planner.decision.search import evaluate, placed, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import apply_overrides
+from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -186,6 +189,45 @@ def test_placements_evaluated_together_are_those_evaluated_alone(where: Cluster,
     if phases:
         together = evaluator(where, range(where.ranks), phases)(np.array(some))
         assert together == pytest.approx([by_cost(where, placement, phases) for placement in some])
+
+
+@given(places(), st.booleans(), st.integers(0, 10**6))
+@settings(deadline=None, max_examples=examples(40))
+def test_groups_that_stay_alone_have_only_equal_placements(
+    where: Cluster, by_server: bool, seed: int
+):
+    """Then nothing is evaluated: proven by every placement that keeps the groups, one at a time."""
+    ranks = range(where.ranks)
+    at = Places.of(where, ranks)
+    tied = (at.server if by_server else at.island).tolist()
+    inside = np.equal.outer(tied, tied)
+    phases = [Phase(phase.sent * inside, phase.times) for phase in traffic(where.ranks, seed)]
+    assume(len(set(np.unique(tied, return_counts=True)[1].tolist())) == 1)
+    assume(_groups_stay_alone(where, ranks, phases, tied))
+    kept = [
+        placement
+        for placement in permutations(ranks)
+        if all(
+            tied[placement[a]] == tied[placement[b]]
+            for a in ranks
+            for b in ranks
+            if tied[a] == tied[b]
+        )
+    ]
+    in_order = by_cost(where, tuple(ranks), phases)
+    assert [by_cost(where, p, phases) for p in kept] == pytest.approx([in_order] * len(kept))
+
+
+def test_groups_of_a_thousand_gpus_that_stay_alone_are_not_evaluated(monkeypatch):
+    """128 servers whose GPUs are an island each: no placement was better in half a second a time."""
+    where = read_cluster("dgx_a100").model_copy(update={"servers": 128})
+    servers = np.arange(1024) // 8
+    inside = np.equal.outer(servers, servers) & ~np.eye(1024, dtype=bool)
+    uneven = Phase(inside * np.arange(1, 1025)[:, np.newaxis], 1.0)
+    evaluations: list[int] = []
+    monkeypatch.setattr(placement_module, "evaluator", lambda *asked: evaluations.append(1))
+    assert best_placement(where, range(1024), [uneven], servers.tolist()) == tuple(range(1024))
+    assert not evaluations
 
 
 def test_ranks_stay_in_order_where_nothing_is_faster():

@@ -19,6 +19,7 @@ from pairwise import covered
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Link
 from gnnplan.planner.decision import plan
+from gnnplan.planner.decision import search as search_module
 from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import (
     Candidate,
@@ -34,7 +35,8 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GraphParallel, parse
+from gnnplan.planner.strategies import GraphParallel, base, parse
+from gnnplan.planner.strategies.program import account
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
 
 SOURCE = "synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0"
@@ -640,3 +642,42 @@ def test_an_exact_strategy_on_fewer_gpus_is_recommended_too():
     fastest = found.ranked[0]
     assert not fastest.strategy.exact and fastest.problem.ranks == 2
     assert found.best.strategy.exact and found.best.problem.ranks == 1
+
+
+# -- how much is computed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["full", "mini"])
+def test_a_plan_of_many_gpus_computes_nothing_twice(mode: str, monkeypatch):
+    """64 GPUs and their parts: a candidate is predicted once for each placement that it is asked
+    on; on parts only the fastest are asked whether they fit; ranks with equal work are priced as
+    one."""
+    workload = Workload(mode=mode, layers=3)
+    cluster = read_cluster("dgx_a100").model_copy(update={"servers": 8})
+    problem = Problem(load("reddit"), None, workload, cluster)
+    predicted: list[int] = []  # ranks of each
+    priced: list[int] = []
+    asked: list[int] = []
+    predict, price, evaluate_one = base.predict, account.price_of, search_module.evaluate
+
+    def counted_predict(problem: Problem, program: Any) -> Any:
+        predicted.append(problem.ranks)
+        return predict(problem, program)
+
+    def counted_price(problem: Problem, op: Any, ranks: Any) -> Any:
+        priced.append(problem.ranks if ranks is None else len(ranks))
+        return price(problem, op, ranks)
+
+    def counted_evaluate(problem: Problem, *rest: Any) -> Candidate:
+        asked.append(problem.ranks)
+        return evaluate_one(problem, *rest)
+
+    monkeypatch.setattr(base, "predict", counted_predict)
+    monkeypatch.setattr(account, "price_of", counted_price)
+    monkeypatch.setattr(search_module, "evaluate", counted_evaluate)
+    search(problem)
+    tried = len(search_module._candidates(problem, False))
+    parts = len(search_module.parts(cluster))
+    assert len(predicted) <= 1.5 * tried * (1 + parts)  # most stay in order, and some are drawn
+    assert sum(ranks < problem.ranks for ranks in asked) < tried * parts / 2
+    assert max(priced) <= problem.ranks / 4

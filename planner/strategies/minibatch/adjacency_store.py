@@ -227,18 +227,15 @@ def owned(batches: Batches, structure: str) -> Structure | EstimatedStructure | 
 
     None: every sampler has all lists.
     """
-    groups = batches.groups
-    if isinstance(batches, EstimatedBatches):
-        places = tuple(groups[:rank].count(group) for rank, group in enumerate(groups))
-        return (
-            EstimatedStructure(places, 0.0, asks=False)
-            if structure == "spread" and max(places)
-            else None
-        )
-    member = batches.member
-    if structure == "everywhere" or member is None:
+    if structure == "everywhere":
         return None
+    groups = batches.groups
     places = tuple(groups[:rank].count(group) for rank, group in enumerate(groups))
+    if isinstance(batches, EstimatedBatches):
+        return EstimatedStructure(places, 0.0, asks=False) if max(places) else None
+    member = batches.member
+    if member is None:
+        return None
     return Structure(
         places, member.astype(np.int32), member == np.arange(max(places) + 1)[:, None], asks=False
     )

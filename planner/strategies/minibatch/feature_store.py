@@ -17,6 +17,7 @@ A graph known by statistics only has an `EstimatedStore`, which answers the same
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -243,16 +244,15 @@ class EstimatedStore:
             (self.spread & ~same) | (same & ~np.eye(len(self.servers), dtype=bool) & self.shared)
         )
 
-    def together(self, rank: int) -> int:
-        """How many GPUs, this one included, cache different rows.
+    @property
+    def together(self) -> list[int]:
+        """Of each rank, how many GPUs, its own included, cache different rows [ranks].
 
         They are those of its server, or of its group, whose members read only their own rows.
         """
-        return (
-            self.servers.count(self.servers[rank])
-            if self.shared
-            else self.groups.count(self.groups[rank])
-        )
+        sharing = self.servers if self.shared else self.groups
+        members = Counter(sharing)
+        return [members[one] for one in sharing]
 
     def held_share(self, need: Expected, rows: int) -> float:
         """The share of a batch's reads that falls on so many rows, the most read of all."""
@@ -277,15 +277,14 @@ class EstimatedStore:
         counts, read = batch.row_counts(0), _read_ranks(self.slices, m)
         rows = np.array([counts[list(ranks)].sum() for ranks in read])
         classes, asked = np.zeros((m, len(CLASSES)), np.int64), np.zeros((m, m), np.int64)
-        # (group, GPUs that cache different rows) -> share of the group's reads
+        # (id of what a group needs, GPUs that cache different rows) -> share of the group's reads
         shares: dict[tuple[int, int], float] = {}
+        together = self.together
         for rank in range(m):
-            group, sharing = self.groups[rank], self.together(rank)
-            if (group, sharing) not in shares:
-                shares[group, sharing] = self.held_share(
-                    batch.needs[group], self.cached_rows * sharing
-                )
-            cached = round(int(rows[rank]) * shares[group, sharing])
+            need, sharing = batch.needs[self.groups[rank]], together[rank]
+            if (id(need), sharing) not in shares:
+                shares[id(need), sharing] = self.held_share(need, self.cached_rows * sharing)
+            cached = round(int(rows[rank]) * shares[id(need), sharing])
             classes[rank, HIT] = cached // sharing if self.shared else cached
             if self.shared:
                 asked[rank] += _evenly(cached - int(classes[rank, HIT]), same[rank], rank)

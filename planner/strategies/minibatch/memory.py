@@ -135,11 +135,7 @@ def _arriving(problem: Problem, batch: MiniBatch, store: Features) -> np.ndarray
 
 def _features(problem: Problem, batch: MiniBatch) -> np.ndarray:
     """Bytes of the rows that layer 1 or the encoder reads [ranks]."""
-    rows = (
-        batch.facts(1).sources
-        if problem.model.first_varying
-        else np.array([batch.rows(rank, 0).size for rank in range(batch.ranks)])
-    )
+    rows = batch.facts(1).sources if problem.model.first_varying else batch.row_counts(0)
     numbers = (
         loaded_bytes(problem, batch) / (2 * problem.model.itemsize)
         if problem.model.nonzeros

@@ -227,6 +227,9 @@ def row_bytes_read(
 
 def loaded_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
     """Bytes of the features of each rank's own rows of h_0 [ranks]."""
+    if isinstance(batch, EstimatedBatch):
+        row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
+        return np.asarray(batch.row_counts(0) * row_bytes)
     return np.array([row_bytes_read(problem, batch, [rank]) for rank in range(batch.ranks)])
 
 

@@ -100,7 +100,7 @@ class P3(Slices):
         reduce  all-reduces
         update
         """
-        ranks, model, b = range(problem.ranks), problem.model, problem.model.itemsize
+        model, b = problem.model, problem.model.itemsize
         layers = range(1, problem.workload.layers + 1)
         facts = {layer: batch.facts(layer) for layer in layers}
         f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
@@ -108,12 +108,13 @@ class P3(Slices):
         pushed, pulled = np.zeros((2, problem.ranks, problem.ranks), dtype=np.int64)
         # rows, sources and edges of all blocks that a rank computes on
         blocks = np.zeros((3, problem.ranks))
-        for rank in ranks:
-            peers = np.array(self.rail(problem, rank))
-            blocks[:, rank] = f1[peers].sum(), f2[peers].sum(), e1[peers].sum()
-            others = peers[peers != rank]
-            pushed[rank, others] = INT * (HEADER + f2[rank] + f1[rank] + e1[rank]) + batchwise.ID
-            pulled[rank, others] = f1[others] * width * b
+        for rail in self.rails(problem):
+            peers = np.array(rail)
+            blocks[:, peers] = np.array([f1, f2, e1])[:, peers].sum(axis=1, keepdims=True)
+            from_to, others = np.ix_(peers, peers), ~np.eye(peers.size, dtype=bool)
+            sent = INT * (HEADER + f2 + f1 + e1)[peers] + batchwise.ID
+            pushed[from_to] = others * sent[:, np.newaxis]
+            pulled[from_to] = others * (f1[peers] * width * b)
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
 

@@ -29,8 +29,14 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, times, total
 from gnnplan.planner.strategies.program import flowshop, lanes
 from gnnplan.planner.strategies.program.prediction import Prediction
-from gnnplan.planner.strategies.program.price import Identity, Price, bytes_of, price_of
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.price import (
+    Identity,
+    Price,
+    bytes_of,
+    price_of,
+    unlike_ranks,
+)
+from gnnplan.planner.strategies.program.program import Op, Program, Step
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -40,16 +46,24 @@ def predict(problem: Problem, program: Program) -> Prediction:
     known = list(program.known())
     if any(op.chunks for op in known[0]):
         return flowshop.predict(problem, program)
-    ops = [op for step in known for op in step]
-    identified = [(op.identity, op) for op in ops]
-    priced = {identity: price_of(problem, op) for identity, op in dict(identified).items()}
-    p = _account(problem, program, identified, priced)
+    # steps that are alike are one object, many times
+    different = {id(step): [(op.identity, op) for op in step] for step in _once(known)}
+    steps = [different[id(step)] for step in known]
+    ops = {identity: op for step in different.values() for identity, op in step}
+    unlike = unlike_ranks(problem, ops.values())
+    priced = {identity: price_of(problem, op, unlike) for identity, op in ops.items()}
+    counts = _Counts(steps, program.prefetch)
+    p = _account(problem, program, counts, ops, priced)
     if program.order is not None:
-        counted = Counter(identity for identity, _ in identified)
-        busiest_s = largest(_port_s(problem.cost, priced, list(counted.items())).values())
+        busiest_s = largest(_port_s(problem.cost, priced, list(counts.all.items())).values())
         epoch = largest((busiest_s, p.compute_s), lanes.epoch_s(problem.cost, program, priced))
         p = replace(p, epoch_s=epoch, comm_s=epoch - p.compute_s, bubble_s=0.0 * epoch)
     return p if len(known) == program.steps else _scaled(p, program.steps / len(known))
+
+
+def _once(steps: Sequence[Step]) -> Iterable[Step]:
+    """Every object among the steps once."""
+    return {id(step): step for step in steps}.values()
 
 
 def _scaled(p: Prediction, factor: float) -> Prediction:
@@ -73,13 +87,13 @@ def _scaled(p: Prediction, factor: float) -> Prediction:
 def _account(
     problem: Problem,
     program: Program,
-    identified: Sequence[tuple[Identity, Op]],
+    counts: _Counts,
+    ops: Mapping[Identity, Op],
     priced: Mapping[Identity, Price],
 ) -> Prediction:
     """The prediction of an epoch of these operations, step after step."""
     cost, prefetch = problem.cost, program.prefetch
     seconds = {identity: price.seconds for identity, price in priced.items()}
-    counts = _Counts(identified, prefetch)
     computed = _sum(counts.computed, seconds)  # [.., ranks]
     compute_s = cost.all_done_s(computed)
     epoch, exposed = (_stale_epoch if program.late else _synchronous_epoch)(
@@ -95,70 +109,91 @@ def _account(
         compute_s,
         exposed,
         waiting,
-        *bytes_of(problem, (op for _, op in identified)),
+        *bytes_of(problem, ((ops[identity], count) for identity, count in counts.all.items())),
         program.setup_bytes,
         by_op,
     )
 
 
+Identified = Sequence[tuple[Identity, Op]]  # the operations of a step
+
+
 class _Counts:
     """How often each operation occurs in an epoch, by what it holds up."""
 
-    def __init__(self, identified: Iterable[tuple[Identity, Op]], prefetch: int) -> None:
+    def __init__(self, steps: Sequence[Identified], prefetch: int) -> None:
+        self.all = Counter[Identity]()
         self.computed = Counter[Identity]()
         self.hosted = Counter[Identity]()  # loads, and sampling that is not done ahead
         self.exchanged = Counter[Identity]()
         self.reduced = Counter[Identity]()
         self.exchanged_ahead = Counter[Identity]()
         self.labelled = Counter[tuple[Label, Identity]]()
-        self.segments = BarrierSegments()  # work between transfers
-        self.reduce_segments = BarrierSegments()  # computation between all-reduces
-        self.ahead_segments = BarrierSegments()  # work done ahead, between its exchanges
-        for identity, op in identified:
-            ahead = op.ahead and prefetch > 0
-            self.labelled[op.label(0), identity] += 1
-            if op.work is not None:
-                self.computed[identity] += 1
-                self.segments.add(identity)
-                self.reduce_segments.add(identity)
-            elif op.lane == "reduce":
-                self.reduced[identity] += 1
-                self.segments.end()
-                self.reduce_segments.end()
-            elif op.sent is not None:
-                (self.exchanged_ahead if ahead else self.exchanged)[identity] += 1
-                (self.ahead_segments if ahead else self.segments).end()
-            elif ahead:
-                self.ahead_segments.add(identity)
-            else:
-                self.hosted[identity] += 1
-                self.segments.add(identity)
+        times, once = Counter(map(id, steps)), {id(step): step for step in steps}
+        between: dict[int, _Between] = {}
+        for key, step in once.items():
+            between[key] = _Between()
+            for identity, op in step:
+                self._count(identity, op, times[key], op.ahead and prefetch > 0, between[key])
+        in_order = [between[id(step)] for step in steps]
+        self.segments = BarrierSegments(each.transfers for each in in_order)
+        self.reduce_segments = BarrierSegments(each.all_reduces for each in in_order)
+        self.ahead_segments = BarrierSegments(each.exchanges_ahead for each in in_order)
+
+    def _count(
+        self, identity: Identity, op: Op, times: int, ahead: bool, between: _Between
+    ) -> None:
+        self.all[identity] += times
+        self.labelled[op.label(0), identity] += times
+        if op.work is not None:
+            self.computed[identity] += times
+            between.transfers[-1].append(identity)
+            between.all_reduces[-1].append(identity)
+        elif op.lane == "reduce":
+            self.reduced[identity] += times
+            between.transfers.append([])
+            between.all_reduces.append([])
+        elif op.sent is not None:
+            (self.exchanged_ahead if ahead else self.exchanged)[identity] += times
+            (between.exchanges_ahead if ahead else between.transfers).append([])
+        elif ahead:
+            between.exchanges_ahead[-1].append(identity)
+        else:
+            self.hosted[identity] += times
+            between.transfers[-1].append(identity)
+
+
+class _Between:
+    """A step's operations between its barriers: a list before, between and after them."""
+
+    def __init__(self) -> None:
+        self.transfers: list[list[Identity]] = [[]]  # work
+        self.all_reduces: list[list[Identity]] = [[]]  # computation
+        self.exchanges_ahead: list[list[Identity]] = [[]]  # work done ahead
 
 
 class BarrierSegments:
     """What ranks do between barriers, where all ranks wait for the slowest.
 
-    Equal segments are counted.
+    `steps`: of each step, what is done before, between and after its barriers. What is after the
+    last one belongs to the next step's first barrier. Equal segments are counted.
     """
 
-    def __init__(self) -> None:
-        self._current: Counter[Identity] = Counter()
-        self._ended: Counter[tuple[tuple[Identity, int], ...]] = Counter()
-
-    def add(self, identity: Identity) -> None:
-        self._current[identity] += 1
-
-    def end(self) -> None:
-        """A barrier."""
-        if self._current:
-            self._ended[tuple(self._current.items())] += 1
-            self._current = Counter()
+    def __init__(self, steps: Iterable[Sequence[Sequence[Identity]]]) -> None:
+        self._ended: Counter[tuple[Identity, ...]] = Counter()
+        current: tuple[Identity, ...] = ()
+        for first, *others in steps:
+            current += tuple(first)
+            for segment in others:
+                self._ended[current] += 1
+                current = tuple(segment)
+        self._ended[current] += 1
+        del self._ended[()]
 
     def all_done_s(self, cost: Cost, seconds: Mapping[Identity, Number]) -> Number:
         """How long all segments take, each until its slowest rank is done [s]."""
-        self.end()
         return total(
-            times(cost.all_done_s(_sum(dict(segment), seconds)), count)
+            times(cost.all_done_s(_sum(Counter(segment), seconds)), count)
             for segment, count in self._ended.items()
         )
 

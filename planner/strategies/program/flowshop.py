@@ -20,6 +20,7 @@ of the program.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -36,7 +37,7 @@ from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.strategies.program.price import bytes_of
 from gnnplan.planner.strategies.program.program import Group, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import Compute, Send
+from gnnplan.planner.vocabulary.schedule import Compute
 
 MANY = 200  # problems, from which on it is faster to go through the chunks one by one
 WAYS = ("f", "b")  # forward, backward
@@ -111,6 +112,8 @@ def predict(problem: Problem, program: Program) -> Prediction:
     assert program.steps == 1
     cost, k, (step,) = problem.cost, len(program.chunks(0)), program.known()
     stages = list(by_ranks(step).values())
+    ops = {op.identity: op for op in step}
+    counted = Counter(op.identity for op in step)
     costs, pricing = _StageCosts(problem, stages), _Pricing(problem, stages, k)
     alone = pricing.passes()
     uncontended_s = _flow_shop_s(alone, costs)
@@ -141,7 +144,7 @@ def predict(problem: Problem, program: Program) -> Prediction:
         busy_s,
         moving_s,
         np.maximum(epoch - busy_s - moving_s, 0.0),
-        *bytes_of(problem, step),
+        *bytes_of(problem, [(ops[identity], times) for identity, times in counted.items()]),
         program.setup_bytes,
         _by_operation(cost, costs, passes, k),
     )
@@ -395,15 +398,9 @@ def _handed_on(problem: Problem, op: Op) -> Transfer:
     An empty sub-chunk is not sent.
     """
     assert op.handed is not None
-    busy: dict[Port, Number] = {}
-    latency: Number = 0.0
-    for rank, mean_bytes, share_sent in zip(
-        op.ranks, op.handed.mean(0), (op.handed > 0).mean(0), strict=True
-    ):
-        message = problem.cost.send(rank, Send(rank + op.distance, round(mean_bytes)))
-        latency = np.maximum(latency, message.latency * share_sent)
-        message.load(busy)
-    return Transfer(latency, busy)
+    ranks, nbytes = np.array(op.ranks), np.rint(op.handed.mean(0))
+    latencies, busy = problem.cost.sends(ranks, ranks + op.distance, nbytes)
+    return Transfer(_slowest_member(latencies * (op.handed > 0).mean(0)), busy)
 
 
 def _side_by_side(values: Sequence[Number]) -> Number:
