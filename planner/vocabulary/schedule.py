@@ -63,7 +63,7 @@ class Compute:
     Fields may be arrays of candidates; all that is computed from them then is an array, too.
     """
 
-    flops: Number = 0.0  # dense matrix products [flop]
+    flops: Number = 0.0  # dense matrix products, but for weights' gradients [flop]
     gathers: tuple[Gather, ...] = ()
     elementwise_bytes: Number = 0.0  # read and written by element-wise operations [B]
     launches: float = 0.0  # framework operations
@@ -76,6 +76,8 @@ class Compute:
     # Whole rows that are read or written in random order: rows, numbers per row, distinct rows.
     random_rows: tuple[tuple[Number, int, Number], ...] = ()
     scattered: bool = False  # gathers read rows that are in no order, as a mini-batch has them
+    # Dense products whose sums run over rows: gradients of weights [flop].
+    weight_gradient_flops: Number = 0.0
 
     def __add__(self, other: Compute) -> Compute:
         return Compute(
@@ -91,6 +93,7 @@ class Compute:
             self.attention_edges + other.attention_edges,
             self.random_rows + other.random_rows,
             self.scattered or other.scattered,
+            self.weight_gradient_flops + other.weight_gradient_flops,
         )
 
     def at(self, i: int) -> Compute:
@@ -119,6 +122,7 @@ class Compute:
             pick(self.attention_edges),
             random_rows,
             self.scattered,
+            pick(self.weight_gradient_flops),
         )
 
 
