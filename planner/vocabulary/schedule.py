@@ -29,7 +29,8 @@ class Label(NamedTuple):
     # forward, backward, halo, pipeline, all_reduce, loss, step, ... Bytes are reported by op.
     op: str
     step: int
-    way: str = ""  # 'f' with the forward pass, 'b' with the backward pass
+    # 'f' with the forward pass, 'b' with the backward pass; 'n' says how many numbers follow
+    way: str = ""
     layer: int | None = None
     chunk: int | None = None
     peer: int | None = None

@@ -114,14 +114,14 @@ class P3(Slices):
                 problem, batch, peers.tolist(), self.columns(problem, rank)
             )
             others = peers[peers != rank]
-            pushed[rank, others] = INT * (HEADER + f2[rank] + f1[rank] + e1[rank]) + batchwise.ID
+            pushed[rank, others] = HEADER + f2[rank] + f1[rank] + e1[rank]
             pulled[rank, others] = f1[others] * width * b
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
 
         host = list(batchwise.drawing(problem, batch, e1 + edges_above, self.lists(problem)))
         if has_peers:
-            host.append(Op("push", sent=pushed, ahead=True))
+            host += batchwise.told("push", pushed, pushed > 0, ahead=True, itemsize=INT)
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
         # a sampler of its own has its own memory
         sampling = None if self.prefetch else holds(Batch.lay)
