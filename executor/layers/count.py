@@ -34,7 +34,7 @@ from gnnplan.planner.gnn.model import VECTOR
 
 # (rows, sources, edges): one of each is larger, for its factor; the last is to be foretold
 SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))
-KINDS = ("flops", "gemm_bytes", "elementwise_bytes", "exponentials")
+KINDS = ("gemm_bytes", "elementwise_bytes", "exponentials")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise", "linear")
 EXPONENTIALS = (
     "exp",
@@ -85,7 +85,7 @@ class _Gathered(NamedTuple):
 class Work:
     """Work of a pass on one block."""
 
-    flops: float = 0.0
+    multiplied: list[tuple[int, float]] = field(default_factory=list)  # length of sums, and flops
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
     exponentials: float = 0.0
@@ -93,6 +93,11 @@ class Work:
     gathers: list[_Gathered] = field(default_factory=list)
     products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
     launches: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Of all products."""
+        return sum(flops for _, flops in self.multiplied)
 
 
 @dataclass
@@ -163,8 +168,9 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work.gathers.append(gathered)
         elif name in PRODUCTS:
             first, second = [tensor for tensor in read if tensor.ndim >= 2][-2:]
-            inner = max(first.shape[-1], VECTOR)
-            work.flops += 2.0 * inner * _padded(made[0])
+            inner = first.shape[-1]
+            flops = 2.0 * max(inner, VECTOR) * _padded(made[0])
+            work.multiplied.append((inner, flops))
             if name == "_linear_pointwise":
                 rows, h_in = first.shape
                 after = f"{'bias' if len(read) > 2 else ''} {args[3]}"
@@ -174,6 +180,25 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work.elementwise_bytes += sum(sizes)
             if name in EXPONENTIALS:
                 work.exponentials += sum(tensor.numel() for tensor in made)
+
+
+def flops_of(works: Sequence[Work]) -> list[tuple[float, float]]:
+    """Flops of the same work on each of several blocks: of products, and of weights' gradients.
+
+    The sums of weights' gradients run over rows, so they are longer on a larger block. Raises
+    Unmeasured.
+    """
+    if len({len(work.multiplied) for work in works}) > 1:
+        raise Unmeasured("the number of its products depends on how large the block is")
+    lengths = zip(*([inner for inner, _ in work.multiplied] for work in works), strict=True)
+    over_rows = [len(set(of_blocks)) > 1 for of_blocks in lengths]
+    out = []
+    for work in works:
+        both = [0.0, 0.0]
+        for is_gradient, (_, flops) in zip(over_rows, work.multiplied, strict=True):
+            both[is_gradient] += flops
+        out.append((both[0], both[1]))
+    return out
 
 
 def _is_dense(leaf: Any) -> bool:
@@ -238,6 +263,8 @@ def count(
         }
         if len({w.launches for w in of}) > 1:
             raise Unmeasured("the number of its operations depends on how large the block is")
+        by_kind = zip(("flops", "weight_gradient_flops"), _fit(flops_of(of), "flops"), strict=True)
+        amounts |= dict(by_kind)
         # the largest tensor of a block may be another one of a larger block
         largest = factors_of([[float(w.tensor_bytes)] for w in of])[0]
         gathers = [

@@ -84,7 +84,10 @@ class Computation(Messages):
     ) -> dict[str, list[list[float]]]:
         """A round of all kernels and steps: by kind, for each shape, samples of several ranks."""
         notify("matrix products")
-        found = {"gemm": [self.gemm(*shape) for shape in SHAPES]}
+        found = {
+            "gemm": [self.gemm(*shape) for shape in SHAPES],
+            "weight_gradient": [self.weight_gradient(*shape) for shape in SHAPES],
+        }
         notify("aggregation")
         found["gather"] = [self.gather(block, width) for block in blocks for width in WIDTHS]
         sampled = GRAPHS.index(SAMPLED)
@@ -101,13 +104,18 @@ class Computation(Messages):
         return found | {"steps": [[self.step(rehearsal)] for rehearsal in rehearsals]}
 
     def gemm(self, rows: int, h_in: int, h_out: int) -> list[float]:
-        """Seconds of a linear layer's forward and both gradients: 3 products."""
-        x, weight = (
-            torch.randn(shape, device=self.device, requires_grad=True)
-            for shape in ((rows, h_in), (h_out, h_in))
-        )
+        """Seconds of a linear layer's forward and of its inputs' gradient: 2 products."""
+        x = torch.randn(rows, h_in, device=self.device, requires_grad=True)
+        weight = torch.randn(h_out, h_in, device=self.device)
         grad = torch.randn(rows, h_out, device=self.device)
-        return self._time(lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad))
+        return self._time(lambda: torch.autograd.grad(linear(x, weight), x, grad))
+
+    def weight_gradient(self, rows: int, h_in: int, h_out: int) -> list[float]:
+        """Seconds of the gradient of a linear layer's weight: 1 product."""
+        x = torch.randn(rows, h_in, device=self.device)
+        weight = torch.randn(h_out, h_in, device=self.device, requires_grad=True)
+        out, grad = linear(x, weight), torch.randn(rows, h_out, device=self.device)
+        return self._time(lambda: torch.autograd.grad(out, weight, grad, retain_graph=True))
 
     def gather(self, block: Block, width: int) -> list[float]:
         """Seconds of aggregation over a graph, forward and backward."""

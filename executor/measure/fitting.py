@@ -30,6 +30,8 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent
 LEAST_DOUBT = 0.05
 # Median error of sizes that were not fitted -> a range with 80 % of them, if they are normal.
 MEDIAN_TO_TENTH = 1.9
+# Kinds of dense products, and how many of a kind a sample is the time of.
+PRODUCTS = {"gemm": 2, "weight_gradient": 1}
 HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")
 
@@ -117,7 +119,7 @@ def cluster_of(
 def _scatter(found: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """How far rounds of the same measurement were apart: ranges of rates (cluster/doubt.py)."""
     rounds = {
-        "device.gemm": [samples for *_, samples in found["gemm"]],
+        **{f"device.{name}": [samples for *_, samples in found[name]] for name in PRODUCTS},
         "device.memory_bandwidth": [samples for _, samples in found["elementwise"]],
         "device.gather": [samples for *_, samples in found["gather"]],
         "host_rates": [samples for work in HOST_WORK for _, samples in found[work]],
@@ -243,25 +245,26 @@ def _device(
         **core,
     )
     plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
-    flops, seconds = [], []  # of a product and its two gradients
-    for rows, h_in, h_out, samples in found["gemm"]:
-        # as the cost model counts them
-        gemm_bytes, tensor = 3 * rows * (h_in + h_out) * 4, rows * max(h_in, h_out) * 4
-        reading_s = 0.0 if cuda else gemm_bytes / float(plain.memory_rate(tensor))
-        flops.append(3 * 2 * rows * h_in * h_out)
-        seconds.append(max(median(samples) - reading_s, median(samples) / 2))
-    gemm = sum(flops) / sum(seconds)  # wide layers decide, as they do in an epoch
-    off = [n / s / gemm - 1 for n, s in zip(flops, seconds, strict=True)]
-    provenance = {
-        "device.gemm": (
+    products: dict[str, float] = {}
+    provenance: dict[str, str] = {}
+    for kind, times in PRODUCTS.items():
+        flops, seconds = [], []
+        for rows, h_in, h_out, samples in found[kind]:
+            # as the cost model counts them
+            gemm_bytes, tensor = times * rows * (h_in + h_out) * 4, rows * max(h_in, h_out) * 4
+            reading_s = 0.0 if cuda else gemm_bytes / float(plain.memory_rate(tensor))
+            flops.append(times * 2 * rows * h_in * h_out)
+            seconds.append(max(median(samples) - reading_s, median(samples) / 2))
+        rate = products[kind] = sum(flops) / sum(seconds)  # wide layers decide, as in an epoch
+        off = [n / s / rate - 1 for n, s in zip(flops, seconds, strict=True)]
+        provenance[f"device.{kind}"] = (
             f"{source}, {len(flops)} shapes together, shapes within"
             f" {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)}"
         )
-    }
     provenance |= {
         f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering, *core)
     }
-    return device.model_dump() | {"gemm": gemm}, provenance
+    return device.model_dump() | products, provenance
 
 
 def sampler(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:

@@ -71,9 +71,10 @@ class Bench(Computation):
             kind: [usual(rounds, SLOW) for rounds in rounds_by_shape]
             for kind, rounds_by_shape in rounds_by_kind.items()
         }
-        found["gemm"] = [
-            (*shape, samples) for shape, samples in zip(SHAPES, typical["gemm"], strict=True)
-        ]
+        for product in ("gemm", "weight_gradient"):
+            found[product] = [
+                (*shape, samples) for shape, samples in zip(SHAPES, typical[product], strict=True)
+            ]
         found["gather"] = [
             (width, block.n_src, block.edges, samples)
             for (block, width), samples in zip(

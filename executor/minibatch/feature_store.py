@@ -91,14 +91,15 @@ class FeatureStore:
         """Rows that other ranks provide, grouped by them; and rows for those who ask this one."""
         rank = self.rank
         counts = np.bincount(provider, minlength=rank.world)
-        label = Label("ask", step)
-        nbytes = rank.count(label, ID * (ids.size + sum(self.count_exchange.gives)))
-        with rank.span(label, "comm", nbytes):
-            wanted = np.zeros(rank.world, np.int64)  # rows that each rank asks of this one
+        wanted = np.zeros(rank.world, np.int64)  # rows that each rank asks of this one
+        label = Label("ask", step, "n")
+        with rank.span(label, "comm", rank.count(label, ID * sum(self.count_exchange.gives))):
             received = self.count_exchange.forward(
                 self.count_exchange.pack(torch.from_numpy(counts)[:, None].to(rank.device))
             )
             wanted[np.flatnonzero(self.count_exchange.take)] = received[:, 0].cpu().numpy()
+        label = Label("ask", step)
+        with rank.span(label, "comm", rank.count(label, ID * ids.size)):
             asks = Exchange(rank, np.split(np.arange(ids.size), np.cumsum(counts)[:-1]), wanted)
             asked = asks.forward(asks.pack(torch.from_numpy(ids)[:, None].to(rank.device)))
             wanted_ids = asked[:, 0].cpu().numpy()

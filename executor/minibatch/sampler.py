@@ -156,9 +156,7 @@ class Sampler(Dataset[Sampled]):
             if splits:
                 own, asked = self._by_owner(reached)
                 self._note(made, label, began)
-                nbytes = ID * (sum(map(len, asked)) + len(self.peers) - 1)
-                with self._span(made, Label("ids", step, layer=layer), nbytes):
-                    wanted = self._swap(asked, self.peers)
+                wanted = self._swap(made, Label("ids", step, layer=layer), asked, self.peers)
                 began = now()
                 new, halo = _new(present, [own, *wanted]), np.concatenate(asked)
                 for peer, ids, given in zip(self.peers, asked, wanted, strict=True):
@@ -238,9 +236,7 @@ class Sampler(Dataset[Sampled]):
             rows[order], np.cumsum(np.bincount(provider, minlength=len(everyone)))[:-1]
         )
         own_rows, asked[me] = asked[me], rows[:0]
-        nbytes = ID * (rows.size - own_rows.size + len(everyone) - 1)
-        with self._span(made, label._replace(op="ask_edges"), nbytes):
-            wanted = self._swap(asked, everyone)
+        wanted = self._swap(made, label._replace(op="ask_edges"), asked, everyone)
         began = now()
         wanted[me] = own_rows
         indptr, columns = self._draw(np.concatenate(wanted), fanout, key)
@@ -303,12 +299,19 @@ class Sampler(Dataset[Sampled]):
             block,
         )
 
-    def _swap(self, asked: Sequence[np.ndarray], among: Sequence[int]) -> list[np.ndarray]:
-        """All-to-all among some ranks: how many numbers, then the numbers."""
+    def _swap(
+        self, made: Sampled, label: Label, asked: Sequence[np.ndarray], among: Sequence[int]
+    ) -> list[np.ndarray]:
+        """All-to-all among some ranks: how many numbers, then the numbers; a span of each.
+
+        What `asked` has for this rank itself is empty.
+        """
         counts = torch.tensor([len(ids) for ids in asked])
         received = torch.empty_like(counts)
-        self._all_to_all(received, counts, [], [], among)
-        return self._exchange(asked, received.tolist(), among)
+        with self._span(made, label._replace(way="n"), ID * (len(among) - 1)):
+            self._all_to_all(received, counts, [], [], among)
+        with self._span(made, label, sum(ids.nbytes for ids in asked)):
+            return self._exchange(asked, received.tolist(), among)
 
     def _exchange(
         self, parts: Sequence[np.ndarray], takes: list[int], among: Sequence[int]

@@ -71,7 +71,9 @@ class Roofline:
         for each framework operation that is launched.
         """
         device, bandwidth = self.device, self.memory_rate(work.tensor_bytes)
-        multiplying, reading = work.flops / device.gemm, work.gemm_bytes / bandwidth
+        gradient_rate = device.gemm if device.weight_gradient is None else device.weight_gradient
+        multiplying = work.flops / device.gemm + work.weight_gradient_flops / gradient_rate
+        reading = work.gemm_bytes / bandwidth
         # On a GPU some warps compute while others wait for memory. A core does one after the other.
         on_gpu = device.kind == "cuda"
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading

@@ -6,6 +6,7 @@ does (RANGES): a number that was measured is known better than one of a datashee
 
     constant                          what it multiplies
     device.gemm                       the rate of products
+    device.weight_gradient            that of weights' gradients, where it was measured
     device.memory_bandwidth           rates of element-wise work and of the cache
     device.gather                     rates of aggregation, where they were measured
     device.launch                     the time of an operation, however small
@@ -124,6 +125,8 @@ def drawn(cluster: Cluster) -> Cluster:
         name: rate * memory for name in rates if (rate := getattr(device, name)) is not None
     }
     scaled["gemm"] = device.gemm * factor("device.gemm")
+    if device.weight_gradient is not None:
+        scaled["weight_gradient"] = device.weight_gradient * factor("device.weight_gradient")
     scaled["launch"] = device.launch * factor("device.launch")
     scaled["overlap_tax"] = np.minimum(device.overlap_tax * factor("device.overlap_tax"), 1.0)
     scaled["memory_rates"] = {size: rate * memory for size, rate in device.memory_rates.items()}

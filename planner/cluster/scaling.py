@@ -13,6 +13,7 @@ from gnnplan.planner.vocabulary.numbers import Number
 # The device's rates that are one number.
 DEVICE = (
     "gemm",
+    "weight_gradient",
     "memory_bandwidth",
     "cache_bandwidth",
     "hash_rate",

@@ -37,8 +37,8 @@ from gnnplan.planner.vocabulary.spec import (
 OPERATIONS = ("all_reduce", "exchange", "send")  # that links can be measured for
 PLACES = ("intra_node", "inter_node", "island", "switch")
 LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
-# of a device, constants that an epoch depends on (doubt.py)
-DOUBTED = ("gemm", "memory_bandwidth", "gather", "launch", "overlap_tax")
+# of a device, constants that an epoch depends on, as they are doubted (doubt.py)
+DOUBTED = ("gemm", "weight_gradient", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
 MOST_RANKS = 4096  # a plan evaluates every pair of ranks
@@ -126,6 +126,8 @@ class Device(Spec):
     kind: Literal["cpu", "cuda"] = "cuda"
     memory: Bytes  # that a rank may fill [B]
     gemm: Rate  # dense matrix product, fp32 [flop/s]
+    # The same of products whose sums run over rows: gradients of weights. None: as gemm.
+    weight_gradient: Rate | None = None
     memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s]
     # The same by the size of a tensor. Empty: memory_bandwidth at all sizes.
     memory_rates: Rates = Field(default_factory=dict)

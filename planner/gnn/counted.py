@@ -42,13 +42,14 @@ class CountedGather(Spec):
 class CountedWork(Spec):
     """Work of one pass of a layer (Compute)."""
 
-    flops: Linear
+    flops: Linear  # but for weights' gradients
     gemm_bytes: Linear
     elementwise_bytes: Linear
     exponentials: Linear
     tensor_bytes: Linear  # of the largest tensor
     gathers: tuple[CountedGather, ...] = ()
     launches: int = Field(ge=0)
+    weight_gradient_flops: Linear = (0.0, 0.0, 0.0, 0.0)
 
     def on(self, rows: Number, sources: Number, edges: Number, itemsize: int) -> Compute:
         """The work on a block."""
@@ -65,6 +66,7 @@ class CountedWork(Spec):
             gemm_bytes=of(self.gemm_bytes),
             tensor_bytes=of(self.tensor_bytes),
             hash_ops=of(self.exponentials),
+            weight_gradient_flops=of(self.weight_gradient_flops),
         )
 
 

@@ -364,21 +364,22 @@ class Model:
         # and the rows' own gradient.
         if spec.heads:
             gathers = gathers + aggregated
-        products = 1 if constant else 2  # per product of the forward pass
         # the inputs of GIN's second product vary in any case
         second = self._product(spec.middle, spec.h_out, rows) if spec.middle else Compute()
+        to_inputs = second if constant else forward  # products that make gradients of inputs
         narrow = narrow and self.narrow_at(layer)
         masked = bool(self.dropout) and spec.drops and not narrow
         work = Compute(
-            forward.flops * products + second.flops * (2 - products),
+            to_inputs.flops,
             gathers,
             self.backward_numbers(layer, rows, sources, edges, narrow) * self.itemsize,
             2 * (forward.launches - MASK * masked),
             self.itemsize,
-            gemm_bytes=forward.gemm_bytes * products + second.gemm_bytes * (2 - products),
+            gemm_bytes=forward.gemm_bytes + to_inputs.gemm_bytes,
             tensor_bytes=forward.tensor_bytes,
             attention_edges=forward.attention_edges,
             scattered=self.redrawn,
+            weight_gradient_flops=forward.flops,
         )
         if not self.reads_sparse(layer):
             return work
@@ -428,7 +429,10 @@ class Model:
             return nothing, nothing
         h_out, drops = self.layers[layer - 1].h_out, bool(self.jump.drops and self.dropout)
         multiplies = self.jump.of == "cat"
-        product = self._product(h_out, self.jumped, rows) if multiplies else nothing
+        product = gradient = nothing
+        if multiplies:
+            product = self._product(h_out, self.jumped, rows)
+            gradient = self._matrix_gradient(h_out, self.jumped, rows)
         dropped = Compute(
             elementwise_bytes=2.0 * rows * h_out * drops * self.itemsize,
             launches=(MASK + 3) * drops,
@@ -440,7 +444,7 @@ class Model:
         passes = 3.0 + 2 * multiplies + 2 * drops
         passed = Compute(elementwise_bytes=passes * rows * h_out * self.itemsize, launches=3)
         again = product + dropped
-        return again + added, again + product + product + passed
+        return again + added, again + product + gradient + passed
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
@@ -540,7 +544,8 @@ class Model:
         are another batch's. The numbers are put in its order. Each number then gathers a row of the
         output's gradient, and the result is added to that of other rows."""
         if not sparse:
-            return self._product(h_in, h_out, rows)
+            product = self._product(h_in, h_out, rows)
+            return replace(product, flops=0.0, weight_gradient_flops=product.flops)
         numbers = rows * self.nonzeros
         return Compute(
             0.0,

@@ -25,6 +25,7 @@ _COUNTS = (
     "tensor_bytes",
     "hash_ops",
     "attention_edges",
+    "weight_gradient_flops",
 )
 HostWork = Literal["draw", "lay"]  # a sampler draws neighbours, and lays out blocks
 
@@ -39,7 +40,8 @@ class Label(NamedTuple):
     # forward, backward, halo, pipeline, all_reduce, loss, step, ... Bytes are reported by op.
     op: str
     step: int
-    way: str = ""  # 'f' with the forward pass, 'b' with the backward pass
+    # 'f' with the forward pass, 'b' with the backward pass; 'n' says how many numbers follow
+    way: str = ""
     layer: int | None = None
     chunk: int | None = None
     peer: int | None = None
@@ -73,7 +75,7 @@ class Compute:
     Fields may be arrays of candidates; all that is computed from them then is an array, too.
     """
 
-    flops: Number = 0.0  # dense matrix products [flop]
+    flops: Number = 0.0  # dense matrix products, but for weights' gradients [flop]
     gathers: tuple[Gather, ...] = ()
     elementwise_bytes: Number = 0.0  # read and written by element-wise operations [B]
     launches: float = 0.0  # framework operations
@@ -86,6 +88,8 @@ class Compute:
     # Whole rows that are read or written in random order: rows, numbers per row, distinct rows.
     random_rows: tuple[tuple[Number, int, Number], ...] = ()
     scattered: bool = False  # gathers read rows that are in no order, as a mini-batch has them
+    # Dense products whose sums run over rows: gradients of weights [flop].
+    weight_gradient_flops: Number = 0.0
 
     def __add__(self, other: Compute) -> Compute:
         return Compute(
@@ -101,6 +105,7 @@ class Compute:
             self.attention_edges + other.attention_edges,
             self.random_rows + other.random_rows,
             self.scattered or other.scattered,
+            self.weight_gradient_flops + other.weight_gradient_flops,
         )
 
     def at(self, i: int) -> Compute:

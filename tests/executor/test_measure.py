@@ -63,6 +63,7 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
     device = cluster.device
     numbers = [
         device.gemm,
+        device.weight_gradient,
         device.memory,
         device.memory_bandwidth,
         device.launch,
@@ -324,6 +325,7 @@ def test_only_ranks_that_share_cores_have_less_latency(
         "name": "a device",
         "active": 2,
         "gemm": [(1000, 64, 64, [1e-3, 1e-3])],
+        "weight_gradient": [(1000, 64, 64, [2e-3, 2e-3])],
         "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
         "elementwise": [(1e6, [1e-10, 1e-10])],
         "dropout_hash": [1e-9, 1e-9],
@@ -336,7 +338,11 @@ def test_only_ranks_that_share_cores_have_less_latency(
     cluster = module.cluster_of(found, 1, 2, 1e9, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
     # rounds that were alike are known to a twentieth
-    assert cluster.ranges["device.gemm"] == (0.95, 1.05)
+    assert cluster.ranges["device.gemm"] == cluster.ranges["device.weight_gradient"] == (0.95, 1.05)
+    # a sample of gemm is of two products, twice as long one of a weight's gradient
+    reads_s = 0.0 if cuda else 1000 * 128 * 4 * 1e-10 / 2e-3
+    slower = device.gemm / device.weight_gradient
+    assert slower == pytest.approx(4 * (1 - reads_s) / (1 - 4 * reads_s))
     assert cluster.host_rates == pytest.approx({"draw": 1e8, "lay": 1e8})
     assert cluster.host_latency == pytest.approx({"draw": 1e-3 / 3, "lay": 0.0}, abs=1e-9)
     assert set(cluster.ranges) >= {"host_rates", "collectives.send.intra_node"}

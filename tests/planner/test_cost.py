@@ -53,6 +53,7 @@ COST = Cost.of(
         (Compute(flops=1e9, gemm_bytes=5e7), 1.0),
         (Compute(flops=1e9, gemm_bytes=2e8), 2.0),  # a product of few columns waits for its rows
         (Compute(flops=1e9) + Compute(elementwise_bytes=1e8, launches=2), 3.0),
+        (Compute(flops=1e9, weight_gradient_flops=2e9), 3.0),  # as other products where not said
     ],
 )
 def test_compute(work: Compute, seconds: float):
@@ -63,6 +64,7 @@ CORE = Device(
     kind="cpu",
     memory=1e9,
     gemm=1e9,
+    weight_gradient=4e8,
     memory_bandwidth=1e8,
     memory_rates={1e3: 4e8, 1e5: 1e8},
     hash_rate=1e6,
@@ -77,6 +79,8 @@ CORE = Device(
     [
         # a core computes or waits for memory, one after the other
         (Compute(flops=1e9, gemm_bytes=5e7), 1.0, 1.5),
+        # it sums over rows at a rate of its own
+        (Compute(weight_gradient_flops=1e9) + Compute(flops=1e9), 2.0, 3.5),
         (Compute(elementwise_bytes=4e8), 4.0, 4.0),
         (
             Compute(elementwise_bytes=4e8, tensor_bytes=1e2),

@@ -58,6 +58,15 @@ def test_a_constant_is_as_doubtful_as_its_source():
     asked = overridden(a100, "inter_node.bandwidth=10GB/s")
     assert doubt.range_of(asked, "inter_node.bandwidth") == (1.0, 1.0)
     assert "inter_node.bandwidth" not in doubt.factors(asked)
+    slow = overridden(a100, "device.weight_gradient=5TFLOP/s")
+    slow.provenance["device.weight_gradient"] = "measured here"
+    assert "device.weight_gradient" not in doubt.factors(a100)  # as gemm, and as doubtful
+    assert doubt.range_of(slow, "device.weight_gradient") == doubt.RANGES["measured"]
+    drawn = doubt.drawn(slow).device
+    assert np.allclose(
+        drawn.weight_gradient, 5e12 * doubt.factors(slow)["device.weight_gradient"][:, np.newaxis]
+    )
+    assert doubt.drawn(a100).device.weight_gradient is None
     told = a100.model_copy(update={"ranges": {"device.gemm": (0.9, 1.5)}})
     assert doubt.range_of(told, "device.gemm") == (0.9, 1.5)
 

@@ -14,8 +14,7 @@ import numpy as np
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler
 from gnnplan.executor.minibatch.share import Part
-from gnnplan.planner.strategies.minibatch.step import ID
-from gnnplan.planner.strategies.p3.slices import HEADER, INT
+from gnnplan.planner.strategies.p3.slices import HEADER
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -41,11 +40,8 @@ class ColumnSampler(Sampler):
         own = np.concatenate([header, below, np.diff(indptr), position[columns]]).astype(np.int32)
         blocks, nothing = [own], own[:0]
         if len(self.rail) > 1:
-            nbytes = (INT * own.size + ID) * (len(self.rail) - 1)
-            with self._span(made, Label("push", step), nbytes):
-                blocks = self._swap(
-                    [nothing if peer == self.me else own for peer in self.rail], self.rail
-                )
+            pushed = [nothing if peer == self.me else own for peer in self.rail]
+            blocks = self._swap(made, Label("push", step), pushed, self.rail)
             blocks[self.rail.index(self.me)] = own
         with self._span(made, Label("lay", step)):
             rest = [

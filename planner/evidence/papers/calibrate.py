@@ -72,9 +72,14 @@ def _links(cluster: Cluster, *names: str, factor: float) -> Cluster:
 # constant may also be a model's name: then it is the device's speed for that model.
 TESTBED_CONSTANTS: dict[str, Callable[..., Cluster]] = {
     "device": lambda cluster, factor: _device(
-        cluster, "gemm", "memory_bandwidth", "cache_bandwidth", factor=factor
+        cluster,
+        "gemm",
+        "weight_gradient",
+        "memory_bandwidth",
+        "cache_bandwidth",
+        factor=factor,
     ),
-    "gemm": lambda cluster, factor: _device(cluster, "gemm", factor=factor),
+    "gemm": lambda cluster, factor: _device(cluster, "gemm", "weight_gradient", factor=factor),
     "memory": lambda cluster, factor: _device(
         cluster, "memory_bandwidth", "cache_bandwidth", factor=factor
     ),

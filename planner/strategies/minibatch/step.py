@@ -12,8 +12,8 @@
     comm                                                  |halo 1 (features)|  then graph parallel
 
     draw     a layer's edges are sampled
-    ids      owners are told which of their vertices the frontier has reached (8 bytes each, and 8
-             per peer for how many)
+    ids      owners are told how many of their vertices the frontier has reached (8 bytes per
+             peer), and then which (8 bytes each)
     lay      edges are laid out as blocks
     wait     with `prefetch` p, sampling may be p batches ahead; a rank records its wait for it
 
@@ -22,8 +22,8 @@ in no cache. More operations follow:
 
     compute        |pick|                rows of the GPU's own cache
     copy      |load|
-    comm                |ask|fetch|      rows that other ranks provide, asked for by id (8 bytes
-                                         each, and 8 per rank for how many)
+    comm                |ask|fetch|      rows that other ranks provide, asked for by id: how many
+                                         (8 bytes per rank), then which (8 bytes each)
 
 With spread adjacency lists (adjacency_store.py) samplers ask each other for neighbours, layer by
 layer. The layers' own operations come from layerwise/step.py; what is read from all of them is in
@@ -83,9 +83,7 @@ def step(
     for layer in reversed(layers) if splits else ():
         yield Op("draw", layer=layer, host=("draw", edges[layer], 1), ahead=True)
         yield from reading(problem, edges[layer], store, lists, layer)
-        yield Op(
-            "ids", layer=layer, sent=ID * (batch.facts(layer).sends.T + peers(batch)), ahead=True
-        )
+        yield from told("ids", batch.facts(layer).sends.T, peers(batch), layer=layer, ahead=True)
     yield Op("lay", host=("lay", in_all, len(layers)), ahead=True)
     if prefetch:
         # takes no time if the sampler is fast enough
@@ -97,6 +95,22 @@ def step(
     if splits and problem.model.first_varying == 1:
         yield Op("halo", "f", 1, sent=halo_bytes(problem, batch))
     yield from layerwise.step(problem, batch, options, scored=batch.scored)
+
+
+def told(
+    op: str,
+    counts: np.ndarray,
+    among: np.ndarray,
+    layer: int | None = None,
+    ahead: bool = False,
+    itemsize: int = ID,
+) -> Iterator[Op]:
+    """Two exchanges: ranks tell each other how many numbers follow, and then the numbers.
+
+    counts: how many [ranks, ranks]. among: whether the one tells the other [ranks, ranks].
+    """
+    yield Op(op, "n", layer, sent=ID * among.astype(np.int64), ahead=ahead)
+    yield Op(op, layer=layer, sent=itemsize * counts, ahead=ahead)
 
 
 def reading(
@@ -150,7 +164,7 @@ def drawing(
         range(problem.workload.layers, 0, -1), problem.workload.fanouts, strict=True
     ):
         asked, drawn = lists.of(batch, layer, fanout)
-        yield Op("ask_edges", layer=layer, sent=ID * (asked + others), ahead=True)
+        yield from told("ask_edges", asked, others, layer=layer, ahead=True)
         yield Op("draw", layer=layer, host=("draw", drawn.sum(0), 1), ahead=True)
         yield Op("edges", layer=layer, sent=NEIGHBOUR * drawn.T * others, ahead=True)
 
@@ -166,7 +180,7 @@ def arrive(problem: Problem, batch: MiniBatch, store: Features) -> Iterator[Op]:
         moved = 2 * loads.hits.astype(np.float64)  # read and written
         yield Op("pick", work=Compute(elementwise_bytes=moved, launches=1))
     if store.asks.any():
-        yield Op("ask", sent=ID * (loads.asked + store.asks))
+        yield from told("ask", loads.asked, store.asks)
         yield Op("fetch", sent=loads.fetched)
 
 

@@ -112,8 +112,7 @@ class P3(Slices):
             peers = np.array(rail)
             blocks[:, peers] = np.array([f1, f2, e1])[:, peers].sum(axis=1, keepdims=True)
             from_to, others = np.ix_(peers, peers), ~np.eye(peers.size, dtype=bool)
-            sent = INT * (HEADER + f2 + f1 + e1)[peers] + batchwise.ID
-            pushed[from_to] = others * sent[:, np.newaxis]
+            pushed[from_to] = others * (HEADER + f2 + f1 + e1)[peers][:, np.newaxis]
             pulled[from_to] = others * (f1[peers] * width * b)
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
@@ -121,7 +120,7 @@ class P3(Slices):
         lists, store = self.lists(problem), self.store(problem)
         host = list(batchwise.drawing(problem, batch, e1 + edges_above, lists, store))
         if has_peers:
-            host.append(Op("push", sent=pushed, ahead=True))
+            host += batchwise.told("push", pushed, pushed > 0, ahead=True, itemsize=INT)
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
         # a sampler of its own has its own memory
         sampling = None if self.prefetch else holds(Batch.lay)
