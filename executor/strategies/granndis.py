@@ -19,6 +19,7 @@ from gnnplan.executor.strategies.graph_parallel import Worker, whole_share, work
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -115,6 +116,11 @@ class CoBatches(base.Worker):
                 assert isinstance(loaded[0], Tensor)
                 worker.cached = loaded[0]
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        options = self.strategy.exchange_options
+        return buckets_of(self.problem, options.buckets, options.narrow)
+
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
 
@@ -122,6 +128,7 @@ class CoBatches(base.Worker):
         and its logits [targets, C].
         """
         worker, places = self.batches[self.strategy.turn(self.problem, step)]
+        worker.learner = self.learner
         self._load(worker, places, step)
         loss, logits = worker.step(step)
         worker.features, worker.cached = torch.empty(0), None

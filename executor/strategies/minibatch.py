@@ -20,6 +20,7 @@ from gnnplan.executor.strategies import base, graph_parallel
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.strategies.minibatch.feature_store import Store
@@ -49,6 +50,11 @@ class Worker(base.Worker):
         self.whole: graph_parallel.Worker | None = None  # made for the first evaluation
         self.scored: Targets | None = None  # to which the last logits belong
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        options = self.exchange_options
+        return buckets_of(self.problem, options.buckets, options.narrow)
+
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
 
@@ -60,6 +66,7 @@ class Worker(base.Worker):
         worker = graph_parallel.Worker(
             self.rank, self.problem, share, self.exchange_options, self.net, batch=seeds
         )
+        worker.learner = self.learner
         worker.features = self._features(share, worker, step)
         self.scored = worker.targets
         loss, logits = worker.step(step)

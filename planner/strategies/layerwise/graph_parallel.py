@@ -53,6 +53,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, worth_buckets
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -69,6 +70,7 @@ class GraphParallel(Strategy):
     narrow: exchange rows before or after the multiplication, whichever are narrower.
     smoothing: of stale rows ('f'), gradients ('g') or both ('gf'); gamma, in [0, 1), is its weight.
     checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
+    buckets: all-reduces in which gradients are added up, beside the backward pass if several.
     """
 
     staleness: int = 0
@@ -76,6 +78,7 @@ class GraphParallel(Strategy):
     smoothing: str = ""
     gamma: float = GAMMA
     checkpoint: bool = False
+    buckets: int = 1
 
     family: ClassVar[str] = "graph_parallel"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -89,6 +92,7 @@ class GraphParallel(Strategy):
         Example("graph_parallel"),
         Example("graph_parallel(narrow=True)"),
         Example("graph_parallel(checkpoint=True)"),
+        Example("graph_parallel(buckets=2)"),
         Example("pipegcn"),
     )
     # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
@@ -108,13 +112,15 @@ class GraphParallel(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        yield cls()
+        variants = [cls()]
         if problem.ranks > 1:
             if problem.model.narrows:
-                yield cls(narrow=True)
-                yield cls(staleness=1, narrow=True)
-            yield cls(staleness=1)
-            yield cls(staleness=1, smoothing="gf")  # as fast; may converge better
+                variants += [cls(narrow=True), cls(staleness=1, narrow=True)]
+            variants.append(cls(staleness=1))
+            variants.append(cls(staleness=1, smoothing="gf"))  # as fast; may converge better
+        yield from variants
+        if count := worth_buckets(problem, cls()):
+            yield from (replace(variant, buckets=count) for variant in variants)
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)
@@ -146,11 +152,14 @@ class GraphParallel(Strategy):
                 "pipegcn: gamma lies in [0, 1) (0: no smoothing, 1 would never use what is"
                 f" received), not {self.gamma:g}; use 0.95, or 0.5 where the model overfits"
             )
+        check_buckets(self.name, problem, self.buckets)
         self.check_vertices(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, self.staleness, self.smoothing, self.checkpoint)
+        return ExchangeOptions(
+            self.narrow, self.staleness, self.smoothing, self.checkpoint, self.buckets
+        )
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
         return problem.layout()
