@@ -71,7 +71,7 @@ from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets, worth_buckets
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -134,9 +134,10 @@ class GraNNDis(Strategy):
         for group in _groups_to_try(problem):
             variants = list(cls._variants(problem, group))
             yield from variants
-            if count := worth_buckets(problem, cls(group=group)):
+            layers = problem.workload.layers
+            if pays(problem, cls(group=group), cls(group=group, buckets=layers)):
                 whole = (variant for variant in variants if variant.batches == 1)
-                yield from (replace(variant, buckets=count) for variant in whole)
+                yield from (replace(variant, buckets=layers) for variant in whole)
 
     @classmethod
     def _variants(cls, problem: Problem, group: str) -> Iterator[GraNNDis]:

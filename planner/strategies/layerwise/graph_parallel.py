@@ -53,7 +53,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets, worth_buckets
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -119,8 +119,9 @@ class GraphParallel(Strategy):
             variants.append(cls(staleness=1))
             variants.append(cls(staleness=1, smoothing="gf"))  # as fast; may converge better
         yield from variants
-        if count := worth_buckets(problem, cls()):
-            yield from (replace(variant, buckets=count) for variant in variants)
+        layers = problem.workload.layers
+        if pays(problem, cls(), cls(buckets=layers)):
+            yield from (replace(variant, buckets=layers) for variant in variants)
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)

@@ -52,7 +52,7 @@ from typing import ClassVar, Self
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets, worth_buckets
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -116,8 +116,9 @@ class DataParallel(Strategy):
             if len(set(problem.servers)) < problem.ranks:
                 variants.append(replace(plain, cache=cache, shared_cache=True))
         yield from variants
-        if count := worth_buckets(problem, plain):
-            yield from (replace(variant, buckets=count) for variant in variants)
+        layers = problem.workload.layers
+        if pays(problem, plain, replace(plain, buckets=layers)):
+            yield from (replace(variant, buckets=layers) for variant in variants)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)

@@ -53,7 +53,7 @@ from gnnplan.planner.graph.splitting import EPOCHS, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets, worth_buckets
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -119,8 +119,9 @@ class GSplit(Strategy):
                     if cache := batchwise.worth_caching(problem, plain):
                         variants.append(replace(plain, cache=cache))
                     yield from variants
-                    if count := worth_buckets(problem, plain):
-                        yield from (replace(variant, buckets=count) for variant in variants)
+                    layers = problem.workload.layers
+                    if pays(problem, plain, replace(plain, buckets=layers)):
+                        yield from (replace(variant, buckets=layers) for variant in variants)
 
     @classmethod
     def absent(cls, problem: Problem) -> str:

@@ -34,8 +34,8 @@ def waited_s(
 ) -> Number:
     """Seconds that an epoch takes longer than without its all-reduces `beside` computation [s].
 
-    `identified`: its operations in order. `exchanges_wait`: ranks wait for exchanges (with staleness they do not). `ahead`: what can be done in
-    steps before does not hold ranks up.
+    `identified`: its operations in order. `exchanges_wait`: ranks wait for exchanges; with
+    staleness they do not. `ahead`: what can be done in steps before does not hold ranks up.
     """
     ranks = _Ranks(cost, priced)
     for identity, op in identified:
