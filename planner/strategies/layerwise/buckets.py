@@ -8,7 +8,7 @@
 
 A bucket has the weights of neighbouring layers. Its all-reduce begins when the backward pass has
 made the gradient of all of them, and the update waits for all buckets. The numbers are those of one
-bucket, to rounding, and so are the bytes. What is exposed is what the last bucket takes, and what
+bucket, to rounding; the bytes are the same. What is exposed is what the last bucket takes, and what
 the wire could not carry before; every bucket pays the latency of an all-reduce.
 
 Source: Li et al., PyTorch Distributed (VLDB 2020), Sec. 3.2.3, whose buckets have a size instead of
@@ -46,8 +46,8 @@ def buckets_of(problem: Problem, count: int, narrow: bool) -> list[Bucket]:
     None if there is nothing to add up, or with a count of 1: that is done after the backward pass.
 
     A layer goes into the bucket in which its middle lies, if all weights, from the last layer on,
-    are cut into `count` equal pieces. Layers without weights go with the layer after them. With
-    `narrow`, a layer's projection is done by the layer before, and so is its backward pass.
+    are cut into `count` equal pieces; a piece may have no middle, and then is no bucket. With
+    `narrow`, a layer's projection is done with the layer before, and so is its backward pass.
     """
     model, runs, passed = problem.model, dict[int, range](), 0
     if problem.ranks == 1 or count == 1:

@@ -24,6 +24,8 @@ Weights are never stale. `smoothing` (PipeGCN-F, -G, -GF) replaces a received va
 s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, for each halo row and layer: for rows ('f'), for
 gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more buffer.
 
+With `buckets`, all-reduces of some layers' gradients begin beside the backward pass (buckets.py).
+
 `narrow` multiplies before the exchange where a layer makes its rows narrower, so that
 min(H_{l-1}, H_l) numbers per row cross. This is exact without staleness. With staleness it is a
 variant of ours: halo rows lag together with the weights that they were multiplied by.
