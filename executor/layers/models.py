@@ -10,7 +10,7 @@ Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast, overload
 
 import torch
@@ -488,6 +488,14 @@ class Net(nn.Module):
     def layer(self, number: int) -> Layer:
         """Layer `number`, from 1."""
         return cast(Layer, self.layers[str(number)])
+
+    def parameters_of(self, layers: range) -> Iterator[nn.Parameter]:
+        """Those of a run of layers, with the encoder or decoder at its ends."""
+        for name, parameter in self.named_parameters():
+            part, number, *_ = name.split(".")
+            ends = {"encoder": 1, "decoder": self.total, "norm": self.total}
+            if (ends[part] if part in ends else int(number)) in layers:
+                yield parameter
 
     def relu_after(self, number: int) -> bool:
         """Whether layer `number` (0: the encoder) ends in ReLU."""

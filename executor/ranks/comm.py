@@ -7,6 +7,7 @@ moves host tensors, so rows on a device are staged through host memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Rows, SparseRows
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.planner.vocabulary.schedule import Collective, Label
 from gnnplan.planner.vocabulary.schedule import all_reduce as planned_all_reduce
 
@@ -160,3 +161,27 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -
             dist.all_reduce(wire, group=rank.group(group))
         if wire is not flat:
             flat.copy_(wire)
+
+
+def begin_all_reduce(
+    rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]
+) -> Future[None]:
+    """Begin to sum `flat` over the ranks of `group`, in place, beside what the rank does next.
+
+    It begins here, on the step's own thread, so that all ranks begin all-reduces and exchanges in
+    one order; NCCL asks for that where two communicators are under way. The lane 'reduce' waits
+    for its end.
+    """
+    if len(group) == 1:
+        return there(None)
+    nbytes = rank.count(label, reduced_bytes(rank, label, flat, group))
+    wire = rank.staged(flat)
+    under_way = dist.all_reduce(wire, group=rank.group(group), async_op=True)
+
+    def end() -> None:
+        with rank.span(label, "reduce", nbytes):
+            under_way.wait()
+            if wire is not flat:
+                flat.copy_(wire)
+
+    return rank.submit("reduce", end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,19 @@ from gnnplan.planner.vocabulary.schedule import Label
 class Gradients:
     """One buffer behind the .grad of some parameters, so one all-reduce over `group` sums them.
 
-    `layer`: the layer in the all-reduce's label, where a step has several.
+    `layer`: the layer in the all-reduce's label, where a step has several. `after`: the layer whose
+    backward pass completes them (0: the encoder's); None: they are summed at the end of a step.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: tuple[int, ...], layer: int | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: tuple[int, ...],
+        layer: int | None = None,
+        after: int | None = None,
     ) -> None:
         self.parameters, self.group, self.layer = list(parameters), group, layer
+        self.after = after
         # a stage whose layers only aggregate has no parameters
         first = self.parameters[0] if self.parameters else torch.empty(0)
         self.flat = torch.zeros(
@@ -37,7 +44,14 @@ class Gradients:
 
     def reduce(self, rank: Rank, step: int) -> None:
         """Sum them over the group."""
-        comm.all_reduce(rank, Label("all_reduce", step, layer=self.layer), self.flat, self.group)
+        comm.all_reduce(rank, self._label(step), self.flat, self.group)
+
+    def begin(self, rank: Rank, step: int) -> Future[None]:
+        """Begin to sum them, beside what the rank does next."""
+        return comm.begin_all_reduce(rank, self._label(step), self.flat, self.group)
+
+    def _label(self, step: int) -> Label:
+        return Label("all_reduce", step, layer=self.layer)
 
 
 class Learner:
@@ -45,6 +59,7 @@ class Learner:
 
     def __init__(self, rank: Rank, workload: Workload, gradients: Sequence[Gradients]) -> None:
         self.rank, self.gradients = rank, gradients
+        self.under_way: list[Future[None]] = []  # sums of this step
         parameters: list[Tensor] = [p for part in gradients for p in part.parameters]
         self.optimizer = (SGD if workload.optimizer == "sgd" else Adam)(parameters, workload.lr)
 
@@ -53,10 +68,23 @@ class Learner:
         for part in self.gradients:
             part.flat.zero_()
 
+    def complete(self, step: int, layer: int) -> None:
+        """The backward pass of a layer (0: of the encoder) is done: begin to sum what it completes.
+
+        Until the update, other all-reduces must begin behind these (`comm.begin_all_reduce`).
+        """
+        for part in self.gradients:
+            if part.after == layer:
+                self.under_way.append(part.begin(self.rank, step))
+
     def update(self, step: int) -> None:
         """After a step: all-reduce the gradients and update the weights."""
         for part in self.gradients:
-            part.reduce(self.rank, step)
+            if part.after is None:
+                part.reduce(self.rank, step)
+        for ends in self.under_way:
+            ends.result()
+        self.under_way.clear()
         self.descend(step)
 
     def descend(self, step: int) -> None:

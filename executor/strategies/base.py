@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from gnnplan.executor.ranks.checkpoint import fill
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.buckets import Bucket
 
 
 class Worker(ABC):
@@ -25,6 +26,7 @@ class Worker(ABC):
     rank: Rank
     problem: Problem
     net: Net
+    learner: Learner | None = None
 
     @property
     def reduce_group(self) -> tuple[int, ...]:
@@ -43,10 +45,21 @@ class Worker(ABC):
     def counts(self, logits: Tensor) -> Tensor:
         """Right and wrong answers [3, 2] of the rows that step or evaluate has just returned."""
 
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """In which gradients are summed beside the backward pass; none: all are after it."""
+        return ()
+
     def open_learner(self) -> Learner:
         """What sums the gradients over ranks and updates the weights; asked for once."""
-        gradients = Gradients(self.net.parameters(), self.reduce_group)
-        return Learner(self.rank, self.problem.workload, [gradients])
+        group = self.reduce_group
+        gradients = [
+            Gradients(self.net.parameters_of(layers), group, layers.start, after)
+            for layers, _, after in self.buckets
+        ]
+        gradients = gradients or [Gradients(self.net.parameters(), group)]
+        self.learner = Learner(self.rank, self.problem.workload, gradients)
+        return self.learner
 
     def drain(self) -> None:  # noqa: B027  by default nothing is under way
         """Wait for messages that are under way."""

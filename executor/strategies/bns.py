@@ -27,6 +27,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import BNS
 from gnnplan.planner.strategies.layerwise.bns import drawn
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -46,12 +47,19 @@ class Worker(base.Worker):
         options = self.strategy.exchange_options
         return GraphParallelWorker(self.rank, self.problem, share, options, self.net)
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        options = self.strategy.exchange_options
+        return buckets_of(self.problem, options.buckets, options.narrow)
+
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         if not self._samples():
+            self.whole.learner = self.learner
             return self.whole.step(step)
         with self.rank.span(Label("lay", step), "host"):
             parts = [self._sampled(part, step, n) for n, part in enumerate(self.share.parts, 1)]
             worker = self._on(replace(self.share, parts=parts))
+        worker.learner = self.learner
         worker.features, worker.cached = self.whole.features, self.whole.cached
         return worker.step(step)
 

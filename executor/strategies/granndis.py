@@ -23,6 +23,7 @@ from gnnplan.executor.strategies.whole import Scored, counts_of
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -70,6 +71,11 @@ class CoBatches(base.Worker):
         with self.rank.span(Label("load", step), "copy", sum(rows.nbytes for rows in chosen)):
             worker.features, worker.cached = self.kept.on_device(chosen)
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        options = self.strategy.exchange_options
+        return buckets_of(self.problem, options.buckets, options.narrow)
+
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
 
@@ -77,6 +83,7 @@ class CoBatches(base.Worker):
         and its logits [targets, C].
         """
         worker, places = self.batches[self.strategy.turn(self.problem, step)]
+        worker.learner = self.learner
         self._load(worker, places, step)
         loss, logits = worker.step(step)
         worker.features, worker.cached = torch.empty(0), None

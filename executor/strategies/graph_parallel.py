@@ -26,13 +26,14 @@ from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.minibatch.share import Share, share_of
 from gnnplan.executor.ranks.checkpoint import fill
-from gnnplan.executor.ranks.comm import Exchange, all_reduce
+from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -121,6 +122,10 @@ class Worker(base.Worker):
         self.features: Tensor | SparseRows = torch.empty(0)  # what layer 1 or the encoder reads
         self.cached: Tensor | None = None
         self.to_sum: Tensor | None = None  # gradient of the sum of all layers' rows
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return buckets_of(self.problem, self.options.buckets, self.options.narrow)
 
     def _numbers_to_smooth(self) -> int:
         """Size of the buffer in which the comm lane receives what is then smoothed.
@@ -255,13 +260,23 @@ class Worker(base.Worker):
             return received
         return received * (1 - self.gamma) if used is None else used.lerp_(received, 1 - self.gamma)
 
+    def _sum(self, label: Label, flat: Tensor) -> None:
+        """Sum over ranks, behind the gradients that are being summed."""
+        if self.learner is not None and self.learner.under_way:
+            begin_all_reduce(self.rank, label, flat, self.reduce_group).result()
+        else:
+            all_reduce(self.rank, label, flat, self.reduce_group)
+
+    def _complete(self, step: int, layer: int) -> None:
+        """The backward pass of a layer (0: of the encoder) is done."""
+        if self.learner is not None:
+            self.learner.complete(step, layer)
+
     def _moments(self, step: int, layer: int, entered: _Step) -> None:
         """Batch norm's moments of h_{l-1}; every vertex counts once, at its owner."""
         norm = self.net.batch_norm(layer)
         if entered.sums is not None and norm is not None:
-            all_reduce(
-                self.rank, Label("moments", step, "f", layer), entered.sums, self.reduce_group
-            )
+            self._sum(Label("moments", step, "f", layer), entered.sums)
             entered.moments = norm.moments(entered.sums, self.vertices_in_all).requires_grad_()
 
     def _moments_home(self, step: int, layer: int, entered: _Step, gradient: Tensor) -> None:
@@ -270,7 +285,7 @@ class Worker(base.Worker):
             return
         total, own = entered.moments.grad, len(self.own_vertices)
         assert total is not None
-        all_reduce(self.rank, Label("moments", step, "b", layer), total, self.reduce_group)
+        self._sum(Label("moments", step, "b", layer), total)
         gradient[:own] += BatchNorm.home(
             entered.leaf[:own], entered.moments, total, self.vertices_in_all
         )
@@ -385,6 +400,7 @@ class Worker(base.Worker):
             backward([out], [gradient])
             del out
             entered.out = entered.segment = None
+        self._complete(step, layer)
         if not entered.leaf.requires_grad:
             return None
         assert entered.source is not None and entered.source.grad is not None
@@ -490,6 +506,7 @@ class Worker(base.Worker):
                 assert gradient is not None
                 gradient = self._through_projection(above, gradient)
                 backward([encoded], [gradient if self.x0 is None else gradient + self.x0.grad])
+            self._complete(step, 0)
         self.to_sum = None
         return loss, logits
 

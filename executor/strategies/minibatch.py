@@ -21,6 +21,7 @@ from gnnplan.executor.strategies.whole import Scored, Whole
 from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.vocabulary.schedule import Label
@@ -49,6 +50,11 @@ class Worker(base.Worker):
         self.whole: Whole | None = None  # made for the first evaluation
         self.scored: Scored | None = None  # what the last logits are counted by
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        options = self.exchange_options
+        return buckets_of(self.problem, options.buckets, options.narrow)
+
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
 
@@ -59,6 +65,7 @@ class Worker(base.Worker):
         worker = graph_parallel.Worker(
             self.rank, self.problem, share, self.exchange_options, self.net, batch=share.everyone
         )
+        worker.learner = self.learner
         worker.features = self._features(share, worker, step)
         self.scored = worker.targets
         loss, logits = worker.step(step)

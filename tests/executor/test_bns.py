@@ -50,7 +50,7 @@ def reading(plain: Plain, part: np.ndarray, p: float, seed: int, step: int) -> R
     ("model", "world", "strategy", "p"),
     [
         ("gcn", 2, "bns(p=0.5)", 0.5),
-        ("sage", 3, "bns(p=0.3,narrow=True)", 0.3),
+        ("sage", 3, "bns(p=0.3,narrow=True,buckets=2)", 0.3),
         ("gcnii", 3, "bns(p=0.6,checkpoint=True)", 0.6),
         ("gin", 2, "bns(p=0.2)", 0.2),
         ("gcn", 3, "bns(p=0)", 0.0),

@@ -80,6 +80,22 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (3, 1, "gnnpipe", "gin", "rough", 0.5),
     (2, 1, "gsplit", "gin mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (2, 1, "data_parallel", "gatv2 mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
+    # gradients in buckets: beside exchanges, stale ones, and moments; of an encoder; in batches
+    (2, 1, "graph_parallel(narrow=True,buckets=4)", "gcn", "rough", 0.0),
+    (3, 1, "graph_parallel(buckets=4)", "gcnii", "rough", 0.5),
+    (3, 1, "graph_parallel(buckets=3)", "resgcn norm=batch", "rough", 0.5),
+    (2, 1, "pipegcn(buckets=4)", "sage norm=batch", "rough", 0.5),
+    (4, 2, "granndis(batches=2,buckets=3)", "gcn", "rough", 0.0),
+    (2, 1, "bns(p=0.5,buckets=2)", "sgc", "rough", 0.0),
+    (
+        2,
+        1,
+        "data_parallel(prefetch=1,buckets=4)",
+        "sage mode=mini batch=6 fanout=3,2,2,1",
+        "rough",
+        0.5,
+    ),
+    (4, 2, "gsplit(buckets=2)", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     # moments before layers and the decoder
     (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),

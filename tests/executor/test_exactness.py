@@ -43,6 +43,9 @@ GRANNDIS = (
 SETTINGS = [
     *((2, 1, s) for s in GRAPH_PARALLEL),
     *((2, 2, s) for s in GRANNDIS),
+    (2, 1, "graph_parallel(narrow=True,checkpoint=True,buckets=3)"),
+    (3, 1, "graph_parallel(buckets=4)"),
+    (4, 2, "granndis(depth=1,buckets=2)"),
     *((3, 1, s) for s in GRAPH_PARALLEL),
     (3, 3, "granndis(depth=1)"),
     (4, 1, "gnnpipe(stages=2,chunks=1)"),
@@ -339,6 +342,7 @@ BLOCKS_ON_RANKS = [
     for setting in (
         (2, 1, "graph_parallel"),
         (3, 1, "graph_parallel(narrow=True)"),
+        (3, 1, "graph_parallel(buckets=4)"),
         (4, 2, "granndis(depth=1)"),
         (2, 2, "granndis"),
         (2, 1, "gnnpipe(chunks=1)"),
@@ -396,7 +400,7 @@ def test_rows_of_all_layers_meet_on_any_ranks(
     assert difference(alone.weights, weights) <= 1e-9
     cases = [
         replace(case, strategy="graph_parallel(narrow=True,checkpoint=True)"),
-        replace(case, strategy="granndis(depth=1,narrow=True)", servers=2),
+        replace(case, strategy="granndis(depth=1,narrow=True,buckets=4)", servers=2),
         replace(case, strategy="gnnpipe(stages=2,chunks=1,checkpoint=True)"),
     ]
     assert_equal(run_ranks, 4, cases, 1e-9, 1e-9)

@@ -40,6 +40,8 @@ SPLITS = [
     (4, 2, "gsplit(group='all',splitter='random',checkpoint=True)"),
     (2, 1, "data_parallel(prefetch=1)"),
     (2, 1, "gsplit(prefetch=2)"),
+    (2, 1, "data_parallel(buckets=3)"),
+    (3, 1, "gsplit(buckets=2,narrow=True)"),
 ]
 
 

@@ -54,6 +54,7 @@ CASES = [  # those at night are part of others
     ),
     Case("pipegcn_gf", "rough", FULL, gradient_errors=True),
     at_night(Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"})),
+    Case("pipegcn(buckets=3)", "rough", {**FULL, "norm": "batch"}),
     Case("gnnpipe(stages=2,chunks=4)", "rough", FULL),
     Case(
         "gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True)",
@@ -65,7 +66,7 @@ CASES = [  # those at night are part of others
     Case("granndis(max_hop=1,fanout=3,batches=3)", "rough", FULL, servers=2),
     Case("data_parallel(prefetch=2)", "rough", MINI),
     Case("data_parallel(cache=480)", "rough", MINI),
-    Case("gsplit", "rough", MINI),
+    Case("gsplit(buckets=2)", "rough", MINI),
     at_night(Case("p3", "rough", MINI)),
     at_night(Case("p3(pipelined=True)", "rough", MINI)),
     Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2}),

@@ -37,6 +37,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -50,12 +51,13 @@ class BNS(Strategy):
     """Graph parallelism on a sample of the boundary.
 
     p: share of the halo rows of each pair of ranks that is sent in an epoch, in [0, 1].
-    narrow, checkpoint: as in graph parallelism.
+    narrow, checkpoint, buckets: as in graph parallelism.
     """
 
     p: float = P
     narrow: bool = False
     checkpoint: bool = False
+    buckets: int = 1
 
     family: ClassVar[str] = "bns"
     claim: ClassVar[float] = 1e-6
@@ -100,11 +102,12 @@ class BNS(Strategy):
                     f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or"
                     " another model"
                 )
+        check_buckets(self.name, problem, self.buckets)
         self.check_vertices(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint)
+        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
         """The layout of an epoch's sample, with as many edges as samples have on average."""

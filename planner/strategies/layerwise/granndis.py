@@ -71,6 +71,7 @@ from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
@@ -97,6 +98,7 @@ class GraNNDis(Strategy):
     checkpoint: as in graph parallelism.
     group: what preloads and batches as one, the 'server' or the 'island'.
     trim: leave out rows as in graph parallelism; with several batches they always are.
+    buckets: as in graph parallelism.
     """
 
     depth: int | None = None
@@ -108,6 +110,7 @@ class GraNNDis(Strategy):
     checkpoint: bool = False
     group: str = "server"
     trim: bool = False
+    buckets: int = 1
 
     family: ClassVar[str] = "granndis"
     executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
@@ -131,28 +134,37 @@ class GraNNDis(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        for group in _groups_to_try(problem):
+            variants = list(cls._variants(problem, group))
+            yield from variants
+            layers = problem.workload.layers
+            if pays(problem, cls(group=group), cls(group=group, buckets=layers)):
+                whole = (variant for variant in variants if variant.batches == 1)
+                yield from (replace(variant, buckets=layers) for variant in whole)
+
+    @classmethod
+    def _variants(cls, problem: Problem, group: str) -> Iterator[GraNNDis]:
         narrowing = problem.model.narrows
         deepest = problem.workload.layers - problem.model.first_varying
         trim = problem.needs_few_rows
-        for group in _groups_to_try(problem):
-            for depth in range(1, min(deepest, 5)):
-                yield cls(depth, group=group, trim=trim)
-                if narrowing:
-                    yield cls(depth, narrow=True, group=group, trim=trim)
-            yield cls(group=group)  # exact; with checkpoints if it does not fit
-            if trim:
-                yield cls(group=group, trim=True)
-            in_batches = cls(batches=None, group=group)
-            if in_batches.settle(problem).batches != 1:
-                yield in_batches
-            sampled = cls(max_hop=MAX_HOP, fanout=FANOUT, batches=None, group=group)
-            yield sampled
-            # A batch computes only what its training vertices need. Two batches may be faster than
-            # the whole graph, though that fits.
-            for open_batches in (in_batches, sampled):
-                two = replace(open_batches, batches=2)
-                if open_batches.settle(problem).batches == 1 and two._suits(problem):
-                    yield two
+        for depth in range(1, min(deepest, 5)):
+            yield cls(depth, group=group, trim=trim)
+            if narrowing:
+                yield cls(depth, narrow=True, group=group, trim=trim)
+        yield cls(group=group)  # exact; with checkpoints if it does not fit
+        if trim:
+            yield cls(group=group, trim=True)
+        in_batches = cls(batches=None, group=group)
+        if in_batches.settle(problem).batches != 1:
+            yield in_batches
+        sampled = cls(max_hop=MAX_HOP, fanout=FANOUT, batches=None, group=group)
+        yield sampled
+        # A batch computes only what its training vertices need. Two batches may be faster than the
+        # whole graph, though that fits.
+        for open_batches in (in_batches, sampled):
+            two = replace(open_batches, batches=2)
+            if open_batches.settle(problem).batches == 1 and two._suits(problem):
+                yield two
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -252,6 +264,7 @@ class GraNNDis(Strategy):
             problem.workload.layers - problem.model.first_varying,
         )
         self._check_group(problem)
+        check_buckets(self.name, problem, self.buckets)
         if self.depth is not None and not 0 <= self.depth <= layers:
             raise SpecError(
                 f"granndis: depth lies between 0 (plain halo) and the layers ({layers}, full"
@@ -345,7 +358,7 @@ class GraNNDis(Strategy):
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint)
+        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
         """Which rows each rank computes, receives and preloads."""

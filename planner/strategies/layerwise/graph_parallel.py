@@ -24,6 +24,8 @@ Weights are never stale. `smoothing` (PipeGCN-F, -G, -GF) replaces a received va
 s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, for each halo row and layer: for rows ('f'), for
 gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more buffer.
 
+With `buckets`, all-reduces of some layers' gradients begin beside the backward pass (buckets.py).
+
 `narrow` multiplies before the exchange where a layer makes its rows narrower, so that
 min(H_{l-1}, H_l) numbers per row cross. This is exact without staleness. With staleness it is a
 variant of ours: halo rows lag together with the weights that they were multiplied by.
@@ -61,6 +63,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -79,6 +82,7 @@ class GraphParallel(Strategy):
     smoothing: of stale rows ('f'), gradients ('g') or both ('gf'); gamma, in [0, 1), is its weight.
     checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
     trim: leave out of each layer the rows that no training vertex needs.
+    buckets: all-reduces in which gradients are added up, beside the backward pass if several.
     """
 
     staleness: int = 0
@@ -87,6 +91,7 @@ class GraphParallel(Strategy):
     gamma: float = GAMMA
     checkpoint: bool = False
     trim: bool = False
+    buckets: int = 1
 
     family: ClassVar[str] = "graph_parallel"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -101,6 +106,7 @@ class GraphParallel(Strategy):
         Example("graph_parallel(narrow=True)"),
         Example("graph_parallel(checkpoint=True)"),
         Example("graph_parallel(trim=True)"),
+        Example("graph_parallel(buckets=2)"),
         Example("pipegcn"),
     )
     # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
@@ -120,16 +126,17 @@ class GraphParallel(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        yield cls()
-        trim = problem.needs_few_rows
-        if trim:
-            yield cls(trim=True)
+        trim, layers = problem.needs_few_rows, problem.workload.layers
+        variants = [cls(), *([cls(trim=True)] if trim else [])]
         if problem.ranks > 1:
             if problem.model.narrows:
-                yield cls(narrow=True, trim=trim)
-                yield cls(staleness=1, narrow=True, trim=trim)
-            yield cls(staleness=1, trim=trim)
-            yield cls(staleness=1, smoothing="gf", trim=trim)  # as fast; may converge better
+                variants += [cls(narrow=True, trim=trim), cls(staleness=1, narrow=True, trim=trim)]
+            variants.append(cls(staleness=1, trim=trim))
+            # as fast; may converge better
+            variants.append(cls(staleness=1, smoothing="gf", trim=trim))
+        yield from variants
+        if pays(problem, cls(), cls(buckets=layers)):
+            yield from (replace(variant, buckets=layers) for variant in variants)
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
@@ -175,11 +182,14 @@ class GraphParallel(Strategy):
             )
         if self.trim:
             check_trim(problem, self.family)
+        check_buckets(self.name, problem, self.buckets)
         self.check_vertices(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, self.staleness, self.smoothing, self.checkpoint)
+        return ExchangeOptions(
+            self.narrow, self.staleness, self.smoothing, self.checkpoint, self.buckets
+        )
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
         return problem.layout()

@@ -22,6 +22,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.layerwise.holds import Holds
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.price import setup_s
@@ -40,6 +41,7 @@ class ExchangeOptions:
     staleness: int = 0  # steps by which halo rows and gradients lag
     smoothing: str = ""  # of stale rows ('f'), gradients ('g') or both ('gf')
     checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
+    buckets: int = 1  # all-reduces in which gradients are added up (buckets.py)
 
 
 def program(
@@ -104,9 +106,14 @@ def step(
         return np.asarray((rows if way == "f" else rows.T) * row_bytes)
 
     @cache
-    def work(layer: int, way: str) -> Compute:
-        """The layer's computation. A stale exchange overlaps with it and takes some bandwidth."""
+    def work(layer: int, way: str, reduced: float = 0.0) -> Compute:
+        """The layer's computation.
+
+        A stale exchange and all-reduces, in which a rank sends `reduced` bytes, overlap with it and
+        take some bandwidth.
+        """
         moved, f, done = sent(layer, way), facts[layer], computation(layer, way)
+        done = done + Compute(overlapped_bytes=reduced) if reduced else done
         if moved is None:
             return done
         if way == "f":  # fresh rows have arrived in their place
@@ -134,6 +141,21 @@ def step(
         """
         if problem.ranks > 1 and (numbers := model.moments(layer)):
             yield Op("moments", way, layer, size=numbers * model.itemsize)
+
+    complete: dict[int, list[Bucket]] = {}  # by the layer whose backward pass completes them
+    for bucket in buckets_of(problem, options.buckets, options.narrow):
+        complete.setdefault(bucket.after, []).append(bucket)
+
+    def sums(after: int) -> Iterator[Op]:
+        """The all-reduces that begin after a layer's backward pass (0: the encoder's)."""
+        for layers, weights, _ in complete.get(after, ()):
+            size = weights * model.itemsize
+            yield Op("all_reduce", layer=layers.start, size=size, beside=True)
+
+    def reduced(after: int) -> float:
+        """Bytes that a rank sends in them."""
+        size = sum(bucket.weights for bucket in complete.get(after, ())) * model.itemsize
+        return 2 * (problem.ranks - 1) / problem.ranks * size
 
     encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
     narrow, checkpoint, stale = options.narrow, options.checkpoint, options.staleness > 0
@@ -163,13 +185,16 @@ def step(
     yield from moments(layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
-        yield Op("backward", layer=layer, work=work(like[layer], "b"), holds=frees)
+        done = work(like[layer], "b", reduced(layer + 1))
+        yield Op("backward", layer=layer, work=done, holds=frees)
+        yield from sums(layer)
         if (moved := sent(like[layer], "b")) is not None:
             yield Op("halo", "b", layer, sent=moved)
         yield from moments(layer, "b")
     if encode:
-        yield Op("encode", "b", work=encode[1])
-    if problem.ranks > 1:
+        yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))
+        yield from sums(0)
+    if problem.ranks > 1 and not complete:
         yield Op("all_reduce", size=model.weights * model.itemsize)
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
 

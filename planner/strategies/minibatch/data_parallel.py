@@ -55,6 +55,7 @@ from typing import ClassVar, Self
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -82,6 +83,7 @@ class DataParallel(Strategy):
     features: in every server's memory ('everywhere'), or each row in one server's ('spread').
     structure: lists with every sampler ('everywhere'), or each list at one server ('spread').
     structure_cache: bytes of other servers' lists that a server has.
+    buckets: as in graph parallelism.
     """
 
     prefetch: int = 0
@@ -92,6 +94,7 @@ class DataParallel(Strategy):
     features: str = "everywhere"
     structure: str = "everywhere"
     structure_cache: Bytes = 0
+    buckets: int = 1
 
     family: ClassVar[str] = "data_parallel"
     mode: ClassVar[str] = "mini"
@@ -110,15 +113,20 @@ class DataParallel(Strategy):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         plain = fitting(problem, cls())
-        yield plain
+        variants = [plain]
         if cache := batchwise.worth_caching(problem, plain):
-            yield replace(plain, cache=cache)
+            variants.append(replace(plain, cache=cache))
             if len(set(problem.servers)) < problem.ranks:
-                yield replace(plain, cache=cache, shared_cache=True)
+                variants.append(replace(plain, cache=cache, shared_cache=True))
+        yield from variants
+        layers = problem.workload.layers
+        if pays(problem, plain, replace(plain, buckets=layers)):
+            yield from (replace(variant, buckets=layers) for variant in variants)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
         batchwise.check(problem)
+        check_buckets(self.name, problem, self.buckets)
         if self.prefetch < 0:
             raise SpecError(
                 f"data_parallel: prefetch is a number of batches, 0 or more, not {self.prefetch};"
@@ -149,7 +157,7 @@ class DataParallel(Strategy):
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(checkpoint=self.checkpoint)
+        return ExchangeOptions(checkpoint=self.checkpoint, buckets=self.buckets)
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)

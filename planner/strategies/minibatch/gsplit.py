@@ -59,6 +59,7 @@ from gnnplan.planner.graph.splitting import EPOCHS, FINEST, IMBALANCE, LOOSEST, 
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -79,7 +80,7 @@ class GSplit(Strategy):
     presample: epochs of pre-sampling, for splitters and caches that need it.
     imbalance: share of the mean load that METIS may give an owner beyond it.
     group: ranks that split a batch: those of a 'server', or 'all'.
-    narrow, checkpoint: as in graph parallelism.
+    narrow, checkpoint, buckets: as in graph parallelism.
     prefetch, cache, hot, features: as in data parallelism, of rows that a rank owns.
     structure: lists with every sampler ('everywhere'), or with the vertex's owner ('spread').
     """
@@ -95,6 +96,7 @@ class GSplit(Strategy):
     features: str = "everywhere"
     structure: str = "everywhere"
     imbalance: float = IMBALANCE
+    buckets: int = 1
 
     family: ClassVar[str] = "gsplit"
     mode: ClassVar[str] = "mini"
@@ -121,9 +123,13 @@ class GSplit(Strategy):
             for group in groups:
                 for narrow in (False, True) if problem.model.narrows else (False,):
                     plain = fitting(problem, cls(group=group, narrow=narrow))
-                    yield plain
+                    variants = [plain]
                     if cache := batchwise.worth_caching(problem, plain):
-                        yield replace(plain, cache=cache)
+                        variants.append(replace(plain, cache=cache))
+                    yield from variants
+                    layers = problem.workload.layers
+                    if pays(problem, plain, replace(plain, buckets=layers)):
+                        yield from (replace(variant, buckets=layers) for variant in variants)
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -155,6 +161,7 @@ class GSplit(Strategy):
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
         batchwise.check(problem)
+        check_buckets(self.name, problem, self.buckets)
         if self.splitter not in SPLITTERS:
             raise SpecError(
                 f"gsplit: splitter is one of {', '.join(SPLITTERS)}, not {self.splitter!r}; use"
@@ -223,7 +230,7 @@ class GSplit(Strategy):
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint)
+        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)

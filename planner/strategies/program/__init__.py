@@ -9,6 +9,7 @@
     order.py      the order of operations, and what each waits for
     price.py      what one operation takes, in seconds and bytes
     account.py    seconds of steps that follow one another
+    beside.py     seconds that ranks wait for all-reduces beside their backward pass
     lanes.py      seconds of steps that are under way together
     flowshop.py   seconds of chunks that pass stages
     held.py       what operations keep and free, on the way to the fullest moment

@@ -8,7 +8,8 @@
 
 In a synchronous step every transfer is a barrier: all ranks wait there for the slowest one. With
 stale exchanges (PipeGCN) only all-reduces are barriers, and exchanges overlap with computation.
-Operations done ahead (sampling with `prefetch`) overlap with everything else.
+Operations done ahead (sampling with `prefetch`) overlap with everything else. All-reduces beside
+the backward pass are no transfers of this sum; what ranks wait for them is (beside.py).
 
 An operation is priced once (price.py), however often it occurs: layers and batches that are alike
 share their work. Steps that overlap take the seconds of lanes.py instead, and chunks that pass
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, times, total
 from gnnplan.planner.strategies.program import flowshop, lanes
+from gnnplan.planner.strategies.program.beside import waited_s
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.strategies.program.price import (
     Identity,
@@ -96,8 +99,13 @@ def _account(
     seconds = {identity: price.seconds for identity, price in priced.items()}
     computed = _sum(counts.computed, seconds)  # [.., ranks]
     compute_s = cost.all_done_s(computed)
+    waited: Number = 0.0
+    if counts.beside:
+        waited = waited_s(
+            cost, chain.from_iterable(counts.steps), priced, not program.late, prefetch > 0
+        )
     epoch, exposed = (_stale_epoch if program.late else _synchronous_epoch)(
-        cost, counts, priced, seconds
+        cost, counts, priced, seconds, waited
     )
     if prefetch:
         longer = np.maximum(epoch, _ahead_s(cost, counts, priced, seconds))
@@ -122,11 +130,13 @@ class _Counts:
     """How often each operation occurs in an epoch, by what it holds up."""
 
     def __init__(self, steps: Sequence[Identified], prefetch: int) -> None:
+        self.steps = steps
         self.all = Counter[Identity]()
         self.computed = Counter[Identity]()
         self.hosted = Counter[Identity]()  # loads, and sampling that is not done ahead
         self.exchanged = Counter[Identity]()
         self.reduced = Counter[Identity]()
+        self.beside = Counter[Identity]()  # all-reduces that hold up the update alone
         self.exchanged_ahead = Counter[Identity]()
         self.labelled = Counter[tuple[Label, Identity]]()
         times, once = Counter(map(id, steps)), {id(step): step for step in steps}
@@ -145,6 +155,12 @@ class _Counts:
     ) -> None:
         self.all[identity] += times
         self.labelled[op.label(0), identity] += times
+        if op.beside:
+            self.beside[identity] += times
+            return
+        if op.op == "update" and self.beside:  # all ranks wait for them
+            between.transfers.append([])
+            between.all_reduces.append([])
         if op.work is not None:
             self.computed[identity] += times
             between.transfers[-1].append(identity)
@@ -203,9 +219,13 @@ def _synchronous_epoch(
     counts: _Counts,
     priced: Mapping[Identity, Price],
     seconds: Mapping[Identity, Number],
+    waited: Number,
 ) -> tuple[Number, Number]:
-    """Seconds of the epoch, and those of its exposed transfers, loads and sampling."""
-    transfers = _sum(counts.exchanged, seconds) + _sum(counts.reduced, seconds)
+    """Seconds of the epoch, and those of its exposed transfers, loads and sampling.
+
+    `waited`: for all-reduces beside computation.
+    """
+    transfers = _sum(counts.exchanged, seconds) + _sum(counts.reduced, seconds) + waited
     computed = _sum(counts.computed, seconds)
     with_host = computed + _sum(counts.hosted, seconds)
     host_s = cost.all_done_s(with_host) - cost.all_done_s(computed)
@@ -217,18 +237,20 @@ def _stale_epoch(
     counts: _Counts,
     priced: Mapping[Identity, Price],
     seconds: Mapping[Identity, Number],
+    waited: Number,
 ) -> tuple[Number, Number]:
     """Seconds of the epoch, and those that are not computation.
 
     All layers' exchanges share one communication lane, which runs beside computation. The
-    all-reduce follows computation. No epoch is shorter than its busiest port is busy.
+    all-reduce follows computation, and updates have `waited` for those beside it. No epoch is
+    shorter than its busiest port is busy.
     """
     computing_s = counts.reduce_segments.all_done_s(cost, seconds)
     ports = cost.core_busy_s(_sum(counts.computed, seconds))
-    for identity, count in (counts.exchanged + counts.reduced).items():
+    for identity, count in (counts.exchanged + counts.reduced + counts.beside).items():
         priced[identity].transfer.load(ports, count)
     lanes_s = (
-        computing_s + _sum(counts.reduced, seconds),
+        computing_s + _sum(counts.reduced, seconds) + waited,
         _sum(counts.exchanged, seconds),
     )
     epoch = largest((*lanes_s, *ports.values()))

@@ -9,9 +9,10 @@
     send      messages                         the last computation, and transfers since then
     receive   messages                         nothing
 
-Operations of one rank and lane follow in the order given. With `late` 1 a computation waits for the
-exchange of the step before instead of this step's (PipeGCN). Where several steps are under way at
-once, a program has an order of its own (`Program.order`).
+Operations of one rank and lane follow in the order given. Only the update waits for all-reduces
+that are `beside` the backward pass. With `late` 1 a computation waits for the exchange of the step
+before instead of this step's (PipeGCN). Where several steps are under way at once, a program has an
+order of its own (`Program.order`).
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class _StepWaits:
         self.step, self.late, self.prefetch = step, late, prefetch
         self.computed: tuple[Label, ...] = ()  # the last computation
         self.awaited: tuple[Label, ...] = ()  # what the next computation waits for
+        self.beside: tuple[Label, ...] = ()  # what the update waits for besides
         self.hosted = False  # whether the host has begun with the step
 
     def of(self, op: Op, chunk: int | None) -> tuple[Label, ...]:
@@ -73,6 +75,8 @@ class _StepWaits:
             return ()
         if op.lane == "compute":
             after, self.computed, self.awaited = self.awaited, (label,), ()
+            if op.op == "update":
+                after, self.beside = after + self.beside, ()
         elif op.lane == "host":
             lead = self.prefetch if op.ahead else 0
             after = () if self.hosted else (updated._replace(step=updated.step - lead),)
@@ -82,6 +86,8 @@ class _StepWaits:
         else:
             after = self.computed + self.awaited
             lag = self.late if op.lane == "comm" else 0
-            if op.lane != "send":  # nobody here waits for that
+            if op.beside:
+                self.beside += (label,)
+            elif op.lane != "send":  # nobody here waits for that
                 self.awaited += (label._replace(step=label.step - lag),)
         return after

@@ -40,7 +40,8 @@ class Op:
     Readers know three names: 'halo' is an exchange of rows between their owners, 'loss' ends a
     forward pass, 'update' ends a step. Bytes are reported by `op`, seconds by `op`, `way` and
     `layer`. An operation that is `ahead` may be done `prefetch` steps before its own begins. An
-    `idle` operation has empty work: it is how long a rank waits. `phase` is the part of its step
+    all-reduce is `beside` the backward pass if only later all-reduces and the update wait for it.
+    An `idle` operation has empty work: it is how long a rank waits. `phase` is the part of its step
     that it belongs to, for a pipeline that has phases of several steps under way. `holds` plays on
     a rank's memory what all its chunks together keep, free and need besides (memory.py calls it).
     """
@@ -55,6 +56,7 @@ class Op:
     size: int = 0
     groups: tuple[Group, ...] = ()
     sizes: tuple[int, ...] = ()
+    beside: bool = False
     ahead: bool = False
     idle: bool = False
     phase: str = ""

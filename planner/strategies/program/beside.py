@@ -1,0 +1,126 @@
+"""How long ranks wait for all-reduces that run beside what ranks do one after the other.
+
+    ranks     |backward 3|halo|backward 2  |backward 1|. . .|update|
+    reduce               |all_r. 3|        |all_r. 2     |a. 1|
+                         meets the halo                wait
+
+What is under way has a backlog: the seconds that it would take alone. Whatever ranks do meanwhile
+takes off as many seconds of it. Both use ports. Of a port that they want for the shares f and g of
+the time each gets what it wants while f + g <= 1. Beyond that both take longer, by f + g - 1 of the
+time that they have in common: two transfers over one wire by all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.strategies.arithmetic import largest, times, total
+from gnnplan.planner.strategies.program.price import Identity, Price
+from gnnplan.planner.strategies.program.program import Op
+from gnnplan.planner.vocabulary.numbers import Number
+
+
+def waited_s(
+    cost: Cost,
+    identified: Iterable[tuple[Identity, Op]],
+    priced: Mapping[Identity, Price],
+    exchanges_wait: bool,
+    ahead: bool,
+) -> Number:
+    """Seconds that an epoch takes longer than without its all-reduces `beside` computation [s].
+
+    `identified`: its operations in order. `exchanges_wait`: ranks wait for exchanges; with
+    staleness they do not. `ahead`: what can be done in steps before does not hold ranks up.
+    """
+    ranks = _Ranks(cost, priced)
+    for identity, op in identified:
+        if ahead and op.ahead:
+            continue
+        if op.beside:
+            ranks.begin(identity)
+        elif op.lane == "reduce":  # after those under way
+            ranks.wait()
+        elif op.sent is not None and exchanges_wait:
+            ranks.exchange(identity)
+        elif op.sent is None:
+            if op.op == "update":
+                ranks.wait()
+            ranks.compute(identity)
+    return ranks.waited
+
+
+class _Ranks:
+    """All ranks together, on their way through an epoch."""
+
+    def __init__(self, cost: Cost, priced: Mapping[Identity, Price]) -> None:
+        self.cost, self.priced = cost, priced
+        self.waited: Number = 0.0
+        self.under_way = False
+        self.backlog: Number = 0.0
+        self.shares: dict[Port, Number] = {}  # of the time that all-reduces use a port
+        self._end_segment()
+
+    def _end_segment(self) -> None:
+        self.segment = Counter[Identity]()  # what ranks do between barriers
+        self.seconds: Number = 0.0  # of it, each rank alone, up to `reached`
+        self.reached: Number = 0.0  # when all were done with that
+
+    def compute(self, identity: Identity) -> None:
+        self.segment[identity] += 1
+
+    def begin(self, identity: Identity) -> None:
+        """An all-reduce, once all ranks are there."""
+        self._go_on()
+        price = self.priced[identity]
+        self.under_way, self.backlog = True, self.backlog + price.seconds
+        self.shares = {
+            port: _ratio(busy, price.seconds) for port, busy in price.transfer.busy.items()
+        }
+
+    def exchange(self, identity: Identity) -> None:
+        """All wait for it."""
+        self._barrier()
+        price = self.priced[identity]
+        self._meet(price.seconds, price.transfer.busy)
+
+    def wait(self) -> None:
+        """All wait for what is under way."""
+        self._barrier()
+        self.waited = self.waited + self.backlog
+        self.under_way, self.backlog = False, 0.0
+
+    def _barrier(self) -> None:
+        if self.under_way:
+            self._go_on()
+        self._end_segment()
+
+    def _go_on(self) -> None:
+        """To where the segment is now."""
+        seconds = total(
+            times(self.priced[identity].seconds, count) for identity, count in self.segment.items()
+        )
+        reached = self.cost.all_done_s(seconds)
+        self._meet(reached - self.reached, self.cost.core_busy_s(seconds - self.seconds))
+        self.seconds, self.reached = seconds, reached
+
+    def _meet(self, seconds: Number, busy: Mapping[Port, Number]) -> None:
+        """Ranks do what takes so long, and uses ports for so long, alone."""
+        if not self.under_way:
+            return
+        crowded = largest(
+            _ratio(busy[port], seconds) + share - 1
+            for port, share in self.shares.items()
+            if port in busy
+        )
+        in_common = np.minimum(seconds, self.backlog)
+        self.waited = self.waited + in_common * crowded
+        self.backlog = self.backlog - in_common
+
+
+def _ratio(part: Number, whole: Number) -> Number:
+    return part / np.maximum(whole, 1e-30)

@@ -1,0 +1,200 @@
+"""Gradients that are added up in buckets, beside the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_strategies import GRAPHS, cluster, problem_of
+
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import (
+    DataParallel,
+    GraNNDis,
+    GraphParallel,
+    GSplit,
+    Strategy,
+    parse,
+)
+from gnnplan.planner.strategies.layerwise.buckets import CLAIM, buckets_of
+from gnnplan.planner.strategies.program.drawing import draw
+from gnnplan.planner.strategies.program.price import price_of
+from gnnplan.planner.vocabulary.schedule import Label
+from gnnplan.simulator.player import Played, play
+
+
+def problem(model: str = "gcn", layers: int = 3, where: Any = None, **workload: Any) -> Problem:
+    return problem_of(GRAPHS[0], where or cluster(), model=model, layers=layers, **workload)
+
+
+def played(asked: Problem, strategy: Strategy, contention: bool = True) -> Played:
+    return play(strategy.schedule(asked, 4), asked.cost, contention=contention)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "narrow", "layers", "after"),
+    [
+        # 40 -> 64 -> 64 -> 5: 2624, 4160 and 325 weights
+        ("gcn", 1, False, [], []),
+        ("gcn", 2, False, [(3, 2), (1,)], [2, 1]),
+        ("gcn", 3, False, [(3,), (2,), (1,)], [3, 2, 1]),
+        ("gcn", 3, True, [(3,), (2,), (1,)], [2, 2, 1]),  # layer 3 projects with layer 2
+        # an encoder, whose gradient is the last one
+        ("gcnii", 2, False, [(3, 2), (1,)], [2, 0]),
+        ("sgc", 3, False, [(3,), (1,)], [3, 1]),  # layer 2 has no weights
+    ],
+)
+def test_layers_of_buckets(
+    model: str, count: int, narrow: bool, layers: list[tuple[int, ...]], after: list[int]
+) -> None:
+    asked = problem(model)
+    buckets = buckets_of(asked, count, narrow)
+    assert [tuple(reversed(bucket.layers)) for bucket in buckets] == layers
+    assert [bucket.after for bucket in buckets] == after
+    assert sum(bucket.weights for bucket in buckets) == (asked.model.weights if layers else 0)
+
+
+def test_a_deep_model_has_equal_buckets_and_one_rank_none() -> None:
+    asked = problem("resgcn", 20)
+    sizes = [bucket.weights for bucket in buckets_of(asked, 4, narrow=False)]
+    assert len(sizes) == 4 and max(sizes) <= 1.3 * min(sizes)
+    assert buckets_of(problem(where=cluster(1, 1)), 3, narrow=False) == []
+
+
+def test_an_all_reduce_begins_after_its_backward_pass_and_the_update_waits_for_all() -> None:
+    asked, strategy = problem(), GraphParallel(buckets=3)
+    schedule = strategy.schedule(asked, 1)
+    after = {str(task.label): list(map(str, task.after)) for task in schedule.tasks}
+    assert after["all_reduce:l3:s0"] == ["backward:l3:s0"]
+    assert after["all_reduce:l2:s0"] == ["backward:l2:s0"]
+    assert after["backward:l1:s0"] == ["halo:b:l2:s0"]  # for no all-reduce
+    assert after["update:s0"] == [f"all_reduce:l{layer}:s0" for layer in (3, 2, 1)]
+    assert "|all_reduce 3|" in draw(schedule).splitlines()[-1]
+    # batch norm's moments go behind what is under way, on the same lane
+    lane = [
+        str(t.label) for t in strategy.schedule(problem("sage", norm="batch"), 1).lane(0, "reduce")
+    ]
+    assert lane[-5:] == [
+        "all_reduce:l3:s0",
+        "moments:b:l3:s0",
+        "all_reduce:l2:s0",
+        "moments:b:l2:s0",
+        "all_reduce:l1:s0",
+    ]
+
+
+FAMILIES = (
+    "graph_parallel",
+    "graph_parallel(narrow=True)",
+    "pipegcn",
+    "granndis",
+    "granndis(depth=1)",
+    "bns(p=0.5)",
+    "data_parallel",
+    "gsplit",
+    "gsplit(prefetch=2)",
+)
+
+
+@pytest.mark.parametrize("text", FAMILIES)
+def test_bytes_and_memory_are_those_of_one_bucket(text: str) -> None:
+    plain = parse(text)
+    mini = {"mode": "mini", "batch": 24, "fanout": (3, 3, 3)} if plain.mode == "mini" else {}
+    asked = problem("sage", **mini)
+    plain = plain.settle(asked)
+    several = replace(plain, buckets=3)
+    assert several.predict(asked).bytes == plain.predict(asked).bytes
+    assert several.predict(asked).bytes_by_link == plain.predict(asked).bytes_by_link
+    steps = plain.steps(asked)
+    counted = several.schedule(asked, steps).bytes_by_op()
+    assert counted == plain.schedule(asked, steps).bytes_by_op()
+    memory, before = several.memory(asked), plain.memory(asked)
+    assert all((memory[use] == before[use]).all() for use in before)
+
+
+def test_a_step_without_exchanges_by_hand() -> None:
+    """The wire is slow: it is busy from the first bucket on, to the update."""
+    asked, strategy = problem("sage", where=cluster(2, 1, inter=1e6)), GraNNDis(buckets=3)
+    ops = strategy.settle(asked).program(asked).at(0)
+    price = {op.label(0): price_of(asked, op).seconds for op in ops}
+    computed = [
+        Label("forward", 0, layer=1),
+        Label("forward", 0, layer=2),
+        Label("forward", 0, layer=3),
+        Label("loss", 0),
+        Label("backward", 0, layer=3),
+    ]
+    before = max(sum(price[label][rank] for label in computed) for rank in range(2))
+    reduced = sum(float(price[Label("all_reduce", 0, layer=layer)]) for layer in (3, 2, 1))
+    update = float(price[Label("update", 0)])
+    expected = before + reduced + update
+    assert float(strategy.settle(asked).predict(asked).epoch_s) == pytest.approx(expected, rel=1e-9)
+    assert played(asked, strategy.settle(asked)).step_s == pytest.approx(expected, rel=1e-9)
+    fast = problem("sage", where=cluster(2, 1, inter=1e12, latency=1e-9, overlap_tax=0.0))
+    one, three = (GraNNDis(buckets=n).settle(fast).predict(fast) for n in (1, 3))
+    assert three.epoch_s < one.epoch_s  # what is left is the last bucket
+
+
+@pytest.mark.parametrize("text", FAMILIES[:6])
+@pytest.mark.parametrize(
+    ("servers", "gpus", "inter", "kind", "model", "hidden"),
+    [
+        (2, 2, 1e7, "cuda", "sage", 512),
+        (3, 1, 1e9, "cuda", "gcnii", 128),
+        (2, 2, 1e8, "cpu", "gcn", 64),
+        (1, 4, 1e9, "cuda", "gin", 64),
+        (3, 1, 1e8, "cpu", "sage", 256),
+    ],
+)
+def test_closed_form_and_simulation(
+    text: str, servers: int, gpus: int, inter: float, kind: str, model: str, hidden: int
+) -> None:
+    where = cluster(servers, gpus, inter=inter, kind=kind)
+    asked = problem(model, 4, where, hidden=hidden)
+    for count in (2, 4):
+        strategy = replace(parse(text), buckets=count).settle(asked)
+        closed = float(strategy.predict(asked).epoch_s)
+        claim = strategy.claim if text == "pipegcn" else CLAIM
+        assert played(asked, strategy).step_s == pytest.approx(closed, rel=claim)
+
+
+def test_computation_beside_an_all_reduce_is_slower_by_the_tax() -> None:
+    """The next layer's backward pass loses that share of the seconds that the bytes take."""
+    tax, taken = 0.4, []
+    for overlap_tax in (0.0, tax):
+        asked = problem(where=cluster(2, 1, intra=1e9, overlap_tax=overlap_tax))
+        strategy = GraphParallel(buckets=3)
+        taken.append(
+            {op.label(0): price_of(asked, op).seconds for op in strategy.program(asked).at(0)}
+        )
+    sent = 4 * buckets_of(asked, 3, narrow=False)[0].weights  # each of two ranks sends them once
+    gained = taken[1][Label("backward", 0, layer=2)] - taken[0][Label("backward", 0, layer=2)]
+    assert gained == pytest.approx(tax * sent / 1e9, rel=1e-9)
+    for unhindered in (Label("backward", 0, layer=3), Label("forward", 0, layer=2)):
+        assert (taken[0][unhindered] == taken[1][unhindered]).all()
+
+
+def test_candidates_have_buckets_only_where_they_save_time() -> None:
+    def counts(asked: Problem, family: type[Strategy]) -> set[int]:
+        return {strategy.knobs()["buckets"] for strategy in family.candidates(asked)}
+
+    large, small = {"hidden": 256, "where": cluster(inter=3e9)}, {"hidden": 4}
+    mini = {"mode": "mini", "batch": 24, "fanout": (3, 3, 3)}
+    for family in (GraphParallel, GraNNDis):
+        assert counts(problem(**large), family) == {1, 3}
+        assert counts(problem(where=cluster(inter=1e11, latency=1e-9), **small), family) == {1}
+    for family in (DataParallel, GSplit):
+        assert counts(problem(**large, **mini), family) == {1, 3}
+    assert counts(problem(where=cluster(1, 1), hidden=256), GraphParallel) == {1}
+
+
+@pytest.mark.parametrize("count", [0, -1, 4])
+@pytest.mark.parametrize("text", ["graph_parallel", "pipegcn", "granndis", "bns"])
+def test_impossible_numbers_of_buckets(text: str, count: int) -> None:
+    asked = problem()
+    strategy = replace(parse(text), buckets=count)
+    with pytest.raises(
+        Exception, match=rf"{text}: buckets .* \(buckets: {count}, layers: 3\); use"
+    ):
+        strategy.settle(asked).check(asked)
