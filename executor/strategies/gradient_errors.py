@@ -100,7 +100,7 @@ class GradientErrors:
 
     def __init__(self, worker: Worker, gradients: Gradients) -> None:
         rank, problem, net = worker.rank, worker.problem, worker.net
-        layout = problem.layout()
+        layout = problem.trimmed(problem.layout()) if worker.evaluator else problem.layout()
         assert isinstance(layout, Layout)
         self.worker, self.gradients = worker, gradients
         synchronous = replace(worker.options, staleness=0, smoothing="")

@@ -58,3 +58,14 @@ def test_rows_that_are_left_out_do_not_matter(
     assert (
         fewer.row_counts(3).sum() == 12 < fewer.row_counts(1).sum() < all_rows.row_counts(1).sum()
     )
+
+
+def test_gradients_are_as_far_from_exact_ones(run_ranks: Ranks) -> None:
+    """The exact pass that they are compared with leaves out the same rows."""
+    workload = {"model": "gcn", "layers": 3, "hidden": 8, "dtype": "float64"}
+    trimmed = Case("pipegcn(trim=True)", FEW, workload, gradient_errors=True)
+    ours, theirs = run_ranks(2, [trimmed, replace(trimmed, strategy="pipegcn")])
+    found, expected = (result.rank(0)["gradient_errors"]["all"] for result in (ours, theirs))
+    assert len(found) == 3 and found[1][0] > 0
+    for mine, other in zip(found, expected, strict=True):
+        assert mine[:2] == pytest.approx(other[:2], rel=1e-8)
