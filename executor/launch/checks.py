@@ -58,7 +58,7 @@ def must_be_trainable(problem: Problem, where: str = "") -> None:
             f"{where}the graph {name} is known by statistics only and cannot be trained;"
             " plan with a graph file"
         )
-    learns_labels = problem.workload.target == "node"
+    learns_labels = problem.workload.task == "node"
     if learns_labels and (problem.stats.classes == 0 or problem.stats.train_vertices == 0):
         raise SpecError(
             f"{where}the graph {name} has no labelled training vertices; it can be"

@@ -36,7 +36,7 @@ class Whole:
         assert isinstance(layout, Layout)
         self.worker = graph_parallel.worker_on(rank, problem, layout, ExchangeOptions(), net=net)
         self.targets: Scored = self.worker.targets
-        if problem.workload.target == "link":
+        if problem.workload.task == "link":
             self.targets = HeldOut(rank, problem, layout)
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.papers.presets import read_fitted
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import METRICS, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.inputs import Asked, apply_overrides, ask_workload, checked
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cache_dir
+from gnnplan.planner.vocabulary.files import cache_dir, suggest
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
 Overrides = Mapping[str, object] | Sequence[str]  # {'servers': 16}, or ['servers=16'] as --set
@@ -54,6 +54,10 @@ def ask(
 
     Raises SpecError.
     """
+    if task in METRICS:  # what is learned; 'none' says that there is nothing to learn from
+        fields, task = {**fields, "task": task}, None
+    elif task not in (None, "none"):
+        raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*METRICS, 'none'))}")
     name = source_name(graph)
     notify(f"reading {name}")
     own = fields.get("model")

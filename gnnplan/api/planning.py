@@ -69,8 +69,8 @@ def plan(
     - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
     - workload: a YAML file, a preset, a mapping of fields, or a Workload
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
-      target='link', negatives, seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or
-      a live torch.nn.Module or its class, whose parameters training starts from
+      negatives, seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live
+      torch.nn.Module or its class, whose parameters training starts from
     - exact: only exact strategies: they compute the gradient of one process
     - objective: what the best has least of: 'time', 'cost' (needs a price) or 'energy' (needs the
       device's power), per epoch
@@ -80,7 +80,8 @@ def plan(
     - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
     - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
     - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
-    - features, labels, split, task: what the graph's file lacks, as on the command line
+    - features, labels, split: what the graph's file lacks, as on the command line
+    - task: what is learned: 'node' (labels), 'link' (edges), or 'none', on stand-ins for labels
     - notify: is told what is being done (`gnnplan.progress`)
 
     Raises SpecError where the input is wrong, Infeasible where nothing fits.

@@ -18,7 +18,6 @@ from gnnplan.cli.common import (
     Method,
     Set,
     Split,
-    Task,
     app,
     print_json,
     show,
@@ -34,7 +33,15 @@ def plan(
     features: Features = None,
     labels: Labels = None,
     split: Split = None,
-    task: Task = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="node|link|none",
+            help="What is learned: node (labels of vertices), link (which vertices an edge links;"
+            " with --mode mini, a batch is of edges), or none: the graph has no labels, and is"
+            " planned, simulated and run on stand-ins.  [default: node]",
+        ),
+    ] = None,
     cluster: Annotated[
         str,
         typer.Option(
@@ -68,16 +75,9 @@ def plan(
             " [default: 10 each]"
         ),
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="What is learned: node (labels of vertices) or link (which vertices an edge"
-            " links; with --mode mini, a batch is of edges).  [default: node]"
-        ),
-    ] = None,
     negatives: Annotated[
         int | None,
-        typer.Option(help="Of --target link: vertices that an edge is told from.  [default: 1]"),
+        typer.Option(help="Of --task link: vertices that an edge is told from.  [default: 1]"),
     ] = None,
     seed: Annotated[
         int | None,
@@ -191,7 +191,6 @@ def plan(
         "mode": mode,
         "batch": batch,
         "fanout": fanout,
-        "target": target,
         "negatives": negatives,
         "seed": seed,
     }
@@ -273,7 +272,7 @@ def _sizes(
 
 def show_next(path: Path | None, problem: Problem) -> None:
     """Where the plan is, and what it is good for."""
-    learns_links = problem.workload.target == "link"
+    learns_links = problem.workload.task == "link"
     trainable = problem.stats.known and (learns_links or problem.stats.classes > 0)
     if path is None:
         print("not written; to simulate or run it, add -o plan.json")

@@ -60,7 +60,7 @@ def explain(
     if problem.workload.mode == "full":
         return out + of_families(problem, found)
     out += [batches_of(problem, best.strategy), *of_families(problem, found)]
-    if found.forced or problem.workload.target == "link":  # on the full graph there is none
+    if found.forced or problem.workload.task == "link":  # on the full graph there is none
         return out
     return out + full_graph(problem, best, exact, notify)
 
@@ -329,7 +329,7 @@ def batches_of(problem: Problem, strategy: Strategy) -> str:
     workload = problem.workload
     fanouts = ", ".join("all" if f == ALL else str(f) for f in workload.fanouts)
     items = "seeds"
-    if workload.target == "link":
+    if workload.task == "link":
         items = f"edges and {show_count(workload.negatives, 'negative')} of each,"
     return (
         f"An epoch is {strategy.steps(problem)} updates of the weights, each on a batch of"

@@ -726,7 +726,7 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     >>> [(layer.h_in, layer.h_out) for layer in model.layers]
     [(40, 16), (16, 16), (16, 5)]
     """
-    classes = workload.hidden if workload.target == "link" else max(classes, 1)
+    classes = workload.hidden if workload.task == "link" else max(classes, 1)
     architecture, module = ARCHITECTURES[workload.model], workload.module
     layers = _as_in_module(architecture.layers(workload, features, classes, nonzeros > 0), module)
     jump = module.jump if module else None

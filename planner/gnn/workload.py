@@ -16,7 +16,7 @@ ALL = -1  # the fanout that takes every neighbour
 FANOUT = 10  # per layer, if the user gives none
 MOST = 10**12  # vertices, seeds of a batch, epochs
 MOST_NEGATIVES = 10_000  # of an edge
-METRICS = {"node": "accuracy", "link": "auc"}  # what is measured, by target
+METRICS = {"node": "accuracy", "link": "auc"}  # what is measured, by task
 MOST_BATCH_LAYERS = 1000  # of a mini-batch, which reaches one hop further by every layer
 
 
@@ -117,7 +117,7 @@ class Workload(Spec):
     # neighbours drawn per layer, from the seeds outwards; None: FANOUT for each
     fanout: tuple[Annotated[int, Field(ge=1, le=MOST)], ...] | Literal["full"] | None = None
     # what is learned: labels of vertices, or which vertices an edge links
-    target: Literal["node", "link"] = "node"
+    task: Literal["node", "link"] = "node"
     negatives: int = Field(1, ge=1, le=MOST_NEGATIVES)  # link: vertices that an edge is told from
     seed: int = Field(0, ge=0, lt=2**31)
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -197,24 +197,24 @@ class Workload(Spec):
 
     @model_validator(mode="after")
     def _can_predict_links(self) -> Workload:
-        if self.target == "link" and self.mode == "full":
+        if self.task == "link" and self.mode == "full":
             raise Conflict(
-                ("target", "mode"),
+                ("task", "mode"),
                 "link prediction trains on batches of edges, and the full graph is one batch of"
-                " vertices (target: link, mode: full); use mode=mini, or target=node",
+                " vertices (task: link, mode: full); use mode=mini, or task=node",
             )
-        if self.target == "link" and (self.module is not None or self.model == "own"):
+        if self.task == "link" and (self.module is not None or self.model == "own"):
             raise Conflict(
-                ("target", "model"),
+                ("task", "model"),
                 "link prediction reads rows of the last layer as wide as `hidden`, and a module of"
-                " your own ends in classes (target: link); use one of our models, or target=node",
+                " your own ends in classes (task: link); use one of our models, or task=node",
             )
         return self
 
     @property
     def metric(self) -> str:
         """What is measured of training, validation and test, as metrics.jsonl names it."""
-        return METRICS[self.target]
+        return METRICS[self.task]
 
     @property
     def is_converted(self) -> bool:

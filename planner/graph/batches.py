@@ -1,7 +1,7 @@
 """What a mini-batch is made of: training vertices, or edges with negatives (link prediction).
 
-    target=node    items: training vertices    seeds: the same vertices
-    target=link    items: edges                seeds: all ends of the edges' pairs (links.py)
+    task=node    items: training vertices    seeds: the same vertices
+    task=link    items: edges                seeds: all ends of the edges' pairs (links.py)
 
 An epoch goes over all items, `batch` at a time. Ranks share a batch's items, and sample around the
 seeds of their share."""
@@ -20,7 +20,7 @@ from gnnplan.planner.graph.sampling import Ids, seeds_of
 
 def count_items(workload: Workload, stats: GraphStats) -> int:
     """Items that an epoch goes over: training vertices, or edges."""
-    return stats.edges if workload.target == "link" else stats.train_vertices
+    return stats.edges if workload.task == "link" else stats.train_vertices
 
 
 def per_epoch(workload: Workload, stats: GraphStats) -> int:
@@ -30,13 +30,13 @@ def per_epoch(workload: Workload, stats: GraphStats) -> int:
 
 def items_of(graph: Graph, workload: Workload, epoch: int) -> list[Ids]:
     """The items of an epoch's batches."""
-    draw = edges_of if workload.target == "link" else seeds_of
+    draw = edges_of if workload.task == "link" else seeds_of
     return draw(graph, workload.batch, workload.seed, epoch)
 
 
 def pairs_in(graph: Graph, workload: Workload, items: Ids, epoch: int, number: int) -> Pairs | None:
     """The pairs that the loss of some items of a batch is of; None: it is of labels."""
-    if workload.target == "node":
+    if workload.task == "node":
         return None
     return pairs_of(graph, items, workload.negatives, workload.seed, epoch, number)
 
@@ -61,4 +61,4 @@ def drawn_as(graph: Graph, workload: Workload) -> str:
     train = blake2b(np.ascontiguousarray(graph.train).data, digest_size=8).hexdigest()
     w = workload
     drawn = f"{graph.stats.hash} {train} {w.seed} {w.batch} {w.fanouts}"
-    return drawn if w.target == "node" else f"{drawn} link {w.negatives}"
+    return drawn if w.task == "node" else f"{drawn} link {w.negatives}"

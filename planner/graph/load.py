@@ -125,8 +125,8 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
     task = words.pop("task", None)
     if task not in (None, "none"):
         raise SpecError(
-            f"{source}: task must be none, which makes stand-in labels, or be left out; got"
-            f" {task[:MOST_SHOWN]!r}"
+            f"{source}: task must be none, which makes stand-in labels, node or link, got"
+            f" {task[:MOST_SHOWN]!r}; use --task none, or leave it out"
         )
     numbers = _numbers(
         source,

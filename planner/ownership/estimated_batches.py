@@ -345,13 +345,13 @@ class EstimatedBatches(Batches):
                 self.first_varying,
                 self.crossing,
                 self.fullest,
-                (size, workload.negatives) if workload.target == "link" else None,
+                (size, workload.negatives) if workload.task == "link" else None,
             )
         return self._made[size]
 
     def _need(self, items: int) -> Expected:
         """The expected frontier of a group's share of a batch."""
         workload = self.workload
-        if workload.target == "node":
+        if workload.task == "node":
             return expected_frontier(self.stats, items, workload.fanouts)
         return expected_frontier_of_edges(self.stats, items, workload.negatives, workload.fanouts)

@@ -83,7 +83,7 @@ class Problem:
 
     `graph` is None if only statistics are known. Then plans are estimates and cannot be run. For
     link prediction `graph` and `stats` lack the edges that are held out (graph/links.py). Raises
-    SpecError for another target on a graph that lacks them already."""
+    SpecError for another task on a graph that lacks them already."""
 
     stats: GraphStats
     graph: Graph | None
@@ -96,13 +96,13 @@ class Problem:
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.workload.target == "link":
+        if self.workload.task == "link":
             graph = None if self.graph is None else hold_out(self.graph)
             object.__setattr__(self, "graph", graph)
             object.__setattr__(self, "stats", graph.stats if graph else expect_held_out(self.stats))
         elif self.stats.held_out:
             raise SpecError(
-                f"target=node learns from all edges, and {self.stats.name} lacks those held out for"
+                f"task=node learns from all edges, and {self.stats.name} lacks those held out for"
                 f" link prediction ({self.stats.held_out:,}); load the graph again"
             )
 

@@ -42,7 +42,7 @@ def workload(**more: object) -> dict[str, object]:
         "lr": 0.05,
         "seed": 3,
         "mode": "mini",
-        "target": "link",
+        "task": "link",
         "negatives": 2,
         "batch": 80,
         "fanout": (3, 2),

@@ -406,7 +406,7 @@ WIDE, SLIM = (
 LINKED = "synthetic:community?vertices=20000&edges=200000&features=32&classes=4&seed=0"
 LINKS = {
     "mode": "mini",
-    "target": "link",
+    "task": "link",
     "negatives": 3,
     "layers": 2,
     "hidden": 128,

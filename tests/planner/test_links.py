@@ -74,7 +74,7 @@ def test_negatives_are_any_vertices_and_belong_to_their_edge() -> None:
 
 
 def test_evaluation_is_on_the_same_pairs_whatever_the_seed() -> None:
-    problems = [problem_of(GRAPH, target="link", batch=5000, seed=seed) for seed in (0, 1)]
+    problems = [problem_of(GRAPH, task="link", batch=5000, seed=seed) for seed in (0, 1)]
     graphs = [problem.graph for problem in problems]
     assert graphs[0] is not None and graphs[1] is not None
     for part in (0, 1):
@@ -99,7 +99,7 @@ def test_ends_that_cross_by_hand() -> None:
 
 def test_bytes_of_ends_by_hand() -> None:
     """Rows of the last layer, there and back; data parallelism sends none."""
-    problem = problem_of(GRAPH, 1, 3, target="link", batch=3000, layers=1, fanout=(3,), hidden=16)
+    problem = problem_of(GRAPH, 1, 3, task="link", batch=3000, layers=1, fanout=(3,), hidden=16)
     strategy = GSplit(splitter="random")
     batches = strategy.batches(problem)
     known = [batches.at(step) for step in range(strategy.steps(problem))]
@@ -122,7 +122,7 @@ def test_bytes_of_ends_by_hand() -> None:
 )
 def test_laws_of_mini_batches(servers: int, gpus: int, more: dict[str, object]) -> None:
     """An epoch's closed form is its simulation, and bytes are those of the schedule."""
-    problem = problem_of(laws.GRAPHS[0], servers, gpus, target="link", **more)
+    problem = problem_of(laws.GRAPHS[0], servers, gpus, task="link", **more)
     assert {"data_parallel", "gsplit"} <= {s.name for s in laws.variants(problem)}
     for law in (
         laws.test_the_closed_form_of_an_epoch_is_its_simulation,
@@ -136,7 +136,7 @@ def test_laws_of_mini_batches(servers: int, gpus: int, more: dict[str, object]) 
 @pytest.mark.parametrize("batch", [500, 4000])
 def test_statistics_estimate_what_is_drawn(name: str, batch: int) -> None:
     """Seeds, and rows that cross for scores, of a graph without much spread of degrees."""
-    asked = {"target": "link", "batch": batch, "negatives": 2, "layers": 1, "fanout": (3,)}
+    asked = {"task": "link", "batch": batch, "negatives": 2, "layers": 1, "fanout": (3,)}
     drawn = problem_of(GRAPH, 1, 2, **asked)
     stats = replace(GRAPH.stats, known=False, batch_spread=(0.3, 0.3))
     told = Problem(stats, None, drawn.workload, drawn.cluster)
@@ -152,22 +152,22 @@ def test_statistics_estimate_what_is_drawn(name: str, batch: int) -> None:
 
 
 def test_rows_are_as_wide_as_hidden_ones() -> None:
-    link = Workload(mode="mini", target="link", layers=2, hidden=24)
+    link = Workload(mode="mini", task="link", layers=2, hidden=24)
     assert [layer.h_out for layer in describe(link, 10, 3).layers] == [24, 24]
     assert describe(link, 10, 0).classes == 24
 
 
 def test_what_cannot_learn_links_says_so() -> None:
     with pytest.raises(SpecError, match=r"(?s)--target: .*the full graph is one batch.*mode=mini"):
-        checked(Workload, {"target": "link"}, "--")
-    problem = problem_of(GRAPH, target="link", batch=5000)
+        checked(Workload, {"task": "link"}, "--")
+    problem = problem_of(GRAPH, task="link", batch=5000)
     with pytest.raises(SpecError, match="graph_parallel trains on the full graph"):
         GraphParallel().check(problem)
     with pytest.raises(SpecError, match=r"drawn from all edges.*structure='everywhere'"):
         parse("data_parallel(structure='spread')").check(problem)
     edges = problem.stats.edges
     with pytest.raises(SpecError, match=rf"at most the edges.*use --batch {edges}"):
-        parse("p3").check(problem_of(GRAPH, target="link", batch=10**6))
+        parse("p3").check(problem_of(GRAPH, task="link", batch=10**6))
     node = problem.workload.model_copy(update={"target": "node"})
     with pytest.raises(SpecError, match="lacks those held out for link prediction"):
         replace(problem, workload=node)

@@ -248,7 +248,7 @@ def check_structure(name: str, problem: Problem, structure: str, cache: int = 0)
             f"{name}: structure says who has adjacency lists, and {structure!r} is"
             f" unknown{suggest(structure, PLACES)}"
         )
-    if structure == "spread" and problem.workload.target == "link":
+    if structure == "spread" and problem.workload.task == "link":
         raise SpecError(
             f"{name}: batches of link prediction are drawn from all edges, and with"
             " structure='spread' a sampler has some; use structure='everywhere'"

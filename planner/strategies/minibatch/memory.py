@@ -86,7 +86,7 @@ def of_order(problem: Problem, prefetch: int) -> int:
 
     The planner's batches have one, and so has a sampler that is not in a process of its own.
     The order of training vertices is small. With a GPU either is in the server's memory."""
-    if problem.workload.target == "node" or problem.cluster.device.kind != "cpu":
+    if problem.workload.task == "node" or problem.cluster.device.kind != "cpu":
         return 0
     return PLACE * problem.stats.edges * (1 if prefetch else 2)
 

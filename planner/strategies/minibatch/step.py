@@ -287,7 +287,7 @@ def program(
 def check(problem: Problem) -> None:
     """Raises SpecError if the problem has no mini-batches for its ranks."""
     workload = problem.workload
-    other = "use another graph" if workload.target == "link" else "use --mode full"
+    other = "use another graph" if workload.task == "link" else "use --mode full"
     check_batches(workload, problem.stats, problem.ranks, other)
 
 
@@ -297,7 +297,7 @@ def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> N
     `without`: the remedy if the graph has no training vertices.
     """
     items = count_items(w, stats)
-    each, name = ("an edge", "edges") if w.target == "link" else ("a seed", "training vertices")
+    each, name = ("an edge", "edges") if w.task == "link" else ("a seed", "training vertices")
     if not items:
         raise SpecError(f"mini-batches are drawn from {name}, and {stats.name} has none; {without}")
     if w.batch > items:
