@@ -22,7 +22,7 @@ from gnnplan.planner.graph.splitting import IMBALANCE, owners
 from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, estimated_chunks
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
-from gnnplan.planner.ownership.layout import Expansion, Layout
+from gnnplan.planner.ownership.layout import Expansion, Layout, distances
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.known import Known
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -215,9 +215,21 @@ class Problem:
             return 1.0
         if trained > MOST_NEEDED:
             return trained
-        layout, layers = self.trimmed(self.layout()), range(1, self.workload.layers + 1)
-        rows = [float(layout.row_counts(h).sum()) / self.stats.vertices for h in layers]
-        return float(np.mean(rows))
+        return self.known.answer(
+            ("needed", self.graph, self.stats, self.workload.layers), self._count_needed
+        )
+
+    def _count_needed(self) -> float:
+        stats, layers = self.stats, self.workload.layers
+        if self.graph is None:
+            alone = EstimatedLayout(
+                stats.vertices, stats.edges, (0,), layers, 0, 0, targets=stats.train_vertices
+            )
+            rows = [alone.region(h) for h in range(1, layers + 1)]
+        else:
+            hops = distances(self.graph, self.graph.train, layers - 1)
+            rows = [float(np.count_nonzero(hops <= layers - h)) for h in range(1, layers + 1)]
+        return float(np.mean(rows)) / stats.vertices
 
     @property
     def needs_few_rows(self) -> bool:

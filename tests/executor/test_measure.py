@@ -99,6 +99,7 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
         "device.name",
         "device.kind",
         "device.overlap_tax",
+        "device.power",
         "device.cache",
         "device.cache_bandwidth",
     }

@@ -158,7 +158,7 @@ def test_rows_are_as_wide_as_hidden_ones() -> None:
 
 
 def test_what_cannot_learn_links_says_so() -> None:
-    with pytest.raises(SpecError, match=r"(?s)--target: .*the full graph is one batch.*mode=mini"):
+    with pytest.raises(SpecError, match=r"(?s)--task: .*the full graph is one batch.*mode=mini"):
         checked(Workload, {"task": "link"}, "--")
     problem = problem_of(GRAPH, task="link", batch=5000)
     with pytest.raises(SpecError, match="graph_parallel trains on the full graph"):
@@ -168,6 +168,6 @@ def test_what_cannot_learn_links_says_so() -> None:
     edges = problem.stats.edges
     with pytest.raises(SpecError, match=rf"at most the edges.*use --batch {edges}"):
         parse("p3").check(problem_of(GRAPH, task="link", batch=10**6))
-    node = problem.workload.model_copy(update={"target": "node"})
+    node = problem.workload.model_copy(update={"task": "node"})
     with pytest.raises(SpecError, match="lacks those held out for link prediction"):
         replace(problem, workload=node)
