@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,18 @@ def must_be_measurable(options: Options, strategy: Strategy) -> None:
 
     The twin is the same worker with exchanges that are not late (strategies/gradient_errors.py).
     """
-    if options.gradient_errors and not isinstance(strategy, GraphParallel):
+    if not options.gradient_errors:
+        return
+    if not isinstance(strategy, GraphParallel):
         raise SpecError(
             f"--gradient-errors is of graph_parallel and pipegcn, and the plan's {strategy} has no"
             " synchronous pass to compare with; leave it out, or choose --strategy pipegcn"
+        )
+    if strategy.buckets > 1:
+        raise SpecError(
+            "--gradient-errors compares gradients before ranks add them up, which begins during the"
+            f" step with several buckets (buckets: {strategy.buckets}); plan with --strategy"
+            f' "{replace(strategy, buckets=1)}", whose numbers are the same'
         )
 
 

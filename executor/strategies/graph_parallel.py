@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar, cast
 
 import numpy as np
@@ -618,14 +618,14 @@ def trimmed_worker_on(
     assert isinstance(trimmed, Layout)
     kept = ConstantRows(rank, problem, layout, net, degrees)
 
-    def on(rows: Layout, gamma: float) -> Worker:
+    def on(rows: Layout, options: ExchangeOptions) -> Worker:
         share = whole_share(rank, problem, rows, net, degrees)
         worker = Worker(rank, problem, share, options, net, gamma)
         worker.features, worker.cached = kept.on_device(kept.of(rows))
         return worker
 
-    worker = on(trimmed, gamma)
-    worker.evaluator = lambda: on(layout, 0.0)
+    worker = on(trimmed, options)
+    worker.evaluator = lambda: on(layout, replace(options, staleness=0, smoothing=""))
     return worker
 
 

@@ -322,8 +322,16 @@ class Plan(View):
         from gnnplan.api.simulation import Playing, Sweep
 
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
+        if "target_accuracy" in self.document:
+            raise SpecError(
+                "a sweep compares epochs, and this plan trainings to an accuracy (target_accuracy:"
+                f" {self.document['target_accuracy']:g}); plan without --target-accuracy to sweep"
+            )
         exact = documents.is_exact(self.document)
-        return Sweep.of(self.problem, self.strategy, exact, fields, playing, overrides, notify)
+        objective = Objective(self.document.get("objective", "time"))
+        return Sweep.of(
+            self.problem, self.strategy, exact, fields, playing, overrides, notify, objective
+        )
 
     def run(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of
 from gnnplan.api.view import Table, View, of
+from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import Candidate, placed, search
 from gnnplan.planner.decision.sweep import Axis, axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.papers.presets import read_fitted
@@ -255,6 +256,7 @@ class Sweep(View):
         playing: Playing,
         overrides: Overrides,
         notify: Notify,
+        objective: Objective,
     ) -> Sweep:
         """As `Plan.sweep` says."""
         if isinstance(fields, Mapping):
@@ -267,7 +269,8 @@ class Sweep(View):
         )
         for _, problem in asked:
             playing.must_be_of(problem.ranks)
-        return cls(swept, strategy.name, exact, rows(asked, strategy.name, playing, exact, notify))
+        found = rows(asked, strategy.name, playing, exact, notify, objective)
+        return cls(swept, strategy.name, exact, found)
 
     @property
     def document(self) -> dict[str, Any]:

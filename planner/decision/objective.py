@@ -131,10 +131,9 @@ class Target:
         ]
 
     def tells_of(self, problem: Problem) -> bool:
-        """Whether an exact strategy's run on the question reached the accuracy."""
-        return any(
-            run.strategy.exact and run.reached(self.accuracy) for run in self.of_question(problem)
-        )
+        """Whether runs say in how many epochs exact strategies reach the accuracy."""
+        exact = [run for run in self.of_question(problem) if run.strategy.exact]
+        return bool(self._reached(exact))
 
     def like(self, problem: Problem, strategy: Strategy) -> list[Training]:
         """The runs that computed what the strategy computes, or are lossy in the same way.
@@ -157,16 +156,21 @@ class Target:
         A run that ended before the slowest of the others got there says nothing. One that trained
         as long and did not get there says that the accuracy is not always reached.
         """
-        runs = {run.workload.seed: run for run in sorted(self.like(problem, strategy), key=_length)}
-        reached = [span for run in runs.values() if (span := run.reached(self.accuracy))]
+        like = self.like(problem, strategy)
+        reached = self._reached(like)
         if not reached:
             return None
-        slowest = max(at for _, at in reached)
-        if any(_length(run) >= slowest and not run.reached(self.accuracy) for run in runs.values()):
-            return None
-        told = min(str(run.strategy) for run in runs.values())
+        told = min(str(run.strategy) for run in like)
         name = "exact" if strategy.exact else f"{told} on {problem.ranks}"
         return Epochs(reached, f"{problem.workload.mode} {name}")
+
+    def _reached(self, like: Sequence[Training]) -> list[tuple[int, int]]:
+        """Where runs of the same numbers, one of each seed, got there; empty if none tells."""
+        runs = {run.workload.seed: run for run in sorted(like, key=_length)}
+        reached = [span for run in runs.values() if (span := run.reached(self.accuracy))]
+        slowest = max((at for _, at in reached), default=0)
+        late = (run for run in runs.values() if not run.reached(self.accuracy))
+        return [] if any(_length(run) >= slowest for run in late) else reached
 
     def why_not(self, problem: Problem, strategy: Strategy) -> str:
         """Why `epochs` knows nothing of the strategy, and which run would tell."""

@@ -397,7 +397,7 @@ def on_fewer(
     exact_ones: list[Candidate] = []
     for gpus in parts(problem.cluster):
         smaller, waiting = problem.placed(gpus), list[_Waiting]()
-        if objective.at_least(smaller, least(problem, len(gpus), exact)) >= limit:
+        if objective.at_least(smaller, least(problem, len(gpus))) >= limit:
             continue
         limits = {kind: least_of([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
         for number, strategy in enumerate(_candidates(smaller, exact)):
@@ -490,20 +490,22 @@ def _halvings(count: int) -> list[int]:
     return [count >> times for times in range(count.bit_length())]
 
 
-def least(problem: Problem, ranks: int, exact: bool = False) -> float:
+def least(problem: Problem, ranks: int) -> float:
     """A bound for the epoch [s]: its computation shared equally by so many ranks, nothing sent.
 
-    An exact epoch computes all rows. Batches (GraNNDis) compute no fewer rows than training
-    vertices need together.
+    On the full graph no layer computes fewer rows than training vertices need together, on
+    mini-batches none fewer than there are training vertices.
     """
-    if problem.workload.mode == "full" and not exact:
+    if problem.workload.mode == "mini":
+        counts = [(problem.stats.train_vertices / ranks, 0.0)] * problem.workload.layers
+    elif problem.workload.norm == "batch":
+        rows, edges = problem.stats.vertices / ranks, problem.stats.edges / ranks
+        counts = [(rows, edges)] * problem.workload.layers
+    else:
         alone = problem.placed((0,))
         [needed_rows] = alone.batches(alone.layout(), 1)
         facts = [needed_rows.facts(layer) for layer in range(1, problem.workload.layers + 1)]
         counts = [(float(f.rows.sum()) / ranks, float(f.edges.sum()) / ranks) for f in facts]
-    else:
-        rows, edges = problem.stats.vertices / ranks, problem.stats.edges / ranks
-        counts = [(rows, edges)] * problem.workload.layers
     work = [
         way(layer, rows, rows, edges)
         for layer, (rows, edges) in enumerate(counts, 1)

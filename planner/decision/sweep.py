@@ -165,13 +165,14 @@ def rows(
     playing: Playing,
     exact: bool = False,
     notify: Notify = silent,
+    objective: Objective = TIME,
 ) -> list[dict[str, Any]]:
     """A row per point: what is recommended there, and the best of the plan's family on all GPUs.
 
     With `exact` only exact strategies are recommended.
     """
     out = []
-    for at, problem, found, error in planned(asked, exact, notify=notify):
+    for at, problem, found, error in planned(asked, exact, notify=notify, objective=objective):
         row: dict[str, Any] = {"at": at, "ranks": problem.ranks}
         if found is None:
             out.append(row | {"best": None, "reason": str(error)})

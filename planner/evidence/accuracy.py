@@ -49,18 +49,21 @@ def _is_run(folder: Path) -> bool:
 
 def _training(folder: Path) -> Training:
     document, path = plans.read(folder / PLAN), folder / METRICS
-    lines = read_bytes(path, MAX_METRICS, MAKE).splitlines()
+    workload = Workload.model_validate(document["workload"])
+    rows = [
+        from_json(path, line, MAKE) for line in read_bytes(path, MAX_METRICS, MAKE).splitlines()
+    ]
     return Training(
         str(folder),
         document["graph"]["hash"],
-        Workload.model_validate(document["workload"]),
+        workload,
         plans.chosen(document),
         len(plans.placement(document)),
-        tuple(_accuracies(path, [from_json(path, line, MAKE) for line in lines])),
+        tuple(_accuracies(path, workload.metric, rows)),
     )
 
 
-def _accuracies(path: Path, rows: list[Any]) -> Iterator[tuple[int, float]]:
+def _accuracies(path: Path, metric: str, rows: list[Any]) -> Iterator[tuple[int, float]]:
     """Of the epochs that were evaluated."""
     last = 0
     for row in rows:
@@ -71,5 +74,5 @@ def _accuracies(path: Path, rows: list[Any]) -> Iterator[tuple[int, float]]:
                 f" {MAKE}"
             )
         last = epoch
-        if isinstance(accuracy := row.get("val_accuracy"), float):
+        if isinstance(accuracy := row.get(f"val_{metric}"), float):
             yield epoch, accuracy

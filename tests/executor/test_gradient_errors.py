@@ -80,6 +80,9 @@ def test_only_a_strategy_with_a_synchronous_twin_is_measured() -> None:
     must_be_measurable(Options(), parse("gnnpipe"))
     with pytest.raises(SpecError, match="is of graph_parallel and pipegcn, and the plan's gnnpipe"):
         must_be_measurable(asked, parse("gnnpipe"))
+    # the sum over ranks had begun when the exact pass was made, and both went into one buffer
+    with pytest.raises(SpecError, match=r"several buckets \(buckets: 3\).*\"pipegcn\""):
+        must_be_measurable(asked, parse("pipegcn(buckets=3)"))
 
 
 def test_what_a_run_says_is_relative_and_of_the_last_step() -> None:

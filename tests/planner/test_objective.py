@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from gnnplan.planner.decision.objective import (
     Training,
 )
 from gnnplan.planner.decision.scale import scale
-from gnnplan.planner.decision.search import evaluate_or_save_memory, parts, placed, search
+from gnnplan.planner.decision.search import (
+    evaluate_or_save_memory,
+    least,
+    parts,
+    placed,
+    search,
+)
 from gnnplan.planner.decision.search import families as families_of
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.workload import Workload
@@ -397,3 +404,29 @@ def test_a_plan_of_mini_batches_says_what_the_full_graph_would_take():
         found = search(problem, may_use_fewer=False, objective=objective)
         reasons = plan.make(problem, found)["explanation"]
         assert any(re.search(said, line) for line in reasons)
+
+
+def test_a_full_graph_that_reaches_the_accuracy_with_some_seeds_is_not_compared_by_it():
+    """One seed trained as long and did not get there: the plan of mini-batches ended in an error
+    about the full graph."""
+    problem = problem_of(mode="mini", batch=64)
+    late = training("graph_parallel", (200, 0.5), seed=1)
+    runs = [
+        training("data_parallel", (1, 0.95), mode="mini", batch=64),
+        training("graph_parallel", *REACHED),
+        late,
+    ]
+    found = search(problem, may_use_fewer=False, objective=Objective(target=Target(0.9, runs)))
+    reasons = plan.make(problem, found)["explanation"]
+    assert any("depends on the graph: unknown" in line for line in reasons)
+
+
+def test_fewer_gpus_are_asked_where_few_vertices_train():
+    """The bound of smaller parts was an epoch of all rows, which trimmed ones do not compute: the
+    part with the least energy was skipped."""
+    stats = replace(problem_of().stats, train_vertices=20)
+    problem = replace(problem_of(), stats=stats, graph=None)
+    for part in range(1, problem.ranks + 1):
+        alone = problem.placed(tuple(range(part)))
+        trimmed = parse("graph_parallel(trim=True)")
+        assert least(alone, part) <= float(trimmed.predict(alone).epoch_s)

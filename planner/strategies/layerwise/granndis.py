@@ -138,7 +138,8 @@ class GraNNDis(Strategy):
             variants = list(cls._variants(problem, group))
             yield from variants
             layers = problem.workload.layers
-            if pays(problem, cls(group=group), cls(group=group, buckets=layers)):
+            plain = cls(group=group, trim=problem.needs_few_rows)
+            if pays(problem, plain, replace(plain, buckets=layers)):
                 whole = (variant for variant in variants if variant.batches == 1)
                 yield from (replace(variant, buckets=layers) for variant in whole)
 
@@ -154,15 +155,15 @@ class GraNNDis(Strategy):
         yield cls(group=group)  # exact; with checkpoints if it does not fit
         if trim:
             yield cls(group=group, trim=True)
-        in_batches = cls(batches=None, group=group)
+        in_batches = cls(batches=None, group=group, trim=trim)
         if in_batches.settle(problem).batches != 1:
             yield in_batches
-        sampled = cls(max_hop=MAX_HOP, fanout=FANOUT, batches=None, group=group)
+        sampled = replace(in_batches, max_hop=MAX_HOP, fanout=FANOUT)
         yield sampled
         # A batch computes only what its training vertices need. Two batches may be faster than the
         # whole graph, though that fits.
         for open_batches in (in_batches, sampled):
-            two = replace(open_batches, batches=2)
+            two = replace(open_batches, batches=2, trim=False)
             if open_batches.settle(problem).batches == 1 and two._suits(problem):
                 yield two
 
@@ -207,7 +208,8 @@ class GraNNDis(Strategy):
             ("fewest that fit", *asked, problem.graph, problem.stats, problem.method),
             lambda: out._fewest_that_fit(problem),
         )
-        return replace(out, batches=batches)
+        # several batches leave out rows as they are
+        return replace(out, batches=batches, trim=self.trim and batches == 1)
 
     def _fewest_that_fit(self, problem: Problem) -> int:
         """The smallest number of batches R whose memory fits; if none does, that which needs least.

@@ -135,7 +135,7 @@ class GraphParallel(Strategy):
             # as fast; may converge better
             variants.append(cls(staleness=1, smoothing="gf", trim=trim))
         yield from variants
-        if pays(problem, cls(), cls(buckets=layers)):
+        if pays(problem, cls(trim=trim), cls(trim=trim, buckets=layers)):
             yield from (replace(variant, buckets=layers) for variant in variants)
 
     @classmethod

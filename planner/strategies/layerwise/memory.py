@@ -146,6 +146,9 @@ def _during_evaluation(
         )
         copied = (halo > 0) * f.sources * model.exchanged_width(layer, options.narrow)
         inputs = (f.sources - f.taken) * spec.h_in * (layer > model.first_varying)
+        if model.encoder and layer > 1:  # what the encoder makes stays until the end
+            inputs = inputs + local_rows(layout, 0) * model.encoder[1]
+        inputs = inputs + layout.row_counts(len(model.layers)) * model.jumped
         most = np.maximum(most, (inputs + copied) * model.itemsize + need.forward)
     return np.asarray(most + _constant(problem, layout) + blocks(problem, layout))
 

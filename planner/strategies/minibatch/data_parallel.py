@@ -120,7 +120,7 @@ class DataParallel(Strategy):
                 variants.append(replace(plain, cache=cache, shared_cache=True))
         yield from variants
         layers = problem.workload.layers
-        if pays(problem, plain, replace(plain, buckets=layers)):
+        if pays(problem, variants[-1], replace(variants[-1], buckets=layers)):
             yield from (replace(variant, buckets=layers) for variant in variants)
 
     def check(self, problem: Problem) -> None:

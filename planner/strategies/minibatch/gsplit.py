@@ -128,7 +128,7 @@ class GSplit(Strategy):
                         variants.append(replace(plain, cache=cache))
                     yield from variants
                     layers = problem.workload.layers
-                    if pays(problem, plain, replace(plain, buckets=layers)):
+                    if pays(problem, variants[-1], replace(variants[-1], buckets=layers)):
                         yield from (replace(variant, buckets=layers) for variant in variants)
 
     @classmethod
