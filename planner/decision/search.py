@@ -31,6 +31,8 @@ from gnnplan.planner.decision.recommendation import (
     recommended,
     settled_regret,
 )
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.minibatch.host_memory import fits, fullest
@@ -493,22 +495,23 @@ def _halvings(count: int) -> list[int]:
 def least(problem: Problem, ranks: int) -> float:
     """A bound for the epoch [s]: its computation shared equally by so many ranks, nothing sent.
 
-    On the full graph no layer computes fewer rows than training vertices need together, on
-    mini-batches none fewer than there are training vertices.
+    Ranks compute no fewer rows together than one rank would alone, which computes what training
+    vertices need: of the graph, or of every batch.
     """
+    alone, layers = problem.placed((0,)), range(1, problem.workload.layers + 1)
+    once = 1.0 / ranks  # a rank's share of a step, times the steps of an epoch
     if problem.workload.mode == "mini":
-        counts = [(problem.stats.train_vertices / ranks, 0.0)] * problem.workload.layers
+        batches = alone.minibatches((0,))
+        steps: Sequence[Layout | EstimatedLayout] = batches.first()
+        once *= batches.steps / len(steps)
     elif problem.workload.norm == "batch":
-        rows, edges = problem.stats.vertices / ranks, problem.stats.edges / ranks
-        counts = [(rows, edges)] * problem.workload.layers
+        steps = [alone.layout()]
     else:
-        alone = problem.placed((0,))
-        [needed_rows] = alone.batches(alone.layout(), 1)
-        facts = [needed_rows.facts(layer) for layer in range(1, problem.workload.layers + 1)]
-        counts = [(float(f.rows.sum()) / ranks, float(f.edges.sum()) / ranks) for f in facts]
+        steps = alone.batches(alone.layout(), 1)
     work = [
-        way(layer, rows, rows, edges)
-        for layer, (rows, edges) in enumerate(counts, 1)
+        way(layer, once * f.rows.sum(), once * f.rows.sum(), once * f.edges.sum())
+        for layer in layers
+        for f in (step.facts(layer) for step in steps)
         for way in (problem.model.forward, problem.model.backward)
     ]
     return float(sum(problem.cost.compute_s(one) for one in work))
