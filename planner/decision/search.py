@@ -498,22 +498,22 @@ def least(problem: Problem, ranks: int) -> float:
     Ranks compute no fewer rows together than one rank would alone, which computes what training
     vertices need: of the graph, or of every batch.
     """
-    alone, layers = problem.placed((0,)), range(1, problem.workload.layers + 1)
-    once = 1.0 / ranks  # a rank's share of a step, times the steps of an epoch
+    alone, share = problem.placed((0,)), 1.0 / ranks
     if problem.workload.mode == "mini":
         batches = alone.minibatches((0,))
         steps: Sequence[Layout | EstimatedLayout] = batches.first()
-        once *= batches.steps / len(steps)
+        share *= batches.steps / len(steps)  # known ones stand for all
     elif problem.workload.norm == "batch":
         steps = [alone.layout()]
     else:
         steps = alone.batches(alone.layout(), 1)
-    work = [
-        way(layer, once * f.rows.sum(), once * f.rows.sum(), once * f.edges.sum())
-        for layer in layers
-        for f in (step.facts(layer) for step in steps)
-        for way in (problem.model.forward, problem.model.backward)
-    ]
+    work = []
+    for layer in range(1, problem.workload.layers + 1):
+        facts = [step.facts(layer) for step in steps]
+        rows = share * sum(float(f.rows.sum()) for f in facts)
+        edges = share * sum(float(f.edges.sum()) for f in facts)
+        for way in (problem.model.forward, problem.model.backward):
+            work.append(way(layer, rows, rows, edges))
     return float(sum(problem.cost.compute_s(one) for one in work))
 
 
