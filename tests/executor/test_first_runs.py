@@ -106,7 +106,8 @@ def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(
     """The rank that was left said "its peers did not answer (Connection closed by peer)", neither
     who had died nor how to go on."""
     plan = planned(tmp_path, "--ranks", "2", "--strategy", "graph_parallel")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--monitor-interval", "5"]  # it ends survivors when it looks: by default in 0.1 s
     options = ["--epochs", "1000000", "--checkpoint-every", "2"]
     run = start(plan, *options, launcher=(*torchrun, "-m", "gnnplan"), CUDA_VISIBLE_DEVICES="")
     run.until_training()

@@ -49,7 +49,7 @@ EVERY, TIMEOUT = 2, 5
 
 PATCH = '''
 """Do to this process, or to its launcher, the first fault that has not happened yet, when its rank begins what the fault waits for."""
-import json, os, re, signal
+import json, os, re, signal, threading
 from pathlib import Path
 
 def due():
@@ -66,7 +66,8 @@ if "RANK" in os.environ and "FAULTS" in os.environ and (told := due()) and told[
         if kind.startswith("launcher "):
             os.kill(os.getppid(), getattr(signal, kind.split()[1]))
         elif kind.startswith("SIG"):
-            os.kill(os.getpid(), getattr(signal, kind))
+            # sent to the process, any thread may take it, and this one goes on until that is scheduled
+            signal.pthread_kill(threading.get_ident(), getattr(signal, kind))
         elif kind == "raises":
             raise ZeroDivisionError("injected") if where else SystemExit(1)
         elif kind == "starves":
