@@ -62,7 +62,8 @@ class _Ranks:
         self.waited: Number = 0.0
         self.under_way = False
         self.backlog: Number = 0.0
-        self.shares: dict[Port, Number] = {}  # of the time that all-reduces use a port
+        self.shares_of: dict[Identity, dict[Port, Number]] = {}  # a share of its time for each port
+        self.shares: dict[Port, Number] = {}  # those of what is under way
         self._end_segment()
 
     def _end_segment(self) -> None:
@@ -78,9 +79,11 @@ class _Ranks:
         self._go_on()
         price = self.priced[identity]
         self.under_way, self.backlog = True, self.backlog + price.seconds
-        self.shares = {
-            port: _ratio(busy, price.seconds) for port, busy in price.transfer.busy.items()
-        }
+        if identity not in self.shares_of:  # equal ones begin in every step
+            self.shares_of[identity] = {
+                port: _ratio(busy, price.seconds) for port, busy in price.transfer.busy.items()
+            }
+        self.shares = self.shares_of[identity]
 
     def exchange(self, identity: Identity) -> None:
         """All wait for it."""
