@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import scores
-from gnnplan.executor.layers.kernels import Shapes, has_onednn
+from gnnplan.executor.layers.kernels import Shapes, by_onednn
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
@@ -119,7 +119,7 @@ class _Training:
         checkpoints: Checkpoints | None,
     ) -> None:
         # oneDNN and the library of a user's module: their memory belongs to the process
-        has_onednn()
+        by_onednn()
         if problem.workload.is_converted:
             read_again(problem.workload)
         self.watch = MemoryWatch(rank.device)

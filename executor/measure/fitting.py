@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from scipy.optimize import lsq_linear
 
+from gnnplan.executor.layers.kernels import CODE, by_onednn
 from gnnplan.executor.measure.computation import FANOUTS, SEEDS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.planner.cluster import scaling as scaled
@@ -241,12 +242,13 @@ def _device(
         memory=memory,
         gemm=1e12,
         memory_bandwidth=memory_rates[max(memory_rates)],
+        product_code=0.0 if cuda or not by_onednn() else CODE,
         **gathering,
         **core,
     )
     plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
     products: dict[str, float] = {}
-    provenance: dict[str, str] = {}
+    provenance = {"device.product_code": "of the library that multiplies there"}
     for kind, times in PRODUCTS.items():
         flops, seconds = [], []
         for rows, h_in, h_out, samples in found[kind]:

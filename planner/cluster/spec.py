@@ -148,6 +148,8 @@ class Device(Spec):
     # Rows that are in the cache [B/s]. None: 3 x memory_bandwidth.
     cache_bandwidth: Bandwidth | None = None
     launch: Latency = 8e-6  # one framework operation, however small [s]
+    # Machine code that is kept for each shape of a product [B] (oneDNN).
+    product_code: float = Field(0.0, ge=0.0, le=1e9)
     power: Power | None = None  # that it draws while it trains; of a CPU: a rank's share [W]
     # Share of a transfer's seconds that computation loses while they overlap. On GPUs by default
     # what was fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv).

@@ -34,8 +34,6 @@ INDEX = 4  # [B] of an index of ours
 AT_ONCE = 1 << 18
 LONG = 8  # [B] of an index that torch wants in 64 bits
 BAG = 8  # [B] that embedding_bag keeps of each row that it aggregates: two numbers
-# [B] of machine code that oneDNN keeps for each shape of a product (measured; torch 2.13)
-KERNEL = 0.6e6
 # Rows of the smallest piece that gets machine code of its own, where row counts vary from step to
 # step.
 LEAST = 128
@@ -110,8 +108,8 @@ class Product:
             yield rows, self.h_out, self.h_in, ""
 
 
-def kernels(products: Iterable[Product], ranks: int, vary: bool = False) -> Number:
-    """Machine code that oneDNN keeps for the products, on each rank [ranks] [B].
+def distinct(products: Iterable[Product], ranks: int, vary: bool = False) -> np.ndarray:
+    """How many different shapes the products have, on each rank [ranks].
 
     A product's rows are [ranks], or [pieces, ranks] where it is done piece by piece."""
     shapes_by_rank: list[set[tuple[object, ...]]] = [set() for _ in range(ranks)]
@@ -119,7 +117,7 @@ def kernels(products: Iterable[Product], ranks: int, vary: bool = False) -> Numb
         for piece in np.reshape(np.ceil(product.rows), (-1, ranks)):
             for shapes, rows in zip(shapes_by_rank, piece, strict=True):
                 shapes.update(product.shapes(int(rows), vary))
-    return KERNEL * np.array([len(shapes) for shapes in shapes_by_rank], dtype=float)
+    return np.array([len(shapes) for shapes in shapes_by_rank])
 
 
 @dataclass(frozen=True)

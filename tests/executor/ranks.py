@@ -61,6 +61,7 @@ class Case:
     islands: str = ""  # of a server's ranks, as --set takes them; one process has none
 
     def problem(self, world: int) -> Any:
+        from gnnplan.executor.layers.kernels import CODE, by_onednn
         from gnnplan.planner.cluster.spec import Cluster
         from gnnplan.planner.gnn.workload import Workload
         from gnnplan.planner.graph.load import load
@@ -72,6 +73,7 @@ class Case:
             "memory": "24GB",
             "gemm": "14TFLOP/s",
             "memory_bandwidth": "600GB/s",
+            "product_code": CODE if by_onednn() else 0.0,
         }
         islands = (
             {"islands": self.islands, "island": {"bandwidth": "100GB/s"}}

@@ -302,8 +302,13 @@ def test_linear_equals_torch(rows: int, h_in: int, h_out: int, with_bias: bool, 
 
 @pytest.mark.parametrize("rows", [999, 1000, 1001, 2500])
 @pytest.mark.parametrize("relu", [False, True])
-def test_sums_of_linear_layers_by_blocks_of_rows(rows: int, relu: bool) -> None:
+@pytest.mark.parametrize("library", ["MKL", "oneDNN"])
+def test_sums_of_linear_layers_by_blocks_of_rows(
+    rows: int, relu: bool, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against float64, which takes the plain way."""
+    onednn = library == "oneDNN" and matmul.has_onednn()
+    monkeypatch.setattr(matmul, "by_onednn", lambda: onednn)
     shapes = [(rows, 260), (300, 260), (rows, 7), (300, 7), (300,)]
     ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
     theirs = [t.detach().double().requires_grad_() for t in ours]
@@ -319,8 +324,9 @@ def test_sums_of_linear_layers_by_blocks_of_rows(rows: int, relu: bool) -> None:
 
 def test_linear_without_onednn_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = torch.randn(50, 7), torch.randn(5, 7), torch.randn(5)
+    monkeypatch.setattr(matmul, "by_onednn", matmul.has_onednn)
     ours = linear(x, weight, bias, relu=True)
-    monkeypatch.setattr(matmul, "has_onednn", lambda: False)
+    monkeypatch.setattr(matmul, "by_onednn", lambda: False)
     torch.testing.assert_close(linear(x, weight, bias, relu=True), ours)
 
 
@@ -328,7 +334,7 @@ def test_the_probe_survives_a_torch_without_the_operation(monkeypatch: pytest.Mo
     def gone(*_: object) -> None:
         raise AttributeError("no such operation")
 
-    monkeypatch.setattr(matmul, "_product", gone)
+    monkeypatch.setattr(matmul, "_onednn", gone)
     assert matmul.has_onednn.__wrapped__() is False
 
 
@@ -560,6 +566,7 @@ def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(
     each: 212 MB after three epochs where 129 were needed."""
     if not matmul.has_onednn():
         pytest.skip("this torch has no oneDNN product")
+    monkeypatch.setattr(matmul, "by_onednn", lambda: True)
     generator = torch.Generator().manual_seed(rows)
     a, b = (torch.randn(rows, 300, generator=generator, requires_grad=True) for _ in range(2))
     v, w = (torch.randn(260, 300, generator=generator, requires_grad=True) for _ in range(2))

@@ -22,7 +22,7 @@ from pairwise import covered
 from ranks import Case, ForkServer, Ranks
 from torch.profiler import ProfilerActivity, profile
 
-from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, has_onednn
+from gnnplan.executor.layers.kernels import Block, SparseRows, by_onednn, dropout
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.memory import MemoryWatch, allocated
 from gnnplan.executor.ranks.rank import Rank, wait_in_turn
@@ -466,7 +466,7 @@ def test_predicted_memory_of_batches(
     of it, as the same batches were drawn."""
     case = replace(BATCHES[name], epochs=1)  # each draws other batches, as many and as large
     _, second = fresh_ranks(2, [case, case])
-    monkeypatch.setattr(program_memory, "kernels", lambda *products: 0.0)
+    monkeypatch.setattr(program_memory, "distinct", lambda *products: 0.0)
     assert fullest_of_batches(case) == pytest.approx(second.fullest(), rel=0.05)
 
 
@@ -518,7 +518,7 @@ def test_a_step_leaves_nothing_behind(strategy: str, workload: dict[str, Any]) -
         {**workload, "layers": 4, "hidden": 96, "dropout": 0.5},
     )
     problem = case.problem(1)
-    has_onednn()
+    by_onednn()
     worker = open_worker(
         Rank(0, 1, torch.device("cpu"), "gloo", traced=0), problem, case.settled(problem)
     )

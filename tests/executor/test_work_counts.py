@@ -22,7 +22,7 @@ from gnnplan.executor.layers.count import (
     factors_of,
     flops_of,
 )
-from gnnplan.executor.layers.kernels import Shapes, backward, dropout, has_onednn
+from gnnplan.executor.layers.kernels import Shapes, backward, dropout, matmul
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.planner.gnn.counted import amount
@@ -263,15 +263,17 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks' rows are whole pieces."""
+def whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN multiplies all, for it has ReLU inside, as the model counts; the blocks' rows leave no
+    rest."""
+    if not matmul.has_onednn():
+        pytest.skip("products without oneDNN are other operations")
+    monkeypatch.setattr(matmul, "by_onednn", matmul.has_onednn)
     monkeypatch.setattr(Shapes, "least", 32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layers_work_is_what_torch_counts(case: Case) -> None:
-    if not has_onednn():
-        pytest.skip("products without oneDNN are other operations")
     for way, counted, stated in amounts(case):
         assert stated.flops == pytest.approx(counted.flops, rel=1e-6), way
         sums_over_rows = counted.weight_gradient_flops
@@ -321,8 +323,6 @@ def test_the_ends_work_is_what_torch_counts(
     """What more rows are more; the loss is apart."""
     if mini and norm == "batch":
         pytest.skip("batch norm needs all vertices at once")
-    if not has_onednn():
-        pytest.skip("products without oneDNN are other operations")
     case, rows = Case(kind, norm=norm, p=p, mini=mini), 256
     model = case.model
     told = [*model.encode(rows), *model.finish(rows)]

@@ -8,7 +8,7 @@ Open
     aggregation.py     for `aggregate`: sparse matrix times dense rows, and its gradient
     attention.py       for `softmax_aggregate`, `attend`, `attend_pairs`: softmax over edges
     sparse_rows.py     for `SparseRows`: features of which most are zero
-    matmul.py          for `linear` and `linear_sum`: dense products by oneDNN; `Shapes`
+    matmul.py          for `linear` and `linear_sum`: dense products by MKL or oneDNN; `Shapes`
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
     runtime.py         for typed autograd calls, `backward`, and the allocator's settings
 
@@ -19,11 +19,12 @@ from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_tra
 from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
 from gnnplan.executor.layers.kernels.block import Block
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
-from gnnplan.executor.layers.kernels.matmul import Shapes, has_onednn, linear, linear_sum
+from gnnplan.executor.layers.kernels.matmul import CODE, Shapes, by_onednn, linear, linear_sum
 from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
 
 __all__ = [
+    "CODE",
     "GOLDEN",
     "Block",
     "FeatureRows",
@@ -35,9 +36,9 @@ __all__ = [
     "attend",
     "attend_pairs",
     "backward",
+    "by_onednn",
     "dropout",
     "dropout_mask",
-    "has_onednn",
     "keep_allocator",
     "linear",
     "linear_sum",

@@ -1,4 +1,4 @@
-"""Linear layers: products of dense or sparse rows with a weight, by oneDNN on CPUs.
+"""Linear layers: products of dense or sparse rows with a weight, on CPUs by MKL or oneDNN.
 
 oneDNN is reached through an operation of torch that is private, so `has_onednn` probes it first.
 Shapes: R rows, H_in and H_out values per row of input and output."""
@@ -26,8 +26,7 @@ def linear(
 ) -> Tensor:
     """x [R, H_in] times weight [H_out, H_in] transposed, plus bias [H_out] -> [R, H_out].
 
-    `relu`: apply ReLU to the result. In float32 on CPUs oneDNN computes it (twice MKL's speed on
-    AMD), otherwise F.linear. Of sparse rows it is a weighted sum of the weight's columns.
+    `relu`: apply ReLU to the result. Of sparse rows it is a weighted sum of the weight's columns.
     """
     if isinstance(x, SparseRows):
         out = apply(_SparseLinear, weight, x.pattern, x.values)
@@ -44,10 +43,7 @@ def linear_sum(
     The backward pass reads the gradient once for all of them.
     """
     tensors = [t for term in terms for t in term]
-    if (
-        all(t.device.type == "cpu" and t.dtype == torch.float32 and t.numel() for t in tensors)
-        and has_onednn()
-    ):
+    if all(t.device.type == "cpu" and t.dtype == torch.float32 and t.numel() for t in tensors):
         return apply(_LinearSum, bias, relu, *tensors)
     out = F.linear(*terms[0], bias)
     for x, weight in terms[1:]:
@@ -58,8 +54,8 @@ def linear_sum(
 class Shapes:
     """Whether the number of rows varies from step to step, as in mini-batches.
 
-    oneDNN compiles a kernel for every shape it meets, which takes half a millisecond and megabytes,
-    and keeps it. Where shapes vary, products therefore go by pieces of a few sizes (`_pieces`).
+    oneDNN compiles a kernel for every shape it meets, which takes half a millisecond and `CODE`,
+    and keeps it. Where shapes vary, its products therefore go by pieces of a few sizes (`_pieces`).
     """
 
     vary = False
@@ -76,6 +72,19 @@ class Shapes:
             cls.vary = before
 
 
+CODE = 0.6e6  # [B] of machine code that oneDNN keeps for each shape (measured; torch 2.13)
+
+
+@functools.cache
+def by_onednn() -> bool:
+    """Whether oneDNN multiplies: on cores with AVX-512, of which MKL leaves half idle on AMD's.
+
+    With AVX2, MKL is as fast (60 to 76 GFLOP/s of a core of AMD's third generation), faster where
+    rows are few or layers narrow (oneDNN: 42 to 62), and compiles nothing.
+    """
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_onednn()
+
+
 @functools.cache
 def has_onednn() -> bool:
     """Whether this torch has the private oneDNN operation, and it computes what is expected."""
@@ -85,8 +94,8 @@ def has_onednn() -> bool:
     )
     try:
         return torch.allclose(
-            _product(a, b, bias, "relu"), F.linear(a, b, bias).relu(), atol=1e-6
-        ) and torch.allclose(_product(grad.t(), a.t()), grad.t() @ a, atol=1e-6)
+            _onednn(a, b, bias, "relu"), F.linear(a, b, bias).relu(), atol=1e-6
+        ) and torch.allclose(_onednn(grad.t(), a.t()), grad.t() @ a, atol=1e-6)
     except (AttributeError, RuntimeError):
         return False
 
@@ -96,12 +105,17 @@ def _product(
 ) -> Tensor:
     """a [R, K] times b [H, K] transposed, plus bias [H] -> [R, H], followed by `after`.
 
-    oneDNN copies a transposed `a`, and reads a transposed `b` as it is. `summed`: the dimension
-    that may vary is K, otherwise R.
+    `summed`: the dimension that may vary is K, otherwise R.
     """
-    if Shapes.vary and a.shape[summed] < Shapes.least:  # the rest that `_pieces` leaves
-        out = F.linear(a, b, bias)
-        return out.relu_() if after == "relu" else out
+    rest = Shapes.vary and a.shape[summed] < Shapes.least  # that `_pieces` leaves
+    if by_onednn() and not rest:
+        return _onednn(a, b, bias, after)
+    out = F.linear(a, b, bias)
+    return out.relu_() if after == "relu" else out
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
+    """`_product` by oneDNN, which copies a transposed `a` and reads a transposed `b` as it is."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, after, [], "")
     return product
 
@@ -117,7 +131,7 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _LinearSum(torch.autograd.Function):
-    """`linear_sum` by oneDNN.
+    """`linear_sum` of float32 on CPUs.
 
     Backward goes by blocks of rows: a block of the gradient stays in cache for everything that is
     computed from it. So a three-layer GraphSAGE of width 256 trains 7 % faster than with whole
@@ -179,10 +193,10 @@ class _LinearSum(torch.autograd.Function):
 def _row_blocks(rows: int, h_out: int, h_in: int) -> Iterable[slice]:
     """Blocks of rows for a product's gradients, whose operands take 2 MB.
 
-    Weight gradients reach 175 GFLOP/s by blocks, 140 without, and 93 by MKL.
+    With AVX-512, weight gradients reach 175 GFLOP/s by blocks, 140 without, and 93 by MKL.
     """
     size = max(1000, 512_000 // (h_in + h_out))
-    if Shapes.vary:
+    if Shapes.vary and by_onednn():
         return _pieces(rows, size)
     return (slice(start, start + size) for start in range(0, rows, size))
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import kernels
+from gnnplan.planner.gnn.footprint import distinct
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.held import USES, Held
 from gnnplan.planner.strategies.program.program import Group, Op, Program
@@ -30,9 +30,9 @@ def fullest(problem: Problem, program: Program) -> dict[str, np.ndarray]:
         ranks = group or tuple(range(problem.ranks))
         for name, most in zip(USES, each.most, strict=True):
             use[name][list(ranks)] = most
-        if problem.cluster.device.kind == "cpu" and problem.model.itemsize == 4:
+        if (code := problem.cluster.device.product_code) and problem.model.itemsize == 4:
             varies = problem.workload.mode == "mini"
-            use["buffers"][list(ranks)] += kernels(each.products, len(ranks), varies)
+            use["buffers"][list(ranks)] += code * distinct(each.products, len(ranks), varies)
     return use
 
 
