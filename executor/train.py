@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import scores
@@ -24,6 +24,7 @@ from gnnplan.executor.layers.kernels import Shapes, by_onednn
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
+from gnnplan.executor.ranks.gathered import gather_bytes
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank, now
@@ -258,11 +259,8 @@ class _Training:
         weights = {name: p.detach().cpu().contiguous() for name, p in net.state_dict().items()}
         group = self.worker.reduce_group
         if len(group) < rank.world:  # other ranks hold other weights
-            gathered: list[Any] = [None] * rank.world
-            dist.gather_object(
-                weights if rank.rank == group[0] else {}, gathered if rank.rank == 0 else None
-            )
-            weights = {name: p for part in gathered if part for name, p in part.items()}
+            parts = gather_bytes(save(weights if rank.rank == group[0] else {}), rank.wire_device)
+            weights = {name: p for part in parts for name, p in load(part).items()}
         if rank.rank == 0:
             if self.problem.workload.is_converted:  # under the names of the user's own module
                 weights = state_of(weights, self.problem.workload)

@@ -6,14 +6,13 @@ The agent starts the ranks, watches them, ends all of them when one is lost, and
 from __future__ import annotations
 
 import logging
+import secrets
 import signal
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import (
@@ -22,9 +21,14 @@ from torch.distributed.elastic.multiprocessing.api import (
     SignalException,
     SubprocessContext,
 )
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
+from gnnplan.executor.ranks.meeting import LOOPBACK, store_of_this_machine
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
@@ -51,6 +55,42 @@ class _Agent(LocalElasticAgent):
         return result
 
 
+class _Here(RendezvousHandler):
+    """One machine's agent meets nobody; its ranks meet at a store that only the machine reaches.
+
+    torch's own rendezvous listens on all interfaces."""
+
+    def __init__(self) -> None:
+        self.store, self.run = store_of_this_machine(), secrets.token_hex(16)
+
+    def get_backend(self) -> str:
+        return "here"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        place = RendezvousStoreInfo(self.store.host, self.store.port)
+        return RendezvousInfo(self.store, 0, 1, place)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        """Its secret name: ranks find it in their environment."""
+        return self.run
+
+    def shutdown(self) -> bool:
+        return True
+
+
 def run(
     arguments: Sequence[str],
     ranks: int,
@@ -70,11 +110,7 @@ def run(
         # every logger has a level of its own; our message says what happened
         logging.getLogger(name).setLevel(logging.CRITICAL)
     numa = LaunchConfig(1, 1, ranks).numa_options  # torch's default: a rank stays near its GPU
-    meeting = rendezvous.get_rendezvous_handler(
-        RendezvousParameters(
-            "c10d", "127.0.0.1:0", uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", timeout=900
-        )
-    )
+    meeting = _Here()
     spec = WorkerSpec(
         "rank",
         ranks,
@@ -83,7 +119,7 @@ def run(
         args=tuple(arguments),
         max_restarts=restarts,
         monitor_interval=0.2,
-        local_addr="127.0.0.1",
+        local_addr=LOOPBACK,
         numa_options=numa,
     )
     agent = _Agent(spec, blame, announce_restart)

@@ -25,16 +25,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.own import names_layer, own_layers
 from gnnplan.executor.modules.read import Source, read, read_again, state_of, with_module
+from gnnplan.executor.ranks.meeting import on_this_machine, store_of_this_machine
 from gnnplan.executor.ranks.rank import Rank, die_with_parent, open_rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -268,15 +269,16 @@ class _Ranks:
         self.running: dict[int, int] = {}  # pidfd -> rank
         self.pids: list[int] = []
         port, to_ranks = os.pipe()
+        run = token_hex(16)
         for rank in range(RANKS):
             pid = os.fork()
             if not pid:
                 os.close(to_ranks)
-                _be_rank(rank, port, out, tasks)
+                _be_rank(rank, port, run, out, tasks)
             self.pids.append(pid)
             self.running[os.pidfd_open(pid)] = rank
         # where they meet; it has a thread, so it is opened after the forks
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = store_of_this_machine()
         os.write(to_ranks, f"{self.store.port:{PORT_DIGITS}}".encode() * RANKS)
         os.close(to_ranks)
         os.close(port)
@@ -334,15 +336,15 @@ class _Ranks:
         return LostRank(f"rank {rank} of gnnplan check was lost in {self._place(rank)} ({words})")
 
 
-def _be_rank(number: int, port: int, out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> NoReturn:
+def _be_rank(
+    number: int, port: int, run: str, out: Path, tasks: Mapping[int, Mapping[str, Any]]
+) -> NoReturn:
     """Be a rank of the fork that calls this: train all tasks, and end."""
     code = 1
     try:
         die_with_parent()
         os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": os.read(port, PORT_DIGITS).decode().strip(),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **on_this_machine(int(os.read(port, PORT_DIGITS)), run),
             "TORCHELASTIC_RESTART_COUNT": "0",
             "RANK": str(number),
             "LOCAL_RANK": str(number),

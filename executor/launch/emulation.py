@@ -14,6 +14,7 @@ nothing is left behind whatever ends it. No packet leaves the namespaces.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -199,7 +200,7 @@ def start(
 
     places must ascend. Every process has the environment that torchrun would give it.
     """
-    ranks = []
+    ranks, run = [], secrets.token_hex(16)
     for rank, server in enumerate(places):
         env = os.environ | {
             "RANK": str(rank),
@@ -210,6 +211,7 @@ def start(
             "MASTER_ADDR": servers[places[0]].address,
             "MASTER_PORT": str(PORT + attempt),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RUN_ID": run,
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -31,6 +31,7 @@ from gnnplan.executor.launch.rank_process import follow, leave, work
 from gnnplan.executor.launch.scalars import must_be_installed
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import latest, stored
+from gnnplan.executor.ranks.meeting import loopback_only
 from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -126,6 +127,8 @@ def start(
     arguments = [*program, str(plan), str(out), json.dumps(asdict(options))]
     try:
         if emulate is None:
+            for name, interface in loopback_only().items():
+                os.environ.setdefault(name, interface)
             agent.run(arguments, len(ranks), options.restarts, explain, announce_restart)
         else:
             lab.run(

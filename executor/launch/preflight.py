@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gnnplan import __version__
+from gnnplan.executor.ranks.gathered import gather_all
 from gnnplan.executor.ranks.memory import free_memory, resident
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, as_torchrun_has_it, hosts_the_store
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
 
-MESSAGE_BYTES = 4096  # that a rank's facts take at most
 # Predictions of memory are off by less than this factor, so what is refused cannot fit.
 SLACK = 1.1
 SHOWN = 4  # differing ranks that a message names
@@ -38,12 +37,8 @@ def must_meet() -> None:
             f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but {socket.gethostname()} has"
             f" {', '.join(present)}; set it to one of these, or unset it"
         )
-    env = os.environ
-    hosts_the_store = (
-        env.get("RANK", env.get("SLURM_PROCID")) == "0"
-        and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )
-    if hosts_the_store and "MASTER_PORT" in env:
+    env = as_torchrun_has_it()
+    if hosts_the_store(env) and "MASTER_PORT" in env:
         _must_be_free(env["MASTER_PORT"])
 
 
@@ -94,7 +89,8 @@ def agree(
     ranks would train different things, and Infeasible if the prediction does not fit. All ranks
     raise the same.
     """
-    everyone = _gathered(rank, {**own, **_room(rank, problem, predicted)})
+    facts = {**own, **_room(rank, problem, predicted)}
+    everyone = gather_all(facts, rank.wire_device) if rank.world > 1 else [facts]
     for name in ("gnnplan", "torch", "data", "plan", "options"):
         if odd := [r for r, other in enumerate(everyone) if other[name] != everyone[0][name]]:
             who = ", ".join(
@@ -133,17 +129,3 @@ def _room(rank: Rank, problem: Problem, predicted: Mapping[str, float]) -> dict[
         "needs": max(needs, 0.0),
         "free": free,
     }
-
-
-def _gathered(rank: Rank, own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's message. It travels as JSON: nothing from a network is unpickled."""
-    text = json.dumps(dict(own)).encode()
-    assert len(text) <= MESSAGE_BYTES, f"facts of {len(text)} bytes"
-    padded = bytearray(text.ljust(MESSAGE_BYTES))
-    message = torch.frombuffer(padded, dtype=torch.uint8).to(rank.wire_device)
-    if rank.world == 1:
-        messages = [message]
-    else:
-        messages = [torch.empty_like(message) for _ in range(rank.world)]
-        dist.all_gather(messages, message)
-    return [json.loads(bytes(other.cpu().numpy())) for other in messages]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from secrets import token_hex
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
@@ -28,8 +29,16 @@ from gnnplan.executor.launch import emulation as lab
 from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.measure.fitting import cluster_of, cores
 from gnnplan.executor.measure.microbench import Bench
+from gnnplan.executor.ranks.gathered import gather_all
+from gnnplan.executor.ranks.meeting import join, on_this_machine, store_of_this_machine
 from gnnplan.executor.ranks.memory import free_memory
-from gnnplan.executor.ranks.rank import as_torchrun_has_it, die_with_parent, wait_in_turn
+from gnnplan.executor.ranks.rank import (
+    as_torchrun_has_it,
+    attempt,
+    die_with_parent,
+    hosts_the_store,
+    wait_in_turn,
+)
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
@@ -66,19 +75,14 @@ def measure(
     notify = progress or (lambda what: None)
     memory = torch.cuda.mem_get_info()[0] if cuda else free_memory() / (ranks * servers)
     if servers == 1:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
+        store = store_of_this_machine()
         meeting = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **on_this_machine(store.port, token_hex(16)),
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
         }
-        meeting |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
         def start(command: list[str], **streams: Any) -> list[subprocess.Popen[str]]:
             return [
@@ -204,15 +208,20 @@ def _attempt(seconds: float, notify: Callable[[str], None], one_machine: bool) -
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     else:
         wait_in_turn()
+    env, limit = os.environ, datetime.timedelta(seconds=STUCK)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", "env://", timeout=datetime.timedelta(seconds=STUCK)
+        "nccl" if cuda else "gloo",
+        store=join(env, attempt(), limit, hosts_the_store(env)),
+        rank=int(env["RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        timeout=limit,
     )
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, int(os.environ.get("GROUP_RANK", "0")))
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    places = gather_all(int(env.get("GROUP_RANK", "0")), device)
     bench = Bench(
         dist.get_rank(),
         places,
-        torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        device,
         None if cuda else cores(),
         one_machine,
         seconds,

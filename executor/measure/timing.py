@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gnnplan.executor.ranks.gathered import gather_all
 from gnnplan.executor.ranks.rank import Rank
 
 OTHER_BYTES = 2**24  # that pass through a rank's cache between two samples
@@ -108,6 +109,4 @@ class Timing:
 
     def _gather(self, own: Any) -> list[Any]:
         """What every rank gives, by rank."""
-        everyone: list[Any] = [None] * len(self.places)
-        dist.all_gather_object(everyone, own)
-        return everyone
+        return gather_all(own, self.device)

@@ -8,6 +8,7 @@ pages that are not read."""
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections import Counter
 from pathlib import Path
@@ -241,7 +242,9 @@ def write_features(path: Path, graph: Graph) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(temporary, "xb") as stream:
+            # its owner's alone: these are the user's data
+            mine = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(mine, "wb") as stream:
                 np.save(stream, graph.x, allow_pickle=False)
             temporary.replace(path)
         finally:

@@ -39,12 +39,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Share
+from gnnplan.executor.ranks.meeting import join
 from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, now
 from gnnplan.planner.graph.batches import items_of, pairs_in
 from gnnplan.planner.graph.graph import Graph
@@ -340,13 +341,8 @@ class Sampler(Dataset[Sampled]):
         ranks = tuple(among)
         if ranks not in self._process_groups:
             limit = timedelta(seconds=self.timeout_s)
-            store = TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                timeout=limit,
-            )
-            named = PrefixStore(f"sampler {attempt()} {self.number} {ranks}", store)
+            store = join(os.environ, attempt(), limit)
+            named = PrefixStore(f"sampler {self.number} {ranks}", store)
             self._process_groups[ranks] = dist.ProcessGroupGloo(
                 named, ranks.index(self.me), len(ranks), limit
             )

@@ -2,6 +2,8 @@
 
 Open
     rank.py        for `Rank`: device, process groups, lanes, recorded spans, start-up
+    meeting.py     for the store where ranks meet, and who reaches it
+    gathered.py    for small messages from every rank
     comm.py        for exchanges of rows, point-to-point messages and the all-reduce
     learner.py     for gradients summed over ranks, and the update of the weights
     optimizer.py   for SGD and Adam

@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.ranks.activity import Activity
+from gnnplan.executor.ranks.meeting import join
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
@@ -275,12 +275,16 @@ def open_rank(
     return rank
 
 
+def hosts_the_store(env: Mapping[str, str]) -> bool:
+    """Whether this process offers the store: the launcher's rank 0, which has the address, unless
+    the launcher itself does."""
+    return env.get("RANK") == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def _connect(rank: Rank) -> None:
     """Make the process groups of all ranks: torch's default group, and one for exchanges."""
     limit = timedelta(seconds=rank.timeout_s)
-    # hosted by the launcher's rank 0, which has the address
-    store, _, _ = next(rendezvous("env://", timeout=limit))
-    store = PrefixStore(f"attempt {attempt()}", store)
+    store = join(os.environ, attempt(), limit, hosts_the_store(os.environ))
     dist.init_process_group(
         rank.backend, store=store, rank=rank.rank, world_size=rank.world, timeout=limit
     )

@@ -146,13 +146,11 @@ def meeting(world: int) -> tuple[Any, dict[str, str]]:
     """A store at a port that the system chooses, hosted here for as long as it is held, and what
     ranks of this machine must know to meet there, but their numbers. A port that was only found
     free may be somebody else's when rank 0 wants it."""
-    from torch.distributed import TCPStore
+    from gnnplan.executor.ranks.meeting import on_this_machine, store_of_this_machine
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_of_this_machine()
     return store, {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **on_this_machine(store.port, "tests"),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",

@@ -192,6 +192,7 @@ def test_a_file_of_features_takes_the_place_of_a_copy(
     assert not map_features(path, graph)  # there is none yet
     write_features(path, graph)
     assert map_features(path, graph) and isinstance(graph.x, np.memmap)
+    assert path.stat().st_mode & 0o777 == 0o600  # other users do not read the user's data
     assert not graph.x.flags.writeable and np.array_equal(graph.x, copy)
     assert np.array_equal(graph.features(np.array([5, 3])), copy[[5, 3]])
     written = path.stat().st_mtime_ns

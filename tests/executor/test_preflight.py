@@ -28,7 +28,7 @@ def agree(
     monkeypatch: pytest.MonkeyPatch, problem: Problem, predicted: dict[str, float], **theirs: Any
 ) -> list[dict[str, Any]]:
     """As rank 0, where rank 1 says the same but for `theirs`."""
-    monkeypatch.setattr(preflight, "_gathered", lambda rank, mine: [dict(mine), {**mine, **theirs}])
+    monkeypatch.setattr(preflight, "gather_all", lambda mine, device: [mine, {**mine, **theirs}])
     return preflight.agree(Rank(0, 2, torch.device("cpu"), "gloo"), problem, OURS, predicted)
 
 
@@ -80,11 +80,6 @@ def test_what_cannot_fit_is_refused(problem: Problem, monkeypatch: pytest.Monkey
         ),
     ):
         agree(monkeypatch, problem, {"features": 90e6, "runtime": 30e6})
-
-
-def test_facts_cross_a_network_as_they_are() -> None:
-    alone = preflight._gathered(Rank(0, 1, torch.device("cpu"), "gloo"), OURS)
-    assert alone == [OURS]
 
 
 def test_interface_and_port(monkeypatch: pytest.MonkeyPatch) -> None:

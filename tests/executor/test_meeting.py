@@ -1,0 +1,162 @@
+"""Who may reach the ranks of a run, and what their messages may be."""
+
+import re
+import socket
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from started import Start, Started
+
+from gnnplan.cli import app
+from gnnplan.executor.ranks.gathered import gather_all, gather_bytes
+from gnnplan.executor.ranks.meeting import join, on_this_machine, store_of_this_machine
+from gnnplan.planner.vocabulary.errors import SpecError
+
+GRAPH = "synthetic:community?vertices=2000&edges=20000&features=16&classes=4&seed=0"
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT = timedelta(seconds=20)
+LISTENS = "0A"  # in /proc/net/tcp
+
+
+def listening(run: Started) -> dict[tuple[str, int], set[int]]:
+    """Address in hexadecimals and port of every socket that a run listens at -> its processes."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            address, port = local.split(":")
+            if state == LISTENS:
+                sockets[f"socket:[{inode}]"] = address, int(port, 16)
+    found: dict[tuple[str, int], set[int]] = {}
+    for pid in run.alive():
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                place = sockets[str(file.readlink())]
+            except (OSError, KeyError):
+                continue
+            found.setdefault(place, set()).add(pid)
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds sockets in /proc")
+def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: Start) -> None:
+    """The store, Gloo and the samplers' Gloo listened on all interfaces. Whoever reached the store
+    could set keys of any run there."""
+    plan = tmp_path / "plan.json"
+    mini = [
+        "--mode",
+        "mini",
+        "--batch",
+        "256",
+        "--fanout",
+        "5,5",
+        "--layers",
+        "2",
+        "--strategy",
+        "gsplit",
+    ]
+    app(
+        ["plan", "--graph", GRAPH, *mini, "--hidden", "8", "--ranks", "2", "-o", str(plan)],
+        standalone_mode=False,
+    )
+    run = start(plan, "--epochs", "60", CUDA_VISIBLE_DEVICES="")
+    run.until_training()
+    places = listening(run)
+    assert len(places) >= 3, places  # the store's, and two ranks'
+    assert {address for address, _ in places} == {"0100007F"}  # 127.0.0.1
+    # where a host's name leads to its loopback, Gloo would listen there without being told
+    interfaces = {env.get("GLOO_SOCKET_IFNAME") for env in run.alive().values() if "RANK" in env}
+    assert interfaces == {"lo"}
+    (port,) = (port for (_, port), pids in places.items() if run.process.pid in pids)
+    with pytest.raises(SpecError, match=rf"meet at 127.0.0.1 port {port} are another run's"):
+        join(on_this_machine(port, "a guess"), "0", LIMIT)
+    assert run.ended(90) == 0, run.stderr
+    assert len(run.epochs()) == 60
+
+
+def test_runs_at_one_store_do_not_meet() -> None:
+    store = store_of_this_machine()
+    ours = join(on_this_machine(store.port, "ours"), "0", LIMIT)
+    ours.set("rank 0", "its address")
+    again = join(on_this_machine(store.port, "ours"), "0", LIMIT)
+    assert again.get("rank 0") == b"its address"
+    assert not join(on_this_machine(store.port, "ours"), "1", LIMIT).check(["rank 0"])
+    with pytest.raises(SpecError, match="choose another MASTER_PORT"):
+        join(on_this_machine(store.port, "theirs"), "0", LIMIT)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.3", "localhost"])
+def test_a_store_listens_where_ranks_were_told_to_meet(address: str) -> None:
+    """Not on all interfaces; 127.0.0.3 stands for one of two cards."""
+    with socket.create_server((address, 0)) as free:
+        port = free.getsockname()[1]
+    env = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}
+    store = join(env, "0", LIMIT, hosts=True)
+    join(env, "0", LIMIT).set("a", "b")
+    assert store.get("a") == b"b"
+    other = "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError), socket.create_connection((other, port), timeout=5):
+        pass
+
+
+def test_a_store_whose_address_is_elsewhere_listens_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container is reached by its host's address, which it cannot listen at."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def outside(*_: object, **__: object) -> socket.socket:
+        raise OSError("cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", outside)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    assert join(env, "0", LIMIT, hosts=True).num_keys() >= 1
+
+
+SAID = [{"host": "größe", "numbers": [1, 0.1, None]}, ["longer " * 100], 3]
+
+
+def _say(rank: int, port: int, out: str) -> None:
+    env = on_this_machine(port, "tests")
+    store = join(env, "0", LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=LIMIT)
+    device = torch.device("cpu")
+    assert gather_all(SAID[rank], device) == SAID
+    own = bytes(range(rank * 100))  # rank 0 says nothing
+    found = gather_bytes(own, device)
+    assert found == ([bytes(range(r * 100)) for r in range(3)] if rank == 0 else [])
+    Path(out, str(rank)).touch()
+    dist.destroy_process_group()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_what_ranks_say_arrives_as_it_is(tmp_path: Path) -> None:
+    store, context = store_of_this_machine(), get_context("spawn")
+    ranks = [
+        context.Process(target=_say, args=(rank, store.port, str(tmp_path))) for rank in range(3)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(40)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_nothing_from_a_network_is_unpickled() -> None:
+    """torch's collectives of objects run whatever code a peer has sent."""
+    unpickling = re.compile(r"\b(?:\w+_object(?:_list)?|pickle\.loads?)\(")
+    calls = [
+        (path.name, found[0])
+        for path in (ROOT / "executor").rglob("*.py")
+        for found in unpickling.finditer(path.read_text())
+    ]
+    assert calls == []
