@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,44 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
     with pytest.raises(SpecError, match="holds a run already"):  # what is left is not overwritten
         app(["run", str(tmp_path / "plan.json"), "--out", str(run.out)], standalone_mode=False)
     assert {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()} == kept
+
+
+def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
+    """The launcher waited for ever: no rank was left to notice that its peers were silent."""
+    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), "--timeout", "3")
+    run.until_training()
+    ranks = {run.rank(rank) for rank in range(2)}
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    assert run.ended() == 4, run.stderr
+    words = (
+        r"^error: rank \d \(server 0\) was lost in .*: no rank has done anything for \d+ s; were"
+    )
+    assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
+    run.check_metrics()
+
+
+@pytest.mark.parametrize("strategy", ["p3(pipelined=True,prefetch=2)", "gsplit(prefetch=1)"])
+def test_samplers_that_all_stop_end_the_run(tmp_path: Path, start: Start, strategy: str):
+    """Those of a pipelined P3 were waited for for ever, and those of others three times as long as
+    the user had allowed."""
+    mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
+    planned = plan(tmp_path, 2, *mini, "--strategy", strategy)
+    run = start(planned, "--epochs", str(FOREVER), "--timeout", "2")
+    run.until_training()
+    ranks = {run.rank(rank) for rank in range(2)}
+    for pid in run.alive():
+        if parent(pid) in ranks:
+            os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert run.ended() == 4, run.stderr
+    assert time.monotonic() - began < 2 + 10
+    words = r"was lost in .*wait.*: its sampler, a process of its own, has said nothing for 2 s"
+    assert re.search(words, run.stderr) and "Traceback" not in run.stderr, run.stderr
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_interrupted_as_in_a_terminal(tmp_path: Path, start: Start):

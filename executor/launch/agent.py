@@ -34,17 +34,30 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
 Blame = Callable[[dict[int, Any]], GnnplanError]  # from torch's failures by process
 AnnounceRestart = Callable[[GnnplanError, int], None]  # why, and how many restarts are left
+# from the ids of the ranks' processes to what is to be called now and then
+Watch = Callable[[Sequence[int]], Callable[[], None]]
 
 
 class _Agent(LocalElasticAgent):
     """An agent that restarts lost ranks, but not ranks whose input is wrong."""
 
-    def __init__(self, spec: WorkerSpec, blame: Blame, announce_restart: AnnounceRestart) -> None:
+    def __init__(
+        self, spec: WorkerSpec, blame: Blame, announce_restart: AnnounceRestart, watch: Watch
+    ) -> None:
         super().__init__(spec, DefaultLogsSpecs(), start_method="spawn")
-        self.blame, self.announce_restart = blame, announce_restart
+        self.blame, self.announce_restart, self.watch = blame, announce_restart, watch
         self.error: GnnplanError | None = None
+        self.look: Callable[[], None] = lambda: None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        pids = self._pcontext.pids()
+        self.look = self.watch([pids[local] for local in sorted(pids)])
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.look()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self.error = self.blame(result.failures)
@@ -97,6 +110,7 @@ def run(
     restarts: int,
     blame: Blame,
     announce_restart: AnnounceRestart,
+    watch: Watch,
 ) -> None:
     """Run Python with these arguments in a process per rank, until all are done.
 
@@ -122,7 +136,7 @@ def run(
         local_addr=LOOPBACK,
         numa_options=numa,
     )
-    agent = _Agent(spec, blame, announce_restart)
+    agent = _Agent(spec, blame, announce_restart, watch)
     try:
         with _grace(GRACE):
             result = agent.run()

@@ -91,7 +91,7 @@ def blame(
                 f" died: is a link between them down? {ended}"
             )
     code = failure.exitcode
-    if code < 0:
+    if code < 0 and not own_note:
         reason = f"killed by {signal.Signals(-code).name}"
     else:
         reason = own_note.get("message", f"exit code {code}")

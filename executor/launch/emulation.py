@@ -173,13 +173,13 @@ def run(
     restarts: int,
     blame: Callable[[dict[int, Any]], GnnplanError],
     announce_restart: Callable[[GnnplanError, int], None],
+    watch: Callable[[Sequence[int]], Callable[[], None]],
 ) -> None:
     """Like agent.run, in emulated servers: the r-th process runs in server places[r]."""
     with lab(servers, rate) as made:
         for left in range(restarts, -1, -1):
-            failed = wait(
-                start(made, places, [sys.executable, *arguments], restarts - left), PATIENCE
-            )
+            ranks = start(made, places, [sys.executable, *arguments], restarts - left)
+            failed = wait(ranks, PATIENCE, watch([rank.pid for rank in ranks]))
             if not failed:
                 return
             error = blame(dict(failed))
@@ -237,15 +237,20 @@ class End:
     timestamp: float
 
 
-def wait(ranks: Sequence[subprocess.Popen[str]], patience: float) -> dict[int, End]:
+def wait(
+    ranks: Sequence[subprocess.Popen[str]], patience: float, look: Callable[[], None] | None = None
+) -> dict[int, End]:
     """Wait until all ranks have ended well or one has failed; return the ends of those that failed.
 
-    After a failure the others have `patience` [s] to notice it; then they are killed.
+    After a failure the others have `patience` [s] to notice it; then they are killed. `look` is
+    called now and then.
     """
     ended: dict[int, End] = {}
     limit = float("inf")
     try:
         while len(ended) < len(ranks) and time.monotonic() < limit:
+            if look is not None:
+                look()
             for rank, process in enumerate(ranks):
                 if rank not in ended and process.poll() is not None:
                     ended[rank] = End(process.returncode, time.time())

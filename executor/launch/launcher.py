@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from gnnplan.executor.launch.checks import (
     started_by_launcher,
     trainable,
 )
+from gnnplan.executor.launch.heartbeat import Heartbeat
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
 from gnnplan.executor.launch.rank_process import follow, leave, work
@@ -122,6 +124,10 @@ def start(
             f" {left - 1})\n"
         )
 
+    def watch(pids: Sequence[int]) -> Callable[[], None]:
+        by_rank = dict(zip(ranks, pids, strict=True))
+        return Heartbeat(by_rank, dict(enumerate(problem.servers)), out, options.timeout_s).look
+
     # -P: a folder named gnnplan in the working directory must not hide the package
     program = ["-P", "-m", "gnnplan.executor", "launch"]
     arguments = [*program, str(plan), str(out), json.dumps(asdict(options))]
@@ -129,7 +135,7 @@ def start(
         if emulate is None:
             for name, interface in loopback_only().items():
                 os.environ.setdefault(name, interface)
-            agent.run(arguments, len(ranks), options.restarts, explain, announce_restart)
+            agent.run(arguments, len(ranks), options.restarts, explain, announce_restart, watch)
         else:
             lab.run(
                 arguments,
@@ -139,6 +145,7 @@ def start(
                 options.restarts,
                 explain,
                 announce_restart,
+                watch,
             )
     finally:
         activity.forget(out)

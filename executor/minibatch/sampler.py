@@ -25,14 +25,18 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import multiprocessing
 import os
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from multiprocessing.synchronize import Event
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +59,7 @@ from gnnplan.planner.ownership.minibatch import Batches, shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
 from gnnplan.planner.strategies.minibatch.step import ID, Features, Lists, lists_there
+from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
@@ -399,8 +404,11 @@ class Arriving:
     def __init__(self, rank: Rank, sampler: Sampler, prefetch: int, first: int = 0) -> None:
         self.rank, self.sampler, self.prefetch = rank, sampler, prefetch
         self.ahead: Iterator[Sampled] | None = None
+        self.waits_since, self.is_silent = math.inf, False
         if prefetch:
             self.ahead = self._fork(first)
+            watched = weakref.ref(self)  # it must not keep the sampler
+            Thread(target=_watch, args=(watched,), name="sampler's watch", daemon=True).start()
 
     def _fork(self, first: int) -> Iterator[Sampled]:
         """Start the sampler's process; its items from `first` on."""
@@ -439,7 +447,7 @@ class Arriving:
             rank.activity.end("host")
         else:
             with rank.span(Label("wait", step), "compute"):
-                made = next(self.ahead)
+                made = self._await(self.ahead)
         if rank.recording:
             for op, nbytes in made.sent.items():
                 rank.sent[op] = rank.sent.get(op, 0) + nbytes
@@ -447,9 +455,40 @@ class Arriving:
                 rank.spans += made.spans
         return made.share
 
+    def _await(self, ahead: Iterator[Sampled]) -> Sampled:
+        """The sampler's next. Raises LostRank if it says nothing for as long as a peer may."""
+        self.waits_since = time.monotonic()
+        try:
+            return next(ahead)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not self.is_silent:  # what the sampler raised, or how it ended
+                raise
+            raise LostRank(
+                f"its sampler, a process of its own, has said nothing for {self.rank.timeout_s:g}"
+                " s; was it stopped? Batches that take longer need a longer --timeout"
+            ) from error
+        finally:
+            self.waits_since = math.inf
+
     def close(self) -> None:
         """End the sampler's process."""
         self.ahead = None
+
+
+def _watch(watched: weakref.ref[Arriving]) -> None:
+    """Kill a sampler that says nothing: DataLoader's own time-out does not bound all waits.
+
+    It asks a sampler for the memory of every tensor, and a stopped one does not answer.
+    """
+    while (arriving := watched()) is not None and arriving.ahead is not None:
+        limit = arriving.rank.timeout_s
+        if time.monotonic() - arriving.waits_since > limit:
+            arriving.is_silent = True
+            for sampler in multiprocessing.active_children():
+                sampler.kill()
+            return
+        del arriving
+        time.sleep(min(limit / 4, 1.0))
 
 
 def _begin(all_forked: Event, worker: int) -> None:
