@@ -149,7 +149,7 @@ class Rank:
         with self._lock:
             self._read()
             if self._clock is not None:
-                self._clock.set()
+                self._clock.renew()
 
     def _read(self) -> None:
         """Make spans of what has been marked and is over."""
