@@ -128,6 +128,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # gnnplan need not be installed
+    sys.path.insert(1, str(ROOT))
     setting = Setting((given.folder or given.out).resolve(), given.device, given.small)
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -123,10 +123,13 @@ def _train_here(plan: gnnplan.Plan, device: torch.device, out: Path) -> None:
 def _shared(setting: Setting, ranks: int, strategy: str) -> Row:
     plan = _plan(setting, strategy, ranks)
     runs, name = setting.out / "runs", f"{ranks}-{strategy}"
-    folders = [_folder(runs, name, make=False), _folder(runs, f"{name}-cpu", make=False)]
-    for folder, device in zip(folders, (setting.device, "cpu"), strict=True):
+    # a run on the CPU is its own reference
+    wheres = {setting.device: name, "cpu": name if setting.device == "cpu" else f"{name}-cpu"}
+    for device, each in wheres.items():
         with _devices(device):
+            folder = _folder(runs, each, make=False)
             plan.run(folder, eval_every=0, checkpoint_every=0, timeout_s=60)
+    folders = [_named(runs, wheres[device]) for device in (setting.device, "cpu")]
     row = {"model": "sage", "ranks": ranks, **_compared(setting, strategy, *folders)}
     spans = read_traces(folders[0])
     by_rank = overlap(spans).values()
@@ -154,11 +157,15 @@ def _devices(device: str) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
+def _named(runs: Path, name: str) -> Path:
+    """The folder of a run, whose name has letters, digits, '-' and '_' only."""
+    letters = (each if each.isalnum() or each in "-_" else "-" for each in name)
+    return runs / "".join(letters)
+
+
 def _folder(runs: Path, name: str, make: bool = True) -> Path:
-    """A new folder for a run, whose name has letters, digits and '-' only."""
-    folder = runs / "".join(
-        letter if letter.isalnum() or letter in "-_" else "-" for letter in name
-    )
+    """A new folder for a run, or its name where the run makes it."""
+    folder = _named(runs, name)
     shutil.rmtree(folder, ignore_errors=True)
     (folder if make else runs).mkdir(parents=True, exist_ok=True)
     return folder
