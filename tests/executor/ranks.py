@@ -408,7 +408,7 @@ def be_rank() -> None:
                 sent={},
                 staleness_errors=case.staleness_errors or case.gradient_errors,
                 gradient_errors=case.gradient_errors,
-                streams=case.streams,
+                streams=base.streams or case.streams,
             ),
             case,
             Path(request["out"]),
