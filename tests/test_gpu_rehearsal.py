@@ -203,6 +203,7 @@ def test_the_page_has_every_figure_and_is_no_result(gpu: Any, stage: Stage) -> N
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| ours | gcn")}
     assert widths == {7}
     on_gpu = {"kernels": {"small": False, "about": {"device": "cuda"}}}
+    assert not is_result({"kernels": {"small": True, "about": {"device": "cuda"}}})
     assert is_result(on_gpu) and not is_result(on_gpu | {"one": found["one"]})
 
 
