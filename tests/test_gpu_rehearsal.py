@@ -202,9 +202,19 @@ def test_the_page_has_every_figure_and_is_no_result(gpu: Any, stage: Stage) -> N
         assert words in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| ours | gcn")}
     assert widths == {7}
-    on_gpu = {"kernels": {"small": False, "about": {"device": "cuda"}}}
-    assert not is_result({"kernels": {"small": True, "about": {"device": "cuda"}}})
-    assert is_result(on_gpu) and not is_result(on_gpu | {"one": found["one"]})
+
+
+def test_what_ran_on_a_gpu_at_full_size_is_a_result(gpu: Any) -> None:
+    from gpu_stages.table import is_result
+
+    def stage(small: bool, device: str) -> dict[str, Any]:
+        return {"small": small, "about": {"device": device}}
+
+    whole, small, on_cpu = stage(False, "cuda"), stage(True, "cuda"), stage(False, "cpu")
+    assert is_result({"kernels": whole, "one": whole})
+    assert not any(is_result({"kernels": whole, "one": other}) for other in (small, on_cpu))
+    # without a GPU a stage does not get as far as to say where it ran
+    assert not is_result({"kernels": {"small": False}}) and not is_result({})
 
 
 def test_a_rehearsal_writes_no_page_of_the_documentation(gpu: Any, stage: Stage) -> None:
