@@ -116,7 +116,7 @@ def test_streams(stage: Stage) -> None:
     assert [row["strategy"] for row in recording] == ["graph_parallel", "gnnpipe(chunks=4)"]
     assert all(row["spans"] > 5 and row["not_recorded_s"] > 0 for row in recording)
     assert all(row["operations"] > 50 for row in rows if row["what"] == "launches")
-    assert (document["out"] / "streams.graph_parallel.json.gz").stat().st_size > 1000
+    assert (document["out"] / "streams.graph_parallel.200.json.gz").stat().st_size > 1000
     left_out = [each["what"] for each in document["left_out"]]
     assert left_out == ["CUDA graph, 200 vertices", "two communicators under way"]
 
@@ -174,11 +174,13 @@ def test_an_error_is_kept_with_its_words_and_the_rest_goes_on(gpu: Any, tmp_path
     record.attempt("first", broken)
     record.attempt("second", absent)
     record.attempt("third", lambda: {"kernel": "copy", "rate": 1e9})
+    record.attempt("fourth", lambda: {"kernel": "sum", "wrong": ["one is two"]})
     document = json.loads((tmp_path / "kernels.json").read_text())
     assert document["failed"][0]["error"] == "ValueError: no such kernel"
     assert "in broken" in document["failed"][0]["trace"]
     assert document["left_out"] == [{"what": "second", "why": "no such library"}]
-    assert document["rows"] == [{"kernel": "copy", "rate": 1e9}] and not document["ended"]
+    assert document["rows"][0] == {"kernel": "copy", "rate": 1e9} and not document["ended"]
+    assert [each["error"] for each in document["failed"][1:]] == ["one is two"]
 
 
 # -- the page ----------------------------------------------------------------------------------------

@@ -93,7 +93,11 @@ class Record:
     def attempt(
         self, what: str, work: Callable[[], Row | Sequence[Row] | None], always: bool = False
     ) -> None:
-        """Do some work, and keep its rows, or its error. always: even when time is up."""
+        """Do some work, and keep its rows, or its error.
+
+        What a row calls `wrong`, a list of words, is noted as failed too. always: even when time is
+        up.
+        """
         if not always and time.monotonic() - self.began > TIME_S:
             self.leave_out(what, f"{TIME_S:g} s were over")
             return
@@ -106,7 +110,11 @@ class Record:
         except Exception as error:
             self.fail(what, error)
             return
-        self.document["rows"] += [made] if isinstance(made, dict) else list(made or ())
+        rows = [made] if isinstance(made, dict) else list(made or ())
+        self.document["rows"] += rows
+        for row in rows:
+            for words in row.get("wrong", ()):
+                self.document["failed"].append({"what": what, "error": words, "trace": ""})
         self._write()
 
     def leave_out(self, what: str, why: str) -> None:
@@ -118,7 +126,7 @@ class Record:
         """Note an error."""
         words = f"{type(error).__name__}: {error}"
         print(f"{self.document['stage']}: {what} FAILED: {words}", flush=True)
-        trace = traceback.format_exc()[-4000:]
+        trace = "".join(traceback.format_exception(error))[-4000:]
         self.document["failed"].append({"what": what, "error": words[:2000], "trace": trace})
         self._write()
         _free_memory()

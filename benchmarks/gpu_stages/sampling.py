@@ -76,4 +76,5 @@ def _drawn(
         np.array_equal(a.source, b.source) and torch.equal(a.block.indices, b.block.indices)
         for a, b in zip(shares["host"].parts, shares["device"].parts, strict=True)
     )
-    return [{**row, "equal": same} for row in found]
+    wrong = [] if same else ["the device draws other neighbours than the host"]
+    return [{**row, "equal": same, "wrong": wrong} for row in found]

@@ -113,7 +113,8 @@ def _launches(setting: Setting, make: Callable[[], _Steps]) -> Row:
     with profile(activities=activities) as found:
         for _ in range(count):
             steps()
-    path = setting.out / f"streams.{steps.about['strategy'].split('(')[0]}.json"
+    strategy = steps.about["strategy"].split("(")[0]
+    path = setting.out / f"streams.{strategy}.{steps.about['vertices']}.json"
     found.export_chrome_trace(str(path))
     with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
         shutil.copyfileobj(plain, packed)
