@@ -5,10 +5,12 @@ BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 RUN ?= runs/demo
+GPU_PYTHON ?= python3
+GPU_OUT ?= runs/gpu
 # Images often set it; every process would compile torch anew, which takes longer than to import it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lint test quick nightly mutants bench published docs dist clean
+.PHONY: demo lint test quick nightly mutants bench gpu published docs dist clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -47,6 +49,9 @@ bench: .venv/.installed  ## timings: ratios measured side by side, never asserte
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/spine.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py ddp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py split
+
+gpu:  ## all that only a GPU can show, with the torch of $(GPU_PYTHON); see benchmarks/gpu.py --help
+	$(GPU_PYTHON) benchmarks/gpu.py all --out $(GPU_OUT)
 
 published: .venv/.installed  ## printed figures of five papers predicted again: errors and choices
 	$(BIN)/python benchmarks/published.py table

@@ -20,14 +20,15 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import scores
-from gnnplan.executor.layers.kernels import Shapes, by_onednn
+from gnnplan.executor.layers.kernels import Shapes, by_onednn, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
+from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.gathered import gather_bytes
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
-from gnnplan.executor.ranks.rank import Rank, now
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.evidence.validate import MAX_METRICS
 from gnnplan.planner.problem.problem import Problem
@@ -119,8 +120,9 @@ class _Training:
         epochs: int,
         checkpoints: Checkpoints | None,
     ) -> None:
-        # oneDNN and the library of a user's module: their memory belongs to the process
+        # oneDNN, cuBLAS and the library of a user's module: their memory belongs to the process
         by_onednn()
+        warm_up(rank.device)
         if problem.workload.is_converted:
             read_again(problem.workload)
         self.watch = MemoryWatch(rank.device)
@@ -166,10 +168,12 @@ class _Training:
             self.learner.zero()
             part, logits = worker.step(step)
             if self.gradient_errors:
+                rank.settle()
                 seconds += now() - started
                 self.gradient_errors.measure(step)
                 started = now()
             self.learner.update(step)
+            rank.settle()
             seconds += now() - started
             loss, counts = loss + part.cpu(), counts + worker.counts(logits)
             del part, logits
@@ -180,6 +184,7 @@ class _Training:
             # what is under way belongs to this epoch; other epochs do not wait for it
             started = now()
             worker.drain()
+            rank.settle()
             seconds += now() - started
         tested = torch.full((3, 2), math.nan, dtype=torch.float64)
         if is_evaluated:
@@ -230,6 +235,7 @@ class _Training:
         self.rank.activity.begin("phase", "the end")
         self.learner.finish(self.epochs * self.steps)
         self.worker.drain()
+        self.rank.settle(all_lanes=True)
         self.worker.close()
         if self.checkpoints:
             self.checkpoints.wait()

@@ -101,13 +101,14 @@ def agree(
                 f"ranks differ in {name}: {who} has {everyone[odd[0]][name]}, rank 0"
                 f" {everyone[0][name]}; give all the same plan file, options and versions"
             )
-    for place in dict.fromkeys((other["host"], other["device"]) for other in everyone):
-        here = [other for other in everyone if (other["host"], other["device"]) == place]
+    places = [(other["host"], other["device"], other["card"]) for other in everyone]
+    for place in dict.fromkeys(places):
+        here = [other for other, at in zip(everyone, places, strict=True) if at == place]
         needs = sum(other["needs"] for other in here)
         free = min(other["free"] for other in here)
         if needs > SLACK * free:
             raise Infeasible(
-                f"{len(here)} ranks need {show_bytes(needs)} more on {' '.join(place)}, where"
+                f"{len(here)} ranks need {show_bytes(needs)} more on {' '.join(place[:2])}, where"
                 f" {show_bytes(free)} are free; stop what fills it, or plan again for more servers"
                 " or a smaller workload"
             )
@@ -126,6 +127,7 @@ def _room(rank: Rank, problem: Problem, predicted: Mapping[str, float]) -> dict[
     return {
         "host": socket.gethostname(),
         "device": str(rank.device),
+        "card": rank.card,  # a launcher may call every rank's GPU cuda:0
         "needs": max(needs, 0.0),
         "free": free,
     }

@@ -155,9 +155,10 @@ class _Process:
                 checkpoints,
                 self._may_train,
             )
-        if rank.world > 1:
-            # the first rank that ends may read what all ranks have left
-            torch.distributed.barrier()
+        # The first rank that ends may read what all ranks have left. Not torch's barrier, which
+        # would have to guess this rank's GPU.
+        rank.await_all(None)
+        rank.settle()
         rank.close()
 
     def _may_train(self, epoch: int) -> bool:

@@ -48,6 +48,7 @@ SHAPES = (
 )
 # rows, width; for smaller tensors the framework's own time would dominate
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
+LARGE = (400_000, 256)  # on GPUs, whose L2 would hold the others
 SAMPLED = (20_000, 1_000_000)  # one of GRAPHS
 # Of a rank's share of a batch, from the seeds outwards. Small batches show what a layer costs
 # besides its edges.
@@ -65,6 +66,11 @@ def _community(vertices: int, edges: int) -> Graph:
 
 class Computation(Messages):
     """Benchmarks of computation. Those of steps that wait for peers need messages too."""
+
+    @property
+    def tensors(self) -> Sequence[tuple[int, int]]:
+        """Rows and width of what element-wise work is timed on."""
+        return (*TENSORS, LARGE) if self.device.type == "cuda" else TENSORS
 
     def _block(self, vertices: int, edges: int) -> Block:
         """A community graph as the executor lays it out: rows in locality order."""
@@ -94,7 +100,7 @@ class Computation(Messages):
         sums = found["gather"][sampled * len(WIDTHS)]
         found["attention"] = [self.attention(blocks[sampled], sums)]
         notify("element-wise work")
-        found["elementwise"] = [self.elementwise(*shape) for shape in TENSORS]
+        found["elementwise"] = [self.elementwise(*shape) for shape in self.tensors]
         found["dropout_hash"] = [self.dropout_hash()]
         notify("the sampler")
         for sampler in samplers:

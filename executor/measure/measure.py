@@ -114,13 +114,11 @@ def measure_as_rank(notify: Callable[[str], None], seconds: float = SECONDS) -> 
     Rank 0 returns the cluster that all have measured, the others None. Raises SpecError, LostRank.
     """
     env = as_torchrun_has_it()
-    memory = (
-        torch.cuda.mem_get_info()[0]
-        if torch.cuda.is_available()
-        else free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
-    )
+    memory = free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
     try:
         found = _attempt(seconds, notify, one_machine=False)
+        if torch.cuda.is_available():  # asked before, all ranks would open the first GPU
+            memory = torch.cuda.mem_get_info()[0]
         counts = Counter(found["places"])
         if len(set(counts.values())) > 1:
             ranks = ", ".join(

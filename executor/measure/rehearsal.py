@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares
 
-from gnnplan.executor.ranks.rank import Rank, now
+from gnnplan.executor.ranks.device_clock import now
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -116,8 +117,7 @@ class Rehearsal:
         self.learner.zero()
         self.worker.step(self.done)
         self.learner.update(self.done)
-        if self.rank.device.type == "cuda":
-            torch.cuda.synchronize(self.rank.device)
+        self.rank.settle()
         self.done += 1
 
 

@@ -49,8 +49,9 @@ from torch.utils.data import DataLoader, Dataset
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Share
+from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.meeting import join
-from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, now
+from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent
 from gnnplan.planner.graph.batches import items_of, pairs_in
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.links import Pairs, fetched

@@ -171,7 +171,9 @@ class Checkpoints:
             )
         except (OSError, SafetensorError) as error:
             raise _unwritable(path, error) from error
-        self._writing = rank.submit("disk", lambda: self._publish(temporary, path, written_first))
+        self._writing = rank.in_thread(
+            "disk", lambda: self._publish(temporary, path, written_first)
+        )
 
     def _publish(self, temporary: Path, path: Path, before: tuple[int, ...]) -> None:
         """Give the file its name once it is on disk; delete older checkpoints."""

@@ -1,7 +1,7 @@
 """One rank: its place, device, process groups and lanes, and the spans that it records.
 
-A process becomes a rank by `open_rank`. The lane 'compute' is the step's own thread; every other
-lane that `submit` is given gets a thread and a CUDA stream of its own."""
+A process becomes a rank by `open_rank`. The lane 'compute' is the step's own thread and stream.
+What any other lane is, `Rank.submit` says."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,39 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.ranks.activity import Activity
+from gnnplan.executor.ranks.device_clock import DeviceClock, HostMark, Mark, now
 from gnnplan.executor.ranks.meeting import join
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
 T = TypeVar("T")
-# perf_counter is monotonic; the offset aligns the traces of several servers
-_CLOCK = time.time() - time.perf_counter()
 
 
-def now() -> float:
-    """Seconds since 1970 [s], monotonic within a process."""
-    return time.perf_counter() + _CLOCK
+class _Enqueued(Future[T]):
+    """A result that a stream is going to have. Who asks for it waits on the device."""
+
+    def __init__(self, result: T, stream: Any, device: torch.device) -> None:
+        super().__init__()
+        self.set_result(result)
+        self._done, self._device = stream.record_event(), device
+
+    def result(self, timeout: float | None = None) -> T:
+        value, here = super().result(timeout), _streams(self._device).current_stream(self._device)
+        here.wait_event(self._done)
+        _used_on(here, value)
+        return value
+
+
+def _streams(device: torch.device) -> Any:
+    """torch's module for the device: `torch.cuda`, or `torch.cpu` whose streams do nothing."""
+    return torch.get_device_module(device)
+
+
+def _used_on(stream: Any, value: object) -> None:
+    """Keep memory from being handed out again before this stream has used it."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        value.record_stream(stream)
 
 
 @dataclass
@@ -57,9 +77,15 @@ class Rank:
     counted: set[Label] = field(default_factory=set)  # by `count_ahead`, not sent yet
     exchange_group: dist.ProcessGroup | None = None
     timeout_s: float = 30.0  # how long a collective waits for its ranks
+    streams: bool = False  # lanes are streams without threads; so over NCCL
+    card: str = ""  # the GPU, as no other is called; "" without one
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
+    _streams: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _clock: DeviceClock | None = None
+    # spans whose begin and end the device has still to reach
+    _marked: list[tuple[Span, Mark, Mark]] = field(default_factory=list)
 
     @property
     def wire_device(self) -> torch.device:
@@ -68,7 +94,9 @@ class Rank:
 
     def staged(self, rows: Tensor) -> Tensor:
         """The rows on `wire_device`, contiguous."""
-        return rows.contiguous() if rows.device == self.wire_device else rows.to(self.wire_device)
+        if rows.is_cuda:
+            _used_on(torch.cuda.current_stream(self.device), rows)
+        return rows.to(self.wire_device).contiguous()
 
     def unstaged(self, rows: Tensor) -> Tensor:
         """The rows on the rank's device."""
@@ -78,10 +106,11 @@ class Rank:
     def span(self, label: Label, lane: str, nbytes: int = 0) -> Iterator[None]:
         """Record the time of the with block under the schedule's label.
 
-        An error that leaves the block gets a note of what the rank was in.
+        On CUDA it is the device's time (device_clock.py), which `settle` reads. An error that
+        leaves the block gets a note of what the rank was in.
         """
         name = str(label)
-        start = now()
+        begin = self._mark() if self.recording and label.step < self.traced else None
         try:
             self.activity.begin(lane, name)
             yield
@@ -90,14 +119,47 @@ class Rank:
                 # now: before anybody hears of the error its lane may do other work
                 error.add_note(f"in {self.activity}")
             raise
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        if self.recording and label.step < self.traced:
+        if begin is not None:
+            span = Span(name, label.op, self.rank, lane, 0.0, 0.0, nbytes, label.step)
             with self._lock:
-                self.spans.append(
-                    Span(name, label.op, self.rank, lane, start, now(), nbytes, label.step)
-                )
+                self._marked.append((span, begin, self._mark()))
+                if self.device.type != "cuda":
+                    self._read()
         self.activity.end(lane)  # after an error the activity stays what it was
+
+    def _mark(self) -> Mark:
+        """Now; on CUDA, when the current stream comes to this place."""
+        if self.device.type != "cuda":
+            return HostMark(now())
+        if self._clock is None:
+            self._clock = DeviceClock(self.device)
+        return self._clock.mark()
+
+    def settle(self, all_lanes: bool = False) -> None:
+        """Wait until the device has done what the current stream was given.
+
+        Spans that are over are then in `spans`. all_lanes: wait for those of lanes as well.
+        """
+        if self.device.type != "cuda":
+            return
+        if all_lanes:
+            torch.cuda.synchronize(self.device)
+        else:
+            torch.cuda.current_stream(self.device).synchronize()
+        with self._lock:
+            self._read()
+            if self._clock is not None:
+                self._clock.renew()
+
+    def _read(self) -> None:
+        """Make spans of what has been marked and is over."""
+        under_way = []
+        for span, begin, end in self._marked:
+            if end.is_reached:
+                self.spans.append(span._replace(start=begin.seconds, end=end.seconds))
+            else:
+                under_way.append((span, begin, end))
+        self._marked[:] = under_way
 
     def count(self, label: Label, nbytes: int) -> int:
         """Count bytes that this rank sends -> the same bytes.
@@ -146,22 +208,45 @@ class Rank:
             self.await_all(group)
 
     def submit(self, lane: str, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on the lane's own thread and CUDA stream, after what the lane has already.
+        """Do `work` on a lane, after what the lane has already.
 
-        On CUDA it waits for what the current stream computes before it.
+        On CUDA also after what the current stream was given before; whoever asks for the result
+        goes on after the work.
+
+        Over Gloo a host waits for its messages, so a lane is a thread. Over NCCL a host only
+        enqueues them, so a lane is a CUDA stream, and the step's own thread enqueues what all lanes
+        do, here and now. So all ranks begin the operations of all communicators in one order, that
+        of their program. NCCL asks for that where several communicators are under way: otherwise
+        each of two ranks may wait for the other's operation behind its own.
         """
+        if not self.streams:
+            return self.in_thread(lane, work)
+        device = _streams(self.device)
+        if lane not in self._streams:
+            self._streams[lane] = device.Stream()
+        own = self._streams[lane]
+        own.wait_stream(device.current_stream(self.device))
+        with device.stream(own):
+            return _Enqueued(work(), own, self.device)
+
+    def in_thread(self, lane: str, work: Callable[[], T]) -> Future[T]:
+        """Do `work` on the lane's own thread, on CUDA with a stream of its own."""
         if lane not in self._lanes:
             self._lanes[lane] = ThreadPoolExecutor(
                 1, thread_name_prefix=lane, initializer=self._start_lane
             )
         if self.device.type != "cuda":
             return self._lanes[lane].submit(work)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(self.device))
+        here = torch.cuda.current_stream(self.device)
+        before = here.record_event()
 
         def on_stream() -> T:
-            torch.cuda.current_stream(self.device).wait_event(ready)
-            return work()
+            own = torch.cuda.current_stream(self.device)
+            own.wait_event(before)
+            result = work()
+            own.synchronize()  # also what follows the last span
+            _used_on(here, result)
+            return result
 
         return self._lanes[lane].submit(on_stream)
 
@@ -249,13 +334,12 @@ def open_rank(
     """This process's rank, from the environment of torchrun or Slurm; without one, rank 0 of 1.
 
     Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU.
-    The backend is NCCL if every local rank has a GPU of its own. NCCL refuses two ranks on one GPU,
-    so those use Gloo, through host memory. on_cpu: use no GPU.
+    The backend is NCCL if every rank has a GPU of its own. NCCL refuses two ranks on one GPU, so
+    those use Gloo, through host memory. on_cpu: use no GPU.
     """
     env = as_torchrun_has_it()
     number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_RANK", "0"))
-    local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", str(size))))
     torch.set_num_threads(max(1, int(env.get("GNNPLAN_THREADS", "1"))))
     keep_allocator()
     gpus = torch.cuda.device_count() if not on_cpu and torch.cuda.is_available() else 0
@@ -264,14 +348,13 @@ def open_rank(
         if gpus >= problem.cluster.gpus_per_server:  # this process sees them all
             local = problem.placement[number] % problem.cluster.gpus_per_server
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
-    backend = "nccl" if gpus and local_world <= gpus else "gloo"
     if gpus:
         torch.cuda.set_device(device)
-    rank = Rank(number, size, device, backend, timeout_s=timeout_s)
+    card = card_of(device)
+    rank = Rank(number, size, device, backend_of([card]), timeout_s=timeout_s, card=card)
     if size > 1:
-        if backend == "gloo":
-            wait_in_turn()
         _connect(rank)
+    rank.streams = rank.backend == "nccl"
     return rank
 
 
@@ -281,10 +364,38 @@ def hosts_the_store(env: Mapping[str, str]) -> bool:
     return env.get("RANK") == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
+def card_of(device: torch.device) -> str:
+    """The name of a GPU that no other GPU has, on any server; "" of another device."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{socket.gethostname()} {getattr(properties, 'uuid', device.index)}"
+
+
+def backend_of(cards: Sequence[str]) -> str:
+    """NCCL if every rank has a GPU of its own, else Gloo.
+
+    >>> backend_of(["a 0", "a 1"]), backend_of(["a 0", "a 0"]), backend_of(["a 0", ""])
+    ('nccl', 'gloo', 'gloo')
+    """
+    return "nccl" if all(cards) and len(set(cards)) == len(cards) else "gloo"
+
+
 def _connect(rank: Rank) -> None:
-    """Make the process groups of all ranks: torch's default group, and one for exchanges."""
+    """Make the process groups of all ranks: torch's default group, and one for exchanges.
+
+    Rank 0 chooses the backend: a launcher may show each rank its own GPU only, or the ranks of one
+    server share GPUs and those of another do not.
+    """
     limit = timedelta(seconds=rank.timeout_s)
     store = join(os.environ, attempt(), limit, hosts_the_store(os.environ))
+    store.set(f"card {rank.rank}", rank.card)
+    if rank.rank == 0:
+        cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
+        store.set("backend", backend_of(cards))
+    rank.backend = store.get("backend").decode()
+    if rank.backend == "gloo":
+        wait_in_turn()
     dist.init_process_group(
         rank.backend, store=store, rank=rank.rank, world_size=rank.world, timeout=limit
     )

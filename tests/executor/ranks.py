@@ -59,6 +59,7 @@ class Case:
     checkpoint_every: int = 0
     resume: str = ""  # the folder of a run to go on with
     islands: str = ""  # of a server's ranks, as --set takes them; one process has none
+    streams: bool = False  # lanes without threads, as over NCCL
 
     def problem(self, world: int) -> Any:
         from gnnplan.executor.layers.kernels import CODE, by_onednn
@@ -407,6 +408,7 @@ def be_rank() -> None:
                 sent={},
                 staleness_errors=case.staleness_errors or case.gradient_errors,
                 gradient_errors=case.gradient_errors,
+                streams=base.streams or case.streams,
             ),
             case,
             Path(request["out"]),

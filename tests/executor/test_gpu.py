@@ -18,6 +18,7 @@ from ranks import Case, Ranks
 
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.train import train
+from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import LANES, recorded_order
 
 pytestmark = [
@@ -142,6 +143,27 @@ def test_float32_losses_on_the_gpu(run_ranks: Ranks, graphs: dict[str, str]) -> 
         )
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two ranks")
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("graph_parallel(buckets=2)", {}),
+        ("pipegcn", {}),
+        ("gnnpipe(chunks=4)", {}),
+        ("p3(pipelined=True)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
+    ],
+)
+def test_ranks_with_a_gpu_each_equal_the_cpu(
+    run_ranks: Ranks, graphs: dict[str, str], strategy: str, more: dict[str, object]
+) -> None:
+    """Over NCCL, with two communicators under way."""
+    case = Case(strategy, graphs["rough"], workload("sage", **more), eval_every=2)
+    on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
+    assert difference(on_gpu.weights, on_cpu.weights) <= 1e-9
+    assert [on_gpu.rank(rank)["backend"] for rank in range(2)] == ["nccl", "nccl"]
+    assert on_gpu.rank(0)["bytes"] == on_cpu.rank(0)["bytes"]
+
+
 # -- lanes -----------------------------------------------------------------------------------------
 
 
@@ -181,6 +203,60 @@ def test_a_lane_reads_what_was_computed_before(gpu_rank: Rank) -> None:
         torch.cuda._sleep(CYCLES // 10)
         rows += value  # still to come when the lane starts
         assert gpu_rank.submit("comm", lambda rows=rows: rows.cpu()).result().eq(value).all()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_result_is_used_after_it_is_there(gpu_rank: Rank, streams: bool) -> None:
+    """Also what a lane computes after its last message, as PipeGCN's smoothing."""
+    gpu_rank.streams = streams
+
+    def fill(value: float) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES // 10)
+        return torch.full((1 << 20,), value, device=gpu_rank.device)
+
+    for value in range(1, 6):
+        rows = gpu_rank.submit("comm", lambda value=value: fill(value)).result()
+        total = (2 * rows).sum()
+        del rows  # the lane may have its memory again, but not before it is used here
+        gpu_rank.submit("comm", lambda: fill(0.0))
+        assert float(total) == 2 * value * (1 << 20)
+
+
+def test_spans_are_the_devices_time_and_nobody_waits_for_them(gpu_rank: Rank) -> None:
+    """Computation and a transfer of 0.1 s each, recorded, lie side by side; the host goes on."""
+
+    def both() -> None:
+        def transfer() -> None:
+            with gpu_rank.span(Label("halo", 0, "f", 1), "comm", 8):
+                torch.cuda._sleep(CYCLES)
+
+        moving = gpu_rank.submit("comm", transfer)
+        with gpu_rank.span(Label("forward", 0, layer=1), "compute"):
+            torch.cuda._sleep(CYCLES)
+        moving.result()
+
+    both()  # warm
+    gpu_rank.settle(all_lanes=True)
+    gpu_rank.spans.clear()
+    begin = time.perf_counter()
+    both()
+    enqueued_s = time.perf_counter() - begin
+    assert not gpu_rank.spans
+    gpu_rank.settle(all_lanes=True)
+    forward, halo = sorted(gpu_rank.spans, key=lambda span: span.op)
+    assert enqueued_s < forward.seconds / 2, "the host waited"
+    assert forward.seconds == pytest.approx(halo.seconds, rel=0.2)
+    together = min(forward.end, halo.end) - max(forward.start, halo.start)
+    assert together > 0.7 * forward.seconds, "they were one after the other"
+
+
+def test_steps_that_are_not_recorded_have_no_spans(gpu_rank: Rank) -> None:
+    gpu_rank.recording = False
+    with gpu_rank.span(Label("forward", 0), "compute"):
+        torch.cuda._sleep(CYCLES)
+    assert not torch.cuda.current_stream().query(), "the host waited for the device"
+    gpu_rank.settle(all_lanes=True)
+    assert not gpu_rank.spans
 
 
 # -- memory ----------------------------------------------------------------------------------------

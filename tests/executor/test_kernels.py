@@ -25,6 +25,7 @@ from gnnplan.executor.layers.kernels import (
     matmul,
     softmax_aggregate,
 )
+from gnnplan.executor.layers.kernels.aggregation import sparse_product
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +155,18 @@ def test_aggregate_equals_dgl(dgl, weighted: bool) -> None:
     ours.square().sum().backward()
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(y.grad, x.grad)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_what_gpus_use_gives_the_same_on_the_processor(weighted: bool) -> None:
+    """cuSPARSE's product and the transposition by sorting, whose rest is torch's anywhere."""
+    block = random_block(300, 400, 5000, weighted=weighted).to(dtype=torch.float32)
+    x = torch.randn(400, 33)
+    product = sparse_product(block.indptr, block.indices, block.weight, x)
+    torch.testing.assert_close(product, aggregate(block, x))
+    pattern = sparse_rows(torch.randn(50, 20).relu()).pattern
+    for ours, theirs in zip(pattern.transposed_by_sorting(), pattern.transposed, strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype == torch.int32
 
 
 @pytest.mark.gpu

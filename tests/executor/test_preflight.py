@@ -72,6 +72,8 @@ def test_what_cannot_fit_is_refused(problem: Problem, monkeypatch: pytest.Monkey
     monkeypatch.setattr(preflight, "resident", lambda: 30e6)
     agree(monkeypatch, problem, {"features": 50e6, "runtime": 30e6})  # twice 50 MB more
     agree(monkeypatch, problem, {"features": 90e6, "runtime": 30e6}, host="elsewhere")
+    # a launcher that shows each rank its own GPU calls all of them cuda:0
+    agree(monkeypatch, problem, {"features": 90e6, "runtime": 30e6}, card="another")
     with pytest.raises(
         Infeasible,
         match=(

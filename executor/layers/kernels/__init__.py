@@ -10,7 +10,7 @@ Open
     sparse_rows.py     for `SparseRows`: features of which most are zero
     matmul.py          for `linear` and `linear_sum`: dense products by MKL or oneDNN; `Shapes`
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
-    runtime.py         for typed autograd calls, `backward`, and the allocator's settings
+    runtime.py         for typed autograd calls, `backward`, the allocator's settings, `warm_up`
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
 (H_in and H_out for a linear layer)."""
@@ -20,7 +20,7 @@ from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, soft
 from gnnplan.executor.layers.kernels.block import Block
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import CODE, Shapes, by_onednn, linear, linear_sum
-from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator
+from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator, warm_up
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
 
 __all__ = [
@@ -44,4 +44,5 @@ __all__ = [
     "linear_sum",
     "mix",
     "softmax_aggregate",
+    "warm_up",
 ]

@@ -53,6 +53,12 @@ def spmm(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor) -> T
         return F.embedding_bag(
             indices, x, indptr, mode="sum", per_sample_weights=weight, include_last_offset=True
         )
+    return sparse_product(indptr, indices, weight, x)
+
+
+def sparse_product(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
+    """`spmm` by torch.sparse, which is cuSPARSE on GPUs."""
+    rows = len(indptr) - 1
     if weight is None:
         weight = torch.ones(len(indices), dtype=x.dtype, device=x.device)
     with no_beta_warning():

@@ -76,9 +76,16 @@ class Block:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Block:
-        """A copy on a device; `dtype` is that of the weights (indices stay int32)."""
+        """A copy on a device; `dtype` is that of the weights (indices stay int32).
+
+        The host does not wait for copies of page-locked memory.
+        """
         return self._mapped(
-            lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None)
+            lambda tensor: tensor.to(
+                device,
+                dtype if tensor.is_floating_point() else None,
+                non_blocking=tensor.is_pinned(),
+            )
         )
 
     def pinned(self) -> Block:

@@ -44,6 +44,10 @@ class Pattern:
                 torch.from_numpy, (matrix.indptr, matrix.indices, matrix.data)
             )
             return indptr, rows, order
+        return self.transposed_by_sorting()
+
+    def transposed_by_sorting(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`transposed` by torch alone, as on GPUs."""
         order = torch.argsort(self.columns, stable=True)
         rows = self.per_number(
             torch.arange(len(self.indptr) - 1, dtype=torch.int32, device=order.device)

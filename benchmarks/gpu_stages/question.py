@@ -1,0 +1,47 @@
+"""What stages train, and the cluster that it is planned for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.problem.inputs import read_cluster
+from gpu_stages.record import Setting
+
+GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
+SMALL = "synthetic:community?vertices=300&edges=3000&features=12&classes=4&seed=0"
+
+
+def graph(setting: Setting) -> str:
+    """The graph, as `gnnplan plan --graph` takes it."""
+    return SMALL if setting.small else GRAPH
+
+
+def workload(setting: Setting, **more: Any) -> dict[str, Any]:
+    """GraphSAGE 3 x 256 with dropout, or a little of it."""
+    hidden = 8 if setting.small else 256
+    return {"model": "sage", "layers": 3, "hidden": hidden, "dropout": 0.5, "seed": 3, **more}
+
+
+def batches(setting: Setting) -> dict[str, Any]:
+    """Fields of a workload that make it one of mini-batches."""
+    batch, fanout = (32, (3, 3, 3)) if setting.small else (1024, (15, 10, 5))
+    return {"mode": "mini", "batch": batch, "fanout": fanout}
+
+
+def cluster(setting: Setting, ranks: int, servers: int = 1, **more: Any) -> Cluster:
+    """`ranks` of this device on every server.
+
+    Constants are those that the stage `measure` has left, or else a datasheet's.
+    """
+    measured = setting.out / "cluster.yaml"
+    found = read_cluster(str(measured) if measured.exists() else "dgx_h100")
+    device = found.device.model_copy(update={"kind": setting.device})
+    update = {"servers": servers, "gpus_per_server": ranks, "device": device}
+    if not measured.exists():  # of a preset whose links are of other servers
+        link = {"bandwidth": "20GB/s", "latency": "20us"}
+        kept = Cluster(
+            servers=servers, gpus_per_server=ranks, device=device, intra_node=link, inter_node=link
+        )
+        return kept.model_copy(update=more)
+    return found.model_copy(update={**update, **more})

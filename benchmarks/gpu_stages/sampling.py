@@ -1,0 +1,80 @@
+"""Neighbours drawn by the GPU, beside draws of the host."""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+
+from gnnplan.executor.minibatch.sampler import Sampler
+from gnnplan.executor.ranks.device_clock import now
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.minibatch import Batches
+from gpu_stages.record import Record, Row, Setting
+
+GRAPHS = ((20_000, 1_000_000), (400_000, 8_000_000))
+SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=8&classes=16&seed=0"
+FANOUTS = ((15, 10, 5), (25, 10))
+BATCHES = (1024, 8192)
+
+
+def run(setting: Setting, record: Record) -> None:
+    device = setting.torch_device
+    graphs = ((300, 3_000),) if setting.small else GRAPHS
+    for vertices, edges in graphs:
+        for fanout in ((3, 2),) if setting.small else FANOUTS:
+            for batch in (16,) if setting.small else BATCHES:
+                what = f"batches of {batch}, fanout {fanout}, {vertices} vertices"
+                work = partial(_drawn, setting, device, vertices, edges, fanout, batch)
+                record.attempt(what, work)
+
+
+def _drawn(
+    setting: Setting,
+    device: torch.device,
+    vertices: int,
+    edges: int,
+    fanout: tuple[int, ...],
+    batch: int,
+) -> list[Row]:
+    graph = load(SYNTHETIC.format(vertices, edges))
+    assert isinstance(graph, Graph)
+    layers = len(fanout)
+    workload = Workload(model="sage", mode="mini", layers=layers, fanout=fanout, batch=batch)
+    batches = Batches(graph, workload, (0,), None, first_varying=1)
+    samplers = {
+        "host": Sampler(batches, 0, ["mean"] * layers),
+        "device": Sampler(batches, 0, ["mean"] * layers, device=device),
+    }
+    found, shares = list[Row](), {}
+    for where, sampler in samplers.items():
+        shares[where] = sampler[0].share
+        seconds: dict[str, list[float]] = {"draw": [], "lay": [], "all": []}
+        drawn = 0
+        for step in range(1, 4 if setting.small else 12):
+            begin = now()
+            made = sampler[step]
+            seconds["all"].append(now() - begin)
+            for what in ("draw", "lay"):
+                seconds[what].append(sum(s.seconds for s in made.spans if s.op == what))
+            drawn = sum(part.block.edges for part in made.share.parts)
+        found.append(
+            {
+                "where": where,
+                "vertices": vertices,
+                "fanout": list(fanout),
+                "batch": batch,
+                "edges": drawn,
+                **{f"{what}_s": median(each) for what, each in seconds.items()},
+            }
+        )
+    same = all(
+        np.array_equal(a.source, b.source) and torch.equal(a.block.indices, b.block.indices)
+        for a, b in zip(shares["host"].parts, shares["device"].parts, strict=True)
+    )
+    wrong = [] if same else ["the device draws other neighbours than the host"]
+    return [{**row, "equal": same, "wrong": wrong} for row in found]

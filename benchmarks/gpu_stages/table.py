@@ -1,0 +1,257 @@
+"""The page that is made of all stages' JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from gnnplan.planner.vocabulary.units import show_bytes, show_time
+from gpu_stages.record import Row
+
+STAGES = ("tests", "kernels", "measure", "one", "shared", "streams", "sampling", "peers")
+NOTHING = "-"
+
+
+def documents(out: Path) -> dict[str, dict[str, Any]]:
+    """The document of every stage that has left one."""
+    paths = {stage: out / f"{stage}.json" for stage in STAGES}
+    return {
+        stage: json.loads(path.read_text("utf-8")) for stage, path in paths.items() if path.exists()
+    }
+
+
+def is_result(found: dict[str, dict[str, Any]]) -> bool:
+    """Whether all of it ran on a GPU, at full size."""
+    return bool(found) and all(
+        not each["small"] and each.get("about", {}).get("device") == "cuda"
+        for each in found.values()
+    )
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """The page, in Markdown."""
+    where = next((each["about"] for each in found.values() if "about" in each), {})
+    title = "On a GPU" if is_result(found) else "A rehearsal: no results"
+    lines = [f"# {title}", "", _machine(where), ""]
+    lines.append("Made by `make gpu`; [how to run it](how-to/run-on-a-gpu.md) says what is what.")
+    for stage, document in found.items():
+        state = "" if document["ended"] else ", broken off"
+        lines += ["", f"## {stage}", "", f"{document['seconds']:.0f} s{state}.", ""]
+        lines += TABLES[stage](document["rows"])
+        for kind, key in (("Failed", "failed"), ("Left out", "left_out")):
+            if document[key]:
+                reason = "error" if key == "failed" else "why"
+                lines += ["", f"{kind}:", ""]
+                lines += [f"- {each['what']}: {_line(each[reason])}" for each in document[key]]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(where: Row) -> str:
+    words = [str(where.get("name", "unknown device"))]
+    words += [f"torch {where.get('torch')}", f"Python {where.get('python')}"]
+    words += [f"{name.upper()} {where[name]}" for name in ("cuda", "nccl") if where.get(name)]
+    return ", ".join(words) + "."
+
+
+def _line(words: str) -> str:
+    return " ".join(words.split())[:300]
+
+
+def _table(rows: Iterable[Row], columns: dict[str, Callable[[Row], str]]) -> list[str]:
+    body = [[show(row) for show in columns.values()] for row in rows]
+    if not body:
+        return []
+    return [
+        f"| {' | '.join(columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(cells)} |" for cells in body),
+    ]
+
+
+# -- what a cell shows -----------------------------------------------------------------------------
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: NOTHING if row.get(name) is None else str(row[name])
+
+
+def _seconds(name: str) -> Callable[[Row], str]:
+    return lambda row: NOTHING if row.get(name) is None else show_time(row[name])
+
+
+def _bytes(name: str) -> Callable[[Row], str]:
+    return lambda row: NOTHING if row.get(name) is None else show_bytes(row[name])
+
+
+def _share(name: str) -> Callable[[Row], str]:
+    return lambda row: NOTHING if row.get(name) is None else f"{100 * row[name]:.0f} %"
+
+
+def _rate(name: str, unit: str) -> Callable[[Row], str]:
+    return lambda row: NOTHING if row.get(name) is None else f"{row[name] / 1e9:,.1f} G{unit}"
+
+
+def _number(name: str) -> Callable[[Row], str]:
+    return lambda row: NOTHING if row.get(name) is None else f"{row[name]:.3g}"
+
+
+# -- a function per stage --------------------------------------------------------------------------
+
+
+def _tests(rows: list[Row]) -> list[str]:
+    return _table(rows, {name: _text(name) for name in ("passed", "failed", "skipped")})
+
+
+def _kernels(rows: list[Row]) -> list[str]:
+    def of(*kernels: str) -> list[Row]:
+        return [row for row in rows if row["kernel"] in kernels]
+
+    shape = {
+        "rows": _text("rows"),
+        "edges": _text("edges"),
+        "width": _text("width"),
+        "type": _text("dtype"),
+    }
+    groups = (
+        _table(of("copy"), {"copied": _bytes("bytes"), "rate": _rate("rate", "B/s")}),
+        _table(
+            of("product", "linear"),
+            {
+                "product": _text("shape"),
+                "type": _text("dtype"),
+                "pass": _text("pass"),
+                "time": _seconds("seconds"),
+                "rate": _rate("flops", "FLOP/s"),
+                "of the peak": _share("of_peak"),
+            },
+        ),
+        _table(
+            of("aggregation"),
+            {
+                "aggregation by": _text("by"),
+                **shape,
+                "pass": _text("pass"),
+                "time": _seconds("seconds"),
+                "of the roofline": _share("of_roofline"),
+                "error": _number("error"),
+            },
+        ),
+        _table(
+            of("attend", "attend_pairs", "softmax_aggregate"),
+            {
+                "attention": _text("kernel"),
+                **shape,
+                "forward": _seconds("forward_s"),
+                "both": _seconds("both_s"),
+                "of the roofline": _share("of_roofline"),
+            },
+        ),
+        _table(
+            of("dropout"),
+            {
+                "dropout by": _text("by"),
+                "rows": _text("rows"),
+                "width": _text("width"),
+                "type": _text("dtype"),
+                "time": _seconds("seconds"),
+                "of the roofline": _share("of_roofline"),
+            },
+        ),
+    )
+    return [line for group in groups for line in (*group, "")]
+
+
+def _measure(rows: list[Row]) -> list[str]:
+    names = ("constant", "value", "range", "from")
+    return _table(rows, {name: _text(name) for name in names})
+
+
+def _training(rows: list[Row]) -> list[str]:
+    return _table(
+        rows,
+        {
+            "strategy": _text("strategy"),
+            "model": _text("model"),
+            "ranks": _text("ranks"),
+            "over": _text("backend"),
+            "epoch": _seconds("epoch_s"),
+            "predicted": _seconds("predicted_s"),
+            "bytes equal": _text("bytes_equal"),
+            "order equal": _text("order_equal"),
+            "memory": _bytes("memory_bytes"),
+            "predicted memory": _bytes("predicted_bytes"),
+            "losses off the CPU's": _number("losses_off"),
+            "overlapped": _share("overlapped"),
+        },
+    )
+
+
+def _streams(rows: list[Row]) -> list[str]:
+    case = {"strategy": _text("strategy"), "vertices": _text("vertices"), "edges": _text("edges")}
+    columns: dict[str, dict[str, Callable[[Row], str]]] = {
+        "recording": {
+            **case,
+            "recorded": _seconds("recorded_s"),
+            "not recorded": _seconds("not_recorded_s"),
+            "spans": _number("spans"),
+        },
+        "launches": {
+            **case,
+            "step": _seconds("step_s"),
+            "its kernels": _seconds("kernels_s"),
+            "launches": _number("launches"),
+            "operations": _number("operations"),
+            "waits": _text("waits"),
+        },
+        "graph": {**case, "eager": _seconds("eager_s"), "as a graph": _seconds("replayed_s")},
+    }
+    groups = (
+        _table([row for row in rows if row["what"] == what], shown)
+        for what, shown in columns.items()
+    )
+    return [line for group in groups for line in (*group, "")]
+
+
+def _sampling(rows: list[Row]) -> list[str]:
+    return _table(
+        rows,
+        {
+            "drawn by the": _text("where"),
+            "vertices": _text("vertices"),
+            "fanout": _text("fanout"),
+            "batch": _text("batch"),
+            "edges": _text("edges"),
+            "draw": _seconds("draw_s"),
+            "lay": _seconds("lay_s"),
+            "all": _seconds("all_s"),
+            "equal": _text("equal"),
+        },
+    )
+
+
+def _peers(rows: list[Row]) -> list[str]:
+    return _table(
+        rows,
+        {
+            "by": _text("by"),
+            "model": _text("model"),
+            "vertices": _text("vertices"),
+            "edges": _text("edges"),
+            "epoch": _seconds("epoch_s"),
+            "memory": _bytes("memory_bytes"),
+        },
+    )
+
+
+TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
+    "tests": _tests,
+    "kernels": _kernels,
+    "measure": _measure,
+    "one": _training,
+    "shared": _training,
+    "streams": _streams,
+    "sampling": _sampling,
+    "peers": _peers,
+}

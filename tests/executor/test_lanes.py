@@ -1,0 +1,69 @@
+"""Lanes as they are over NCCL: no threads, so every rank begins all messages in its program's
+order. Their streams are torch.cpu's here, which do nothing; what they order is tested on GPUs."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from plain import difference
+from ranks import Case, Ranks
+
+from gnnplan.executor.ranks.rank import Rank, backend_of
+
+
+def test_lanes_without_threads_work_here_and_now() -> None:
+    """Two communicators are under way in PipeGCN. Were their operations begun by two threads, each
+    of two ranks could wait for the other's operation behind its own."""
+
+    def order(streams: bool) -> list[tuple[str, bool]]:
+        rank, seen = Rank(0, 1, torch.device("cpu"), "gloo", streams=streams), []
+        main = threading.current_thread()
+
+        def note(what: str) -> None:
+            seen.append((what, threading.current_thread() is main))
+
+        asked = [rank.submit(lane, lambda lane=lane: note(lane)) for lane in ("comm", "reduce")]
+        note("compute")
+        for future in asked:
+            future.result()
+        rank.close()
+        return seen
+
+    assert order(True) == [("comm", True), ("reduce", True), ("compute", True)]
+    assert {("comm", False), ("reduce", False)} < set(order(False))
+
+
+def test_a_checkpoint_keeps_a_thread() -> None:
+    """To wait for a disk would look like a lost peer."""
+    rank = Rank(0, 1, torch.device("cpu"), "gloo", streams=True)
+    assert rank.in_thread("disk", threading.current_thread).result() is not threading.main_thread()
+    rank.close()
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("pipegcn", {}),
+        ("pipegcn_gf", {}),
+        ("graph_parallel(buckets=2)", {}),
+        ("gnnpipe(chunks=3)", {}),
+        ("p3(pipelined=True)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2)}),
+    ],
+)
+def test_lanes_without_threads_train_the_same(
+    run_ranks: Ranks, graphs: dict[str, str], strategy: str, more: dict[str, object]
+) -> None:
+    work = {"model": "sage", "layers": 3, "hidden": 8, "seed": 3, "dtype": "float64", **more}
+    threads = Case(strategy, graphs["rough"], work, eval_every=2)
+    with_threads, without = run_ranks(2, [threads, replace(threads, streams=True)])
+    assert difference(with_threads.weights, without.weights) == 0
+    for rank in range(2):
+        assert with_threads.rank(rank)["bytes"] == without.rank(rank)["bytes"] != {}
+
+
+def test_nccl_needs_a_gpu_of_its_own_for_every_rank_on_all_servers() -> None:
+    """A launcher may show each process one GPU and call it the first (Slurm's --gpus-per-task)."""
+    assert backend_of(["a GPU-1", "a GPU-2", "b GPU-3"]) == "nccl"
+    assert backend_of(["a GPU-1", "a GPU-2", "b GPU-3", "b GPU-3"]) == "gloo"
