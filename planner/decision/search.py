@@ -112,12 +112,13 @@ class Candidate:
         """Its epoch in each draw of what is not known for sure (recommendation.py) [DRAWS] [s]."""
         problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
         known, name = problem.known, cluster.model_dump_json()
-        doubted = known.recent(("drawn", name), lambda: drawn(cluster))
+        doubted = known.recent("drawn", name, lambda: drawn(cluster))
         # the same for all candidates on these GPUs, which share what all-reduces take there
-        there = known.last(
+        there = known.recent(
             "problem in doubt",
             id(problem),  # which the answer keeps
             lambda: (problem, replace(problem, cluster=doubted)),
+            most=1,
         )[1]
         epoch_s = strategy.predict(there).epoch_s
         misses = missed(cluster.device.kind, strategy.family, strategy.exact)
