@@ -160,13 +160,7 @@ class P3(Slices):
         """The operations that bring each rank its columns of its peers' rows."""
         if store is not None:
             return list(batchwise.arrive(problem, batch, store))
-        loaded = [
-            batchwise.row_bytes_read(
-                problem, batch, self.rail(problem, rank), self.columns(problem, rank)
-            )
-            for rank in range(problem.ranks)
-        ]
-        return [Op("load", loaded=np.array(loaded))]
+        return [Op("load", loaded=self.loaded_bytes(problem, batch))]
 
     def _attention(self, problem: Problem, blocks: np.ndarray) -> tuple[Compute, Op, Op]:
         """Projection of the blocks' source rows, and the all-reduces of logits over peers."""
@@ -213,10 +207,8 @@ class P3(Slices):
         model, sliced = problem.model, self.sliced_weights(problem)
         shared = model.weights - sliced
         reduce = [Op("all_reduce", size=shared * model.itemsize)]
-        if len(self.twins(problem, 0)) > 1:
-            groups = tuple(
-                dict.fromkeys(self.twins(problem, rank) for rank in range(problem.ranks))
-            )
+        groups = tuple(self.all_twins(problem))
+        if len(groups[0]) > 1:
             column_bytes = sliced // problem.stats.features * model.itemsize
             sizes = tuple(column_bytes * len(self.columns(problem, group[0])) for group in groups)
             reduce.append(Op("all_reduce", layer=1, groups=groups, sizes=sizes))

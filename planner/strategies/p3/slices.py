@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import ClassVar, Self
 
 import numpy as np
 
 from gnnplan.planner.gnn.model import Model, describe
-from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -167,19 +167,34 @@ class Slices(Strategy):
         """
         return list(_rails(problem.servers, self.over, self.copies))
 
+    def slices(self, problem: Problem) -> tuple[Slice, ...]:
+        """The peers of each rank, itself included, and its feature columns [ranks]."""
+        return _slices(problem.servers, self.over, self.copies, problem.stats.features)
+
     def rail(self, problem: Problem, rank: int) -> tuple[int, ...]:
         """The peers of a rank, itself included."""
-        return _rail_of(problem.servers, self.over, self.copies)[rank]
-
-    def twins(self, problem: Problem, rank: int) -> tuple[int, ...]:
-        """The ranks with the same columns, itself included."""
-        place = self.rail(problem, rank).index(rank)
-        return tuple(sorted(rail[place] for rail in self.rails(problem)))
+        return self.slices(problem)[rank].ranks
 
     def columns(self, problem: Problem, rank: int) -> range:
         """The feature columns of a rank."""
-        rail = self.rail(problem, rank)
-        return columns(problem.stats.features, len(rail), rail.index(rank))
+        return self.slices(problem)[rank].columns
+
+    def all_twins(self, problem: Problem) -> list[tuple[int, ...]]:
+        """Groups of ranks with the same columns, in the order of their first ranks."""
+        return sorted(tuple(sorted(alike)) for alike in zip(*self.rails(problem), strict=True))
+
+    def twins(self, problem: Problem, rank: int) -> tuple[int, ...]:
+        """The ranks with the same columns, itself included."""
+        return next(alike for alike in self.all_twins(problem) if rank in alike)
+
+    def loaded_bytes(self, problem: Problem, batch: MiniBatch) -> np.ndarray:
+        """Bytes of each rank's columns of its peers' rows of h_0 [ranks]."""
+
+        @cache
+        def rows_bytes(rail: tuple[int, ...], columns: range) -> int:
+            return batchwise.row_bytes_read(problem, batch, rail, columns)
+
+        return np.array([rows_bytes(one.ranks, one.columns) for one in self.slices(problem)])
 
     def sliced(self, problem: Problem, rank: int) -> Model:
         """The model as a rank has it: its first layer reads its columns only."""
@@ -193,12 +208,11 @@ class Slices(Strategy):
 
     def host_memory(self, problem: Problem) -> Memory:
         columns_at: dict[int, set[range]] = {}
-        for rank, server in enumerate(problem.servers):
-            columns_at.setdefault(server, set()).add(self.columns(problem, rank))
+        for server, of_rank in zip(problem.servers, self.slices(problem), strict=True):
+            columns_at.setdefault(server, set()).add(of_rank.columns)
+        size_of = cache(partial(features_bytes, problem))
         return {
-            "features": np.array(
-                [sum(features_bytes(problem, c) for c in at) for at in columns_at.values()]
-            ),
+            "features": np.array([sum(map(size_of, at)) for at in columns_at.values()]),
             "lists": of_lists(problem, self.lists(problem)),
         }
 
@@ -227,10 +241,7 @@ class Slices(Strategy):
         """Which rows' columns each GPU caches; None: none."""
         if not self.cache:
             return None
-        slices = tuple(
-            Slice(self.rail(problem, rank), self.columns(problem, rank))
-            for rank in range(problem.ranks)
-        )
+        slices = self.slices(problem)
         return feature_store(problem, self.batches(problem), self.cache, slices=slices)
 
     def steps(self, problem: Problem) -> int:
@@ -325,5 +336,10 @@ def _rails(servers: tuple[int, ...], over: str, copies: int) -> tuple[tuple[int,
 
 
 @lru_cache(maxsize=64)
-def _rail_of(servers: tuple[int, ...], over: str, copies: int) -> dict[int, tuple[int, ...]]:
-    return {rank: rail for rail in _rails(servers, over, copies) for rank in rail}
+def _slices(servers: tuple[int, ...], over: str, copies: int, features: int) -> tuple[Slice, ...]:
+    of = {
+        rank: Slice(rail, columns(features, len(rail), i))
+        for rail in _rails(servers, over, copies)
+        for i, rank in enumerate(rail)
+    }
+    return tuple(of[rank] for rank in range(len(servers)))
