@@ -1,8 +1,8 @@
 """What a transfer is, and how messages use the ports of one kind.
 
 A *port* is a part of the cluster that carries bytes at a limited rate (places.py). ports.py says
-which ports a message passes. Many ports are busy equally long. Then their seconds are one object, so
-that a maximum over all ports looks at it once."""
+which ports a message passes. Where many ports are busy equally long, their seconds are one object,
+so that a maximum over all ports looks at it once."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ class Known:
         found: T = self._answers[question]
         return found
 
-    def recent(
-        self, kind: str, question: Hashable, make: Callable[[], T], most: int = RECENT
-    ) -> T:
+    def recent(self, kind: str, question: Hashable, make: Callable[[], T], most: int = RECENT) -> T:
         """Like `answer`, of which only the `most` last ones of their kind are kept.
 
         What-ifs ask thousands, and some answers are large.

@@ -24,7 +24,6 @@ from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
-from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.p3.slices import INT, Slices
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import fullest
@@ -50,11 +49,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     sampler = 0 if p3.prefetch else batchwise_memory.of_sampler(problem)
     sliced = p3.sliced_weights(problem)
     columns = [each.columns for each in p3.slices(problem)]
-    own = (
-        model.weights
-        - sliced
-        + np.array([sliced * len(its) / model.features for its in columns])
-    )
+    own = model.weights - sliced + np.array([sliced * len(its) / model.features for its in columns])
     copied = cache(partial(_columns_copied, problem))
     return {
         # the whole model, for evaluation; the rank's own weights, and their versions
