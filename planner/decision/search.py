@@ -518,13 +518,14 @@ def least(problem: Problem, ranks: int) -> float:
     return float(sum(problem.cost.compute_s(one) for one in work))
 
 
-def _candidates(problem: Problem, exact: bool) -> list[Strategy]:
-    return [
+def _candidates(problem: Problem, exact: bool) -> Iterator[Strategy]:
+    """One by one: who evaluates one before it asks for the next finds its program built."""
+    return (
         s
         for family in families(problem)
         for s in family.candidates(problem)
         if not exact or s.settle(problem).exact
-    ]
+    )
 
 
 def _and_with_less_memory(problem: Problem, exact: bool) -> list[Strategy]:

@@ -227,18 +227,25 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
     """Exchanges before the first step: features of recomputed rows, then constant inputs' halo."""
     preloaded = layout.preloaded()
     if preloaded.any():
-        yield Op("preload", sent=_features_sent(problem, layout, preloaded, "preload"))
+        yield _send_features(problem, layout, preloaded, "preload")
     halo = layout.facts(1).sends
     if problem.model.first_varying == 1 and halo.any():
-        yield Op("input_halo", sent=_features_sent(problem, layout, halo, "input_halo"))
+        yield _send_features(problem, layout, halo, "input_halo")
 
 
-def _features_sent(
+def _send_features(
+    problem: Problem, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str
+) -> Op:
+    """The exchange of the features of so many `rows` [ranks, ranks]."""
+    if problem.model.nonzeros:
+        return Op(op, sent=_sparse_features_sent(problem, layout, rows, op))
+    return Op(op, sent=rows, itemsize=int(problem.model.features_moved(1)))
+
+
+def _sparse_features_sent(
     problem: Problem, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str
 ) -> np.ndarray:
-    """Bytes [ranks, ranks] of the features of so many `rows` [ranks, ranks]."""
-    if not problem.model.nonzeros:
-        return np.asarray(problem.model.features_moved(rows))
+    """Bytes [ranks, ranks] of the sparse features of so many `rows` [ranks, ranks]."""
     if problem.graph is None or not isinstance(layout, Layout):
         return np.asarray(np.round(problem.model.features_moved(rows)).astype(np.int64))
     # sparse rows differ in length

@@ -20,6 +20,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
@@ -189,12 +190,18 @@ class Slices(Strategy):
 
     def loaded_bytes(self, problem: Problem, batch: MiniBatch) -> np.ndarray:
         """Bytes of each rank's columns of its peers' rows of h_0 [ranks]."""
-
-        @cache
-        def rows_bytes(rail: tuple[int, ...], columns: range) -> int:
-            return batchwise.row_bytes_read(problem, batch, rail, columns)
-
-        return np.array([rows_bytes(one.ranks, one.columns) for one in self.slices(problem)])
+        slices = self.slices(problem)
+        if not isinstance(batch, EstimatedBatch):
+            return np.array(
+                [batchwise.row_bytes_read(problem, batch, s.ranks, s.columns) for s in slices]
+            )
+        counts, one = batch.row_counts(0), np.zeros(1, np.int64)
+        rows = {rail: counts[list(rail)].sum() for rail in self.rails(problem)}
+        row_bytes = {
+            columns: int(problem.features_bytes(one, columns)[0])
+            for columns in {s.columns for s in slices}
+        }
+        return np.array([rows[s.ranks] * row_bytes[s.columns] for s in slices])
 
     def sliced(self, problem: Problem, rank: int) -> Model:
         """The model as a rank has it: its first layer reads its columns only."""

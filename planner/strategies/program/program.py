@@ -156,7 +156,7 @@ class Program:
     @property
     def setup_bytes(self) -> int:
         """Bytes that all ranks send before step 0."""
-        return sum(int(op.sent_bytes.sum()) for op in self.setup() if op.sent is not None)
+        return sum(int(op.sent.sum()) * op.itemsize for op in self.setup() if op.sent is not None)
 
 
 def traffic(program: Program, ranks: int) -> list[Phase]:
