@@ -142,15 +142,19 @@ class ByFlows(Cost):
         return cls(**{field.name: getattr(cost, field.name) for field in fields(cost)})
 
     def exchange(
-        self, sent: np.ndarray, group: Sequence[int] | None = None, messages: int = 1
+        self,
+        sent: np.ndarray,
+        group: Sequence[int] | None = None,
+        messages: int = 1,
+        itemsize: int = 1,
     ) -> Transfer:
         """See `Cost.exchange`."""
-        bundle = super().exchange(sent, group, messages)
+        bundle = super().exchange(sent, group, messages, itemsize)
         if not bundle.busy:
             return bundle
         among_all = np.zeros((len(self.placement),) * 2)
         members = np.arange(len(sent)) if group is None else np.asarray(group)
-        among_all[np.ix_(members, members)] = sent
+        among_all[np.ix_(members, members)] = sent * itemsize
         flows = Flows.of(self, among_all)
         last = float(flows.finish(RATES_INTERVAL * flows.bound).max())
         return bundle._replace(latency=bundle.latency + last - flows.bound)

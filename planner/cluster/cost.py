@@ -28,6 +28,7 @@ from gnnplan.planner.cluster.ports import MessagePorts, PortLoads
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
 from gnnplan.planner.cluster.transfer import Passes, Transfer
+from gnnplan.planner.vocabulary.noted import Noted
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Send
 
@@ -161,15 +162,19 @@ class Cost:
         return self.exchange(sent)
 
     def exchange(
-        self, sent: np.ndarray, group: Sequence[int] | None = None, messages: int = 1
+        self,
+        sent: np.ndarray,
+        group: Sequence[int] | None = None,
+        messages: int = 1,
+        itemsize: int = 1,
     ) -> Transfer:
-        """An irregular all-to-all: `sent[i, j]` bytes from the i-th rank of `group` to its j-th.
+        """An irregular all-to-all: `sent[i, j]` items from the i-th rank of `group` to its j-th.
 
-        Without a group all ranks take part. Each rank starts its messages one after the other. With
-        `messages`, so many equal exchanges are one transfer: its ports carry the bytes of all, its
-        latency is that of one.
+        An item has `itemsize` bytes. Without a group all ranks take part. Each rank starts its
+        messages one after the other. With `messages`, so many equal exchanges are one transfer: its
+        ports carry the bytes of all, its latency is that of one.
         """
-        transfer = self._ports.exchange(sent, group, messages)
+        transfer = self._ports.exchange(sent, group, messages, itemsize)
         if self._shared_cores and self._shared_cores.caches_go_cold:
             receivers = np.flatnonzero((sent > 0).any(axis=0))
             if group is not None:
@@ -206,20 +211,29 @@ class Cost:
         return self._ports.passes(op, source, target, nbytes)
 
     def bytes_by_link(
-        self, sent: np.ndarray, group: Sequence[int] | None = None
+        self, sent: np.ndarray, group: Sequence[int] | None = None, itemsize: int = 1
     ) -> dict[LinkName, int]:
         """Where the bytes of an exchange pass; arguments as in `exchange` [B]."""
-        island, server = (
-            place if group is None else place[list(group)]
-            for place in (self.places.island, self.places.server)
-        )
-        in_islands, in_servers = _bytes_within(sent, island), _bytes_within(sent, server)
+        if sent.dtype.kind == "f":  # expected items, whose sums are cut to whole bytes
+            sent, itemsize = sent * itemsize, 1
+        places = (self.places.island, self.places.server)
+        if group is not None:
+            in_islands, in_servers, items = _items_within(sent, *(at[list(group)] for at in places))
+        else:
+            in_islands, in_servers, items = self._within_places.answer(
+                sent, lambda: _items_within(sent, *places)
+            )
         shares: dict[LinkName, int] = {
-            "island": in_islands,
-            "intra_node": in_servers - in_islands,
-            "inter_node": int(sent.sum()) - in_servers,
+            "island": in_islands * itemsize,
+            "intra_node": (in_servers - in_islands) * itemsize,
+            "inter_node": (items - in_servers) * itemsize,
         }
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
+
+    @cached_property
+    def _within_places(self) -> Noted[tuple[int, int, int]]:
+        """What `_items_within` says of exchanges of all ranks."""
+        return Noted()
 
     def reduced_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:
         """Where the bytes of an all-reduce pass, `sent` over all hops [B]."""
@@ -254,8 +268,13 @@ class Cost:
         return self._shared_cores.computing(rank, lane, seconds) if self._shared_cores else None
 
 
-def _bytes_within(sent: np.ndarray, place: np.ndarray) -> int:
-    """Bytes of `sent` [ranks, ranks] between ranks whose `place` [ranks] is the same [B]."""
+def _items_within(sent: np.ndarray, island: np.ndarray, server: np.ndarray) -> tuple[int, int, int]:
+    """Items of `sent` [ranks, ranks] inside islands, inside servers, and all."""
+    return _within(sent, island), _within(sent, server), int(sent.sum())
+
+
+def _within(sent: np.ndarray, place: np.ndarray) -> int:
+    """Items of `sent` [ranks, ranks] between ranks whose `place` [ranks] is the same."""
     order = np.argsort(place, kind="stable")
     if (np.diff(order) != 1).any():
         sent, place = sent[np.ix_(order, order)], place[order]

@@ -18,18 +18,15 @@ if TYPE_CHECKING:
     from scipy.sparse.linalg import SuperLU
 
 
-def fabric_graph(fabric: Fabric | None, servers: int) -> nx.DiGraph:
+def fabric_graph(fabric: Fabric, servers: int) -> nx.DiGraph:
     """The graph between servers; its edges, in order, are the ports ('fabric', 0), ('fabric', 1) ..
 
-    Without a fabric it is one switch. Spine switches count as one, because ways over them are
-    spread evenly.
+    Spine switches count as one, because ways over them are spread evenly.
     """
     import networkx as nx
 
     out = nx.Graph()
-    if fabric is None:
-        out.add_node(("network", 0))
-    elif fabric.kind == "leaf_spine":
+    if fabric.kind == "leaf_spine":
         leaves = [("leaf", leaf) for leaf in range(-(-servers // fabric.below))]
         out.add_nodes_from(leaves)
         out.add_edges_from((leaf, ("spine", 0)) for leaf in leaves)

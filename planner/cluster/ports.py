@@ -27,6 +27,7 @@ from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
 from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer, add_seconds
+from gnnplan.planner.vocabulary.noted import Noted
 from gnnplan.planner.vocabulary.numbers import Number
 
 
@@ -45,6 +46,18 @@ class _EqualMessages(NamedTuple):
     link: Link
     most_starts: float  # messages that a rank starts, at most
     messages_by_port: dict[str, np.ndarray]  # port -> messages by number
+
+
+class _Talk(NamedTuple):
+    """Who sends to whom in an exchange of equal messages."""
+
+    pairs: bytes  # empty if messages differ
+    items: float  # of a message
+
+    @classmethod
+    def of(cls, sent: np.ndarray) -> _Talk:
+        talk, most = sent > 0, sent.max(initial=0)
+        return cls(talk.tobytes() if (sent == talk * most).all() else b"", most.item())
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,22 +234,25 @@ class MessagePorts:
         return Transfer(latency, busy)
 
     def exchange(
-        self, sent: np.ndarray, group: Sequence[int] | None, messages: int = 1
+        self,
+        sent: np.ndarray,
+        group: Sequence[int] | None,
+        messages: int = 1,
+        itemsize: int = 1,
     ) -> Transfer:
-        """An all-to-all of `sent[i, j]` bytes from the group's i-th rank to its j-th.
+        """An all-to-all of `sent[i, j]` items from the group's i-th rank to its j-th.
 
         Where all messages are equal, as in graphs that are known by statistics only, who talks to
         whom is counted once for all sizes.
         """
-        talk, most = sent > 0, sent.max(initial=0)
-        equal = bool((sent == talk * most).all())
-        key = talk.tobytes(), None if group is None else tuple(group)
-        if not equal or key not in self._equal_exchanges:
-            source, target = np.nonzero(talk)
-            nbytes = sent[source, target]
+        pairs, most = self._talks.answer(sent, lambda: _Talk.of(sent))
+        key = pairs, None if group is None else tuple(group)
+        if not pairs or key not in self._equal_exchanges:
+            source, target = np.nonzero(sent > 0)
+            nbytes = sent[source, target] * itemsize
             if group is not None:
                 source, target = np.asarray(group)[source], np.asarray(group)[target]
-            if not equal:
+            if not pairs:
                 return self.transfer("exchange", source, target, nbytes, messages)
             one_byte = np.ones(source.size)
             self._equal_exchanges[key] = [
@@ -251,9 +267,14 @@ class MessagePorts:
         busy: dict[Port, Number] = {}
         for link, most_starts, messages_by_port in self._equal_exchanges[key]:
             latency = latency + most_starts * link.latency
-            stretched = float(link.stretched(float(most), messages))
+            stretched = float(link.stretched(float(most * itemsize), messages))
             add_seconds(busy, messages_by_port, stretched, link.bandwidth)
         return Transfer(latency, busy)
+
+    @cached_property
+    def _talks(self) -> Noted[_Talk]:
+        """What is seen of exchanges."""
+        return Noted()
 
     @cached_property
     def _equal_exchanges(

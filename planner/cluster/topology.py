@@ -13,17 +13,29 @@ describe ports to people, and to follow a route. fabric.py has the part between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gnnplan.planner.cluster.fabric import fabric_graph
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.spec import Cluster
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 Node = tuple[str, int]
+
+
+class Edge(NamedTuple):
+    """One way between two neighbours."""
+
+    start: Node
+    end: Node
+    length: int
+    port: Port | None  # that it keeps busy
+
+
 # A route prefers NVLink to PCIe, and never turns round at a NIC.
 _LENGTHS = {"island": 1, "switch": 2, "host": 2}
 _LENGTH_ELSEWHERE = 9
@@ -36,37 +48,48 @@ def graph(cluster: Cluster) -> nx.DiGraph:
     Nodes are ('gpu', g), ('island', i), ('switch', k), ('host', s), ('nic', c) and those of the
     fabric, numbered over the cluster. A server without `switches` has one, its host bridge.
     """
-    # Clusters of one shape have the same graph, whatever their links are.
+    import networkx as nx  # here: it takes long, and most plans need none of it
+
+    out = nx.DiGraph()
+    for start, end, length, port in _edges(cluster):
+        out.add_edge(start, end, length=length, port=port)
+    return out
+
+
+def _edges(cluster: Cluster) -> tuple[Edge, ...]:
+    # Clusters of one shape have the same edges, whatever their links are.
     shape = ("servers", "gpus_per_server", "islands", "switches", "nics", "fabric")
-    return _graph(**{name: getattr(cluster, name) for name in shape})
+    return _edges_of(**{name: getattr(cluster, name) for name in shape})
 
 
 @lru_cache(maxsize=8)
-def _graph(**shape: Any) -> nx.DiGraph:
-    out, cluster = nx.DiGraph(), Cluster.model_construct(**shape)
+def _edges_of(**shape: Any) -> tuple[Edge, ...]:
+    return tuple(_each_edge(Cluster.model_construct(**shape)))
+
+
+def _each_edge(cluster: Cluster) -> Iterator[Edge]:
     at = Places.of(cluster, range(cluster.ranks))
     for g, (server, island, switch, nic) in enumerate(
         zip(*(numbers.tolist() for numbers in at[:4]), strict=True)
     ):
         gpu = ("gpu", g)
-        _join(out, gpu, ("island", island), "island" if cluster.islands else None, g)
-        _join(out, gpu, ("switch", switch), "gpu", g)
-        _join(out, gpu, ("nic", nic), "switch" if at.uplinked[g] else None, switch)
+        yield from _both(gpu, ("island", island), "island" if cluster.islands else None, g)
+        yield from _both(gpu, ("switch", switch), "gpu", g)
+        yield from _both(gpu, ("nic", nic), "switch" if at.uplinked[g] else None, switch)
         uplink = "switch" if cluster.switches else None
-        _join(out, ("switch", switch), ("host", server), uplink, switch)
+        yield from _both(("switch", switch), ("host", server), uplink, switch)
         if cluster.servers > 1:
-            _join(out, ("nic", nic), attached(cluster, server), "nic", nic)
-    if cluster.servers > 1:
+            yield from _both(("nic", nic), attached(cluster, server), "nic", nic)
+    if cluster.servers > 1 and cluster.fabric:
         for number, (a, b) in enumerate(fabric_graph(cluster.fabric, cluster.servers).edges):
-            out.add_edge(a, b, length=1, port=("fabric", number))
-    return out
+            yield Edge(a, b, 1, ("fabric", number))
 
 
-def _join(out: nx.DiGraph, below: Node, above: Node, kind: str | None, number: int) -> None:
+def _both(below: Node, above: Node, kind: str | None, number: int) -> Iterator[Edge]:
     """Two edges, whose ports are (kind + '_out', number) up and (kind + '_in', number) down."""
     length = _LENGTHS.get(above[0], _LENGTH_ELSEWHERE)
-    out.add_edge(below, above, length=length, port=(f"{kind}_out", number) if kind else None)
-    out.add_edge(above, below, length=length, port=(f"{kind}_in", number) if kind else None)
+    yield Edge(below, above, length, (f"{kind}_out", number) if kind else None)
+    yield Edge(above, below, length, (f"{kind}_in", number) if kind else None)
 
 
 def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str:
@@ -80,10 +103,10 @@ def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str
         )
     if kind.startswith(("gpu", "island")):
         number = placement[number]
-    edges = [edge for *edge, busy in graph(cluster).edges(data="port") if busy == (kind, number)]
+    edges = [edge for edge in _edges(cluster) if edge.port == (kind, number)]
     # A switch's uplink is also on edges between GPUs and NICs; the edge to the host is named first.
-    edges.sort(key=lambda edge: {edge[0][0], edge[1][0]} == {"gpu", "nic"})
-    return " -> ".join(f"{_WORDS.get(node, node)} {number}" for node, number in edges[0])
+    edges.sort(key=lambda edge: {edge.start[0], edge.end[0]} == {"gpu", "nic"})
+    return " -> ".join(f"{_WORDS.get(node, node)} {number}" for node, number in edges[0][:2])
 
 
 def attached(cluster: Cluster, server: int) -> Node:
@@ -96,6 +119,8 @@ def attached(cluster: Cluster, server: int) -> Node:
 
 def route(cluster: Cluster, whole: nx.DiGraph, a: int, b: int) -> list[Port]:
     """The ports on a shortest way from GPU a to GPU b that passes no other GPU."""
+    import networkx as nx
+
     others = [node for node in whole if node[0] == "gpu" and node[1] not in (a, b)]
     path = nx.shortest_path(
         nx.restricted_view(whole, others, []), ("gpu", a), ("gpu", b), weight="length"

@@ -1,7 +1,8 @@
 """What a transfer is, and how messages use the ports of one kind.
 
 A *port* is a part of the cluster that carries bytes at a limited rate (places.py). ports.py says
-which ports a message passes."""
+which ports a message passes. Where many ports are busy equally long, their seconds are one object,
+so that a maximum over all ports looks at it once."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Transfer(NamedTuple):
 
     def load(self, ports: dict[Port, Number], times: int = 1) -> None:
         """Add the seconds that `times` such transfers keep each port busy to `ports` [s]."""
-        for port, seconds in self.busy.items():
-            ports[port] = ports.get(port, 0.0) + seconds * times
+        products = {id(seconds): seconds * times for seconds in self.busy.values()}
+        _add(ports, {port: products[id(seconds)] for port, seconds in self.busy.items()})
 
 
 class Passes(NamedTuple):
@@ -69,11 +70,27 @@ def add_seconds(
 ) -> None:
     """Add the seconds that `times` these loads [B] take at a bandwidth [B/s] to `busy`."""
     for port, load in loads.items():
-        seconds: dict[Port, Number] = {
-            (port, number): nbytes * times / bandwidth
-            for number, nbytes in enumerate(load.tolist())
-            if nbytes
-        }
-        for key in busy.keys() & seconds.keys():
-            seconds[key] = busy[key] + seconds[key]
+        by_number = load.tolist()
+        seconds_of = {nbytes: nbytes * times / bandwidth for nbytes in set(by_number)}
+        _add(
+            busy,
+            {
+                (port, number): seconds_of[nbytes]
+                for number, nbytes in enumerate(by_number)
+                if nbytes
+            },
+        )
+
+
+def _add(busy: dict[Port, Number], seconds: Mapping[Port, Number]) -> None:
+    """Add seconds to those of the same ports in `busy`; one object where both are one."""
+    if busy.keys().isdisjoint(seconds):
         busy.update(seconds)
+        return
+    sums: dict[tuple[int, int], tuple[Number, Number]] = {}  # with a part, which keeps its id
+    for port, more in seconds.items():
+        before = busy.get(port, 0.0)
+        key = id(before), id(more)
+        if key not in sums:
+            sums[key] = before, before + more
+        busy[port] = sums[key][1]

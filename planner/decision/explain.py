@@ -15,12 +15,11 @@ from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
 from gnnplan.planner.decision.objective import TIME, in_mode
 from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_all, recommend
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
-from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
@@ -344,10 +343,10 @@ def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -
     whole, objective = in_mode(problem, "full"), best.objective
     is_told = objective.target is not None and objective.target.tells_of(whole)
     compared_by = objective if is_told else TIME
-    try:
-        other = search(whole, exact, may_use_fewer=False, objective=compared_by).best
-    except Infeasible:
+    ranked, _ = evaluate_all(whole, exact, objective=compared_by)
+    if not ranked:
         return ["The full graph does not fit: only mini-batches train this"]
+    other = recommend(sorted(ranked, key=lambda candidate: candidate.value))
     if is_told:
         return [
             f"On the full graph {other.strategy} takes {objective.show(other.value)}"

@@ -112,12 +112,13 @@ class Candidate:
         """Its epoch in each draw of what is not known for sure (recommendation.py) [DRAWS] [s]."""
         problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
         known, name = problem.known, cluster.model_dump_json()
-        doubted = known.recent(("drawn", name), lambda: drawn(cluster))
+        doubted = known.recent("drawn", name, lambda: drawn(cluster))
         # the same for all candidates on these GPUs, which share what all-reduces take there
-        there = known.last(
+        there = known.recent(
             "problem in doubt",
             id(problem),  # which the answer keeps
             lambda: (problem, replace(problem, cluster=doubted)),
+            most=1,
         )[1]
         epoch_s = strategy.predict(there).epoch_s
         misses = missed(cluster.device.kind, strategy.family, strategy.exact)
@@ -332,9 +333,9 @@ def search(
     not suit the problem or the objective lacks numbers, Infeasible where nothing fits.
     """
     objective.check(problem)
-    if objective.target:
-        objective.target.must_cover(problem, [forced] if forced else _candidates(problem, exact))
     if forced is not None:
+        if objective.target:
+            objective.target.must_cover(problem, [forced])
         if exact and not forced.settle(problem).exact:
             always = {"full": "graph_parallel or granndis", "mini": "data_parallel or gsplit"}
             raise SpecError(
@@ -346,6 +347,28 @@ def search(
             return SearchResult([alone], [], forced=True)
         except Infeasible as error:
             raise Infeasible(f"{error}; {smallest_change(problem, lambda _: [forced])}") from None
+    ranked, rejected = evaluate_all(problem, exact, notify, objective)
+    if not ranked:
+        reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
+        raise Infeasible(
+            f"nothing fits:\n  {reasons}\n"
+            f"{smallest_change(problem, partial(_and_with_less_memory, exact=exact))}"
+        )
+    if may_use_fewer:
+        ranked += on_fewer(problem, exact, ranked, notify, objective)
+    ranked.sort(key=lambda candidate: candidate.value)
+    return SearchResult(ranked, rejected)
+
+
+def evaluate_all(
+    problem: Problem, exact: bool, notify: Notify = silent, objective: Objective = TIME
+) -> tuple[list[Candidate], list[tuple[str, str]]]:
+    """The candidates of all families that fit on all GPUs; and the others, each with the reason.
+
+    Raises SpecError where the objective lacks numbers.
+    """
+    if objective.target:
+        objective.target.must_cover(problem, _candidates(problem, exact))
     ranked: list[Candidate] = []
     rejected: list[tuple[str, str]] = []
     for family in families(problem):
@@ -368,16 +391,7 @@ def search(
                 rejected.append((str(strategy.settle(problem)), str(error)))
         if not tried and (why := family.absent(problem)):
             rejected.append((family.family, why))
-    if not ranked:
-        reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
-        raise Infeasible(
-            f"nothing fits:\n  {reasons}\n"
-            f"{smallest_change(problem, partial(_and_with_less_memory, exact=exact))}"
-        )
-    if may_use_fewer:
-        ranked += on_fewer(problem, exact, ranked, notify, objective)
-    ranked.sort(key=lambda candidate: candidate.value)
-    return SearchResult(ranked, rejected)
+    return ranked, rejected
 
 
 def on_fewer(
@@ -517,13 +531,14 @@ def least(problem: Problem, ranks: int) -> float:
     return float(sum(problem.cost.compute_s(one) for one in work))
 
 
-def _candidates(problem: Problem, exact: bool) -> list[Strategy]:
-    return [
+def _candidates(problem: Problem, exact: bool) -> Iterator[Strategy]:
+    """One by one: who evaluates one before it asks for the next finds its program built."""
+    return (
         s
         for family in families(problem)
         for s in family.candidates(problem)
         if not exact or s.settle(problem).exact
-    ]
+    )
 
 
 def _and_with_less_memory(problem: Problem, exact: bool) -> list[Strategy]:

@@ -39,7 +39,7 @@ from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_layout import mixing_of
-from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.layout import LayerFacts, pairs
 from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, Scored, shares
 
 CLASSES = 100  # of degrees; a directed graph has a quarter of it for each of d and r, in all pairs
@@ -240,14 +240,8 @@ class EstimatedBatch(MiniBatch):
                 )
                 reached = population.vertices @ -np.expm1(-times)
                 wanted.append(round(float(reached) / self._size))
-            sends = self._peers * np.array(wanted)[list(self.servers)]
+            sends = pairs(self.servers, True) * np.array(wanted)[list(self.servers)]
         return Scored(edges, sends)
-
-    @property
-    def _peers(self) -> NDArray[np.bool_]:
-        """Whether two ranks are different members of one group [ranks, ranks]."""
-        same = np.equal.outer(self.servers, self.servers)
-        return same & ~np.eye(self.ranks, dtype=bool)
 
     def _shared(self, totals: Sequence[float]) -> NDArray[np.int64]:
         """Each rank's share of its group's total, in whole numbers that add up [ranks]."""
@@ -281,7 +275,7 @@ class EstimatedBatch(MiniBatch):
             sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
             if self._size > 1:
                 halo = np.rint([self._halo(need, layer) for need in self.needs]).astype(np.int64)
-                sends = self._peers * halo[list(self.servers)]
+                sends = pairs(self.servers, True) * halo[list(self.servers)]
             self._facts[layer] = LayerFacts(
                 self.row_counts(layer),
                 local + sends.sum(0),

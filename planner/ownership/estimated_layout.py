@@ -24,12 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from gnnplan.planner.graph.graph import GraphStats
-from gnnplan.planner.ownership.layout import Expansion, LayerFacts
+from gnnplan.planner.ownership.layout import Expansion, LayerFacts, pairs
 
 GROWTH = 0.5  # slope of log phi over log m beyond counted halos
 # (parts, phi): geometric mean of eight graphs, 0.007 (papers100M, Reddit) to 0.5 (Squirrel)
@@ -200,10 +200,10 @@ class EstimatedLayout:
         rows, local = (own + external) / per_server, among / per_server
         if self.recomputed(layer):
             edges = self._kept_edges(own, external) / per_server
-            parts, peers = (local, among), _pairs(self.servers, True)
+            parts, peers = (local, among), pairs(self.servers, True)
         else:
             edges, among = rows * self._degree, among * servers
-            parts, peers = (self.vertices / ranks, self.vertices), _pairs((0,) * ranks, True)
+            parts, peers = (self.vertices / ranks, self.vertices), pairs((0,) * ranks, True)
         sends = _evenly(peers, self._halo(rows, local, among, parts))
         ones = np.ones(ranks)
         return LayerFacts(rows * ones, local + sends.sum(0), edges * ones, sends)
@@ -229,7 +229,7 @@ class EstimatedLayout:
     def preloaded(self) -> np.ndarray:
         per_server = self.ranks // len(set(self.servers))
         own, external = self._rows(0)
-        return _evenly(_pairs(self.servers, False), (own + external - self._own_rows) / per_server)
+        return _evenly(pairs(self.servers, False), (own + external - self._own_rows) / per_server)
 
     def row_counts(self, h: int) -> np.ndarray:
         return np.full(self.ranks, self.region(h) * len(set(self.servers)) / self.ranks)
@@ -248,15 +248,6 @@ def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
         if stats.halo_rows
         else Mixing((USUAL,))
     )
-
-
-@lru_cache(maxsize=8)
-def _pairs(groups: tuple[int, ...], same: bool) -> np.ndarray:
-    """Whether two ranks are in the same group, or (`same` false) in different groups.
-
-    bool [ranks, ranks]."""
-    within = np.equal.outer(groups, groups)
-    return np.asarray(within & ~np.eye(len(groups), dtype=bool) if same else ~within)
 
 
 def _evenly(peers: np.ndarray, rows: float) -> np.ndarray:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -67,6 +67,14 @@ class LayerFacts:
     edges: np.ndarray  # [ranks], without self edges
     sends: np.ndarray  # [ranks, ranks]: sends[i, j] rows go from i to j before the layer
 
+    def __post_init__(self) -> None:
+        self.sends.setflags(write=False)  # so that what is found out about them can be kept
+
+    @cached_property
+    def returned(self) -> np.ndarray:
+        """Rows whose gradients go from i to j after the layer: the other way [ranks, ranks]."""
+        return self.sends.T
+
     @cached_property
     def given(self) -> np.ndarray:
         """Rows that each rank sends [ranks]."""
@@ -76,6 +84,17 @@ class LayerFacts:
     def taken(self) -> np.ndarray:
         """Halo rows that each rank gets [ranks]."""
         return np.asarray(self.sends.sum(0))
+
+
+@lru_cache(maxsize=8)
+def pairs(groups: tuple[int, ...], same: bool) -> np.ndarray:
+    """Whether two ranks are different ones of one group, or (`same` false) in different groups.
+
+    bool [ranks, ranks]."""
+    within = np.equal.outer(groups, groups)
+    out = np.asarray(within & ~np.eye(len(groups), dtype=bool) if same else ~within)
+    out.setflags(write=False)
+    return out
 
 
 class Layout:

@@ -10,7 +10,7 @@ from gnnplan.planner.graph.partition import Stopwatch
 
 T = TypeVar("T")
 
-RECENT = 16  # answers that `recent` keeps
+RECENT = 16  # answers of a kind that `recent` keeps
 
 
 class Known:
@@ -22,8 +22,7 @@ class Known:
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, Any] = {}
-        self._recent: OrderedDict[Hashable, Any] = OrderedDict()
-        self._last: dict[Hashable, tuple[Hashable, Any]] = {}  # by the kind of question
+        self._recent: dict[str, OrderedDict[Hashable, Any]] = {}  # by the kind of question
         self._seconds: dict[int, float] = {}  # by id() of an answer, which is kept
 
     def answer(self, question: Hashable, make: Callable[[], T]) -> T:
@@ -35,24 +34,19 @@ class Known:
         found: T = self._answers[question]
         return found
 
-    def recent(self, question: Hashable, make: Callable[[], T]) -> T:
-        """Like `answer`, of which only the RECENT last ones are kept: what-ifs ask thousands."""
-        if question not in self._recent:
-            self._recent[question] = make()
-            if len(self._recent) > RECENT:
-                self._recent.popitem(last=False)
-        self._recent.move_to_end(question)
-        found: T = self._recent[question]
-        return found
+    def recent(self, kind: str, question: Hashable, make: Callable[[], T], most: int = RECENT) -> T:
+        """Like `answer`, of which only the `most` last ones of their kind are kept.
 
-    def last(self, kind: str, question: Hashable, make: Callable[[], T]) -> T:
-        """Like `answer`, of which only the last one of its kind is kept: for large ones."""
-        asked, found = self._last.get(kind, (None, None))
-        if asked != question:
-            found = make()
-            self._last[kind] = question, found
-        answer: T = found
-        return answer
+        What-ifs ask thousands, and some answers are large.
+        """
+        known = self._recent.setdefault(kind, OrderedDict())
+        if question not in known:
+            known[question] = make()
+            if len(known) > most:
+                known.popitem(last=False)
+        known.move_to_end(question)
+        found: T = known[question]
+        return found
 
     def seconds_of(self, answer: object) -> float:
         """How long it took to make an answer [s]."""

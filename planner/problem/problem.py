@@ -137,9 +137,9 @@ class Problem:
     def cost(self) -> Cost:
         """The cost model of the cluster with ranks placed so."""
         # a cluster of several what-ifs has arrays and no hash; a Cost keeps its cluster, and its id
-        asked = "cost", id(self.cluster), self.placement, self.stats.spread
+        asked = id(self.cluster), self.placement, self.stats.spread
         return self.known.recent(
-            asked, lambda: Cost.of(self.cluster, self.placement, self.stats.spread)
+            "cost", asked, lambda: Cost.of(self.cluster, self.placement, self.stats.spread)
         )
 
     @property

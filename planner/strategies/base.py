@@ -170,7 +170,9 @@ class Strategy(ABC):
     def built(self, problem: Problem) -> Program:
         """`program(problem)`, built once for those that read it one after the other."""
         asked = self, id(problem)  # the answer keeps the problem, and so its id
-        return problem.known.last("program", asked, lambda: (problem, self.program(problem)))[1]
+        return problem.known.recent(
+            "program", asked, lambda: (problem, self.program(problem)), most=1
+        )[1]
 
     def predict(self, problem: Problem) -> Prediction:
         """One epoch in closed form.
@@ -179,7 +181,7 @@ class Strategy(ABC):
         seconds.
         """
         asked = self, id(problem)
-        return problem.known.last(
+        return problem.known.recent(
             "prediction", asked, lambda: (problem, predict(problem, self.built(problem)))
         )[1]
 

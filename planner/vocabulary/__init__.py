@@ -7,6 +7,7 @@
     units.py      quantities as people write them: '25GB/s'
     spec.py       the base of specifications, and the types of their fields
     numbers.py    numbers that may be arrays of candidates
+    noted.py      what has been found out about arrays
     files.py      reading and writing files safely
     progress.py   lines for people who wait
     formulas.py   equations of papers, and closed forms that tests compare with

@@ -24,7 +24,7 @@ def largest(numbers: Collection[Number]) -> Number:
     if np.ndarray not in set(map(type, numbers)):
         return max(numbers, default=0.0)
     out: Number = -np.inf
-    for number in numbers:
+    for number in {id(number): number for number in numbers}.values():
         out = np.maximum(out, number)
     return out
 

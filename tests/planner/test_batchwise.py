@@ -20,6 +20,8 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.p3.slices import UNEVEN
+from gnnplan.planner.strategies.program.account import predict
+from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.formulas import p3_bytes, split_bytes
 from gnnplan.planner.vocabulary.schedule import Collective
@@ -430,3 +432,31 @@ def test_fanouts_are_a_number_per_layer():
         Workload(mode="mini", layers=3, fanout=(5, 5))
     with pytest.raises(ValueError, match="batch norm needs all vertices at once"):
         Workload(mode="mini", norm="batch")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data_parallel(buckets=3)",
+        "gsplit(prefetch=1,buckets=2)",
+        "p3(pipelined=True)",
+        "p3(pipelined=True,prefetch=2)",
+    ],
+)
+def test_alike_steps_count_as_often_as_if_they_were_different(text: str) -> None:
+    """Estimated batches are one step many times, which is played once. The same steps, each an
+    object of its own, take as long and hold as much."""
+    known = problem_of(GRAPHS[0], batch=8)
+    asked, strategy = replace(known, graph=None), parse(text).settle(known)
+    program = strategy.program(asked)
+    steps = list(program.known())
+    assert len(steps) > 20 and len(set(map(id, steps))) == 1
+    apart = replace(program, known=lambda: [list(step) for step in steps])
+    once, each = predict(asked, program), predict(asked, apart)
+    for name in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
+        assert getattr(once, name) == pytest.approx(getattr(each, name), rel=1e-12)
+    assert once.bytes == each.bytes
+    held, held_apart = fullest(asked, program), fullest(asked, apart)
+    assert {use: nbytes.tolist() for use, nbytes in held.items()} == {
+        use: nbytes.tolist() for use, nbytes in held_apart.items()
+    }

@@ -86,7 +86,7 @@ class Worker(base.Worker):
         self.net = Net(problem.model, problem.workload).to(device)
         self.sliced = self._cut()
         _must_be_cut_by_columns(self.sliced)
-        for twins in dict.fromkeys(strategy.twins(problem, r) for r in range(rank.world)):
+        for twins in strategy.all_twins(problem):
             rank.group(twins)
         for rail in strategy.rails(problem):
             rank.group(rail)

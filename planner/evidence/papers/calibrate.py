@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from gnnplan.planner.cluster.cost import HOST_RATE
 from gnnplan.planner.cluster.spec import Cluster
@@ -167,6 +166,8 @@ def fit_testbed(rows: Sequence[Row], constants: Sequence[str]) -> dict[str, floa
         testbeds = partial(scaled, factors=factors(logs))
         misses = [np.log(predict(row, testbeds) / float(row["value"])) for row in rows]
         return np.append(weights * misses, logs / WIDTH)
+
+    from scipy.optimize import least_squares  # here: it takes long, and plans do not fit
 
     return factors(least_squares(residuals, np.zeros(len(constants)), diff_step=1e-3).x)
 

@@ -99,7 +99,7 @@ class GNNPipe(Pipeline):
         """The same for all placements and clusters, so it is made once for all of them."""
         of = problem.ranks, problem.model, problem.workload
         cut = problem.graph, problem.stats, problem.method
-        return problem.known.recent(("program", self, *of, *cut), lambda: self._program(problem))
+        return problem.known.recent("pipeline", (self, *of, *cut), lambda: self._program(problem))
 
     def _program(self, problem: Problem) -> Program:
         assert self.stages is not None and self.chunks is not None

@@ -83,7 +83,8 @@ def check_buckets(name: str, problem: Problem, count: int) -> None:
 def pays(problem: Problem, plain: Strategy, several: Strategy) -> bool:
     """Whether a search should evaluate variants with buckets.
 
-    It asks of one: `plain` with one bucket, and `several` that is the same with more.
+    It asks of one: `plain` with one bucket, and `several` that is the same with more. These can
+    hide all-reduces, and save no more than these take.
     """
     try:
         several.check(problem)
@@ -91,5 +92,8 @@ def pays(problem: Problem, plain: Strategy, several: Strategy) -> bool:
         return False
     if len(buckets_of(problem, problem.workload.layers, narrow=False)) < 2:
         return False
-    before, after = (float(each.predict(problem).epoch_s) for each in (plain, several))
-    return after <= (1 - GAIN) * before
+    before = plain.predict(problem)
+    most = (1 - GAIN) * float(before.epoch_s)
+    if float(before.epoch_s - before.by_op["all_reduce"]) > most:
+        return False
+    return float(several.predict(problem).epoch_s) <= most

@@ -157,7 +157,11 @@ def _during_setup(
     problem: Problem, program: Program, layout: Layout | EstimatedLayout
 ) -> np.ndarray:
     """The most bytes held while constant rows arrive and layer 1's aggregate is made [ranks]."""
-    passing = [op.sent.sum(0) + op.sent.sum(1) for op in program.setup() if op.sent is not None]
+    passing = [
+        (op.sent.sum(0) + op.sent.sum(1)) * op.itemsize
+        for op in program.setup()
+        if op.sent is not None
+    ]
     held = _read(problem, layout)
     most = np.asarray(held + np.max([np.zeros(problem.ranks), *passing], axis=0))
     if problem.model.aggregate_cached(1):

@@ -12,7 +12,7 @@ planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -27,6 +27,7 @@ from gnnplan.planner.strategies.layerwise.holds import Holds
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
 
 # Of an epoch: one is trained on in every step, several are loaded in turn; empty: the whole layout
@@ -95,15 +96,14 @@ def step(
     meets = {layer: layout.meets(layer) for layer in first_seen.values()}
 
     @cache
-    def sent(layer: int, way: str) -> np.ndarray | None:
-        """Bytes [ranks, ranks] of the layer's exchange; None if it has none."""
-        rows = facts[layer].sends
+    def halo(layer: int, way: str) -> Op | None:
+        """The layer's exchange; None if it has none."""
         if layer <= model.first_varying or not meets[layer]:
             return None
-        if way == "b" and isinstance(layout, EstimatedLayout):  # estimates are symmetric
-            return sent(layer, "f")
+        f, symmetric = facts[layer], isinstance(layout, EstimatedLayout)
+        rows = f.sends if way == "f" or symmetric else f.returned
         row_bytes = model.exchanged_width(layer, options.narrow) * model.itemsize
-        return np.asarray((rows if way == "f" else rows.T) * row_bytes)
+        return Op("halo", way, layer, sent=rows, itemsize=row_bytes)
 
     @cache
     def work(layer: int, way: str, reduced: float = 0.0) -> Compute:
@@ -112,14 +112,16 @@ def step(
         A stale exchange and all-reduces, in which a rank sends `reduced` bytes, overlap with it and
         take some bandwidth.
         """
-        moved, f, done = sent(layer, way), facts[layer], computation(layer, way)
+        moved, f, done = halo(layer, way), facts[layer], computation(layer, way)
         done = done + Compute(overlapped_bytes=reduced) if reduced else done
         if moved is None:
             return done
         if way == "f":  # fresh rows have arrived in their place
             rows = f.sources if options.staleness else f.sources - f.taken
             done = done + model.lay_out(layer, rows, options.narrow)
-        overlapped = np.maximum(moved.sum(1), moved.sum(0)) if options.staleness else 0.0
+        overlapped: Number = 0.0
+        if options.staleness:
+            overlapped = np.maximum(moved.sent_bytes.sum(1), moved.sent_bytes.sum(0))
         return done + Compute(overlapped_bytes=overlapped)
 
     def computation(layer: int, way: str) -> Compute:
@@ -168,8 +170,8 @@ def step(
         yield Op("encode", "f", work=encode[0], holds=holds.encode)
     for layer in range(1, layers + 1):
         yield from moments(layer, "f")
-        if (moved := sent(like[layer], "f")) is not None:
-            yield Op("halo", "f", layer, sent=moved)
+        if (moved := halo(like[layer], "f")) is not None:
+            yield replace(moved, layer=layer)
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=work(like[layer], "f"), holds=keeps)
     forward, backward = finish(problem, facts[like[layers]].rows, scored)
@@ -188,8 +190,8 @@ def step(
         done = work(like[layer], "b", reduced(layer + 1))
         yield Op("backward", layer=layer, work=done, holds=frees)
         yield from sums(layer)
-        if (moved := sent(like[layer], "b")) is not None:
-            yield Op("halo", "b", layer, sent=moved)
+        if (moved := halo(like[layer], "b")) is not None:
+            yield replace(moved, layer=layer)
         yield from moments(layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))
@@ -225,18 +227,25 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
     """Exchanges before the first step: features of recomputed rows, then constant inputs' halo."""
     preloaded = layout.preloaded()
     if preloaded.any():
-        yield Op("preload", sent=_features_sent(problem, layout, preloaded, "preload"))
+        yield _send_features(problem, layout, preloaded, "preload")
     halo = layout.facts(1).sends
     if problem.model.first_varying == 1 and halo.any():
-        yield Op("input_halo", sent=_features_sent(problem, layout, halo, "input_halo"))
+        yield _send_features(problem, layout, halo, "input_halo")
 
 
-def _features_sent(
+def _send_features(
+    problem: Problem, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str
+) -> Op:
+    """The exchange of the features of so many `rows` [ranks, ranks]."""
+    if problem.model.nonzeros:
+        return Op(op, sent=_sparse_features_sent(problem, layout, rows, op))
+    return Op(op, sent=rows, itemsize=int(problem.model.features_moved(1)))
+
+
+def _sparse_features_sent(
     problem: Problem, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str
 ) -> np.ndarray:
-    """Bytes [ranks, ranks] of the features of so many `rows` [ranks, ranks]."""
-    if not problem.model.nonzeros:
-        return np.asarray(problem.model.features_moved(rows))
+    """Bytes [ranks, ranks] of the sparse features of so many `rows` [ranks, ranks]."""
     if problem.graph is None or not isinstance(layout, Layout):
         return np.asarray(np.round(problem.model.features_moved(rows)).astype(np.int64))
     # sparse rows differ in length

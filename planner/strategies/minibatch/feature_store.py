@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,6 +37,7 @@ from gnnplan.planner.ownership.estimated_batches import (
     Expected,
     Population,
 )
+from gnnplan.planner.ownership.layout import pairs
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import show_size
@@ -74,6 +76,10 @@ class Loads:
     asked: NDArray[np.int64]
     fetched: NDArray[np.int64]
     rows: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        for crossing in (self.asked, self.fetched):
+            crossing.setflags(write=False)  # so that what is found out about them can be kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,12 +243,13 @@ class EstimatedStore:
     def caches(self) -> bool:
         return self.cached_rows > 0
 
-    @property
+    @cached_property
     def asks(self) -> NDArray[np.bool_]:
-        same = np.equal.outer(self.servers, self.servers)
-        return np.asarray(
-            (self.spread & ~same) | (same & ~np.eye(len(self.servers), dtype=bool) & self.shared)
+        asks = (self.spread & pairs(self.servers, False)) | (
+            self.shared & pairs(self.servers, True)
         )
+        asks.setflags(write=False)
+        return np.asarray(asks)
 
     @property
     def together(self) -> list[int]:

@@ -52,9 +52,9 @@ def features_bytes(problem: Problem, columns: range | None = None) -> float:
 def of_lists(problem: Problem, lists: Structure | EstimatedStructure | None) -> np.ndarray:
     """Bytes of adjacency lists, offsets and degrees in each server's memory [servers]."""
     n, directed, edges = problem.stats.vertices, problem.stats.directed, problem.stats.edges
-    held = []
+    held, servers = [], np.array(problem.servers)
     for server in dict.fromkeys(problem.servers):
-        ranks = np.flatnonzero(np.equal(problem.servers, server)).tolist()
+        ranks = np.flatnonzero(servers == server).tolist()
         if isinstance(lists, Structure):
             assert problem.graph is not None
             held.append(float(lists.edges_at(problem.graph, ranks)))

@@ -41,6 +41,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
+from gnnplan.planner.ownership.layout import pairs
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
@@ -83,7 +84,8 @@ def step(
     for layer in reversed(layers) if splits else ():
         yield Op("draw", layer=layer, host=("draw", edges[layer], 1), ahead=True)
         yield from reading(problem, edges[layer], store, lists, layer)
-        yield from told("ids", batch.facts(layer).sends.T, peers(batch), layer=layer, ahead=True)
+        asked, peers = batch.facts(layer).returned, pairs(batch.servers, True)
+        yield from told("ids", asked, peers, layer=layer, ahead=True)
     yield Op("lay", host=("lay", in_all, len(layers)), ahead=True)
     if prefetch:
         # takes no time if the sampler is fast enough
@@ -93,7 +95,11 @@ def step(
     else:
         yield from arrive(problem, batch, store)
     if splits and problem.model.first_varying == 1:
-        yield Op("halo", "f", 1, sent=halo_bytes(problem, batch))
+        if isinstance(batch, EstimatedBatch):
+            row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
+            yield Op("halo", "f", 1, sent=batch.facts(1).sends, itemsize=row_bytes)
+        else:
+            yield Op("halo", "f", 1, sent=halo_bytes(problem, batch))
     yield from layerwise.step(problem, batch, options, scored=batch.scored)
 
 
@@ -109,8 +115,8 @@ def told(
 
     counts: how many [ranks, ranks]. among: whether the one tells the other [ranks, ranks].
     """
-    yield Op(op, "n", layer, sent=ID * among.astype(np.int64), ahead=ahead)
-    yield Op(op, layer=layer, sent=itemsize * counts, ahead=ahead)
+    yield Op(op, "n", layer, sent=among, itemsize=ID, ahead=ahead)
+    yield Op(op, layer=layer, sent=counts, itemsize=itemsize, ahead=ahead)
 
 
 def reading(
@@ -166,7 +172,7 @@ def drawing(
         asked, drawn = lists.of(batch, layer, fanout)
         yield from told("ask_edges", asked, others, layer=layer, ahead=True)
         yield Op("draw", layer=layer, host=("draw", drawn.sum(0), 1), ahead=True)
-        yield Op("edges", layer=layer, sent=NEIGHBOUR * drawn.T * others, ahead=True)
+        yield Op("edges", layer=layer, sent=drawn.T * others, itemsize=NEIGHBOUR, ahead=True)
 
 
 def arrive(problem: Problem, batch: MiniBatch, store: Features) -> Iterator[Op]:
@@ -222,11 +228,6 @@ def worth_caching(problem: Problem, plain: Strategy, columns: range | None = Non
     return max(0, min(budget, all_rows))
 
 
-def peers(batch: MiniBatch) -> np.ndarray:
-    """Whether two ranks are different members of one group [ranks, ranks]."""
-    return np.equal.outer(batch.servers, batch.servers) & ~np.eye(batch.ranks, dtype=bool)
-
-
 def row_bytes_read(
     problem: Problem, batch: MiniBatch, ranks: Sequence[int], columns: range | None = None
 ) -> int:
@@ -250,8 +251,6 @@ def loaded_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
 def halo_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
     """Bytes of the features that cross before layer 1 [ranks, ranks]."""
     sent = np.zeros((batch.ranks,) * 2, dtype=np.int64)
-    if isinstance(batch, EstimatedBatch):
-        return np.asarray(batch.facts(1).sends * problem.features_bytes(np.zeros(1, np.int64))[0])
     for rank in range(batch.ranks):
         piece = batch.piece(rank, 1)
         # halo rows are sorted by sender; reduceat gives a wrong sum where there are none

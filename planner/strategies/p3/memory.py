@@ -12,7 +12,7 @@ before that: three batches in flight. Sizes of a layer's tensors come from plann
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -24,7 +24,6 @@ from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
-from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.p3.slices import INT, Slices
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import fullest
@@ -49,25 +48,15 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     store = p3.store(problem)
     sampler = 0 if p3.prefetch else batchwise_memory.of_sampler(problem)
     sliced = p3.sliced_weights(problem)
-    own = (
-        model.weights
-        - sliced
-        + np.array(
-            [
-                sliced * len(p3.columns(problem, rank)) / model.features
-                for rank in range(problem.ranks)
-            ]
-        )
-    )
+    columns = [each.columns for each in p3.slices(problem)]
+    own = model.weights - sliced + np.array([sliced * len(its) / model.features for its in columns])
+    copied = cache(partial(_columns_copied, problem))
     return {
         # the whole model, for evaluation; the rank's own weights, and their versions
         "parameters": model.weights * b + own * b * (1 + versions),
         # gradients included
         "optimizer": own * b * ((3 if problem.workload.optimizer == "adam" else 1) + versions),
-        "features": (
-            held["features"]
-            + np.array([_columns_copied(p3, problem, rank) for rank in range(problem.ranks)])
-        ),
+        "features": held["features"] + np.array([copied(its) for its in columns]),
         "cache": zero + (store.held(problem) if store else 0),
         "activations": held["activations"],
         "halo": zero,
@@ -83,13 +72,12 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     }
 
 
-def _columns_copied(p3: Slices, problem: Problem, rank: int) -> float:
-    """Bytes of the rank's copy of its feature columns.
+def _columns_copied(problem: Problem, columns: range) -> float:
+    """Bytes of a rank's copy of its feature columns.
 
     Only ranks on a CPU have one, and not where features stay in their file or all columns are the
     rank's anyway.
     """
-    columns = p3.columns(problem, rank)
     if problem.graph is None:
         return (
             float(problem.stats.vertices * len(columns) * problem.model.itemsize)
@@ -125,15 +113,13 @@ class Batch:
 
     def __init__(self, p3: Slices, problem: Problem, batch: MiniBatch) -> None:
         model, kind, b = problem.model, problem.workload.model, problem.model.itemsize
-        self.problem, ranks = problem, range(problem.ranks)
-        rails = [list(p3.rail(problem, rank)) for rank in ranks]
+        self.problem, rails = problem, [list(rail) for rail in p3.rails(problem)]
         facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
         merged = replace(
             facts[0],
-            **{
-                name: np.array([getattr(facts[0], name)[rail].sum() for rail in rails])
-                for name in ("rows", "sources", "edges")
-            },
+            rows=_over_peers(facts[0].rows, rails),
+            sources=_over_peers(facts[0].sources, rails),
+            edges=_over_peers(facts[0].edges, rails),
         )
         sliced = p3.sliced(problem, p3.rail(problem, 0)[-1])  # the widest
         # partial sums
@@ -157,12 +143,7 @@ class Batch:
         self.peers = self.all - self.own
         self.applied = self.own * model.layers[0].bias
         self.overlaps = p3.pipelined  # the rank goes on while its messages leave
-        loaded = np.array(
-            [
-                batchwise.row_bytes_read(problem, batch, rails[rank], p3.columns(problem, rank))
-                for rank in ranks
-            ]
-        )
+        loaded = p3.loaded_bytes(problem, batch)
         numbers = loaded / (2 * b) if model.nonzeros else None
         self.loaded = np.asarray(sliced.features_held(merged.sources, numbers), dtype=float)
         # rows of the server's memory and of the cache, next to where they are put
@@ -281,6 +262,14 @@ class Batch:
         model = self.problem.model
         followed = layer.number < len(model.layers) and not model.layers[layer.number].matrices
         return layer.facts.rows * model.layers[layer.number - 1].h_out * model.itemsize * followed
+
+
+def _over_peers(counts: np.ndarray, rails: Sequence[list[int]]) -> np.ndarray:
+    """The sum of each rank's and its peers' counts [ranks]."""
+    out = np.empty_like(counts)
+    for rail in rails:
+        out[rail] = counts[rail].sum()
+    return out
 
 
 class Later:

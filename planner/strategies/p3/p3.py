@@ -70,6 +70,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,6 +85,21 @@ from gnnplan.planner.strategies.p3.periods import pipelined
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
 from gnnplan.planner.strategies.program.program import Op, Program, Step
 from gnnplan.planner.vocabulary.schedule import Compute
+
+
+class _Crossing(NamedTuple):
+    """What peers compute for each other in a batch's first layer.
+
+    blocks: rows, sources and edges of all blocks that a rank computes on [3, ranks]. peers: whether
+    two ranks are peers; pushed: numbers of a block; pulled, returned: rows of partial sums, and of
+    their gradients; all [ranks, ranks].
+    """
+
+    blocks: np.ndarray
+    peers: np.ndarray
+    pushed: np.ndarray
+    pulled: np.ndarray
+    returned: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -103,24 +119,15 @@ class P3(Slices):
         model, b = problem.model, problem.model.itemsize
         layers = range(1, problem.workload.layers + 1)
         facts = {layer: batch.facts(layer) for layer in layers}
-        f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
-        width = model.layers[0].h_out
-        pushed, pulled = np.zeros((2, problem.ranks, problem.ranks), dtype=np.int64)
-        # rows, sources and edges of all blocks that a rank computes on
-        blocks = np.zeros((3, problem.ranks))
-        for rail in self.rails(problem):
-            peers = np.array(rail)
-            blocks[:, peers] = np.array([f1, f2, e1])[:, peers].sum(axis=1, keepdims=True)
-            from_to, others = np.ix_(peers, peers), ~np.eye(peers.size, dtype=bool)
-            pushed[from_to] = others * (HEADER + f2 + f1 + e1)[peers][:, np.newaxis]
-            pulled[from_to] = others * (f1[peers] * width * b)
+        e1 = facts[1].edges
+        blocks, peers, pushed, pulled, returned = self._crossing(problem, batch)
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
 
         lists, store = self.lists(problem), self.store(problem)
         host = list(batchwise.drawing(problem, batch, e1 + edges_above, lists, store))
         if has_peers:
-            host += batchwise.told("push", pushed, pushed > 0, ahead=True, itemsize=INT)
+            host += batchwise.told("push", pushed, peers, ahead=True, itemsize=INT)
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
         # a sampler of its own has its own memory
         sampling = None if self.prefetch else holds(Batch.lay)
@@ -141,8 +148,11 @@ class P3(Slices):
         front.append(Op("forward", layer=1, work=forward, holds=holds(Batch.first_forward)))
         body = self._body(problem, facts, holds, batch.scored)
         if has_peers:
-            front.append(Op("pull", "f", 1, sent=pulled, holds=holds(Batch.pull_forward)))
-            body.append(Op("pull", "b", 1, sent=pulled.T, holds=holds(Batch.pull_backward)))
+            row_bytes = model.layers[0].h_out * b
+            pull = Op("pull", "f", 1, sent=pulled, itemsize=row_bytes)
+            front.append(replace(pull, holds=holds(Batch.pull_forward)))
+            pull = replace(pull, way="b", sent=returned)
+            body.append(replace(pull, holds=holds(Batch.pull_backward)))
         reduce, update = self._end(problem)
         phases = {
             "host": host,
@@ -154,19 +164,36 @@ class P3(Slices):
         }
         return [replace(op, phase=phase) for phase, ops in phases.items() for op in ops]
 
+    def _crossing(self, problem: Problem, batch: MiniBatch) -> _Crossing:
+        """What peers compute for each other, the same with and without a cache or a pipeline."""
+
+        def make() -> tuple[MiniBatch, _Crossing]:
+            first = batch.facts(1)
+            f1, f2, e1 = first.rows, first.sources, first.edges
+            peers = np.zeros((problem.ranks, problem.ranks), dtype=bool)
+            pushed, pulled = np.zeros((2, problem.ranks, problem.ranks), dtype=np.int64)
+            blocks = np.zeros((3, problem.ranks))
+            for rail in self.rails(problem):
+                at = np.array(rail)
+                blocks[:, at] = np.array([f1, f2, e1])[:, at].sum(axis=1, keepdims=True)
+                from_to, others = np.ix_(at, at), ~np.eye(at.size, dtype=bool)
+                peers[from_to] = others
+                pushed[from_to] = others * (HEADER + f2 + f1 + e1)[at][:, np.newaxis]
+                pulled[from_to] = others * f1[at]
+            for sent in (peers, pushed, pulled):
+                sent.setflags(write=False)
+            return batch, _Crossing(blocks, peers, pushed, pulled, pulled.T)
+
+        asked = self.over, self.copies, problem.servers, id(batch)  # which the answer keeps
+        return problem.known.recent("crossing", asked, make, most=2)[1]
+
     def _arrive(
         self, problem: Problem, batch: MiniBatch, store: batchwise.Features | None
     ) -> list[Op]:
         """The operations that bring each rank its columns of its peers' rows."""
         if store is not None:
             return list(batchwise.arrive(problem, batch, store))
-        loaded = [
-            batchwise.row_bytes_read(
-                problem, batch, self.rail(problem, rank), self.columns(problem, rank)
-            )
-            for rank in range(problem.ranks)
-        ]
-        return [Op("load", loaded=np.array(loaded))]
+        return [Op("load", loaded=self.loaded_bytes(problem, batch))]
 
     def _attention(self, problem: Problem, blocks: np.ndarray) -> tuple[Compute, Op, Op]:
         """Projection of the blocks' source rows, and the all-reduces of logits over peers."""
@@ -213,10 +240,8 @@ class P3(Slices):
         model, sliced = problem.model, self.sliced_weights(problem)
         shared = model.weights - sliced
         reduce = [Op("all_reduce", size=shared * model.itemsize)]
-        if len(self.twins(problem, 0)) > 1:
-            groups = tuple(
-                dict.fromkeys(self.twins(problem, rank) for rank in range(problem.ranks))
-            )
+        groups = tuple(self.all_twins(problem))
+        if len(groups[0]) > 1:
             column_bytes = sliced // problem.stats.features * model.itemsize
             sizes = tuple(column_bytes * len(self.columns(problem, group[0])) for group in groups)
             reduce.append(Op("all_reduce", layer=1, groups=groups, sizes=sizes))

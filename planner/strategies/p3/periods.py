@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
 from gnnplan.planner.strategies.p3.slices import DELAY
-from gnnplan.planner.strategies.program.program import Order, Queued, Step
+from gnnplan.planner.strategies.program.program import Op, Order, Queued, Step
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -45,13 +46,17 @@ def pipelined(prefetch: int) -> Order:
 
     def order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
         waits, ended = _Waits(), list[Label]()  # the last computation or load of each period
+        under_way: dict[int, dict[str, list[Op]]] = {}  # batch -> phase -> operations
         for t in range(steps + DELAY):
             for phase, batch in period(t, epoch, steps):
                 if phase == "front":
+                    phases = under_way[batch] = defaultdict(list)
+                    for op in at(batch):
+                        phases[op.phase].append(op)
                     start = len(ended) - 1 - prefetch  # the period that sampling follows
                     waits.chain[batch] = (ended[start],) if start >= 0 else ()
-                    yield from waits.of(batch, at(batch), "host")
-                yield from waits.of(batch, at(batch), phase)
+                    yield from waits.of(batch, phases["host"])
+                yield from waits.of(batch, under_way[batch][phase])
             ended += waits.last  # one label
 
     return order
@@ -64,11 +69,9 @@ class _Waits:
         self.chain: dict[int, tuple[Label, ...]] = {}  # what a batch's next operation waits for
         self.last: tuple[Label, ...] = ()  # the rank's last computation or load
 
-    def of(self, batch: int, step: Step, phase: str) -> Iterator[Queued]:
+    def of(self, batch: int, ops: Sequence[Op]) -> Iterator[Queued]:
         """A batch's operations of one phase."""
-        for op in step:
-            if op.phase != phase:
-                continue
+        for op in ops:
             label, chain = op.label(batch), self.chain[batch]
             if op.idle:  # it is the wait, and begins at once
                 yield Queued(op, batch, ())

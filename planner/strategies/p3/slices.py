@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import ClassVar, Self
 
 import numpy as np
 
 from gnnplan.planner.gnn.model import Model, describe
-from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -167,19 +168,40 @@ class Slices(Strategy):
         """
         return list(_rails(problem.servers, self.over, self.copies))
 
+    def slices(self, problem: Problem) -> tuple[Slice, ...]:
+        """The peers of each rank, itself included, and its feature columns [ranks]."""
+        return _slices(problem.servers, self.over, self.copies, problem.stats.features)
+
     def rail(self, problem: Problem, rank: int) -> tuple[int, ...]:
         """The peers of a rank, itself included."""
-        return _rail_of(problem.servers, self.over, self.copies)[rank]
-
-    def twins(self, problem: Problem, rank: int) -> tuple[int, ...]:
-        """The ranks with the same columns, itself included."""
-        place = self.rail(problem, rank).index(rank)
-        return tuple(sorted(rail[place] for rail in self.rails(problem)))
+        return self.slices(problem)[rank].ranks
 
     def columns(self, problem: Problem, rank: int) -> range:
         """The feature columns of a rank."""
-        rail = self.rail(problem, rank)
-        return columns(problem.stats.features, len(rail), rail.index(rank))
+        return self.slices(problem)[rank].columns
+
+    def all_twins(self, problem: Problem) -> list[tuple[int, ...]]:
+        """Groups of ranks with the same columns, in the order of their first ranks."""
+        return sorted(tuple(sorted(alike)) for alike in zip(*self.rails(problem), strict=True))
+
+    def twins(self, problem: Problem, rank: int) -> tuple[int, ...]:
+        """The ranks with the same columns, itself included."""
+        return next(alike for alike in self.all_twins(problem) if rank in alike)
+
+    def loaded_bytes(self, problem: Problem, batch: MiniBatch) -> np.ndarray:
+        """Bytes of each rank's columns of its peers' rows of h_0 [ranks]."""
+        slices = self.slices(problem)
+        if not isinstance(batch, EstimatedBatch):
+            return np.array(
+                [batchwise.row_bytes_read(problem, batch, s.ranks, s.columns) for s in slices]
+            )
+        counts, one = batch.row_counts(0), np.zeros(1, np.int64)
+        rows = {rail: counts[list(rail)].sum() for rail in self.rails(problem)}
+        row_bytes = {
+            columns: int(problem.features_bytes(one, columns)[0])
+            for columns in {s.columns for s in slices}
+        }
+        return np.array([rows[s.ranks] * row_bytes[s.columns] for s in slices])
 
     def sliced(self, problem: Problem, rank: int) -> Model:
         """The model as a rank has it: its first layer reads its columns only."""
@@ -193,12 +215,11 @@ class Slices(Strategy):
 
     def host_memory(self, problem: Problem) -> Memory:
         columns_at: dict[int, set[range]] = {}
-        for rank, server in enumerate(problem.servers):
-            columns_at.setdefault(server, set()).add(self.columns(problem, rank))
+        for server, of_rank in zip(problem.servers, self.slices(problem), strict=True):
+            columns_at.setdefault(server, set()).add(of_rank.columns)
+        size_of = cache(partial(features_bytes, problem))
         return {
-            "features": np.array(
-                [sum(features_bytes(problem, c) for c in at) for at in columns_at.values()]
-            ),
+            "features": np.array([sum(map(size_of, at)) for at in columns_at.values()]),
             "lists": of_lists(problem, self.lists(problem)),
         }
 
@@ -227,10 +248,7 @@ class Slices(Strategy):
         """Which rows' columns each GPU caches; None: none."""
         if not self.cache:
             return None
-        slices = tuple(
-            Slice(self.rail(problem, rank), self.columns(problem, rank))
-            for rank in range(problem.ranks)
-        )
+        slices = self.slices(problem)
         return feature_store(problem, self.batches(problem), self.cache, slices=slices)
 
     def steps(self, problem: Problem) -> int:
@@ -325,5 +343,10 @@ def _rails(servers: tuple[int, ...], over: str, copies: int) -> tuple[tuple[int,
 
 
 @lru_cache(maxsize=64)
-def _rail_of(servers: tuple[int, ...], over: str, copies: int) -> dict[int, tuple[int, ...]]:
-    return {rank: rail for rail in _rails(servers, over, copies) for rank in rail}
+def _slices(servers: tuple[int, ...], over: str, copies: int, features: int) -> tuple[Slice, ...]:
+    of = {
+        rank: Slice(rail, columns(features, len(rail), i))
+        for rail in _rails(servers, over, copies)
+        for i, rank in enumerate(rail)
+    }
+    return tuple(of[rank] for rank in range(len(servers)))

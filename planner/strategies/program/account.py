@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
@@ -101,9 +100,7 @@ def _account(
     compute_s = cost.all_done_s(computed)
     waited: Number = 0.0
     if counts.beside:
-        waited = waited_s(
-            cost, chain.from_iterable(counts.steps), priced, not program.late, prefetch > 0
-        )
+        waited = waited_s(cost, counts.steps, priced, not program.late, prefetch > 0)
     epoch, exposed = (_stale_epoch if program.late else _synchronous_epoch)(
         cost, counts, priced, seconds, waited
     )

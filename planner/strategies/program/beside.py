@@ -13,7 +13,7 @@ time that they have in common: two transfers over one wire by all of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -27,31 +27,32 @@ from gnnplan.planner.vocabulary.numbers import Number
 
 def waited_s(
     cost: Cost,
-    identified: Iterable[tuple[Identity, Op]],
+    steps: Iterable[Sequence[tuple[Identity, Op]]],
     priced: Mapping[Identity, Price],
     exchanges_wait: bool,
     ahead: bool,
 ) -> Number:
     """Seconds that an epoch takes longer than without its all-reduces `beside` computation [s].
 
-    `identified`: its operations in order. `exchanges_wait`: ranks wait for exchanges; with
-    staleness they do not. `ahead`: what can be done in steps before does not hold ranks up.
+    `steps`: their operations in order; steps that are alike are one object. `exchanges_wait`: ranks
+    wait for exchanges; with staleness they do not. `ahead`: what can be done in steps before does
+    not hold ranks up.
     """
-    ranks = _Ranks(cost, priced)
-    for identity, op in identified:
-        if ahead and op.ahead:
-            continue
-        if op.beside:
-            ranks.begin(identity)
-        elif op.lane == "reduce":  # after those under way
-            ranks.wait()
-        elif op.sent is not None and exchanges_wait:
-            ranks.exchange(identity)
-        elif op.sent is None:
-            if op.op == "update":
-                ranks.wait()
-            ranks.compute(identity)
-    return ranks.waited
+    ranks, waits = _Ranks(cost, priced), list[Number]()
+    # an update waits for all that is under way: what goes from step to step is a segment
+    played: dict[object, tuple[list[Number], Counter[Identity]]] = {}
+    for step in steps:
+        begun = id(step), tuple(ranks.segment.items())
+        if begun not in played:
+            ranks.waits = []
+            for identity, op in step:
+                if not (ahead and op.ahead):
+                    ranks.go_on(identity, op, exchanges_wait)
+            played[begun] = ranks.waits, ranks.segment
+        waited, segment = played[begun]
+        waits += waited
+        ranks.segment = segment.copy()
+    return total(waits)
 
 
 class _Ranks:
@@ -59,12 +60,25 @@ class _Ranks:
 
     def __init__(self, cost: Cost, priced: Mapping[Identity, Price]) -> None:
         self.cost, self.priced = cost, priced
-        self.waited: Number = 0.0
+        self.waits: list[Number] = []  # what they waited, one after the other
         self.under_way = False
         self.backlog: Number = 0.0
         self.shares_of: dict[Identity, dict[Port, Number]] = {}  # a share of its time for each port
         self.shares: dict[Port, Number] = {}  # those of what is under way
         self._end_segment()
+
+    def go_on(self, identity: Identity, op: Op, exchanges_wait: bool) -> None:
+        """To the end of an operation."""
+        if op.beside:
+            self.begin(identity)
+        elif op.lane == "reduce":  # after those under way
+            self.wait()
+        elif op.sent is not None and exchanges_wait:
+            self.exchange(identity)
+        elif op.sent is None:
+            if op.op == "update":
+                self.wait()
+            self.compute(identity)
 
     def _end_segment(self) -> None:
         self.segment = Counter[Identity]()  # what ranks do between barriers
@@ -76,13 +90,13 @@ class _Ranks:
 
     def begin(self, identity: Identity) -> None:
         """An all-reduce, once all ranks are there."""
-        self._go_on()
+        self._meet_segment()
         price = self.priced[identity]
         self.under_way, self.backlog = True, self.backlog + price.seconds
-        if identity not in self.shares_of:  # equal ones begin in every step
-            self.shares_of[identity] = {
-                port: _ratio(busy, price.seconds) for port, busy in price.transfer.busy.items()
-            }
+        if identity not in self.shares_of:
+            busy = price.transfer.busy
+            shares = {id(one): _ratio(one, price.seconds) for one in busy.values()}
+            self.shares_of[identity] = {port: shares[id(one)] for port, one in busy.items()}
         self.shares = self.shares_of[identity]
 
     def exchange(self, identity: Identity) -> None:
@@ -94,16 +108,16 @@ class _Ranks:
     def wait(self) -> None:
         """All wait for what is under way."""
         self._barrier()
-        self.waited = self.waited + self.backlog
+        self.waits.append(self.backlog)
         self.under_way, self.backlog = False, 0.0
 
     def _barrier(self) -> None:
         if self.under_way:
-            self._go_on()
+            self._meet_segment()
         self._end_segment()
 
-    def _go_on(self) -> None:
-        """To where the segment is now."""
+    def _meet_segment(self) -> None:
+        """Up to where the segment is now."""
         seconds = total(
             times(self.priced[identity].seconds, count) for identity, count in self.segment.items()
         )
@@ -115,13 +129,15 @@ class _Ranks:
         """Ranks do what takes so long, and uses ports for so long, alone."""
         if not self.under_way:
             return
-        crowded = largest(
-            _ratio(busy[port], seconds) + share - 1
+        # equally busy ports are one object (cluster/transfer.py)
+        wanted = {
+            (id(busy[port]), id(share)): (busy[port], share)
             for port, share in self.shares.items()
             if port in busy
-        )
+        }
+        crowded = largest(_ratio(used, seconds) + share - 1 for used, share in wanted.values())
         in_common = np.minimum(seconds, self.backlog)
-        self.waited = self.waited + in_common * crowded
+        self.waits.append(in_common * crowded)
         self.backlog = self.backlog - in_common
 
 

@@ -319,7 +319,7 @@ class _Pricing:
         for stage, ops in enumerate(self.stages):
             for way, sign in zip(WAYS, (1, -1), strict=True):
                 works = [op.work for op in ops if op.chunks == sign and op.work is not None]
-                sent = [op.sent for op in ops if op.chunks == sign and op.sent is not None]
+                sent = [op.sent_bytes for op in ops if op.chunks == sign and op.sent is not None]
                 slowed = stage if exchange_slowdown else None
                 met = (self.placed[stage], slowed) if sent else ()
                 key = way, met, *map(id, works), *map(id, sent)

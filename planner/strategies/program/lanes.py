@@ -12,6 +12,7 @@ the time, each as slowly as all together are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import numpy as np
 
@@ -28,6 +29,10 @@ def epoch_s(cost: Cost, program: Program, priced: Mapping[Identity, Price]) -> N
     the next. If an epoch has more steps than are known, its end is left out."""
     assert program.order is not None
     known, slowdown = list(program.known()), cost.full_load_slowdown
+    takes: dict[int, tuple[str, Number, bool]] = {}  # by id() of an operation, of a few different
+    for op in chain.from_iterable({id(step): step for step in known}.values()):
+        seconds, _, is_transfer = priced[op.identity]
+        takes[id(op)] = op.lane, seconds if is_transfer else seconds * slowdown, is_transfer
     rounds = 1 + -(-program.in_flight // len(known))  # the last one begins with all under way
     steps, epoch = rounds * len(known), len(known)
     if epoch < program.steps:  # no step that counts ends an epoch or the run
@@ -35,10 +40,10 @@ def epoch_s(cost: Cost, program: Program, priced: Mapping[Identity, Price]) -> N
     free: dict[str, Number] = {}  # lane -> when [.., ranks]
     ended: dict[Label, Number] = {}  # -> when [.., ranks]
     for op, step, after, _ in program.order(lambda t: known[t % len(known)], epoch, steps):
-        seconds, _, is_transfer = priced[op.identity]
-        ready = largest((ended[label] for label in after), free.get(op.lane, 0.0))
-        end = slowest(ready) + seconds if is_transfer else ready + seconds * slowdown
-        free[op.lane] = ended[op.label(step)] = end
+        lane, seconds, is_transfer = takes[id(op)]
+        ready = largest((ended[label] for label in after), free.get(lane, 0.0))
+        end = (slowest(ready) if is_transfer else ready) + seconds
+        free[lane] = ended[op.label(step)] = end
     last, before = (
         slowest(ended[Label("loss", count * len(known) - 1)]) for count in (rounds, rounds - 1)
     )

@@ -39,14 +39,18 @@ def fullest(problem: Problem, program: Program) -> dict[str, np.ndarray]:
 def _operations(program: Program) -> Iterator[Op]:
     """The operations of all known steps, in order.
 
-    Where steps overlap, they go on until all that is under way together has been. Else steps that
-    are alike hold alike, and every operation stands for all of its chunks.
+    Steps that are alike hold alike, and every operation stands for all of its chunks. Where steps
+    overlap, they go on until all that is under way together has been; of steps that are all alike a
+    few are enough, for these and those of an epoch's end to have been under way.
     """
     known = list(program.known())
+    different = {id(step): step for step in known}
     if program.order is None:
-        for step in {id(step): step for step in known}.values():
+        for step in different.values():
             yield from step
         return
+    if len(different) == 1:
+        known = known[: 2 * program.in_flight + 1]
     last = len(known) + program.in_flight - 1
     queued = program.order(lambda t: known[t % len(known)], len(known), last + 2)
     yield from (each.op for each in takewhile(lambda each: each.step < last, queued))

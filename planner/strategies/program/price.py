@@ -39,7 +39,7 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
         return Price(cost.load_s(op.loaded[among]))
     assert op.handed is None and op.received is None and not op.chunks
     transfer = (
-        cost.exchange(op.sent, op.ranks or None)
+        cost.exchange(op.sent, op.ranks or None, itemsize=op.itemsize)
         if op.sent is not None
         else _all_reduce(problem, op)
     )
@@ -73,7 +73,9 @@ def moved(problem: Problem, op: Op) -> dict[LinkName, int]:
     cost, by_link = problem.cost, Counter[LinkName]()
     if op.sent is not None:
         by_link.update(
-            cost.bytes_by_link(op.sent.sum(0) if op.chunks else op.sent, op.ranks or None)
+            cost.bytes_by_link(
+                op.sent.sum(0) if op.chunks else op.sent, op.ranks or None, op.itemsize
+            )
         )
     elif op.handed is not None:
         for rank, nbytes in zip(op.ranks, op.handed.sum(0).tolist(), strict=True):

@@ -26,7 +26,7 @@ class Op:
     work            computation; its fields are arrays [ranks], or numbers that hold for all ranks
     loaded          bytes [ranks] from the server's memory to the device
     host            a sampler's work, edges [ranks], and of how many layers they are
-    sent            an exchange: bytes [ranks, ranks], from row to column
+    sent            an exchange: items of `itemsize` bytes [ranks, ranks], from row to column
     handed          a message of each rank to the one `distance` further on: bytes [ranks]
     received        that message of its sender, which is the rank `distance` further on
     size            an all-reduce of that many bytes over the ranks
@@ -53,6 +53,7 @@ class Op:
     loaded: np.ndarray | None = None
     host: tuple[HostWork, np.ndarray, int] | None = None
     sent: np.ndarray | None = None
+    itemsize: int = 1
     size: int = 0
     groups: tuple[Group, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -86,6 +87,12 @@ class Op:
         """Whether ranks send each other anything; the receiving end of a message does not."""
         return self.sent is not None or self.lane in ("send", "reduce")
 
+    @property
+    def sent_bytes(self) -> np.ndarray:
+        """Bytes of an exchange [ranks, ranks]."""
+        assert self.sent is not None
+        return self.sent if self.itemsize == 1 else self.sent * self.itemsize
+
     def label(self, step: int, chunk: int | None = None) -> Label:
         """Its name; `peer` is the distance to a message's other end (at_rank makes it a rank)."""
         return Label(self.op, step, self.way, self.layer, chunk, self.distance or None)
@@ -95,8 +102,9 @@ class Op:
         """Equal for operations that share their work: such operations take equally long."""
         shared = (self.work, self.loaded, self.host, self.sent, self.handed)
         where = () if self.work is not None else self.ranks
-        numbers = (self.size, self.groups, self.sizes, self.distance, self.chunks)
-        return self.op, where, numbers, *map(id, shared)
+        layer = self.layer if self.ahead else None  # each layer is sampled for itself
+        numbers = (self.itemsize, self.size, self.groups, self.sizes, self.distance, self.chunks)
+        return self.op, where, layer, numbers, *map(id, shared)
 
     def reductions(self, everyone: Group) -> list[tuple[Group, int]]:
         """The groups of an all-reduce, each with its bytes; `everyone` if it names no ranks."""
@@ -148,7 +156,7 @@ class Program:
     @property
     def setup_bytes(self) -> int:
         """Bytes that all ranks send before step 0."""
-        return sum(int(op.sent.sum()) for op in self.setup() if op.sent is not None)
+        return sum(int(op.sent.sum()) * op.itemsize for op in self.setup() if op.sent is not None)
 
 
 def traffic(program: Program, ranks: int) -> list[Phase]:
@@ -159,10 +167,11 @@ def traffic(program: Program, ranks: int) -> list[Phase]:
     it would be other traffic elsewhere.
     """
     ops = [op for step in islice(program.known(), PLACED_BY) for op in step]
-    exchanges = [op.sent for op in ops if op.op == "halo" and op.sent is not None and not op.ranks]
-    times = Counter(map(id, exchanges))
-    alike = {id(sent): sent for sent in exchanges}
-    return [Phase(sent, times[key]) for key, sent in alike.items()] + _inside_groups(ops, ranks)
+    exchanges = [op for op in ops if op.op == "halo" and op.sent is not None and not op.ranks]
+    times = Counter((id(op.sent), op.itemsize) for op in exchanges)
+    alike = {(id(op.sent), op.itemsize): op for op in exchanges}
+    whole = [Phase(op.sent_bytes, times[key]) for key, op in alike.items()]
+    return whole + _inside_groups(ops, ranks)
 
 
 def _inside_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
@@ -189,7 +198,7 @@ def _inside_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
         for op in alike:
             at = np.array(op.ranks)
             if op.sent is not None:
-                sent[np.ix_(at, at)] += of_mean_chunk(op.sent, op) / most
+                sent[np.ix_(at, at)] += of_mean_chunk(op.sent_bytes, op) / most
                 chunks = len(op.sent) if op.chunks else 1
             elif op.handed is not None:
                 sent[at, at + op.distance] += of_mean_chunk(op.handed, op) / most

@@ -97,7 +97,8 @@ def _share(op: Op, i: int, group: Group, chunk: int | None) -> Work:
         what, edges, layers = op.host
         return Host(what, int(edges[i]), layers)
     if op.sent is not None:
-        sent = (op.sent if chunk is None else op.sent[chunk])[i].tolist()
+        items = (op.sent if chunk is None else op.sent[chunk])[i]
+        sent = (items * op.itemsize).tolist()
         peers = tuple((peer, nbytes) for peer, nbytes in zip(group, sent, strict=True) if nbytes)
         return Collective("exchange", group, peers)
     rank = group[i]
