@@ -1,0 +1,35 @@
+"""Rows between layers, and their gradients, that cross in 8, 4 or 2 bits per number (AdaQP).
+
+    whole     compute  |forward 1|        |forward 2|
+              comm               |halo f 2|
+
+    bits 2    compute  |forward 1|pack f 2|        |unpack f 2|forward 2|
+              comm                        |halo f 2|
+
+A row of d numbers takes ceil(d bits / 8) + 4 bytes. Every number is rounded at random to one of
+2^bits levels between its row's lowest and highest, so that its mean over draws is the number itself
+(executor/layers/kernels/few_bits.py). Both passes do it. Evaluation, all-reduces, and the rows at
+the ends of pairs (link prediction) are left as they are. Draws are a hash of (seed, step, layer,
+way, vertex, column): any number of ranks rounds a row alike, and so does a resumed run.
+
+A layer's sum over neighbours is on average that of its inputs; what ReLU and the loss make of it is
+not unbiased. Each number is off by up to one of 2^bits - 1 spacings, which is the price of 2 bits.
+
+Source: Wan et al., AdaQP (MLSys 2023), Sec. 3.1. There bits are chosen for each row every so many
+epochs, and rows whose neighbours are all local are computed meanwhile; here all rows have the same
+bits.
+"""
+
+from __future__ import annotations
+
+from gnnplan.planner.gnn.few_bits import BITS
+from gnnplan.planner.vocabulary.errors import SpecError
+
+
+def check_bits(name: str, bits: int | None) -> None:
+    """Raises SpecError if no row crosses in so many bits per number."""
+    if bits is not None and bits not in BITS:
+        raise SpecError(
+            f"{name}: bits per number of a row that crosses are 8, 4 or 2, or None for rows as they"
+            f" are (bits: {bits}); use bits=2"
+        )
