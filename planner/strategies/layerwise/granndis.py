@@ -44,7 +44,8 @@ server is enough to preload something:
 
 Exact without sampling, with one batch and whole rows, for every depth: each server's copy of a row
 gets the gradient of that server's readers, and the all-reduce adds up the copies' weight gradients.
-Sampling cuts edges between servers; batches are mini-batches (the gradient of the batch's mean loss).
+Sampling cuts edges between servers; batches are mini-batches (the gradient of the batch's mean
+loss).
 
 Bytes per epoch: as graph parallelism, where layers l <= depth + 1 exchange halos inside groups only
 (for depth 0 everywhere), plus 2 (M-1) W b per batch; the preloaded features cross once, before the
