@@ -17,7 +17,7 @@ AT_ONCE = 2**18  # numbers that a CPU packs or unpacks at a time, so that they s
 # sum, a half; and codes as numbers, product, sum.
 PACK, UNPACK = 13, 5
 PICKED, ADDED = 2, 3  # rows that are picked for peers; gradients that are added to those of rows
-LAUNCHES = 35
+PACK_LAUNCHES, UNPACK_LAUNCHES = 60, 12
 
 
 def row_bytes(width: int, itemsize: int, bits: int | None) -> int:
@@ -35,27 +35,33 @@ def pack(rows: Number, width: int, itemsize: int, bits: int, picked: bool) -> Co
     # bytes per number: random words, codes in two bytes, those of several put together, one byte
     in_bytes = 2 + 2 + (6 * (each - 1) / each if each > 1 else 0) + 3 / each
     passes = PACK + PICKED * picked
-    return _work(rows * width, itemsize, passes * itemsize + in_bytes, 1.0 * rows * width)
+    numbers = rows * width
+    return Compute(
+        elementwise_bytes=(passes * itemsize + in_bytes) * numbers,
+        launches=PACK_LAUNCHES,
+        itemsize=itemsize,
+        tensor_bytes=1.0 * itemsize * np.minimum(numbers, AT_ONCE),
+        hash_ops=1.0 * numbers,
+    )
 
 
 def unpack(rows: Number, width: int, itemsize: int, added: bool) -> Compute:
-    """Work of unpacking so many rows; `added`: to others."""
+    """Work of unpacking so many rows; `added`: to others.
+
+    It goes by parts, too, but to memory that is in no cache.
+    """
     in_bytes = 5  # shift, mask and copy read, the first two write
     passes = UNPACK + ADDED * added
-    return _work(rows * width, itemsize, passes * itemsize + in_bytes, 0.0)
+    numbers = rows * width
+    return Compute(
+        elementwise_bytes=(passes * itemsize + in_bytes) * numbers,
+        launches=UNPACK_LAUNCHES,
+        itemsize=itemsize,
+        tensor_bytes=1.0 * itemsize * numbers,
+    )
 
 
 def room(numbers: Number, itemsize: int, device: str) -> Number:
     """Bytes that packing so many numbers needs besides what it reads and makes [B]."""
     at_once = np.minimum(numbers, AT_ONCE) if device == "cpu" else numbers
     return (3 * itemsize + 2) * at_once
-
-
-def _work(numbers: Number, itemsize: int, passed: float, hashed: Number) -> Compute:
-    return Compute(
-        elementwise_bytes=passed * numbers,
-        launches=LAUNCHES,
-        itemsize=itemsize,
-        tensor_bytes=1.0 * itemsize * np.minimum(numbers, AT_ONCE),
-        hash_ops=hashed,
-    )

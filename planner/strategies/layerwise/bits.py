@@ -22,8 +22,13 @@ bits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gnnplan.planner.gnn.few_bits import BITS
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 
 def check_bits(name: str, bits: int | None) -> None:
@@ -33,3 +38,25 @@ def check_bits(name: str, bits: int | None) -> None:
             f"{name}: bits per number of a row that crosses are 8, 4 or 2, or None for rows as they"
             f" are (bits: {bits}); use bits=2"
         )
+
+
+def sentences(problem: Problem, packed: Strategy | None) -> list[str]:
+    """What packing saves and takes, beside the same strategy with whole rows.
+
+    Nothing where rows are whole already.
+    """
+    if packed is None or packed.knobs()["bits"] is None:
+        return []
+    whole = replace(packed, bits=None)  # type: ignore[call-arg]  # those that have the knob
+    few, all_of = packed.predict(problem), whole.predict(problem)
+    packing_s = sum(
+        float(seconds)
+        for op, seconds in few.by_op.items()
+        if op.split(":")[0] in ("pack", "unpack")
+    )
+    return [
+        f"{packed} sends {show_bytes(few.bytes.get('halo', 0))} of rows and their gradients per"
+        f" epoch, {whole} {show_bytes(all_of.bytes.get('halo', 0))}; to pack and unpack them takes"
+        f" {show_time(packing_s)} of {show_time(float(few.epoch_s))}, and {whole} takes"
+        f" {show_time(float(all_of.epoch_s))}"
+    ]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -38,9 +38,9 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise import bits
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.bits import check_bits
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Op, Program
@@ -89,6 +89,10 @@ class BNS(Strategy):
     def absent(cls, problem: Problem) -> str:
         return ""
 
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        return bits.sentences(problem, fastest)
+
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)
 
@@ -109,7 +113,7 @@ class BNS(Strategy):
                     " another model"
                 )
         check_buckets(self.name, problem, self.buckets)
-        check_bits(self.name, self.bits)
+        bits.check_bits(self.name, self.bits)
         self.check_vertices(problem)
 
     @property

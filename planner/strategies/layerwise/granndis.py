@@ -69,10 +69,9 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise import bits, preloading
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
-from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.bits import check_bits
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
@@ -193,7 +192,10 @@ class GraNNDis(Strategy):
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
         sampled = cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
-        return preloading.sentences(problem, cls().settle(problem), sampled)
+        return [
+            *preloading.sentences(problem, cls().settle(problem), sampled),
+            *bits.sentences(problem, fastest),
+        ]
 
     def settle(self, problem: Problem) -> GraNNDis:
         out = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
@@ -271,7 +273,7 @@ class GraNNDis(Strategy):
         )
         self._check_group(problem)
         check_buckets(self.name, problem, self.buckets)
-        check_bits(self.name, self.bits)
+        bits.check_bits(self.name, self.bits)
         if self.depth is not None and not 0 <= self.depth <= layers:
             raise SpecError(
                 f"granndis: depth lies between 0 (plain halo) and the layers ({layers}, full"

@@ -64,9 +64,9 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise import bits
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.bits import check_bits
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
 from gnnplan.planner.strategies.program.program import Program
@@ -148,14 +148,16 @@ class GraphParallel(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        told = bits.sentences(problem, fastest)
         if not problem.needs_few_rows:
-            return []
+            return told
         trained = problem.stats.train_vertices / problem.stats.vertices
         source = "estimated" if problem.graph is None else "counted"
         return [
+            *told,
             f"{show_percent(trained, 1)} of the vertices train; they need"
             f" {show_percent(problem.needed_share)} of all layers' rows ({source}), and trim leaves"
-            " out the others"
+            " out the others",
         ]
 
     def with_less_memory(self) -> Strategy | None:
@@ -191,7 +193,7 @@ class GraphParallel(Strategy):
         if self.trim:
             check_trim(problem, self.family)
         check_buckets(self.name, problem, self.buckets)
-        check_bits(self.name, self.bits)
+        bits.check_bits(self.name, self.bits)
         if self.bits is not None and self.smoothing:
             raise SpecError(
                 f"{self.name}: a moving average is of whole rows, and with bits they arrive packed"
