@@ -58,7 +58,7 @@ def unpack(packed: Tensor, bits: int, into: Tensor) -> Tensor:
         codes, rows = packed[part, :-PARAMETERS], into[part]
         # a copy, for no two bytes at an odd place are seen as one number
         parameters = packed[part, -PARAMETERS:].clone(memory_format=torch.contiguous_format)
-        lowest, spacing = parameters.view(torch.bfloat16).to(into.dtype).split(1, 1)
+        lowest, spacing = parameters.view(torch.bfloat16).to(into.dtype).tensor_split(2, 1)
         for place in range(8 // bits):
             columns = rows[:, place * stride : (place + 1) * stride]
             if columns.shape[1]:
