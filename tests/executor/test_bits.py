@@ -131,3 +131,23 @@ def test_the_gradient_is_the_exact_one_on_average(graphs: dict[str, str], bits: 
     off, error = (draws.mean(0) - exact).abs(), draws.std(0) / len(draws) ** 0.5
     assert (error > 0).all() and (off / error).max() < 5
     assert error.max() * len(draws) ** 0.5 > 1e-3 * exact.abs().max() / 2**bits
+
+
+def test_the_gradient_error_is_that_of_rounding(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """Against a pass with whole rows at the same weights; training goes on as if nobody measured."""
+    case = Case(
+        "graph_parallel(bits=4)", graphs["rough"], workload("sage"), epochs=3, gradient_errors=True
+    )
+    part, plain = case.problem(2).layout().owner, Plain(case)
+    result, unmeasured = run_ranks(2, [case, replace(case, gradient_errors=False)])
+    assert unmeasured.losses == result.losses
+    for step, (error, size, bound) in enumerate(result.rank(0)["gradient_errors"]["all"]):
+        loss = plain.loss(plain.forward(step, reading(plain, part, 4, step))[0])
+        weights = list(plain.w.values())
+        used = torch.autograd.grad(loss, weights, retain_graph=True)
+        exact = torch.autograd.grad(plain.loss(plain.forward(step)[0]), weights)
+        gaps = [(ours - true).norm() for ours, true in zip(used, exact, strict=True)]
+        assert error == pytest.approx(torch.stack(gaps).norm().item(), rel=1e-8)
+        assert size == pytest.approx(torch.stack([g.norm() for g in exact]).norm().item(), rel=1e-8)
+        assert error > 1e-3 * size and bound is None
+        plain.descend(loss)
