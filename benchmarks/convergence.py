@@ -114,6 +114,11 @@ BOUNDARY = {
         for p in (0.1, 0.01)
     },
 }
+FEW_BITS = {
+    "one process": (1, "graph_parallel", ()),
+    "graph_parallel(bits=2), 2 parts": (2, "graph_parallel(bits=2)", ()),
+    "pipegcn(bits=2), 2 parts": (2, "pipegcn(bits=2)", ()),
+}
 RESGCN = (
     "--model",
     "resgcn",
@@ -175,6 +180,7 @@ STUDIES = {
     "bns_physics": Study("coauthor_physics", SAGE, 150, 3, BOUNDARY),
     "bns_cs": Study("coauthor_cs", SAGE, 150, 3, BOUNDARY),
     "bns_photo": Study("amazon_photo", SAGE, 150, 3, BOUNDARY),
+    "bits_photo": Study("amazon_photo", SAGE, 150, 3, FEW_BITS),
     "mini_sage_physics": Study("coauthor_physics", (*MINI, "--model", "sage"), 30, 5, BATCHES),
     "mini_gat_physics": Study("coauthor_physics", (*MINI, "--model", "gat"), 30, 5, BATCHES),
     "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),

@@ -22,6 +22,7 @@ DEVICE = Device(memory=1e9, gemm=1e12, memory_bandwidth=1e11)
 DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "graph_parallel": ("graph_parallel", 2, 2, 1, {}),
     "graph_parallel, buckets": ("graph_parallel(buckets=2)", 2, 2, 1, {}),
+    "graph_parallel, bits": ("graph_parallel(bits=2)", 2, 2, 1, {}),
     "pipegcn": ("pipegcn", 2, 2, 2, {}),
     "bns": ("bns", 2, 2, 1, {}),
     "granndis": ("granndis(depth=2)", 2, 3, 1, {}),

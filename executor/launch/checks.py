@@ -68,10 +68,16 @@ def must_be_trainable(problem: Problem, where: str = "") -> None:
 
 
 def must_be_measurable(options: Options, strategy: Strategy) -> None:
-    """Raise SpecError if the options ask for gradient errors of a strategy that has no exact twin.
+    """Raise SpecError if the options ask for errors that nothing measures of the strategy.
 
-    The twin is the same worker with exchanges that are not late (strategies/gradient_errors.py).
+    Gradients are compared with those of its exact twin, the same worker with exchanges of whole
+    rows that are not late (strategies/gradient_errors.py).
     """
+    if options.staleness_errors and isinstance(strategy, GraphParallel) and strategy.bits:
+        raise SpecError(
+            "--staleness-errors compares rows with those one step older, and packed rows differ by"
+            f" rounding too (bits: {strategy.bits}); leave it out, or use --gradient-errors"
+        )
     if not options.gradient_errors:
         return
     if not isinstance(strategy, GraphParallel):

@@ -103,7 +103,7 @@ class GradientErrors:
         layout = problem.trimmed(problem.layout()) if worker.evaluator else problem.layout()
         assert isinstance(layout, Layout)
         self.worker, self.gradients = worker, gradients
-        synchronous = replace(worker.options, staleness=0, smoothing="")
+        synchronous = replace(worker.options, staleness=0, smoothing="", bits=None)
         share = whole_share(rank, problem, layout, net, "global")
         self.exact = Worker(rank, problem, share, synchronous, net)
         self.exact.features, self.exact.cached = worker.features, worker.cached
@@ -219,12 +219,16 @@ def _spectral(worker: Worker, layer: int, name: str) -> float:
 
 
 def _is_bounded(problem: Problem, worker: Worker) -> bool:
-    """Whether the bound speaks of the model: GCN or GraphSAGE, without norms and narrow layers."""
+    """Whether the bound speaks of the model: GCN or GraphSAGE, without norms and narrow layers.
+
+    Rows must cross as they are.
+    """
     workload = problem.workload
     return (
         workload.model in BOUNDED
         and workload.module is None
         and workload.norm in (None, "none")
+        and worker.options.bits is None
         and not (worker.options.narrow and any(map(problem.model.narrow_at, worker.layers)))
     )
 

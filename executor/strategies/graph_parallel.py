@@ -5,7 +5,8 @@ GraNNDis uses the same worker with a deeper Layout, and mini-batches with a batc
 Every layer is a segment of its own: its inputs are leaves, and its backward is called by hand. The
 exchanges stand between segments, under the schedule's names (planner/strategies/layerwise/). With
 staleness 1 a layer uses what was received one step ago, and sends on the comm lane's thread, from
-and into buffers that stay: memory does not depend on how far the lane lags behind.
+and into buffers that stay: memory does not depend on how far the lane lags behind. With `bits` what
+is sent in training is packed before, and unpacked before its use.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, dtype_of
-from gnnplan.executor.layers.kernels import Block, SparseRows, backward, dropout
+from gnnplan.executor.layers.kernels import (
+    Block,
+    SparseRows,
+    backward,
+    dropout,
+    pack,
+    unpack,
+)
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import BatchNorm, Net
@@ -30,6 +38,7 @@ from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows
+from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
@@ -217,6 +226,48 @@ class Worker(base.Worker):
 
         return swap
 
+    @property
+    def _packs(self) -> bool:
+        return self.training and self.options.bits is not None
+
+    def _exchange_packed(self, step: int, layer: int, way: str, rows: Tensor, into: Tensor) -> None:
+        """Send rows in few bits per number, and unpack those that come.
+
+        way: 'f', into the last places of the source rows `into`; or 'b', gradients of the halo,
+        which are added to that of own rows. With staleness, what was sent one step ago comes.
+        """
+        packed = self._pack(step, layer, way, rows)
+        swap = self._halo(step, layer, way, packed, packed=True)
+        if self.options.staleness:
+            arrival = self.pending.pop((way, layer), None)
+            self.pending[way, layer] = self.rank.submit("comm", swap)
+            received = None if arrival is None else arrival.result()
+        else:
+            received = swap()
+        self._unpack(step, layer, way, received, into)
+
+    def _pack(self, step: int, layer: int, way: str, rows: Tensor) -> Tensor:
+        """The rows that peers read, or the halo's gradients, as bytes [sends, row_bytes]."""
+        exchange, vertices = self.exchanges[layer], self.vertices[layer]
+        assert self.options.bits is not None
+        with self.rank.span(Label("pack", step, way, layer), "compute"):
+            positions = exchange.positions if way == "f" else None
+            whose = vertices[positions if way == "f" else slice(len(vertices) - len(rows), None)]
+            numbers = ROUNDING, self.problem.workload.seed, step, layer, "fb".index(way)
+            return pack(rows, positions, self.options.bits, whose, *numbers)
+
+    def _unpack(self, step: int, layer: int, way: str, packed: Tensor | None, into: Tensor) -> None:
+        """Of `_exchange_packed`; nothing has come in the first step of a stale exchange."""
+        exchange, bits = self.exchanges[layer], self.options.bits
+        assert bits is not None
+        with self.rank.span(Label("unpack", step, way, layer), "compute"):
+            if way == "f":
+                halo = into[into.shape[0] - exchange.rows("f")[1] :]
+                halo.zero_() if packed is None else unpack(packed, bits, halo)
+            elif packed is not None:
+                received = into.new_empty(packed.shape[0], into.shape[1])
+                exchange.add_home(into, unpack(packed, bits, received))
+
     def _stale(self, layer: int, way: str) -> Tensor | None:
         """What was sent one step ago and is used in this one; None in the first step."""
         arrival = self.pending.pop((way, layer), None)
@@ -295,7 +346,11 @@ class Worker(base.Worker):
         halo, source, stale = None, None, self.options.staleness > 0 and self.training
         self._moments(step, layer, entered)
         meets = layer > self.shapes.first_varying and not self.silent[layer]
-        if meets and stale:
+        if meets and self._packs:
+            rows = self._outgoing(entered)
+            source = self._room(layer, rows)
+            self._exchange_packed(step, layer, "f", rows, source)
+        elif meets and stale:
             halo = self._stale(layer, "f")
         elif meets:
             rows = self._outgoing(entered)
@@ -307,7 +362,7 @@ class Worker(base.Worker):
                 entered.segment = self._first_segment(step)
             else:
                 entered.segment = self._segment(step, layer, entered, source, halo, x0)
-                if meets and stale:
+                if meets and stale and not self._packs:
                     assert entered.source is not None
                     self._send_for_next(
                         step, layer, "f", entered.source.detach()[: entered.leaf.shape[0]], halo
@@ -408,7 +463,9 @@ class Worker(base.Worker):
         gradient = entered.source.grad[:local]
         if not self.silent[layer]:
             far = entered.source.grad[local:]
-            if self.options.staleness:
+            if self._packs:
+                self._exchange_packed(step, layer, "b", far, gradient)
+            elif self.options.staleness:
                 used = self._stale(layer, "b")
                 if used is not None:
                     self.exchanges[layer].add_home(gradient, used)

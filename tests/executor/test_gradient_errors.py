@@ -83,6 +83,9 @@ def test_only_a_strategy_with_a_synchronous_twin_is_measured() -> None:
     # the sum over ranks had begun when the exact pass was made, and both went into one buffer
     with pytest.raises(SpecError, match=r"several buckets \(buckets: 3\).*\"pipegcn\""):
         must_be_measurable(asked, parse("pipegcn(buckets=3)"))
+    must_be_measurable(asked, parse("pipegcn(bits=2)"))
+    with pytest.raises(SpecError, match=r"rounding too \(bits: 2\); .* use --gradient-errors"):
+        must_be_measurable(Options(staleness_errors=True), parse("pipegcn(bits=2)"))
 
 
 def test_what_a_run_says_is_relative_and_of_the_last_step() -> None:

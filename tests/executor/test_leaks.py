@@ -17,6 +17,7 @@ CASES = [  # ranks, case
 AT_NIGHT = [
     (4, Case("gnnpipe(stages=2,chunks=4,historical_gradients=True)", GRAPH, DEEP)),
     (2, Case("pipegcn_gf", GRAPH, SAGE)),
+    (2, Case("pipegcn(bits=2)", GRAPH, SAGE)),
     (2, Case("granndis(batches=2)", GRAPH, SAGE, servers=2)),
     (4, Case("graph_parallel", GRAPH, SAGE)),
     (4, Case("pipegcn", GRAPH, SAGE)),

@@ -257,6 +257,11 @@ RUNS = {
     ),
     "propagation": (2, Case("graph_parallel", MANY, {"model": "sgc", "layers": 4, "dropout": 0.5})),
     "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
+    "few bits": (2, Case("graph_parallel(bits=2)", DENSE, {**SAGE, "hidden": 132})),
+    "few bits, late": (
+        2,
+        Case("pipegcn(bits=8)", DENSE, {**SAGE, "hidden": 134, "dropout": 0.5}),
+    ),
     # wide rows leave beside the last layer's
     "pipegcn, narrow": (2, Case("pipegcn(narrow=True)", DENSE, {**SAGE, "hidden": 256})),
     "pipegcn_gf": (2, Case("pipegcn_gf", DENSE, {**SAGE, "hidden": 126, "dropout": 0.5})),

@@ -55,6 +55,9 @@ CASES = [  # those at night are part of others
     Case("pipegcn_gf", "rough", FULL, gradient_errors=True),
     at_night(Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"})),
     Case("pipegcn(buckets=3)", "rough", {**FULL, "norm": "batch"}),
+    Case("graph_parallel(bits=2)", "rough", FULL),
+    Case("pipegcn(bits=4)", "rough", FULL),
+    at_night(Case("bns(p=0.5,bits=2)", "rough", FULL)),
     Case("gnnpipe(stages=2,chunks=4)", "rough", FULL),
     Case(
         "gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True)",

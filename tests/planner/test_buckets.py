@@ -91,6 +91,7 @@ FAMILIES = (
     "granndis",
     "granndis(depth=1)",
     "bns(p=0.5)",
+    "graph_parallel(bits=2)",
     "data_parallel",
     "gsplit",
     "gsplit(prefetch=2)",

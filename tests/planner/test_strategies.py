@@ -106,8 +106,11 @@ def variants(problem: Problem) -> Iterator[Strategy]:
         GraphParallel(narrow=True),
         GraphParallel(narrow=True, buckets=3),
         GraphParallel(staleness=1, buckets=4),
+        GraphParallel(narrow=True, buckets=3, bits=2),
+        GraphParallel(staleness=1, narrow=True, bits=8),
         GraNNDis(0),
         GraNNDis(1, buckets=2),
+        GraNNDis(0, bits=4),
         GraNNDis(1),
         GraNNDis(),
         GraNNDis(narrow=True),
@@ -845,7 +848,12 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
     numbers = st.none() | st.integers(0, 99)
     examples = st.sampled_from([parse(example.strategy) for example in family.examples])
     of_family: dict[type[Strategy], st.SearchStrategy[Strategy]] = {
-        GraphParallel: st.builds(GraphParallel, st.integers(0, 1), st.booleans()),
+        GraphParallel: st.builds(
+            GraphParallel,
+            st.integers(0, 1),
+            st.booleans(),
+            bits=st.sampled_from([None, 8, 4, 2]),
+        ),
         GNNPipe: st.builds(
             GNNPipe,
             numbers,
@@ -1019,6 +1027,10 @@ def test_words_that_make_no_strategy(text: str, words: str):
         ("pipegcn_gf(gamma=1)", r"gamma lies in \[0, 1\) .*not 1; use 0.95"),
         ("pipegcn(gamma=0.3)", r"nothing is smoothed here .gamma: 0.3.; use pipegcn_gf.gamma=0.3."),
         ("pipegcn_g(gamma=-0.1)", r"gamma lies in \[0, 1\) .*not -0.1"),
+        ("graph_parallel(bits=1)", r"8, 4 or 2, or None .* \(bits: 1\); use bits=2"),
+        ("granndis(bits=16)", r"\(bits: 16\); use bits=2"),
+        ("bns(bits=0)", r"\(bits: 0\); use bits=2"),
+        ("pipegcn_gf(bits=4)", r"smoothing: 'gf', bits: 4\); use pipegcn\(bits=4\) or pipegcn_gf"),
         (
             "granndis(depth=4)",
             r"depth lies between 0 \(plain halo\) and the layers \(3, full preload\), not 4",

@@ -10,6 +10,7 @@ Open
     sparse_rows.py     for `SparseRows`: features of which most are zero
     matmul.py          for `linear` and `linear_sum`: dense products by MKL or oneDNN; `Shapes`
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
+    few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random
     runtime.py         for typed autograd calls, `backward`, the allocator's settings, `warm_up`
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
@@ -18,6 +19,7 @@ Shapes: R destination rows, S source rows, E edges, Z stored values of sparse ro
 from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
 from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
 from gnnplan.executor.layers.kernels.block import Block
+from gnnplan.executor.layers.kernels.few_bits import pack, unpack
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import CODE, Shapes, by_onednn, linear, linear_sum
 from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator, warm_up
@@ -43,6 +45,8 @@ __all__ = [
     "linear",
     "linear_sum",
     "mix",
+    "pack",
     "softmax_aggregate",
+    "unpack",
     "warm_up",
 ]

@@ -39,7 +39,7 @@ def dropout(
     if p == 0.0:
         return x
     if isinstance(x, SparseRows):
-        mask = _sparse_mask(_vertex_keys(seed, epoch, layer, vertices), x.pattern, p, first)
+        mask = _sparse_mask(vertex_keys(vertices, seed, epoch, layer), x.pattern, p, first)
         return SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p)))
     if not x.numel():
         return x
@@ -57,7 +57,7 @@ def dropout_mask(
     accurate to 1 / 65536.
     """
     device, threshold = vertices.device, _threshold(p)
-    keys = _vertex_keys(seed, epoch, layer, vertices)
+    keys = vertex_keys(vertices, seed, epoch, layer)
     word, offset = divmod(first, 4)  # a word decides over four columns
     steps = torch.arange(word + 1, (first + width + 3) // 4 + 1, device=device) * GOLDEN
     mask = torch.empty(len(vertices), width, dtype=torch.bool, device=device)
@@ -73,10 +73,10 @@ def dropout_mask(
     return mask
 
 
-def _vertex_keys(seed: int, epoch: int, layer: int, vertices: Tensor) -> Tensor:
+def vertex_keys(vertices: Tensor, *numbers: int) -> Tensor:
     """A word per vertex, int64 [R], from which the words of its columns follow."""
     key = torch.zeros(1, dtype=torch.int64)
-    for number in (seed, epoch, layer):
+    for number in numbers:
         key = mix((key + number + 1) * GOLDEN)
     return mix((vertices + key.to(vertices.device)) * GOLDEN)
 

@@ -4,6 +4,7 @@
     bns.py              graph parallelism with a sample of the halo in every epoch
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
     preloading.py       what that costs and saves, in sentences
+    bits.py             rows that cross in few bits per number
     step.py             the operations of one step: their program
     holds.py            bytes that the step's operations keep, free and need besides
     memory.py           bytes that a rank holds, with what stays from step to step

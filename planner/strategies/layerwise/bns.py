@@ -14,6 +14,9 @@ numbers per row and b bytes per number. Halo rows held: p times as many. Layer 1
 features exchanges nothing in training and reads its whole halo. p = 1 is graph parallelism to the
 bit. Evaluation exchanges the whole halo.
 
+With `bits` the rows drawn cross in few bits per number (bits.py). What is drawn and how it is
+rounded are drawn apart from each other, so a sum is still on average that of all its inputs.
+
 A rank samples its blocks anew in every epoch (`lay`). It keeps the whole ones for evaluation.
 
 Source: Wan et al., BNS-GCN (MLSys 2022), Algorithm 1; there one sample serves all layers of an
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -35,6 +38,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise import bits
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets
@@ -51,13 +55,14 @@ class BNS(Strategy):
     """Graph parallelism on a sample of the boundary.
 
     p: share of the halo rows of each pair of ranks that is sent in an epoch, in [0, 1].
-    narrow, checkpoint, buckets: as in graph parallelism.
+    narrow, checkpoint, buckets, bits: as in graph parallelism.
     """
 
     p: float = P
     narrow: bool = False
     checkpoint: bool = False
     buckets: int = 1
+    bits: int | None = None
 
     family: ClassVar[str] = "bns"
     claim: ClassVar[float] = 1e-6
@@ -65,14 +70,15 @@ class BNS(Strategy):
     examples: ClassVar[tuple[Example, ...]] = (
         Example("bns(p=0.5)"),
         Example("bns(p=0.3,narrow=True)", ranks=3),
+        Example("bns(p=0.5,bits=4)"),
     )
 
     @property
     def exact(self) -> bool:
-        return self.p == 1
+        return self.p == 1 and self.bits is None
 
     def approximates_as(self, other: Strategy) -> bool:
-        return isinstance(other, BNS) and self.p == other.p
+        return isinstance(other, BNS) and (self.p, self.bits) == (other.p, other.bits)
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
@@ -82,6 +88,10 @@ class BNS(Strategy):
     @classmethod
     def absent(cls, problem: Problem) -> str:
         return ""
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        return bits.sentences(problem, fastest)
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)
@@ -103,11 +113,14 @@ class BNS(Strategy):
                     " another model"
                 )
         check_buckets(self.name, problem, self.buckets)
+        bits.check_bits(self.name, self.bits)
         self.check_vertices(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
+        return ExchangeOptions(
+            self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, bits=self.bits
+        )
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
         """The layout of an epoch's sample, with as many edges as samples have on average."""

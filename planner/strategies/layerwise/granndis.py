@@ -42,9 +42,10 @@ server is enough to preload something:
     GPU 1, 3   |preload|forward 1 on half of own + 1 hop| halo 2 on NVLink |forward 2| ..
     PCIe        features                                              all_reduce, once per island
 
-Exact without sampling and with one batch, for every depth: each server's copy of a row gets the
-gradient of that server's readers, and the all-reduce adds up the copies' weight gradients. Sampling
-cuts edges between servers; batches are mini-batches (the gradient of the batch's mean loss).
+Exact without sampling, with one batch and whole rows, for every depth: each server's copy of a row
+gets the gradient of that server's readers, and the all-reduce adds up the copies' weight gradients.
+Sampling cuts edges between servers; batches are mini-batches (the gradient of the batch's mean
+loss).
 
 Bytes per epoch: as graph parallelism, where layers l <= depth + 1 exchange halos inside groups only
 (for depth 0 everywhere), plus 2 (M-1) W b per batch; the preloaded features cross once, before the
@@ -68,8 +69,8 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise import bits, preloading
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
-from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import check_trim
@@ -98,7 +99,7 @@ class GraNNDis(Strategy):
     checkpoint: as in graph parallelism.
     group: what preloads and batches as one, the 'server' or the 'island'.
     trim: leave out rows as in graph parallelism; with several batches they always are.
-    buckets: as in graph parallelism.
+    buckets, bits: as in graph parallelism.
     """
 
     depth: int | None = None
@@ -111,6 +112,7 @@ class GraNNDis(Strategy):
     group: str = "server"
     trim: bool = False
     buckets: int = 1
+    bits: int | None = None
 
     family: ClassVar[str] = "granndis"
     executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
@@ -123,13 +125,14 @@ class GraNNDis(Strategy):
 
     @property
     def exact(self) -> bool:
-        return not self.sampled and self.batches == 1
+        return not self.sampled and self.batches == 1 and self.bits is None
 
     def approximates_as(self, other: Strategy) -> bool:
         return (
             isinstance(other, GraNNDis)
             and self.sampled == other.sampled
             and (self.batches == 1) == (other.batches == 1)
+            and self.bits == other.bits
         )
 
     @classmethod
@@ -189,7 +192,10 @@ class GraNNDis(Strategy):
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
         sampled = cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
-        return preloading.sentences(problem, cls().settle(problem), sampled)
+        return [
+            *preloading.sentences(problem, cls().settle(problem), sampled),
+            *bits.sentences(problem, fastest),
+        ]
 
     def settle(self, problem: Problem) -> GraNNDis:
         out = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
@@ -267,6 +273,7 @@ class GraNNDis(Strategy):
         )
         self._check_group(problem)
         check_buckets(self.name, problem, self.buckets)
+        bits.check_bits(self.name, self.bits)
         if self.depth is not None and not 0 <= self.depth <= layers:
             raise SpecError(
                 f"granndis: depth lies between 0 (plain halo) and the layers ({layers}, full"
@@ -360,7 +367,9 @@ class GraNNDis(Strategy):
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
+        return ExchangeOptions(
+            self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, bits=self.bits
+        )
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
         """Which rows each rank computes, receives and preloads."""

@@ -25,6 +25,7 @@ s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, for each halo row and layer: for
 gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more buffer.
 
 With `buckets`, all-reduces of some layers' gradients begin beside the backward pass (buckets.py).
+With `bits`, rows and gradients cross in few bits per number, rounded at random (bits.py).
 
 `narrow` multiplies before the exchange where a layer makes its rows narrower, so that
 min(H_{l-1}, H_l) numbers per row cross. This is exact without staleness. With staleness it is a
@@ -38,11 +39,13 @@ the server's memory, and edges are made for each evaluation.
     all rows   |forward 1 on 100 %|forward 2 on 100 %|forward 3 on 100 %|loss| ..
     trim       |forward 1 on  60 %|forward 2 on  10 %|forward 3 on   1 %|loss| ..
 
-Exact: the gradient of one process with staleness 0; an approximation with staleness 1.
+Exact: the gradient of one process with staleness 0 and whole rows; else an approximation.
 
 Bytes per epoch, for halos B_i of parts i = 1 .. M, numbers of b bytes and W weights:
 
     2 b sum_{l=2..L} H_{l-1} sum_i |B_i|  +  2 (M-1) W b
+
+With `bits`, b H_{l-1} is ceil(H_{l-1} bits / 8) + 4.
 
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
@@ -61,6 +64,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise import bits
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
@@ -83,6 +87,7 @@ class GraphParallel(Strategy):
     checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
     trim: leave out of each layer the rows that no training vertex needs.
     buckets: all-reduces in which gradients are added up, beside the backward pass if several.
+    bits: of a number that crosses between layers, 8, 4 or 2; None: rows cross as they are.
     """
 
     staleness: int = 0
@@ -92,6 +97,7 @@ class GraphParallel(Strategy):
     checkpoint: bool = False
     trim: bool = False
     buckets: int = 1
+    bits: int | None = None
 
     family: ClassVar[str] = "graph_parallel"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -107,7 +113,9 @@ class GraphParallel(Strategy):
         Example("graph_parallel(checkpoint=True)"),
         Example("graph_parallel(trim=True)"),
         Example("graph_parallel(buckets=2)"),
+        Example("graph_parallel(bits=2)"),
         Example("pipegcn"),
+        Example("pipegcn(bits=4)"),
     )
     # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
     # form follows
@@ -115,12 +123,12 @@ class GraphParallel(Strategy):
 
     @property
     def exact(self) -> bool:
-        return self.staleness == 0
+        return self.staleness == 0 and self.bits is None
 
     def approximates_as(self, other: Strategy) -> bool:
         return (
             isinstance(other, GraphParallel)
-            and self.name == other.name
+            and (self.name, self.bits) == (other.name, other.bits)
             and (not self.smoothing or self.gamma == other.gamma)
         )
 
@@ -140,14 +148,16 @@ class GraphParallel(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        told = bits.sentences(problem, fastest)
         if not problem.needs_few_rows:
-            return []
+            return told
         trained = problem.stats.train_vertices / problem.stats.vertices
         source = "estimated" if problem.graph is None else "counted"
         return [
+            *told,
             f"{show_percent(trained, 1)} of the vertices train; they need"
             f" {show_percent(problem.needed_share)} of all layers' rows ({source}), and trim leaves"
-            " out the others"
+            " out the others",
         ]
 
     def with_less_memory(self) -> Strategy | None:
@@ -183,12 +193,19 @@ class GraphParallel(Strategy):
         if self.trim:
             check_trim(problem, self.family)
         check_buckets(self.name, problem, self.buckets)
+        bits.check_bits(self.name, self.bits)
+        if self.bits is not None and self.smoothing:
+            raise SpecError(
+                f"{self.name}: a moving average is of whole rows, and with bits they arrive packed"
+                f" (smoothing: {self.smoothing!r}, bits: {self.bits}); use"
+                f" pipegcn(bits={self.bits}) or {self.name}"
+            )
         self.check_vertices(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(
-            self.narrow, self.staleness, self.smoothing, self.checkpoint, self.buckets
+            self.narrow, self.staleness, self.smoothing, self.checkpoint, self.buckets, self.bits
         )
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
     Footprint,
     Prepared,
@@ -36,9 +37,9 @@ class Holds:
     """Sizes of a step's tensors [ranks] [B], and what each operation does with them.
 
     `like` has for each layer the first with the same counts, which `facts` has. The encoder makes
-    `encoded` rows. `narrow` and `checkpoint` are as in ExchangeOptions; where an exchange is
-    `stale`, what leaves has buffers of its own (memory.py). Operations hand on the size of the rows
-    that they make, or of these rows' gradient.
+    `encoded` rows. `narrow`, `checkpoint` and `bits` are as in ExchangeOptions; where an exchange
+    is `stale`, what leaves has buffers of its own (memory.py). Operations hand on the size of the
+    rows that they make, or of these rows' gradient.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Holds:
     narrow: bool
     checkpoint: bool
     stale: bool
+    bits: int | None = None
     scored: Scored | None = None
     _footprints: dict[object, Footprint] = field(default_factory=dict)
 
@@ -71,7 +73,7 @@ class Holds:
         if layer == 1:
             held.keep(self._summed)
         held.keep(self._copied(layer))
-        held.at(f.given * varies * self._row_bytes(layer) * (not self.stale))
+        held.at(self._crossing(layer, "f") * varies)
         held.at(need.forward)
         made = np.asarray(f.rows * spec.h_out * model.itemsize, dtype=float)
         if not self.checkpoint:
@@ -126,7 +128,7 @@ class Holds:
         if layer == len(model.layers) and model.hands_on_initial:
             held.keep(self._initial)  # their gradient
         if layer > model.first_varying:
-            held.at((f.sources + f.given * (not self.stale)) * width)
+            held.at(f.sources * width + self._crossing(layer, "b"))
             held.handed_on = f.sources * width
             if self.narrow and model.narrow_at(layer):
                 h_in = model.layers[layer - 1].h_in
@@ -160,6 +162,18 @@ class Holds:
         """Of a row that the layer exchanges."""
         model = self.problem.model
         return model.exchanged_width(layer, self.narrow) * model.itemsize
+
+    def _crossing(self, layer: int, way: str) -> Number:
+        """Rows that leave for peers or gradients that come from them, beside the layer's own."""
+        model, f = self.problem.model, self._counts(layer)
+        width, b = model.exchanged_width(layer, self.narrow), model.itemsize
+        whole = np.asarray(f.given * width * b)
+        if self.bits is None:
+            return np.asarray(whole * (not self.stale))
+        packed = (f.given + f.taken) * few_bits.row_bytes(width, b, self.bits)
+        leaves = f.given if way == "f" else f.taken
+        room = few_bits.room(leaves * width, b, self.problem.cluster.device.kind)
+        return np.asarray(packed + (np.maximum(whole, room) if way == "b" else room))
 
     def _copied(self, layer: int) -> Number:
         """A copy of the layer's source rows, own and halo together."""

@@ -96,7 +96,7 @@ def _stale_buffers(
         return stays
     for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
         f = layout.facts(layer)
-        width = problem.model.exchanged_width(layer, options.narrow) * problem.model.itemsize
+        width = options.row_bytes(problem.model, layer)
         stays = stays + 2 * (f.taken + f.given) * width
         rows, gradients = "f" in options.smoothing, "g" in options.smoothing
         smoothed = np.maximum(smoothed, np.maximum(f.taken * rows, f.given * gradients) * width)

@@ -2,8 +2,12 @@
 
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
+With `bits` what crosses is packed before and unpacked after:
+
+    .. |pack f 2|halo f 2|unpack f 2|forward 2| ..  |backward 2|pack b 2|halo b 2|unpack b 2| ..
+
 For link prediction the rows of edges' ends cross before the loss, as before a layer L + 1, and
-their gradients after it.
+their gradients after it; they cross as they are.
 
 What is read from operations is in strategies/program/. What layers compute is counted by
 planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
@@ -17,6 +21,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
@@ -43,6 +48,12 @@ class ExchangeOptions:
     smoothing: str = ""  # of stale rows ('f'), gradients ('g') or both ('gf')
     checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
     buckets: int = 1  # all-reduces in which gradients are added up (buckets.py)
+    bits: int | None = None  # of a number that crosses; None: rows cross as they are
+
+    def row_bytes(self, model: Model, layer: int) -> int:
+        """Bytes of a row that crosses before the layer."""
+        width = model.exchanged_width(layer, self.narrow)
+        return few_bits.row_bytes(width, model.itemsize, self.bits)
 
 
 def program(
@@ -102,8 +113,7 @@ def step(
             return None
         f, symmetric = facts[layer], isinstance(layout, EstimatedLayout)
         rows = f.sends if way == "f" or symmetric else f.returned
-        row_bytes = model.exchanged_width(layer, options.narrow) * model.itemsize
-        return Op("halo", way, layer, sent=rows, itemsize=row_bytes)
+        return Op("halo", way, layer, sent=rows, itemsize=options.row_bytes(model, layer))
 
     @cache
     def work(layer: int, way: str, reduced: float = 0.0) -> Compute:
@@ -116,8 +126,9 @@ def step(
         done = done + Compute(overlapped_bytes=reduced) if reduced else done
         if moved is None:
             return done
-        if way == "f":  # fresh rows have arrived in their place
-            rows = f.sources if options.staleness else f.sources - f.taken
+        if way == "f":  # fresh rows have arrived in their place, others were unpacked there
+            arrived = options.staleness == 0 or options.bits is not None
+            rows = f.sources - f.taken if arrived else f.sources
             done = done + model.lay_out(layer, rows, options.narrow)
         overlapped: Number = 0.0
         if options.staleness:
@@ -135,6 +146,30 @@ def step(
             work = work + model.project(layer + 1, f.rows)[forward_or_backward]
         # a checkpoint's backward pass begins with the forward pass
         return work + computation(layer, "f") if options.checkpoint and way == "b" else work
+
+    @cache
+    def packing(layer: int, way: str) -> tuple[Compute, Compute]:
+        """The work of packing what leaves, and of unpacking what comes."""
+        f, width = facts[layer], model.exchanged_width(layer, options.narrow)
+        leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
+        assert options.bits is not None
+        return (
+            few_bits.pack(leaves, width, model.itemsize, options.bits, picked=way == "f"),
+            few_bits.unpack(comes, width, model.itemsize, added=way == "b"),
+        )
+
+    def exchange(layer: int, way: str) -> Iterator[Op]:
+        """Rows before a layer, or their gradients after it."""
+        if (moved := halo(like[layer], way)) is None:
+            return
+        moved = replace(moved, layer=layer)
+        if options.bits is None:
+            yield moved
+            return
+        pack, unpack = packing(like[layer], way)
+        yield Op("pack", way, layer, work=pack)
+        yield moved
+        yield Op("unpack", way, layer, work=unpack)
 
     def moments(layer: int, way: str) -> Iterator[Op]:
         """Batch norm's all-reduce: moments before the layer, or their gradient after it.
@@ -161,7 +196,7 @@ def step(
 
     encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
     narrow, checkpoint, stale = options.narrow, options.checkpoint, options.staleness > 0
-    holds = Holds(problem, facts, like, encoded, narrow, checkpoint, stale, scored)
+    holds = Holds(problem, facts, like, encoded, narrow, checkpoint, stale, options.bits, scored)
 
     if loads:
         yield Op("load", loaded=loaded_bytes(problem, layout))
@@ -170,8 +205,7 @@ def step(
         yield Op("encode", "f", work=encode[0], holds=holds.encode)
     for layer in range(1, layers + 1):
         yield from moments(layer, "f")
-        if (moved := halo(like[layer], "f")) is not None:
-            yield replace(moved, layer=layer)
+        yield from exchange(layer, "f")
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=work(like[layer], "f"), holds=keeps)
     forward, backward = finish(problem, facts[like[layers]].rows, scored)
@@ -190,8 +224,7 @@ def step(
         done = work(like[layer], "b", reduced(layer + 1))
         yield Op("backward", layer=layer, work=done, holds=frees)
         yield from sums(layer)
-        if (moved := halo(like[layer], "b")) is not None:
-            yield replace(moved, layer=layer)
+        yield from exchange(layer, "b")
         yield from moments(layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))

@@ -1,0 +1,62 @@
+"""Rows between layers, and their gradients, that cross in 8, 4 or 2 bits per number (AdaQP).
+
+    whole     compute  |forward 1|        |forward 2|
+              comm               |halo f 2|
+
+    bits 2    compute  |forward 1|pack f 2|        |unpack f 2|forward 2|
+              comm                        |halo f 2|
+
+A row of d numbers takes ceil(d bits / 8) + 4 bytes. Every number is rounded at random to one of
+2^bits levels between its row's lowest and highest, so that its mean over draws is the number itself
+(executor/layers/kernels/few_bits.py). Both passes do it. Evaluation, all-reduces, and the rows at
+the ends of pairs (link prediction) are left as they are. Draws are a hash of (seed, step, layer,
+way, vertex, column): any number of ranks rounds a row alike, and so does a resumed run.
+
+A layer's sum over neighbours is on average that of its inputs; what ReLU and the loss make of it is
+not unbiased. Each number is off by up to one of 2^bits - 1 spacings, which is the price of 2 bits.
+
+Source: Wan et al., AdaQP (MLSys 2023), Sec. 3.1. There bits are chosen for each row every so many
+epochs, and rows whose neighbours are all local are computed meanwhile; here all rows have the same
+bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gnnplan.planner.gnn.few_bits import BITS
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Strategy
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes, show_time
+
+
+def check_bits(name: str, bits: int | None) -> None:
+    """Raises SpecError if no row crosses in so many bits per number."""
+    if bits is not None and bits not in BITS:
+        raise SpecError(
+            f"{name}: bits per number of a row that crosses are 8, 4 or 2, or None for rows as they"
+            f" are (bits: {bits}); use bits=2"
+        )
+
+
+def sentences(problem: Problem, packed: Strategy | None) -> list[str]:
+    """What packing saves and takes, beside the same strategy with whole rows.
+
+    Nothing where rows are whole already.
+    """
+    if packed is None or packed.knobs()["bits"] is None:
+        return []
+    whole = replace(packed, bits=None)  # type: ignore[call-arg]  # those that have the knob
+    few, all_of = packed.predict(problem), whole.predict(problem)
+    packing_s = sum(
+        float(seconds)
+        for op, seconds in few.by_op.items()
+        if op.split(":")[0] in ("pack", "unpack")
+    )
+    return [
+        f"{packed} sends {show_bytes(few.bytes.get('halo', 0))} of rows and their gradients per"
+        f" epoch, {whole} {show_bytes(all_of.bytes.get('halo', 0))}; to pack and unpack them takes"
+        f" {show_time(packing_s)} of {show_time(float(few.epoch_s))}, and {whole} takes"
+        f" {show_time(float(all_of.epoch_s))}"
+    ]

@@ -1,0 +1,153 @@
+"""Rows that cross in few bits: training follows plain training in which what other parts read, and
+the gradient that they send home, is rounded by the same draws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from crossing import by_reader, crossed, reading, rounded, uniform
+from plain import Plain, difference
+from ranks import Case, Ranks
+from test_bns import sampled
+from torch import Tensor
+
+from gnnplan.planner.strategies import parse
+
+pytestmark = pytest.mark.timeout(110)
+
+SEED = 3
+
+
+def workload(model: str, **more: object) -> dict[str, object]:
+    return {
+        **{"model": model, "layers": 4, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": SEED},
+        **{"dtype": "float64", **more},
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "servers", "strategy"),
+    [
+        ("gcn", 2, 1, "graph_parallel(bits=2)"),
+        ("sage", 3, 1, "graph_parallel(bits=4,buckets=2)"),
+        ("gcnii", 3, 1, "graph_parallel(bits=8,checkpoint=True)"),
+        ("gat", 2, 1, "graph_parallel(bits=4)"),
+        ("gin", 3, 3, "granndis(depth=0,bits=2)"),
+        ("sage", 2, 1, "bns(p=0.5,bits=2)"),
+        ("gcn", 3, 1, "bns(p=0.3,bits=4)"),
+    ],
+)
+def test_it_is_training_on_rounded_rows(
+    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, strategy: str
+) -> None:
+    case = Case(strategy, graphs["rough"], workload(model), epochs=4, eval_every=2, servers=servers)
+    asked, problem = parse(strategy), case.problem(world)
+    part, plain, losses = problem.layout().owner, Plain(replace(case, servers=1)), []
+    for step in range(case.epochs):
+        scale = partial(sampled, plain, part, getattr(asked, "p", 1.0), SEED, step)
+        logits, _ = plain.forward(step, reading(plain, part, asked.bits, step, scale))
+        loss = plain.loss(logits)
+        losses.append(loss.item())
+        plain.descend(loss)
+    result = run_ranks(world, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(result.weights, plain.state) <= 1e-9
+
+
+def late(
+    plain: Plain, operator: Tensor, step: int, old: dict[int, list[Tensor]], layer: int, h: Tensor
+) -> tuple[Tensor, Tensor]:
+    """This step's own rows, and old ones for each reader."""
+    if layer not in old:
+        return plain.operator, plain.prepare(layer, step, h)
+    return operator, plain.prepare(layer, step, h, *old[layer])
+
+
+@pytest.mark.parametrize(("model", "world", "bits"), [("gcn", 2, 2), ("sage", 3, 4)])
+def test_stale_rows_are_rounded_when_they_leave(
+    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, bits: int
+) -> None:
+    """PipeGCN's recursion (test_recursions.py): what is rounded in a step is used in the next."""
+    strategy = f"pipegcn(bits={bits})"
+    case = Case(strategy, graphs["rough"], workload(model), epochs=4, eval_every=2)
+    part, plain, losses = case.problem(world).layout().owner, Plain(case), []
+    layers, n, parts = (2, 3, 4), len(case.problem(1).graph.y), range(world)
+    sent = {layer: torch.zeros(n, 8, dtype=torch.float64) for layer in layers}
+    home = dict(sent)
+    operator = by_reader(plain.operator, part)
+    for step in range(case.epochs):
+        old = {layer: [sent[layer].clone().requires_grad_() for _ in parts] for layer in layers}
+        reads = partial(late, plain, operator, step, old)
+        logits, rows = plain.forward(step, reads)
+        loss = plain.loss(logits)
+        losses.append(loss.item())
+        plain.descend(loss + sum((rows[layer - 1] * home[layer]).sum() for layer in layers))
+        for layer in layers:
+            forth, back = (uniform(rows[1], SEED, step, layer, way) for way in "fb")
+            sent[layer] = rounded(rows[layer - 1], bits, forth)
+            home[layer] = sum(rounded(each.grad, bits, back) for each in old[layer])
+    result = run_ranks(world, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(result.weights, plain.state) <= 1e-9
+
+
+def test_narrow_rounds_projected_rows(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """GCN, whose last layer alone shrinks its rows: of it x W crosses."""
+    strategy = "graph_parallel(bits=4,narrow=True)"
+    case = Case(strategy, graphs["rough"], workload("gcn"), epochs=4)
+    part, plain, losses, last = case.problem(3).layout().owner, Plain(case), [], 4
+    for step in range(case.epochs):
+        _, rows = plain.forward(step, reading(plain, part, 4, step))
+        own = plain.drop(rows[last - 1], step, last) @ plain.w[f"layers.{last}.weight"].T
+        far = [crossed(own, 4, SEED, step, last) for _ in range(3)]
+        gathered = by_reader(plain.operator, part) @ torch.cat([own, *far])
+        loss = plain.loss(gathered + plain.w[f"layers.{last}.bias"])
+        losses.append(loss.item())
+        plain.descend(loss)
+    result = run_ranks(3, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(result.weights, plain.state) <= 1e-9
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_the_gradient_is_the_exact_one_on_average(graphs: dict[str, str], bits: int) -> None:
+    """Of a model without ReLU, for a loss that is linear in its logits: over 300 draws no weight's
+    gradient is off by more than five standard errors."""
+    case = Case("graph_parallel", graphs["rough"], workload("sgc", dropout=0.0, layers=3))
+    plain, part = Plain(case), case.problem(3).layout().owner
+    slope = torch.from_numpy(np.random.default_rng(0).normal(size=(60, 4)))
+
+    def gradient(logits: Tensor) -> Tensor:
+        return torch.autograd.grad((logits * slope).sum(), plain.w["layers.1.weight"])[0]
+
+    exact = gradient(plain.forward(0)[0])
+    draws = torch.stack(
+        [gradient(plain.forward(step, reading(plain, part, bits, step))[0]) for step in range(300)]
+    )
+    off, error = (draws.mean(0) - exact).abs(), draws.std(0) / len(draws) ** 0.5
+    assert (error > 0).all() and (off / error).max() < 5
+    assert error.max() * len(draws) ** 0.5 > 1e-3 * exact.abs().max() / 2**bits
+
+
+def test_the_gradient_error_is_that_of_rounding(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """Against a pass with whole rows at the same weights; training goes on as if nobody measured."""
+    case = Case(
+        "graph_parallel(bits=4)", graphs["rough"], workload("sage"), epochs=3, gradient_errors=True
+    )
+    part, plain = case.problem(2).layout().owner, Plain(case)
+    result, unmeasured = run_ranks(2, [case, replace(case, gradient_errors=False)])
+    assert unmeasured.losses == result.losses
+    for step, (error, size, bound) in enumerate(result.rank(0)["gradient_errors"]["all"]):
+        loss = plain.loss(plain.forward(step, reading(plain, part, 4, step))[0])
+        weights = list(plain.w.values())
+        used = torch.autograd.grad(loss, weights, retain_graph=True)
+        exact = torch.autograd.grad(plain.loss(plain.forward(step)[0]), weights)
+        gaps = [(ours - true).norm() for ours, true in zip(used, exact, strict=True)]
+        assert error == pytest.approx(torch.stack(gaps).norm().item(), rel=1e-8)
+        assert size == pytest.approx(torch.stack([g.norm() for g in exact]).norm().item(), rel=1e-8)
+        assert error > 1e-3 * size and bound is None
+        plain.descend(loss)

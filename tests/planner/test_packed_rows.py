@@ -1,0 +1,128 @@
+"""Rows in few bits: bytes by hand, work of packing, what a plan says of them and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision.explain import explain
+from gnnplan.planner.decision.search import search
+from gnnplan.planner.gnn.few_bits import row_bytes
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import BNS, GraNNDis, GraphParallel, Strategy, families, parse
+
+GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&seed=0")
+assert isinstance(GRAPH, Graph)
+CLUSTER = Cluster(
+    servers=4,
+    device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10),
+    intra_node=Link(bandwidth=1e8),
+    inter_node=Link(bandwidth=1e6),
+)
+
+
+def problem(**workload: object) -> Problem:
+    asked = Workload(**{"model": "gcn", "layers": 3, "hidden": 30, **workload})
+    return Problem(GRAPH.stats, GRAPH, asked, CLUSTER)
+
+
+@pytest.mark.parametrize(("bits", "nbytes"), [(None, 120), (8, 34), (4, 19), (2, 12)])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_bytes_are_those_of_packed_rows(bits: int | None, nbytes: int, staleness: int):
+    """Before layers 2 and 3, and back; 30 numbers of 2 bits fill 7.5 bytes."""
+    asked = problem()
+    rows = int(asked.layout().facts(2).sends.sum())
+    predicted = GraphParallel(staleness, bits=bits).predict(asked)
+    assert predicted.bytes["halo"] == 2 * 2 * rows * nbytes
+    whole = GraphParallel(staleness).predict(asked)
+    assert predicted.bytes["all_reduce"] == whole.bytes["all_reduce"]
+
+
+def test_of_narrow_rows_fewer_numbers_are_packed():
+    """The last layer of GCN sends its 4 classes: one byte and two parameters."""
+    asked = problem()
+    rows = int(asked.layout().facts(2).sends.sum())
+    narrow = GraphParallel(narrow=True, bits=2).predict(asked)
+    assert narrow.bytes["halo"] == 2 * rows * (12 + 5)
+
+
+def test_packing_is_work_of_its_own_around_every_exchange():
+    asked = problem()
+    strategy = GraphParallel(bits=4)
+    ops = [f"{op.op}{op.way}{op.layer}" for op in strategy.program(asked).at(0)]
+    assert ops[1:4] == ["packf2", "halof2", "unpackf2"]
+    assert [op for op in ops if op.endswith("3")] == (
+        ["packf3", "halof3", "unpackf3", "forward3", "backward3", "packb3", "halob3", "unpackb3"]
+    )
+    by_op = strategy.predict(asked).by_op
+    packing = {op: float(s) for op, s in by_op.items() if "pack" in op}
+    assert len(packing) == 8 and min(packing.values()) > 0
+    whole, packed = (GraphParallel(bits=bits).predict(asked) for bits in (None, 4))
+    computed = sum(seconds for op, seconds in by_op.items() if not op.startswith("halo"))
+    before = sum(seconds for op, seconds in whole.by_op.items() if not op.startswith("halo"))
+    assert computed - before == pytest.approx(sum(packing.values()), rel=1e-6)
+    assert packed.epoch_s < whole.epoch_s
+
+
+def test_more_bits_take_longer_and_hold_more():
+    """Of a slow wire; packed rows that leave and come stay from step to step where they are late."""
+    asked = problem()
+    seconds = [float(GraphParallel(bits=bits).predict(asked).epoch_s) for bits in (2, 4, 8, None)]
+    assert seconds == sorted(seconds)
+    sends = asked.layout().facts(2).sends
+    for bits in (2, 8):
+        stays = GraphParallel(1, bits=bits).memory(asked)["halo"]
+        rows = 2 * (sends.sum(0) + sends.sum(1))
+        assert (stays == 2 * rows * row_bytes(30, 4, bits)).all()
+        assert not np.any(GraphParallel(bits=bits).memory(asked)["halo"])
+
+
+def test_a_graph_known_by_statistics_is_planned():
+    stats = replace(GRAPH.stats, known=False, halo_rows={4: 900})
+    asked = replace(problem(), stats=stats, graph=None)
+    whole, packed = (GraphParallel(bits=bits).predict(asked) for bits in (None, 2))
+    assert packed.bytes["halo"] == pytest.approx(whole.bytes["halo"] / 10, rel=1e-3)
+
+
+PACKED: list[Strategy] = [
+    GraphParallel(bits=2),
+    GraphParallel(staleness=1, bits=4),
+    BNS(p=1, bits=2),
+    GraNNDis(bits=8),
+]
+
+
+@pytest.mark.parametrize("packed", PACKED, ids=str)
+def test_it_is_lossy_in_a_way_of_its_own(packed: Strategy):
+    """So nothing that is known of whole rows, or of other bits, is said of it."""
+    assert not packed.exact and parse(str(packed)) == packed
+    assert packed.approximates_as(replace(packed, checkpoint=True))
+    for bits in {None, 2, 4, 8} - {packed.knobs()["bits"]}:
+        assert not packed.approximates_as(replace(packed, bits=bits))
+
+
+def test_no_search_tries_it_by_itself():
+    asked = problem()
+    tried = [
+        each for family in families() if family.mode == "full" for each in family.candidates(asked)
+    ]
+    assert tried and all(each.knobs().get("bits") is None for each in tried)
+
+
+@pytest.mark.parametrize(
+    "strategy", [GraphParallel(bits=2), BNS(p=0.5, bits=4), GraNNDis(1, bits=8)], ids=str
+)
+def test_a_plan_that_asks_for_it_says_what_it_saves(strategy: Strategy):
+    asked = problem()
+    lines = "\n".join(explain(asked, search(asked, forced=strategy), False))
+    few, whole = strategy.predict(asked), replace(strategy, bits=None).predict(asked)
+    assert f"{strategy} sends {few.bytes['halo'] / 1e3:.2f} kB of rows" in lines
+    assert f"{replace(strategy, bits=None)} {whole.bytes['halo'] / 1e3:.2f} kB" in lines
+    plain = "\n".join(explain(asked, search(asked, forced=GraphParallel()), False))
+    assert "to pack" not in plain
