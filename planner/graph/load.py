@@ -15,6 +15,7 @@ from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
+from gnnplan.planner.vocabulary.units import number_of
 
 FILE_OPTIONS = ("features", "labels", "split")  # files that add what a graph lacks
 LONGEST_SOURCE = 4400  # characters: a path of 4096, and parameters
@@ -158,11 +159,11 @@ def _numbers(source: str, query: str, ranges: Ranges) -> dict[str, Any]:
         default, low, high = ranges[name]
         kind = type(default)
         try:
-            value = kind(text)
+            value = number_of(text, kind)
         except ValueError as error:
             raise SpecError(
                 f"{source}: {name} must be {'an integer' if kind is int else 'a number'}, got"
-                f" {text!r}"
+                f" {text!r:.80}"
             ) from error
         if not low <= value <= high:
             raise SpecError(f"{source}: {name} must lie in [{low:,}, {high:,}], got {value:,}")
