@@ -26,6 +26,8 @@ from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_co
 if TYPE_CHECKING:
     from gnnplan.api.validation import Validation
 
+SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # that are emulated [B/s]
+
 
 class Run(View):
     """A finished run, by its folder; usable wherever a path of the folder is."""
@@ -157,8 +159,10 @@ def rate_of(text: str) -> float | None:
     """
     if text == "unshaped":
         return None
-    if kind(text) != "B/s":
+    rate = quantity(text) if kind(text) == "B/s" else 0.0
+    if not SLOWEST_NIC <= rate <= FASTEST_NIC:
         raise SpecError(
-            f"--emulate {text!r} is not a rate such as 400Mbit/s or 50MB/s, nor 'unshaped'"
+            f"--emulate {text!r:.80} is not a rate from 0.8Mbit/s to 1Tbit/s, such as 400Mbit/s or"
+            " 50MB/s, nor 'unshaped'"
         )
-    return quantity(text)
+    return rate

@@ -72,8 +72,14 @@ def must_be_writable(path: Path) -> None:
     """Raise SpecError if `path` cannot become a file; called before long work."""
     if not path.parent.is_dir():
         raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if path.is_dir():
-        raise SpecError(f"{path}: is a folder; give the name of a file")
+    try:
+        if path.is_dir():
+            raise SpecError(f"{path}: is a folder; give the name of a file")
+    except OSError as error:  # a name that no file can have
+        raise SpecError(
+            f"{str(path)[:MOST_SHOWN]}...: cannot be written ({error.strerror}); choose another"
+            " name"
+        ) from error
 
 
 def make_folder(path: Path) -> None:

@@ -70,7 +70,9 @@ class Spec(BaseModel):
         What lies in a specification inside this one is that one's to check.
         """
         field = cls.model_fields[info.field_name or ""]
-        if bool not in _kinds(field.annotation) and _holds(value, lambda one: one is True or one is False):
+        if bool not in _kinds(field.annotation) and _holds(
+            value, lambda one: one is True or one is False
+        ):
             raise ValueError("must be a number or text, not true or false")
         if _holds(value, lambda one: isinstance(one, str) and "\0" in one):
             raise ValueError("must not hold a zero byte; leave it out")
