@@ -18,7 +18,7 @@ from gnnplan.planner.decision.recommendation import Array, range_of
 from gnnplan.planner.decision.search import Candidate, SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.load import declared, load
 from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.inputs import checked, with_new_names
 from gnnplan.planner.problem.problem import Problem
@@ -320,6 +320,12 @@ def question(
     """
     _inspect("plan", document)
     about = document["graph"]
+    for name, size in declared(about["source"]).items():  # before it is generated
+        if about.get(name, size) != size:
+            raise Mismatch(
+                f"the plan was made for other data: {about['source']} has {size:,} {name}, the plan"
+                f" says {about[name]:,}; plan again"
+            )
     graph = load(about["source"], about["directed"])
     stats = graph.stats if isinstance(graph, Graph) else graph
     workload = workload or Workload.model_validate(document["workload"])

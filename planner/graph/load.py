@@ -42,6 +42,8 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             f"{source[:MOST_SHOWN]}...: a graph's name has at most {LONGEST_SOURCE:,} characters,"
             f" this one {len(source):,}; shorten it"
         )
+    if "\0" in source:
+        raise SpecError(f"{source!r}: a graph's name holds no zero byte; leave it out")
     head, _, query = source.partition("?")
     if head.startswith("synthetic:"):
         kind = head.removeprefix("synthetic:")
@@ -72,6 +74,21 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         " synthetic:community?vertices=...&edges=..., or the name of a well-known graph"
         + ("" if is_path else suggest(Path(head).name, datasets()))
     )
+
+
+def declared(source: str) -> dict[str, int]:
+    """What the name of a generated graph says of its size; empty for other graphs.
+
+    Raises SpecError.
+
+    >>> declared("synthetic:community?vertices=60&edges=240&classes=3")
+    {'vertices': 60, 'features': 128, 'classes': 3}
+    """
+    head, _, query = source.partition("?")
+    if head != "synthetic:community":
+        return {}
+    numbers = _numbers(source, query, COMMUNITY)
+    return {name: numbers[name] for name in ("vertices", "features", "classes")}
 
 
 def well_known(name: str) -> str | None:
