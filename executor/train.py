@@ -139,7 +139,7 @@ class _Training:
         earlier = self._resume() if self.first and out else {}
         self.record = _Record(rank, worker, self.gradient_errors, earlier)
         self.metrics = (
-            _Metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
+            Metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
         )
 
     def _resume(self) -> dict[str, Any]:
@@ -367,7 +367,7 @@ class _Record:
             write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
 
 
-class _Metrics:
+class Metrics:
     """metrics.jsonl, to append to: a line per epoch."""
 
     def __init__(self, path: Path, first: int) -> None:

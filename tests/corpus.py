@@ -744,7 +744,7 @@ def _environment() -> Iterator[Case]:
         "GLOO_SOCKET_IFNAME": rank | {"GLOO_SOCKET_IFNAME": "nonesuch0"},
     }.items():
         yield Case("environment", name, (*RUN, "--timeout", "2"), good_plan, env, codes=(2, 4))
-        if "own ranks" not in name:
+        if "own ranks" not in name and "NTASKS" not in name and "THREADS" not in name:
             yield Case(
                 "environment",
                 f"measure, {name}",
@@ -1005,13 +1005,6 @@ def _work() -> Iterator[Case]:
     )
     yield Case(
         "work",
-        "simulate --repetitions 100000",
-        ("simulate", "{d}/plan.json", "--jitter", "0.1", "--repetitions", "100000"),
-        good_plan,
-        codes=(0, 2),
-    )
-    yield Case(
-        "work",
         "simulate --seed 10^30",
         ("simulate", "{d}/plan.json", "--jitter", "0.1", "--seed", "1" + "0" * 30),
         good_plan,
@@ -1065,7 +1058,7 @@ def _sizes() -> Iterator[Case]:
                 f"{verb[0]}, {name} of {size // 10**6} MB of {line[:4]!r}",
                 verb,
                 long_file(name, line, size),
-                codes=(0, 2) if name == "options.json" else (2,),
+                codes=(0, 1, 2) if name == "options.json" else (2,),
             )
     yield Case(
         "sizes",

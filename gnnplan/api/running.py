@@ -125,7 +125,7 @@ def train(
     servers = None if emulate is None else launch.Emulated(rate_of(emulate))
     options = launch.Options.of(out or Path(), given, resume)
     if options.tensorboard:
-        launch.must_be_installed()
+        launch.must_be_installed(options.tensorboard)
     problem, strategy = launch.trainable(problem, strategy, name)
     launch.must_be_measurable(options, strategy)
     if out is None:
