@@ -1102,7 +1102,7 @@ def main() -> None:
     for case in cases():
         if wanted and case.kind not in wanted:
             continue
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             end = call(case, Path(folder))
             left = [name for name in case.leaves if (Path(folder) / name).exists()]
         why = end.fell or ("" if end.code in case.codes else f"exit code {end.code}")

@@ -43,7 +43,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             f" this one {len(source):,}; shorten it"
         )
     if "\0" in source:
-        raise SpecError(f"{source!r}: a graph's name holds no zero byte; leave it out")
+        raise SpecError(f"{source}: a graph's name holds no zero byte; leave it out")
     head, _, query = source.partition("?")
     if head.startswith("synthetic:"):
         kind = head.removeprefix("synthetic:")
