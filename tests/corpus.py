@@ -473,7 +473,6 @@ def _options() -> Iterator[Case]:
         "gnnpipe(stages=True,chunks=4)",
         "gnnpipe(stages=٢,chunks=٤)",
         "bns(p=True)",
-        "gnnpipe(stages=2,chunks=1_0)",
     ):
         yield Case(
             "options",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -159,7 +160,9 @@ def rate_of(text: str) -> float | None:
     """
     if text == "unshaped":
         return None
-    rate = quantity(text) if kind(text) == "B/s" else 0.0
+    rate = 0.0
+    with suppress(ValueError):
+        rate = quantity(text) if kind(text) == "B/s" else 0.0
     if not SLOWEST_NIC <= rate <= FASTEST_NIC:
         raise SpecError(
             f"--emulate {text!r:.80} is not a rate from 0.8Mbit/s to 1Tbit/s, such as 400Mbit/s or"

@@ -45,7 +45,7 @@ def nccl_tests(path: Path) -> tuple[str, str, Link]:
 
     Times are those out of place. Raises SpecError.
     """
-    document = from_json(path, _text(path), "give what nccl-tests writes with -J")
+    document = from_json(path, _text(path), "it is not what nccl-tests writes with -J")
     try:
         program = Path(str(document["args"][0])).name
         hosts = [str(device["hostname"]) for device in document["config"]["devices"]]
