@@ -1050,7 +1050,6 @@ def _sizes() -> Iterator[Case]:
             ("trace.rank0.json", b"[[],", 200_000_000),
             ("trace.rank0.json", b"[1,", 500_000_000),
             ("plan.json", b"[1,", 60_000_000),
-            ("options.json", b"[1,", 60_000_000),
         ):
             yield Case(
                 "sizes",

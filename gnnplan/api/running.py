@@ -165,7 +165,7 @@ def rate_of(text: str) -> float | None:
         rate = quantity(text) if kind(text) == "B/s" else 0.0
     if not SLOWEST_NIC <= rate <= FASTEST_NIC:
         raise SpecError(
-            f"--emulate {text!r:.80} is not a rate from 0.8Mbit/s to 1Tbit/s, such as 400Mbit/s or"
-            " 50MB/s, nor 'unshaped'"
+            f"--emulate {text!r:.80} is not a rate such as 400Mbit/s or 50MB/s, from 0.8Mbit/s to"
+            " 1Tbit/s, nor 'unshaped'"
         )
     return rate
