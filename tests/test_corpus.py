@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import corpus
@@ -48,4 +49,4 @@ def test_what_falls_is_noticed(tmp_path):
         ({"peak_bytes": 2 * 10**9}, "memory"),
         ({"code": -11}, "ended by signal 11"),
     ):
-        assert corpus.replace(good, **spoilt).fell == why
+        assert replace(good, **spoilt).fell == why
