@@ -111,8 +111,11 @@ def _must_be_numbers(words: list[str]) -> None:
                 continue
             try:
                 number_of(text, float)
-            except ValueError as error:
-                raise SpecError(f"{option}: {error}; write it as 12 or 0.5") from None
+            except ValueError:
+                raise SpecError(
+                    f"{option}: must be a finite number in the digits 0 to 9, as 12 or 0.5, not"
+                    f" {text!r:.80}"
+                ) from None
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
