@@ -284,10 +284,10 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
         _READABLE.validate_python(document, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        raise SpecError(
-            f"{path}: {dotted(first['loc'])}: {first['msg'].replace('Input should be', 'must be')};"
-            f" {again}"
-        ) from error
+        rule = first["msg"].replace("Input should be", "must be")
+        kind = "an object with a name and knobs" if first["loc"][-1] == "strategy" else "an object"
+        rule = rule.replace("a valid dictionary", kind)
+        raise SpecError(f"{path}: {dotted(first['loc'])}: {rule}; {again}") from error
     checked(Cluster, document["cluster"], f"{path}: cluster.")
     checked(Workload, document["workload"], f"{path}: workload.")
     try:
