@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -30,11 +32,10 @@ from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import Worker, open_worker
-from gnnplan.planner.evidence.validate import MAX_METRICS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import read_bytes, write_atomically
+from gnnplan.planner.vocabulary.files import must_be_file, write_atomically
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import read_trace, trace_of, write_traces
 
@@ -141,7 +142,7 @@ class _Training:
         earlier = self._resume() if self.first and out else {}
         self.record = _Record(rank, worker, self.gradient_errors, earlier)
         self.metrics = (
-            _open_metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
+            Metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
         )
 
     def _resume(self) -> dict[str, Any]:
@@ -214,10 +215,7 @@ class _Training:
                 f" (--set lr={lower:g})"
             )
         if self.metrics:
-            self.metrics.write(json.dumps(row) + "\n")
-            # Flushed, so that it outlives a lost rank. Not synced: to wait for the disk would look
-            # like a lost peer to the other ranks.
-            self.metrics.flush()
+            self.metrics.append(json.dumps(row) + "\n")
             report(row)
 
     def _keep(self, epoch: int) -> None:
@@ -373,19 +371,56 @@ class _Record:
             write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
 
 
-def _open_metrics(path: Path, first: int) -> TextIO:
-    """Open metrics.jsonl to append to, after the lines of the first `first` epochs.
+class Metrics:
+    """metrics.jsonl, to append to: a line per epoch."""
 
-    Raises SpecError if these lines are not there.
-    """
-    if not path.exists() and not first:
-        return open(path, "x", encoding="utf-8")
-    text = read_bytes(path, MAX_METRICS).decode("utf-8", "replace") if path.exists() else ""
-    lines = [line for line in text.splitlines(True) if line.endswith("\n")]
-    if len(lines) < first:
-        raise SpecError(
-            f"{path} has {len(lines)} epochs, but the checkpoint is of epoch {first}; put it back,"
-            " or start anew with another --out"
-        )
-    write_atomically(path, "".join(lines[:first]))
-    return open(path, "a", encoding="utf-8")
+    def __init__(self, path: Path, first: int) -> None:
+        """Keep the lines of the first `first` epochs. Raises SpecError if these are not there."""
+        self.path = path
+        self._stream = self._opened(first)
+        self._size = os.fstat(self._stream.fileno()).st_size  # that nobody else changes [B]
+
+    def _opened(self, first: int) -> BinaryIO:
+        if not self.path.exists() and not first:
+            return open(self.path, "xb")
+        kept, size = 0, 0
+        if self.path.exists():
+            must_be_file(self.path)
+            with open(self.path, "rb") as stream:
+                for line in islice(stream, first):
+                    if line.endswith(b"\n"):
+                        kept, size = kept + 1, size + len(line)
+        if kept < first:
+            raise SpecError(
+                f"{self.path} has {kept} epochs, but the checkpoint is of epoch {first}; put it"
+                " back, or start anew with another --out"
+            )
+        os.truncate(self.path, size)
+        return open(self.path, "ab")
+
+    def append(self, line: str) -> None:
+        """Raises SpecError if it cannot be written, or if lines written before are gone."""
+        try:
+            there = os.stat(self.path).st_size
+            self._stream.write(line.encode())
+            # Flushed, so that it outlives a lost rank. Not synced: to wait for the disk would look
+            # like a lost peer to the other ranks.
+            self._stream.flush()
+        except OSError as error:
+            raise SpecError(
+                f"{self.path}: cannot be written ({error.strerror}); free the disk or put it back,"
+                " and go on with --resume"
+            ) from error
+        if there != self._size:
+            raise SpecError(
+                f"{self.path} has {there:,} bytes, and this run has written {self._size:,}: another"
+                " program has changed it; put it back and go on with --resume, or start anew with"
+                " another --out"
+            )
+        self._size += len(line.encode())
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()

@@ -20,6 +20,7 @@ import numpy as np
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute, Host, Schedule
+from gnnplan.planner.vocabulary.units import number_of
 from gnnplan.simulator.player import TaskGraph, play
 
 # Beyond this, nearly all the time is in a few draws.
@@ -107,10 +108,10 @@ def stragglers(texts: Sequence[str]) -> dict[int, float]:
     for text in texts:
         rank, _, times = text.partition("=")
         try:
-            number, factor = int(rank), float(times)
+            number, factor = int(number_of(rank)), number_of(times, float)
         except ValueError:
             raise SpecError(
-                f"--straggler {text!r}: write a rank and how many times as long it computes, as"
+                f"--straggler {text!r:.80}: write a rank and how many times as long it computes, as"
                 " 3=2.0"
             ) from None
         if number in out:

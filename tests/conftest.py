@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from examples import examples
+from examples import NIGHT, examples
 from hypothesis import settings
 from started import Start, starting
 
-# Machines are busy, so no test is on time; the same examples everywhere. To look for new ones:
-# pytest --hypothesis-profile=explore
+# Machines are busy, so no test is on time. By day examples are the same everywhere. At night they
+# are new ones each time; those that fail are printed as a line to put above the
+# test (reproduce_failure), and kept in .hypothesis, from where the next night tries them first.
+# By day the same: pytest --hypothesis-profile=explore
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=examples(100))
-settings.register_profile("explore", deadline=None)
-settings.load_profile("steady")
+settings.register_profile("explore", deadline=None, print_blob=True, max_examples=examples(100))
+settings.load_profile("explore" if NIGHT else "steady")
 
 # fixtures that start processes
 STARTERS = {"start", "started", "run_ranks", "fork_server", "trained"}

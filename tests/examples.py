@@ -1,4 +1,5 @@
-"""How many examples hypothesis tries: a third of what a test asks for, all of them at night."""
+"""How many examples hypothesis tries: a third of what a test asks for, all of them at night, which
+are new ones each time (conftest.py)."""
 
 import os
 

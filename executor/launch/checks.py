@@ -14,6 +14,7 @@ from typing import Any
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.ranks.checkpoint import Checkpoints, latest
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
+from gnnplan.executor.ranks.rank import from_launcher
 from gnnplan.planner.decision.plan import chosen, placement, question, read
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
@@ -107,19 +108,25 @@ def started_by_launcher() -> bool:
     A batch script around such a launcher has not been started as a rank. Raises SpecError if the
     launcher's environment is incomplete.
     """
-    env = os.environ
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    rank, world = env["RANK"], env["WORLD_SIZE"]
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+    if not {"RANK", "WORLD_SIZE"}.intersection(os.environ) and (
+        os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
+    ):
+        return False
+    found = from_launcher()
+    rank, world = found.get("RANK", "0"), found.get("WORLD_SIZE", "1")
+    if {"RANK", "WORLD_SIZE"} <= found.keys() and int(rank) >= int(world):
         raise SpecError(
             f"RANK is {rank!r} and WORLD_SIZE {world!r}: not a rank of so many;"
             " use torchrun, or unset both"
         )
-    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]:
+    if absent := [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not found.get(name)
+    ]:
+        given = [name for name in ("RANK", "WORLD_SIZE") if name in found]
         raise SpecError(
-            f"RANK and WORLD_SIZE are set, but {' and '.join(absent)} not; start ranks with"
-            " torchrun, or unset both"
+            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} set, but"
+            f" {' and '.join(absent)} not; start ranks with torchrun, or unset"
+            f" {'both' if len(given) > 1 else 'it'}"
         )
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import index
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,8 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_bytes, write_atomically
 
 MAX_FILE = 1 << 16  # [B]
-MOST = 10**9  # epochs, restarts, seconds
+MOST = 10**9  # epochs, restarts
+LONGEST_S = 10**6  # that a rank waits [s]; torch and Gloo count milliseconds in 32 bits
 NOT_INHERITED = (
     "resume",
     "restarts",
@@ -31,7 +33,9 @@ class Options:
 
     epochs: Annotated[int, Field(ge=1, le=MOST)] | None = None  # None: the workload's
     eval_every: Annotated[int, Field(ge=0, le=MOST)] = 10
-    timeout_s: Annotated[float, Field(ge=1.0, le=MOST)] = 30.0  # that a rank waits for its peers
+    timeout_s: Annotated[float, Field(ge=1.0, le=LONGEST_S)] = (
+        30.0  # that a rank waits for its peers
+    )
     staleness_errors: bool = False
     gradient_errors: bool = False
     checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
@@ -50,7 +54,15 @@ class Options:
         """
         earlier = _read(out / "options.json") if resume else {}
         chosen = {name: value for name, value in given.items() if value is not None}
-        return cls(**earlier | chosen, resume=resume)
+        try:
+            return TypeAdapter(cls).validate_json(
+                json.dumps({**earlier, **chosen, "resume": resume}, default=index), strict=True
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            option = str(first["loc"][0]).removesuffix("_s").replace("_", "-")
+            rule = first["msg"].replace("Input should be", "must be")
+            raise SpecError(f"--{option} {str(first['input'])[:MOST_SHOWN]}: {rule}") from error
 
     def write(self, out: Path) -> None:
         """Keep the options in the run's folder."""

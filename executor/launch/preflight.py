@@ -40,10 +40,22 @@ def must_meet() -> None:
     env = as_torchrun_has_it()
     if hosts_the_store(env) and "MASTER_PORT" in env:
         _must_be_free(env["MASTER_PORT"])
+    if "MASTER_ADDR" in env:
+        _must_resolve(env["MASTER_ADDR"])
+
+
+def _must_resolve(address: str) -> None:
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise SpecError(
+            f"MASTER_ADDR {address[:80]!r} is no host that {socket.gethostname()} knows"
+            f" ({getattr(error, 'strerror', None) or error}); use the address of rank 0's server"
+        ) from error
 
 
 def _must_be_free(port: str) -> None:
-    if not (port.isdecimal() and int(port) < 1 << 16):
+    if not (port.isascii() and port.isdecimal() and len(port) < 9 and int(port) < 1 << 16):
         raise SpecError(f"MASTER_PORT is {port!r}; a port is a number below 65536, as 29500")
     with socket.socket() as probe:
         # as the store does: the port of a server that has just ended may be taken again

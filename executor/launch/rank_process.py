@@ -193,7 +193,7 @@ class _Process:
         assert rank is not None
         asked = question(problem, strategy)
         checkpoints = Checkpoints(self.out, rank.rank, options.checkpoint_every, asked)
-        stored = checkpoints.epochs() if self.resumes else []
+        stored = checkpoints.found() if self.resumes else []
         own = facts(checkpoints.question, asdict(options), stored)
         everyone = agree(rank, problem, own, self.predicted)
         self.hosts = [other["host"] for other in everyone]

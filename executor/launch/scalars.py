@@ -25,13 +25,14 @@ TAGS = {
 WITHIN = 5  # [s] in which TensorBoard sees an epoch
 
 
-def must_be_installed() -> None:
-    """Raise SpecError where TensorBoard is absent."""
+def must_be_installed(folder: str) -> None:
+    """Raise SpecError where TensorBoard is absent, or cannot have its folder, which is made."""
     if find_spec("tensorboard") is None:
         raise SpecError(
             "--tensorboard needs TensorBoard, which is not installed; pip install"
             " 'gnnplan[tensorboard]'"
         )
+    make_folder(Path(folder))
 
 
 class Scalars:

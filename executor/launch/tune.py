@@ -18,6 +18,7 @@ import torch
 
 from gnnplan.executor.launch.checks import LEAST_MEMORY, must_be_trainable, must_fit_here
 from gnnplan.executor.launch.launcher import Emulated
+from gnnplan.executor.launch.options import MOST as MOST_EPOCHS
 from gnnplan.executor.launch.turns import InTurns
 from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.planner.cluster.spec import Cluster
@@ -91,6 +92,10 @@ def prospect(
     if not 0 < share <= 1:
         raise SpecError(f"--share {share:g}: a share of the training, above 0 and at most 1")
     best, epochs = found.best, epochs or problem.workload.epochs
+    if not 1 <= epochs <= MOST_EPOCHS:
+        raise SpecError(
+            f"--epochs {epochs:,}: a training has 1 to {MOST_EPOCHS:,} epochs; ask for fewer"
+        )
     epoch_s = float(best.predicted.epoch_s)
     budget_s = share * epochs * epoch_s
     others = [c for c in found.others if c.chance_faster(best) >= LEAST_CHANCE]

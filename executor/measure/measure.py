@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from gnnplan.executor.launch import emulation as lab
+from gnnplan.executor.launch.preflight import must_meet
 from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.measure.fitting import cluster_of, cores
 from gnnplan.executor.measure.microbench import Bench
@@ -114,6 +115,7 @@ def measure_as_rank(notify: Callable[[str], None], seconds: float = SECONDS) -> 
     Rank 0 returns the cluster that all have measured, the others None. Raises SpecError, LostRank.
     """
     env = as_torchrun_has_it()
+    must_meet()
     memory = free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
     try:
         found = _attempt(seconds, notify, one_machine=False)

@@ -9,16 +9,18 @@ step. Its header holds, as JSON, which training they belong to and what the rank
 Random numbers are functions of (seed, epoch, ...), so there are none to store. There are no
 pickles.
 
-A file is whole or absent. An epoch counts when all ranks have its file, wherever their disks are. A
-rank keeps its last two files: it may be one ahead of another rank, but never two, since each waits
-for its last file to be on disk before ranks meet to write the next."""
+A file is whole or absent, and its header has a checksum: a file that a disk or a copy has damaged
+counts as absent, and the one before is used. An epoch counts when all ranks have its file, wherever
+their disks are. A rank keeps its last two files: it may be one ahead of another rank, but never
+two, since each waits for its last file to be on disk before ranks meet to write the next."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +37,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import make_folder
+from gnnplan.planner.vocabulary.progress import say
 
 KEPT = 2  # checkpoints of each rank
 _FILE = re.compile(r"epoch(\d+)\.rank(\d+)\.safetensors")
@@ -124,10 +127,19 @@ class Checkpoints:
 
     def epochs(self) -> list[int]:
         """Epochs of this rank's whole files; raises SpecError if one is of another training."""
+        return self._whole(lambda damaged: None)
+
+    def found(self) -> list[int]:
+        """`epochs`, as training goes on from them: says which files are damaged."""
+        return self._whole(lambda damaged: say(f"note: {damaged} is damaged; going on without it"))
+
+    def _whole(self, tell: Callable[[Path], None]) -> list[int]:
         whole = []
         for epoch in self._stored():
             about = header(self._path(epoch))
-            if about is not None:
+            if about is None:
+                tell(self._path(epoch))
+            else:
                 must_agree(self._path(epoch), about["question"], self.question)
                 whole.append(epoch)
         return whole
@@ -160,15 +172,14 @@ class Checkpoints:
         """
         self.wait()
         make_folder(self.folder)
+        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         about = {"question": self.question, "epoch": epoch, "notes": dict(notes)}
+        about = json.loads(json.dumps(about))  # as it is read
+        about["crc32"] = checksum(about, kept)
         path, written_first = self._path(epoch), tuple(before)
         temporary = self.folder / f".rank{self.rank}.safetensors"
         try:
-            save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-                temporary,
-                {"gnnplan": json.dumps(about)},
-            )
+            save_file(kept, temporary, {"gnnplan": json.dumps(about)})
         except (OSError, SafetensorError) as error:
             raise _unwritable(path, error) from error
         self._writing = rank.in_thread(
@@ -203,15 +214,32 @@ class Checkpoints:
 
 
 def header(path: Path) -> dict[str, Any] | None:
-    """The header of a file: 'question', 'epoch' and 'notes'; None if it is torn or foreign."""
+    """The header of a file: 'question', 'epoch' and 'notes'; None if it is damaged or foreign.
+
+    Checkpoints of older versions have no checksum: of these, only a cut is noticed.
+    """
     with (
         suppress(OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError),
         safe_open(path, framework="pt") as file,
     ):
-        about = json.loads(file.metadata()["gnnplan"])
-        if isinstance(about["question"], dict) and isinstance(about["notes"], dict):
-            return dict(about)
+        about = dict(json.loads(file.metadata()["gnnplan"]))
+        if not (isinstance(about["question"], dict) and isinstance(about["notes"], dict)):
+            return None
+        said = about.pop("crc32", None)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if said is None or said == checksum(about, tensors):
+            return about
     return None
+
+
+def checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    """CRC-32 of a checkpoint: of its header, and of its tensors in the order of their names."""
+    crc = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return crc
 
 
 def stored(out: Path, ranks: Iterable[int]) -> dict[int, list[int]]:

@@ -27,6 +27,7 @@ from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.device_clock import DeviceClock, HostMark, Mark, now
 from gnnplan.executor.ranks.meeting import join
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
@@ -313,19 +314,65 @@ def _first_host(nodes: str) -> str:
 
 
 def as_torchrun_has_it() -> MutableMapping[str, str]:
-    """The environment, with torchrun's variables set from Slurm's if srun started the ranks."""
+    """The environment, with torchrun's variables set from Slurm's if srun started the ranks.
+
+    Raises SpecError where a number among them is none.
+    """
+    os.environ |= from_launcher()
+    return os.environ
+
+
+def from_launcher() -> dict[str, str]:
+    """torchrun's variables, or the same from Slurm's; empty where neither has started this process.
+
+    Raises SpecError where a number among them is none.
+    """
     env = os.environ
+    found = {name: env[name] for name in (*_COUNTS, "MASTER_ADDR", "MASTER_PORT") if name in env}
     if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:
-        env |= {
-            "RANK": env["SLURM_PROCID"],
-            "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
-            "LOCAL_RANK": env["SLURM_LOCALID"],
+        names = {
+            "RANK": "SLURM_PROCID",
+            "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+            "LOCAL_RANK": "SLURM_LOCALID",
         }
-        env.setdefault("GROUP_RANK", env.get("SLURM_NODEID", "0"))
-        env.setdefault("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", env["WORLD_SIZE"]))
-        env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
-        env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000))
-    return env
+        if absent := [name for name in names.values() if name not in env]:
+            raise SpecError(
+                f"SLURM_STEP_NUM_TASKS is set, but {' and '.join(absent)} not; start ranks with"
+                " srun, or unset it"
+            )
+        job = _count("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0"))
+        of_slurm = {
+            "GROUP_RANK": env.get("SLURM_NODEID", "0"),
+            "LOCAL_WORLD_SIZE": env.get("SLURM_NTASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]),
+            "MASTER_ADDR": _first_host(env.get("SLURM_STEP_NODELIST", "localhost")),
+            "MASTER_PORT": str(20_000 + job % 10_000),
+        }
+        found = {**of_slurm, **found, **{name: env[slurm] for name, slurm in names.items()}}
+    for name in _COUNTS:
+        if name in found:
+            _count(name, found[name])
+    return found
+
+
+# what a launcher counts
+_COUNTS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+
+def _count(name: str, text: str) -> int:
+    """The number in an environment variable. Raises SpecError."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise SpecError(
+            f"{name} is {text[:40]!r}; it is a number, as torchrun, srun or you set it: mend or"
+            " unset it"
+        )
+    return int(text)
 
 
 def open_rank(
@@ -340,7 +387,7 @@ def open_rank(
     env = as_torchrun_has_it()
     number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_RANK", "0"))
-    torch.set_num_threads(max(1, int(env.get("GNNPLAN_THREADS", "1"))))
+    torch.set_num_threads(max(1, _count("GNNPLAN_THREADS", env.get("GNNPLAN_THREADS", "1"))))
     keep_allocator()
     gpus = torch.cuda.device_count() if not on_cpu and torch.cuda.is_available() else 0
     if problem is not None and problem.placement and size == problem.ranks:

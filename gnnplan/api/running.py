@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_co
 
 if TYPE_CHECKING:
     from gnnplan.api.validation import Validation
+
+SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # that are emulated [B/s]
 
 
 class Run(View):
@@ -123,7 +126,7 @@ def train(
     servers = None if emulate is None else launch.Emulated(rate_of(emulate))
     options = launch.Options.of(out or Path(), given, resume)
     if options.tensorboard:
-        launch.must_be_installed()
+        launch.must_be_installed(options.tensorboard)
     problem, strategy = launch.trainable(problem, strategy, name)
     launch.must_be_measurable(options, strategy)
     if out is None:
@@ -157,8 +160,12 @@ def rate_of(text: str) -> float | None:
     """
     if text == "unshaped":
         return None
-    if kind(text) != "B/s":
+    rate = 0.0
+    with suppress(ValueError):
+        rate = quantity(text) if kind(text) == "B/s" else 0.0
+    if not SLOWEST_NIC <= rate <= FASTEST_NIC:
         raise SpecError(
-            f"--emulate {text!r} is not a rate such as 400Mbit/s or 50MB/s, nor 'unshaped'"
+            f"--emulate {text!r:.80} is not a rate such as 400Mbit/s or 50MB/s, from 0.8Mbit/s to"
+            " 1Tbit/s, nor 'unshaped'"
         )
-    return quantity(text)
+    return rate

@@ -6,11 +6,15 @@ common.py has what the verbs share. Every verb imports what it needs when it is 
 
 from __future__ import annotations
 
+import errno
 import gc
+import inspect
+import io
 import os
 import sys
 from importlib import import_module
-from typing import Any, NoReturn
+from itertools import pairwise
+from typing import Any, NoReturn, get_args
 
 import typer
 
@@ -35,6 +39,9 @@ for _verb in (
     import_module(f"gnnplan.cli.{_verb}")
 
 
+_NUMBERS = {int, float}
+
+
 def main() -> NoReturn:
     """Run the program; an error that a user can mend is one line and an exit code.
 
@@ -43,9 +50,13 @@ def main() -> NoReturn:
     from gnnplan.planner.vocabulary.errors import GnnplanError
 
     code: Any = 1
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack letters of a file's name
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # The collector runs after 10,000 new objects instead of 700: it took a fifth of a plan's time.
     gc.set_threshold(10_000)
     try:
+        _must_be_numbers(sys.argv[1:])
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except GnnplanError as error:
@@ -54,6 +65,10 @@ def main() -> NoReturn:
         code = 130
     except BrokenPipeError:  # `gnnplan plan | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        code = fail(f"{str(error.filename)[:80]}...: {error.strerror}; choose a shorter one", 2)
     except Exception as error:
         if not hasattr(error, "format_message") or not hasattr(error, "show"):
             raise
@@ -65,6 +80,48 @@ def main() -> NoReturn:
         fail("interrupted", 130)
     gc.freeze()  # and not once more at exit
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _must_be_numbers(words: list[str]) -> None:
+    """Raise SpecError for an option's number that is not finite or in other digits than 0 to 9.
+
+    typer takes these; whether it takes the rest is its own to say.
+    """
+    from gnnplan.planner.vocabulary.errors import SpecError
+    from gnnplan.planner.vocabulary.units import number_of
+
+    verbs = {
+        verb.callback.__name__: verb.callback for verb in app.registered_commands if verb.callback
+    }
+    if not words or words[0] not in verbs:
+        return
+    hints = inspect.get_annotations(verbs[words[0]], eval_str=True)
+    numeric = {
+        f"--{name.replace('_', '-')}"
+        for name, hint in hints.items()
+        if _NUMBERS.intersection(_kinds(hint))
+    }
+    for word, after in pairwise([*words, ""]):
+        option, equals, value = word.partition("=")
+        if option in numeric:
+            text = value if equals else after
+            try:
+                float(text)
+            except ValueError:
+                continue
+            try:
+                number_of(text, float)
+            except ValueError:
+                raise SpecError(
+                    f"{option}: must be a finite number in the digits 0 to 9, as 12 or 0.5, not"
+                    f" {text!r:.80}"
+                ) from None
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types of an option: of Annotated[int | None, ...] int and None."""
+    kind = get_args(hint)[0] if get_args(hint) else hint
+    return (kind, *get_args(kind))
 
 
 def fail(message: str, code: int) -> int:

@@ -99,12 +99,13 @@ def numbers(text: str, option: str) -> list[int]:
     Raises SpecError.
     """
     from gnnplan.planner.vocabulary.errors import SpecError
+    from gnnplan.planner.vocabulary.units import number_of
 
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(number_of(part)) for part in text.split(",")]
     except ValueError:
         raise SpecError(
-            f"{option} {text!r} is not a list of whole numbers; write it as 2,4,8"
+            f"{option} {text!r:.80} is not a list of whole numbers; write it as 2,4,8"
         ) from None
 
 

@@ -157,7 +157,7 @@ def run(
             )
         options = launch.Options.of(out, given, resume is not None)
         if options.tensorboard:
-            launch.must_be_installed()
+            launch.must_be_installed(options.tensorboard)
         code = launch.follow(plan_file, out, options, strategy)
         if code == 0 and os.environ.get("RANK", "0") == "0":
             show_run(Run(out), as_json)

@@ -55,7 +55,9 @@ def timeline(facts: Facts) -> Picture:
     """The steady state of the plan's strategy, simulated, and of its runs. Raises Absent."""
     steps = 1 if facts.batches == 1 else min(3, facts.batches)
     windows = [steady("simulated", facts.simulated, steps)]
-    windows += [steady(one.run.folder, one.measured, steps) for one in facts.same[:1]]
+    windows += [
+        steady(one.run.folder, one.measured, steps) for one in facts.same[:1] if one.measured
+    ]
     panels = [marks(window) for window in windows]
     names = _by_lane(mark for panel in panels for mark in panel)
     colours = {op: WAITING if _waits(op) else c for op, c in zip(names, COLOURS * 9, strict=False)}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
+from pydantic import ValidationError
 
 from gnnplan.planner.cluster.link_fit import Sample, fit, shapes
-from gnnplan.planner.cluster.spec import Cluster, Link
+from gnnplan.planner.cluster.spec import MOST_GPUS, Cluster, Link
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import from_json, read_bytes
+from gnnplan.planner.vocabulary.trace import LONGEST
 
 MAX_FILE = 16 << 20  # [B]
+MOST_SIZES = 10_000  # that one file of nccl-tests has
+LARGEST = 1e18  # message [B]
 # The programs of nccl-tests, and the operations that they measure.
 PROGRAMS = {"all_reduce_perf": "all_reduce", "alltoall_perf": "exchange", "sendrecv_perf": "send"}
 # What nvidia-smi calls ways between GPUs and NICs, from the shortest to the longest.
@@ -23,15 +27,13 @@ BY_PCIE_SWITCHES = ("PIX", "PXB")
 
 
 def _text(path: Path) -> str:
+    """The text of a file. Raises SpecError."""
     try:
-        if path.stat().st_size > MAX_FILE:
-            raise SpecError(f"{path} is larger than {MAX_FILE:,} B: not such a file")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror or error})") from error
+        return read_bytes(path, MAX_FILE, "give what the tool wrote").decode("utf-8")
     except UnicodeDecodeError as error:
         raise SpecError(
-            f"{path}: not a text file ({error.reason} at byte {error.start})"
+            f"{path}: not a text file ({error.reason} at byte {error.start}); give what the tool"
+            " wrote"
         ) from error
 
 
@@ -43,16 +45,16 @@ def nccl_tests(path: Path) -> tuple[str, str, Link]:
 
     Times are those out of place. Raises SpecError.
     """
+    document = from_json(path, _text(path), "it is not what nccl-tests writes with -J")
     try:
-        document = json.loads(_text(path))
         program = Path(str(document["args"][0])).name
         hosts = [str(device["hostname"]) for device in document["config"]["devices"]]
         rows = [
-            (int(row["size"]), float(row["out_of_place"]["time"]) * 1e-6)
+            (_number(row["size"], LARGEST), _number(row["out_of_place"]["time"], LONGEST) * 1e-6)
             for row in document["results"]
             if row["out_of_place"]
         ]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise SpecError(
             f"{path}: not what nccl-tests writes with -J ({type(error).__name__}: {error})"
         ) from error
@@ -70,14 +72,35 @@ def nccl_tests(path: Path) -> tuple[str, str, Link]:
             " one server, or with one GPU per server (mpirun --map-by ppr:1:node, -g 1)"
         )
     messages = ranks if op == "exchange" else 1  # a size is that of all messages together
+    if len(rows) > MOST_SIZES:
+        raise SpecError(
+            f"{path}: {len(rows):,} sizes, and at most {MOST_SIZES:,} are fitted to; measure fewer"
+            " (-f 2)"
+        )
     samples: list[Sample] = [
-        (size // messages, seconds, 0.0)
+        (int(size // messages), seconds, 0.0)
         for size, seconds in rows
         if size >= messages and seconds > 0
     ]
     if len(samples) < 3:
         raise SpecError(f"{path}: {len(samples)} sizes; give at least 3 (-b 1K -e 64M -f 2)")
-    return op, "intra_node" if servers == 1 else "inter_node", fit(samples, shapes(ranks)[op])[0]
+    try:
+        link = fit(samples, shapes(ranks)[op])[0]
+    except ValidationError as error:  # no such link: too fast or too slow
+        what = error.errors()[0]["msg"]
+        raise SpecError(
+            f"{path}: its times imply no link that there is ({what}); measure again"
+        ) from error
+    return op, "intra_node" if servers == 1 else "inter_node", link
+
+
+def _number(value: object, most: float) -> float:
+    """A number of a file in [0, most]. Raises ValueError."""
+    # older nccl-tests write numbers as text
+    number = float(value) if type(value) in (int, float, str) else -1.0  # type: ignore[arg-type]
+    if not 0 <= number <= most:
+        raise ValueError(f"{value!r:.80} is no number from 0 to {most:g}")
+    return number
 
 
 # -- nvidia-smi topo -m
@@ -95,16 +118,15 @@ def topology(path: Path) -> dict[str, Any]:
 
     def joined_by(pattern: str) -> list[tuple[int, ...]]:
         """GPUs that are joined in such a way, directly or through others."""
+        is_such = re.compile(pattern).fullmatch
         joined = nx.Graph()
         joined.add_nodes_from(gpus)
-        joined.add_edges_from(
-            (a, b) for a in gpus for b in gpus if a != b and re.fullmatch(pattern, ways[a][b])
-        )
+        joined.add_edges_from((a, b) for a in gpus for b in gpus if a != b and is_such(ways[a][b]))
         return sorted(
             tuple(sorted(number[name] for name in part)) for part in nx.connected_components(joined)
         )
 
-    islands, switches = joined_by(r"NV\d+"), joined_by("|".join(BY_PCIE_SWITCHES))
+    islands, switches = joined_by(r"NV[0-9]+"), joined_by("|".join(BY_PCIE_SWITCHES))
     if any(
         not ways[gpus[a]][gpus[b]].startswith("NV")
         for island in islands
@@ -132,6 +154,7 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
 
     GPUs come in the order of the table's head. Raises SpecError.
     """
+    is_name = re.compile(r"GPU[0-9]+|NIC[0-9]+|mlx[0-9]+_[0-9]+").fullmatch
     rows: dict[str, dict[str, str]] = {}
     head: list[str] = []
     for line in _text(path).splitlines():
@@ -140,7 +163,12 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
             if rows:
                 break  # the legend follows
         elif not head and words[0].startswith("GPU"):
-            head = [word for word in words if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\d+", word)]
+            head = [word for word in words if is_name(word)]
+            if len(head) > MOST_GPUS:
+                raise SpecError(
+                    f"{path}: {len(head):,} GPUs and NICs, and a server has at most {MOST_GPUS:,};"
+                    " give the table of one server"
+                )
         elif head and words[0] in head:
             rows[words[0]] = dict(zip(head, words[1:], strict=False))
     gpus = [name for name in head if name.startswith("GPU")]
@@ -197,6 +225,12 @@ def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
         measured[f"{op}.{place}"] = link
         provenance[f"collectives.{op}.{place}"] = f"nccl-tests, {path.name}"
         fields[place] = link if op == "send" else fields.get(place) or getattr(base, place) or link
-    return Cluster.model_validate(
-        {**base.model_dump(), **fields, "collectives": measured, "provenance": provenance}
-    )
+    try:
+        return Cluster.model_validate(
+            {**base.model_dump(), **fields, "collectives": measured, "provenance": provenance}
+        )
+    except ValidationError as error:
+        files = ", ".join(str(path) for path in (wiring, *tests) if path)
+        raise SpecError(
+            f"{files}: no cluster with the rest of {base.name}: {error.errors()[0]['msg']}"
+        ) from error

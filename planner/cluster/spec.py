@@ -42,6 +42,7 @@ DOUBTED = ("gemm", "weight_gradient", "memory_bandwidth", "gather", "launch", "o
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
 MOST_RANKS = 4096  # a plan evaluates every pair of ranks
+MOST_GPUS = 1024  # of a server
 MOST_POINTS = 512  # of a fabric where servers are plugged in; ways between all pairs are kept
 
 
@@ -230,7 +231,7 @@ class Cluster(Spec):
 
     name: str = "unnamed"
     servers: int = Field(1, ge=1, le=100_000)
-    gpus_per_server: int = Field(1, ge=1, le=1024)
+    gpus_per_server: int = Field(1, ge=1, le=MOST_GPUS)
     device: Device
     intra_node: Link  # between GPUs of a server that share no island
     inter_node: Link | None = None  # a NIC: one per server, or one per list of `nics`

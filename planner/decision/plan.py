@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Required
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
@@ -15,13 +18,19 @@ from gnnplan.planner.decision.recommendation import Array, range_of
 from gnnplan.planner.decision.search import Candidate, SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.load import declared, load
 from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.inputs import checked, with_new_names
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named
 from gnnplan.planner.vocabulary.errors import Mismatch, SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_json, suggest, write_atomically
+from gnnplan.planner.vocabulary.files import (
+    MOST_SHOWN,
+    dotted,
+    read_json,
+    suggest,
+    write_atomically,
+)
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
 BEFORE = "0.1.0"  # the release whose plans are still read; its field names bring a notice
@@ -38,6 +47,7 @@ COUNTED = {
     "time": ("time_to_accuracy_s", "time_to_accuracy_low_s", "time_to_accuracy_high_s"),
 }
 MAX_PLAN = 64 * 2**20  # [B]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def make(
@@ -157,6 +167,67 @@ def counted(candidate: Candidate) -> dict[str, float]:
 # -- reading -----------------------------------------------------------------------------------
 
 
+class _Predicted(TypedDict, total=False):
+    """What `answer` writes of a prediction, as far as it is read again."""
+
+    epoch_s: Finite
+    compute_s: Finite
+    comm_s: Finite
+    bubble_s: Finite
+    bytes_total: int
+    bytes: dict[str, int]
+    bytes_by_link: dict[str, int]
+    setup_bytes: int
+    memory_bytes: Finite
+    memory: dict[str, Finite]
+    bottleneck: str
+    by_op: dict[str, Finite]
+
+
+class _Answer(TypedDict, total=False):
+    strategy: Required[dict[str, Any]]
+    exact: Required[bool]
+    gpus: Required[int]
+    epoch_low_s: Finite | None
+    epoch_high_s: Finite | None
+    chance_fastest: Finite | None
+    expected_regret: Finite | None
+    predicted: _Predicted
+
+
+class _Rejected(TypedDict):
+    strategy: str
+    reason: str
+
+
+class _Graph(TypedDict, total=False):
+    name: str
+    vertices: int
+    edges: int
+    features: int
+    classes: int
+    known: bool
+    notes: list[str]
+
+
+class _Document(TypedDict, total=False):
+    """What `make` writes, but for what is checked by `_inspect`."""
+
+    graph: _Graph
+    best: _Answer
+    objective: str
+    target_accuracy: Finite
+    evidence: list[str]
+    alternatives: list[_Answer]
+    settles: dict[str, Any] | None
+    rejected: list[_Rejected]
+    summary: dict[str, str]
+    explanation: list[str]
+
+
+_READABLE = TypeAdapter(_Document)
+
+
 def read(path: str | Path) -> dict[str, Any]:
     """The document of a file, with every field checked that is used later.
 
@@ -209,6 +280,14 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
             f"{path}: partitioner {document['partitioner']!r} is"
             f" unknown{suggest(document['partitioner'], METHODS)}"
         )
+    try:
+        _READABLE.validate_python(document, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        rule = first["msg"].replace("Input should be", "must be")
+        kind = "an object with a name and knobs" if first["loc"][-1] == "strategy" else "an object"
+        rule = rule.replace("a valid dictionary", kind)
+        raise SpecError(f"{path}: {dotted(first['loc'])}: {rule}; {again}") from error
     checked(Cluster, document["cluster"], f"{path}: cluster.")
     checked(Workload, document["workload"], f"{path}: workload.")
     try:
@@ -241,6 +320,12 @@ def question(
     """
     _inspect("plan", document)
     about = document["graph"]
+    for name, size in declared(about["source"]).items():  # before it is generated
+        if about.get(name, size) != size:
+            raise Mismatch(
+                f"the plan was made for other data: {about['source']} has {size:,} {name}, the plan"
+                f" says {about[name]:,}; plan again"
+            )
     graph = load(about["source"], about["directed"])
     stats = graph.stats if isinstance(graph, Graph) else graph
     workload = workload or Workload.model_validate(document["workload"])

@@ -164,7 +164,7 @@ def sizes_of(asked: str | Iterable[int]) -> list[int]:
     """
     if not isinstance(asked, str):
         found = [int(gpus) if isinstance(gpus, np.integer) else gpus for gpus in asked]
-    elif ends := re.fullmatch(r"\s*(-?\d{1,9})\s*\.\.\s*(-?\d{1,9})\s*", asked):
+    elif ends := re.fullmatch(r"\s*(-?[0-9]{1,9})\s*\.\.\s*(-?[0-9]{1,9})\s*", asked):
         first, last = int(ends[1]), int(ends[2])
         if first > last:
             raise SpecError(
@@ -172,11 +172,11 @@ def sizes_of(asked: str | Iterable[int]) -> list[int]:
             )
         doubled = [first << times for times in range(13) if first << times < last]
         found = [*doubled, last] if first > 0 else [first]
-    elif re.fullmatch(r"\s*-?\d{1,9}\s*(,\s*-?\d{1,9}\s*)*", asked):
+    elif re.fullmatch(r"\s*-?[0-9]{1,9}\s*(,\s*-?[0-9]{1,9}\s*)*", asked):
         found = [int(part) for part in asked.split(",")]
     else:
         raise SpecError(
-            f"--scale {asked!r}: write numbers of GPUs as a range that doubles, 1..64, or as a"
+            f"--scale {asked!r:.80}: write numbers of GPUs as a range that doubles, 1..64, or as a"
             " list, 1,2,4,8"
         )
     if not found or wrong(found):

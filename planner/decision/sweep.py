@@ -109,7 +109,7 @@ def _where(
         price = cluster.price if other.device == cluster.device else other.price
         cluster = cluster.model_copy(update={"device": other.device, "price": price})
     text = at.get("gpus_per_server", "")
-    each = int(text) if text.isdecimal() else 0
+    each = int(text) if text.isdecimal() and text.isascii() and len(text) < 10 else 0
     if 0 < each * cluster.servers <= MOST_RANKS and (
         cluster.device.kind == "cpu" or each < cluster.gpus_per_server
     ):

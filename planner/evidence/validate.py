@@ -21,7 +21,8 @@ from gnnplan.planner.decision.search import Candidate
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import from_json, read_bytes, read_json
+from gnnplan.planner.vocabulary.files import from_json, must_be_readable, read_bytes, read_json
+from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.trace import (
     LANES,
@@ -33,7 +34,7 @@ from gnnplan.planner.vocabulary.trace import (
 )
 from gnnplan.planner.vocabulary.units import show_percent
 
-MAX_METRICS, MAX_RANK = 1 << 28, 1 << 28  # [B]
+MAX_METRICS, MAX_RANK = 1 << 27, 1 << 26  # [B]
 TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
 # Operations that only wait: for a message to arrive, for the sampler. Nothing is predicted of them.
 WAITING = ("receive", "wait")
@@ -159,9 +160,7 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     make = f"make one with `gnnplan run plan.json --out {directory}`"
     try:
         path = directory / "metrics.jsonl"
-        metrics = [
-            from_json(path, line, make) for line in read_bytes(path, MAX_METRICS, make).splitlines()
-        ]
+        metrics = _lines(path, make)
         files = {
             int(match[1]): path
             for path in directory.iterdir()
@@ -188,6 +187,22 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                 f" peak_rss_bytes and peak_bytes; {make}"
             )
     return metrics, ranks
+
+
+def _lines(path: Path, make: str) -> list[Any]:
+    """The lines of metrics.jsonl as documents; a last line that is cut off is left out, and said.
+
+    Raises SpecError."""
+    raw = read_bytes(path, MAX_METRICS, make)
+    *whole, last = raw.split(b"\n")
+    must_be_readable(path, raw, make)
+    rows = [from_json(path, line, make) for line in whole]
+    if last:
+        try:
+            rows.append(from_json(path, last, make))
+        except SpecError:
+            say(f"note: {path}: its last line is cut off; it is read without that")
+    return rows
 
 
 def _is_metrics(row: object) -> bool:

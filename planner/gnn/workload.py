@@ -17,7 +17,8 @@ FANOUT = 10  # per layer, if the user gives none
 MOST = 10**12  # vertices, seeds of a batch, epochs
 MOST_NEGATIVES = 10_000  # of an edge
 METRICS = {"node": "accuracy", "link": "auc"}  # what is measured, by task
-MOST_BATCH_LAYERS = 1000  # of a mini-batch, which reaches one hop further by every layer
+MOST_LAYERS = 1000  # a plan of so many takes half a minute
+MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by every layer
 
 
 def scores_of(fields: Iterable[str]) -> list[str]:
@@ -109,7 +110,7 @@ class Workload(Spec):
     """A GNN and its training options. Options that a model does not know have no effect."""
 
     model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2", "own"] = "sage"
-    layers: int = Field(3, ge=1, le=10_000)
+    layers: int = Field(3, ge=1, le=MOST_LAYERS)
     hidden: int = Field(256, ge=1, le=1_000_000)  # SGC has no hidden rows: all are classes wide
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     mode: Literal["full", "mini"] = "full"

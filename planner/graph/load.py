@@ -15,6 +15,7 @@ from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
+from gnnplan.planner.vocabulary.units import number_of
 
 FILE_OPTIONS = ("features", "labels", "split")  # files that add what a graph lacks
 LONGEST_SOURCE = 4400  # characters: a path of 4096, and parameters
@@ -41,6 +42,8 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             f"{source[:MOST_SHOWN]}...: a graph's name has at most {LONGEST_SOURCE:,} characters,"
             f" this one {len(source):,}; shorten it"
         )
+    if "\0" in source:
+        raise SpecError(f"{source}: a graph's name holds no zero byte; leave it out")
     head, _, query = source.partition("?")
     if head.startswith("synthetic:"):
         kind = head.removeprefix("synthetic:")
@@ -71,6 +74,21 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         " synthetic:community?vertices=...&edges=..., or the name of a well-known graph"
         + ("" if is_path else suggest(Path(head).name, datasets()))
     )
+
+
+def declared(source: str) -> dict[str, int]:
+    """What the name of a generated graph says of its size; empty for other graphs.
+
+    Raises SpecError.
+
+    >>> declared("synthetic:community?vertices=60&edges=240&classes=3")
+    {'vertices': 60, 'features': 128, 'classes': 3}
+    """
+    head, _, query = source.partition("?")
+    if head != "synthetic:community":
+        return {}
+    numbers = _numbers(source, query, COMMUNITY)
+    return {name: numbers[name] for name in ("vertices", "features", "classes")}
 
 
 def well_known(name: str) -> str | None:
@@ -158,11 +176,11 @@ def _numbers(source: str, query: str, ranges: Ranges) -> dict[str, Any]:
         default, low, high = ranges[name]
         kind = type(default)
         try:
-            value = kind(text)
+            value = number_of(text, kind)
         except ValueError as error:
             raise SpecError(
                 f"{source}: {name} must be {'an integer' if kind is int else 'a number'}, got"
-                f" {text!r}"
+                f" {text!r:.80}"
             ) from error
         if not low <= value <= high:
             raise SpecError(f"{source}: {name} must lie in [{low:,}, {high:,}], got {value:,}")

@@ -269,7 +269,7 @@ def read_list(text: str) -> tuple[int, ...] | None:
     >>> read_list("4x8"), read_list("1,3x2"), read_list("1;2"), read_list("1x9999999999")
     ((4, 4, 4, 4, 4, 4, 4, 4), (1, 3, 3), None, None)
     """
-    runs = [re.fullmatch(r"(\d{1,9})(?:x(\d{1,5}))?", run) for run in text.split(",")]
+    runs = [re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,5}))?", run) for run in text.split(",")]
     pairs = [(int(run[1]), int(run[2] or 1)) for run in runs if run]
     if len(pairs) < len(runs) or sum(times for _, times in pairs) > MOST_NUMBERS:
         return None

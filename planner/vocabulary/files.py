@@ -23,6 +23,7 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 MAX_YAML = 1 << 18  # a specification is a page of text [B]
 MOST_SHOWN = 80  # characters of a wrong value that a message repeats
+MOST_MEMORY, PER_VALUE = 7e8, 56  # [B] of JSON's objects, and of one
 MOST_DIGITS = 300  # of a whole number, which must fit a float
 _NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
 _SCALARS = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null")}
@@ -72,8 +73,14 @@ def must_be_writable(path: Path) -> None:
     """Raise SpecError if `path` cannot become a file; called before long work."""
     if not path.parent.is_dir():
         raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if path.is_dir():
-        raise SpecError(f"{path}: is a folder; give the name of a file")
+    try:
+        if path.is_dir():
+            raise SpecError(f"{path}: is a folder; give the name of a file")
+    except OSError as error:  # a name that no file can have
+        raise SpecError(
+            f"{str(path)[:MOST_SHOWN]}...: cannot be written ({error.strerror}); choose another"
+            " name"
+        ) from error
 
 
 def make_folder(path: Path) -> None:
@@ -123,7 +130,23 @@ def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> byte
 
 def read_json(path: str | Path, most: int, remedy: str) -> Any:
     """A file's JSON document. Raises SpecError if it is none or exceeds `most` [B]."""
-    return from_json(path, read_bytes(path, most, remedy), remedy)
+    raw = read_bytes(path, most, remedy)
+    must_be_readable(path, raw, remedy)
+    return from_json(path, raw, remedy)
+
+
+def must_be_readable(path: str | Path, raw: bytes, remedy: str) -> None:
+    """Raise SpecError where Python's objects of a JSON text would fill more than MOST_MEMORY.
+
+    Every value but the first stands behind a comma or a bracket.
+    """
+    values = sum(raw.count(mark) for mark in (b",", b"[", b"{", b":", b"\n"))
+    need = 2.0 * len(raw) + PER_VALUE * values
+    if need > MOST_MEMORY:
+        raise SpecError(
+            f"{path}: {show_bytes(len(raw))} with {values:,} values would fill {show_bytes(need)}"
+            f" of memory, and {show_bytes(MOST_MEMORY)} are the most that is read; {remedy}"
+        )
 
 
 def from_json(where: str | Path, raw: str | bytes, remedy: str) -> Any:
@@ -250,6 +273,8 @@ def _scalar(loader: yaml.SafeLoader, node: yaml.Node, where: Where, path: str, l
 
     Raises SpecError for other tags, and for text that does not suit its tag ('!!timestamp soon').
     """
+    if "\0" in node.value:
+        raise SpecError(f"{path}:{line}: {dotted(where)}: must not hold a zero byte; leave it out")
     if node.tag not in _SCALARS or (node.tag in _NUMBERS and len(node.value) > MOST_SHOWN):
         raise SpecError(
             f"{path}:{line}: {dotted(where)}: must be text or a number of at most {MOST_SHOWN}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from gnnplan.planner.vocabulary.units import kind, quantity
 
@@ -44,10 +45,38 @@ Rate = Annotated[float, bounded(1e6, 1e18, "a compute rate [flop/s]", "flop/s")]
 Power = Annotated[float, bounded(0.1, 1e5, "a power [W]", "W")]
 
 
+def _kinds(annotation: Any) -> set[Any]:
+    """All types in an annotation such as `tuple[int, ...] | None`."""
+    return {annotation}.union(*map(_kinds, get_args(annotation)))
+
+
+def _holds(value: Any, is_such: Callable[[Any], bool]) -> bool:
+    """Whether a value, or what its lists hold, is such."""
+    if isinstance(value, list | tuple):
+        return any(_holds(one, is_such) for one in value)
+    return is_such(value)
+
+
 class Spec(BaseModel):
     """A frozen model in which unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_what_it_looks_like(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would take for something else: true for 1, text that C cuts short.
+
+        What lies in a specification inside this one is that one's to check.
+        """
+        field = cls.model_fields[info.field_name or ""]
+        if bool not in _kinds(field.annotation) and _holds(
+            value, lambda one: one is True or one is False
+        ):
+            raise ValueError("must be a number or text, not true or false")
+        if _holds(value, lambda one: isinstance(one, str) and "\0" in one):
+            raise ValueError("must not hold a zero byte; leave it out")
+        return value
 
     def to_yaml(self) -> str:
         """The text of a file with all fields."""

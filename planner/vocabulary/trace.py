@@ -19,7 +19,7 @@ from gnnplan.planner.vocabulary.files import make_folder, read_json, write_atomi
 # What a rank does at the same time, from top to bottom in a viewer.
 LANES = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
 LONGEST = 1e12  # [s]
-MAX_TRACE = 1 << 30  # some million spans [B]
+MAX_TRACE = 1 << 27  # half a million spans [B]
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
 
 

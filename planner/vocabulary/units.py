@@ -4,6 +4,7 @@ The code has SI units only: bytes, seconds, flop, watts, joules."""
 
 from __future__ import annotations
 
+import math
 import re
 
 _PREFIX = {
@@ -21,7 +22,10 @@ _PREFIX = {
 }
 _BASE = {"B": 1.0, "b": 1 / 8, "bit": 1 / 8, "FLOP": 1.0, "flop": 1.0, "FLOPS": 1.0, "W": 1.0}
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_PATTERN = re.compile(r"^\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-zµ]*)(/s|ps)?\s*$")
+_PATTERN = re.compile(
+    r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)(/s|ps)?\s*"
+)
+LONGEST_NUMBER = 300  # characters of a number in words
 
 
 def kind(text: object) -> str:
@@ -32,7 +36,7 @@ def kind(text: object) -> str:
     >>> kind("300W"), kind("0.3kW")
     ('W', 'W')
     """
-    match = _PATTERN.match(text) if isinstance(text, str) else None
+    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     if not match or match[2] in _PREFIX:
         return ""
     unit, per_second = match[2], bool(match[3])
@@ -56,8 +60,8 @@ def quantity(text: object) -> float:
         raise ValueError(f"needs a number with a unit such as 25GB/s, not {text!r:.80}")
     if not isinstance(text, str):
         return float(text)
-    match = _PATTERN.match(text)
-    if not match:
+    match = _PATTERN.fullmatch(text)
+    if not match or not math.isfinite(float(match[1])):
         raise ValueError(
             f"{text!r:.80} is not a number with a unit such as 25GB/s, 400Mbit/s, 24GiB, 10us"
         )
@@ -73,6 +77,22 @@ def quantity(text: object) -> float:
         f"{text!r:.80} has an unknown unit; use B, bit, FLOP, W with k, M, G, T (or Ki, Mi, Gi), or"
         " s, ms, us"
     )
+
+
+def number_of(text: str, kind: type[int] | type[float] = int) -> float:
+    """A number that a user has written, in the digits 0 to 9; finite. Raises ValueError.
+
+    `int` and `float` would also take other scripts' digits, and underscores between them.
+
+    >>> number_of("12"), number_of("1e3", float)
+    (12, 1000.0)
+    """
+    if not text.isascii() or "_" in text or len(text) > LONGEST_NUMBER:
+        raise ValueError(f"{text!r:.80} is not a number in the digits 0 to 9")
+    value = kind(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r:.80} is not a finite number")
+    return value
 
 
 def show_bytes(value: float) -> str:

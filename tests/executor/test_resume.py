@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from ranks import Case, ForkServer, Ranks, Result
+from safetensors.torch import save_file
 
 from gnnplan.cli import app
 from gnnplan.executor import train
 from gnnplan.executor.ranks import checkpoint
-from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, latest, stored
+from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, header, latest, stored
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.train import Metrics
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.trace import recorded_order
@@ -266,6 +268,53 @@ def test_a_torn_file_is_as_none(left: int, tmp_path: Path) -> None:
     torn = checkpoints.folder / "epoch20.rank0.safetensors"
     torn.write_bytes(torn.read_bytes()[:left])
     assert checkpoints.epochs() == [10]
+
+
+@pytest.mark.parametrize("at", [-1, -4, 0.5])
+def test_a_damaged_file_is_as_none_and_said(
+    at: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bit that a disk or a copy has turned, in a weight or in the header: the one before counts."""
+    checkpoints = saved(tmp_path, 0, 10, 20)
+    damaged = checkpoints.folder / "epoch20.rank0.safetensors"
+    raw = bytearray(damaged.read_bytes())
+    # a digit of what the rank has counted stands in the header
+    place = raw.index(b"halo") + 8 if at == 0.5 else int(at)
+    raw[place] ^= 1
+    damaged.write_bytes(raw)
+    assert checkpoints.found() == [10]
+    assert f"{damaged} is damaged; going on without it" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_checksum_is_taken(tmp_path: Path) -> None:
+    """As those of older versions are."""
+    checkpoints = saved(tmp_path, 0, 10)
+    path = checkpoints.folder / "epoch10.rank0.safetensors"
+    about = header(path)
+    save_file({"weight": torch.ones(1)}, path, {"gnnplan": json.dumps(about)})
+    assert "crc32" not in about and checkpoints.epochs() == [10]
+
+
+def test_metrics_that_another_program_cuts_are_noticed_at_the_next_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, 0)
+    metrics.append('{"epoch": 1}\n')
+    metrics.append('{"epoch": 2}\n')
+    os.truncate(path, 5)
+    with pytest.raises(SpecError, match=r"has 5 bytes, and this run has written 26"):
+        metrics.append('{"epoch": 3}\n')
+    metrics.close()
+
+
+def test_metrics_go_on_after_the_lines_that_count(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
+    with pytest.raises(SpecError, match="has 2 epochs, but the checkpoint is of epoch 3"):
+        Metrics(path, 3)
+    metrics = Metrics(path, 1)
+    metrics.append('{"epoch": 2, "again": 1}\n')
+    metrics.close()
+    assert path.read_text() == '{"epoch": 1}\n{"epoch": 2, "again": 1}\n'
 
 
 def test_another_training_is_refused(tmp_path: Path) -> None:

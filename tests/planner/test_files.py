@@ -319,7 +319,7 @@ def test_bad_flags_are_named(flags, words):
         ({"layers": 4}, "--layers: fanout has a number per layer.*: 3 numbers, layers: 4"),
         ({"layers": 4, "fanout": "5,5"}, "--fanout: fanout has a number per layer"),
         ({"norm": "batch"}, "--norm: batch norm needs all vertices at once"),
-        ({"layers": 2000, "fanout": "full"}, "--layers: a mini-batch reaches a hop further"),
+        ({"layers": 500, "fanout": "full"}, "--layers: a mini-batch reaches a hop further"),
     ],
 )
 def test_a_rule_about_two_fields_names_the_option_that_was_given(tmp_path, flags, words):

@@ -71,6 +71,8 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
 
+MOST_PRESAMPLED = 1000  # epochs; all of them are drawn before training
+
 
 @dataclass(frozen=True)
 class GSplit(Strategy):
@@ -177,9 +179,10 @@ class GSplit(Strategy):
                 "gsplit: every server splits its batch over equally many ranks; use group='all', or"
                 " as many of each server"
             )
-        if self.presample < 1:
+        if not 1 <= self.presample <= MOST_PRESAMPLED:
             raise SpecError(
-                f"gsplit: presample is a number of epochs, 1 or more, not {self.presample}; use the"
+                f"gsplit: presample is a number of epochs, 1 to {MOST_PRESAMPLED:,}, not"
+                f" {self.presample:,}; use the"
                 f" paper's {EPOCHS}"
             )
         if not FINEST <= self.imbalance <= LOOSEST:
