@@ -824,7 +824,8 @@ def test_validate_says_first_that_a_run_was_on_another_kind_of_device(copied: Pa
     ("name", "content", "words"),
     [
         ("metrics.jsonl", "", "no epoch in metrics.jsonl"),
-        ("metrics.jsonl", '{"epoch": 1, "lo', "metrics.jsonl: not JSON"),
+        ("metrics.jsonl", '{"epoch": 1, "lo', "no epoch in metrics.jsonl"),
+        ("metrics.jsonl", '{"epoch": 1, "lo\n', "metrics.jsonl: not JSON"),
         ("metrics.jsonl", "[1]\n", "every line needs numbers epoch, loss and epoch_s"),
         ("metrics.jsonl", '{"epoch": 1, "loss": "x", "epoch_s": 1}\n', "every line needs numbers"),
         ("metrics.jsonl", None, "metrics.jsonl: cannot be read .No such file"),

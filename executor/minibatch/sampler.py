@@ -28,10 +28,11 @@ import itertools
 import math
 import multiprocessing
 import os
+import signal
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -464,6 +465,8 @@ class Arriving:
         except (RuntimeError, OSError, EOFError) as error:
             if not self.is_silent:  # what the sampler raised, or how it ended
                 raise
+            with suppress(ValueError):  # torch would tell of the killed sampler once more
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             raise LostRank(
                 f"its sampler, a process of its own, has said nothing for {self.rank.timeout_s:g}"
                 " s; was it stopped? Batches that take longer need a longer --timeout"

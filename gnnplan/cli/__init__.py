@@ -12,6 +12,7 @@ import inspect
 import io
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, NoReturn, get_args
@@ -52,7 +53,8 @@ def main() -> NoReturn:
     code: Any = 1
     for stream in (sys.stdout, sys.stderr):  # a terminal may lack letters of a file's name
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # a stream that was given to a fork, half read
+                stream.reconfigure(errors="backslashreplace")
     # The collector runs after 10,000 new objects instead of 700: it took a fifth of a plan's time.
     gc.set_threshold(10_000)
     try:

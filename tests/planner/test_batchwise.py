@@ -373,7 +373,7 @@ def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch: pytest.MonkeyP
         (
             "gsplit(presample=0)",
             {},
-            "presample is a number of epochs, 1 or more, not 0; use the paper's 10",
+            "presample is a number of epochs, 1 to 1,000, not 0; use the paper's 10",
         ),
         (
             "gsplit(imbalance=0)",

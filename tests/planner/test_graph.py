@@ -633,7 +633,7 @@ def test_generated_graphs_have_exactly_the_edges_asked_for(
         ("seed=1&seed=2", "given twice"),
         ("seed", "name=value"),
         ("vertices=10&edges=100&classes=2", "edges must be at most .* = 90, got 100"),
-        ("mixing=nan", "mixing must lie in"),
+        ("mixing=nan", "mixing must be a number, got 'nan'"),
         ("vertices=10&edges=10", "needs classes <= communities <= vertices, got 16, 16, 10"),
         ("edges=1e6", "edges must be an integer"),
         ("vertices=100000000&features=100000", "more than"),

@@ -676,7 +676,7 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode: str, monkeypatch):
     monkeypatch.setattr(account, "price_of", counted_price)
     monkeypatch.setattr(search_module, "evaluate", counted_evaluate)
     search(problem)
-    tried = len(search_module._candidates(problem, False))
+    tried = len(list(search_module._candidates(problem, False)))
     parts = len(search_module.parts(cluster))
     # most stay in order, and some are drawn; each family asks of two whether buckets pay
     tested = 2 * len(search_module.families(problem))
