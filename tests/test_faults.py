@@ -58,7 +58,9 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
 
 def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
     """The launcher waited for ever: no rank was left to notice that its peers were silent."""
-    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), "--timeout", "3")
+    run = start(
+        plan(tmp_path, 2), "--epochs", str(FOREVER), "--timeout", "8", "--checkpoint-every", "0"
+    )
     run.until_training()
     ranks = {run.rank(rank) for rank in range(2)}
     for rank in ranks:
@@ -77,7 +79,7 @@ def test_samplers_that_all_stop_end_the_run(tmp_path: Path, start: Start, strate
     the user had allowed."""
     mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
     planned = plan(tmp_path, 2, *mini, "--strategy", strategy)
-    run = start(planned, "--epochs", str(FOREVER), "--timeout", "2")
+    run = start(planned, "--epochs", str(FOREVER), "--timeout", "2", "--checkpoint-every", "0")
     run.until_training()
     ranks = {run.rank(rank) for rank in range(2)}
     for pid in run.alive():

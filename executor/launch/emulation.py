@@ -213,6 +213,7 @@ def start(
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_RUN_ID": run,
             "GLOO_SOCKET_IFNAME": "eth0",
+            "NCCL_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }

@@ -19,7 +19,6 @@ from gnnplan.executor.ranks import activity
 
 HEAD_START = 5.0  # [s] beyond their own time-out, in which ranks speak for themselves
 BUSY = 0.5  # [s] of a core, from which on a rank computes
-DISK = "D"  # state of a process that waits for a disk
 SEEN = 1.0  # [s] at most that pass between two looks; a launcher that was stopped has not looked
 
 
@@ -46,12 +45,10 @@ class Heartbeat:
         self._silent_s += min(now - self._looked, SEEN)
         self._looked = now
         activities = tuple(activity.read(activity.seen(self.out, rank)) for rank in self.pids)
-        seen = [_seen(pid) for pid in self.pids.values()]
-        cores_s = sum(seconds for _, seconds in seen)
-        is_busy = cores_s - self._cores_s > BUSY or any(state == DISK for state, _ in seen)
-        if is_busy or activities != self._activities:
+        cores_s = sum(map(_core_s, self.pids.values()))
+        if activities != self._activities or abs(cores_s - self._cores_s) > BUSY:
             self._activities, self._cores_s, self._silent_s = activities, cores_s, 0.0
-        elif self._silent_s > self.limit_s + HEAD_START and not any(map(_waits, activities)):
+        elif self._silent_s > self.limit_s + HEAD_START and all(map(_is_amid, activities)):
             self._end(activities)
 
     def _end(self, activities: tuple[str, ...]) -> None:
@@ -66,17 +63,18 @@ class Heartbeat:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _waits(activity: str) -> bool:
-    return activity.startswith("waiting for its turn")
+def _is_amid(activity: str) -> bool:
+    """Whether a rank is amid an epoch. At other times it may rightly wait: for a disk, a compiler
+    that it has started, or its turn."""
+    return " of epoch " in activity and not activity.startswith("the checkpoint")
 
 
-def _seen(pid: int) -> tuple[str, float]:
-    """A process's state, and for how long it and its threads have kept cores busy [s]."""
+def _core_s(pid: int) -> float:
+    """Seconds for which a process and its threads have kept cores busy [s]; 0 once it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "", time.monotonic()
+    except FileNotFoundError:
+        return 0.0 if Path("/proc/self/stat").exists() else time.monotonic()
     # after the name, which may hold blanks
-    state, *numbers = text.rpartition(")")[2].split()
-    user, system = map(int, numbers[10:12])
-    return state, (user + system) / os.sysconf("SC_CLK_TCK")
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

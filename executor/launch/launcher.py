@@ -128,13 +128,15 @@ def start(
         by_rank = dict(zip(ranks, pids, strict=True))
         return Heartbeat(by_rank, dict(enumerate(problem.servers)), out, options.timeout_s).look
 
+    interfaces = {
+        name: interface for name, interface in loopback_only().items() if name not in os.environ
+    }
     # -P: a folder named gnnplan in the working directory must not hide the package
     program = ["-P", "-m", "gnnplan.executor", "launch"]
     arguments = [*program, str(plan), str(out), json.dumps(asdict(options))]
     try:
         if emulate is None:
-            for name, interface in loopback_only().items():
-                os.environ.setdefault(name, interface)
+            os.environ |= interfaces
             agent.run(arguments, len(ranks), options.restarts, explain, announce_restart, watch)
         else:
             lab.run(
@@ -148,4 +150,6 @@ def start(
                 watch,
             )
     finally:
+        for name in interfaces:  # this process may go on to servers
+            os.environ.pop(name, None)
         activity.forget(out)

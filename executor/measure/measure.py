@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.executor.launch.preflight import must_meet
@@ -119,8 +120,7 @@ def measure_as_rank(notify: Callable[[str], None], seconds: float = SECONDS) -> 
     memory = free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
     try:
         found = _attempt(seconds, notify, one_machine=False)
-        if torch.cuda.is_available():  # asked before, all ranks would open the first GPU
-            memory = torch.cuda.mem_get_info()[0]
+        memory = found["free_on_gpu"] or memory
         counts = Counter(found["places"])
         if len(set(counts.values())) > 1:
             ranks = ", ".join(
@@ -208,10 +208,12 @@ def _attempt(seconds: float, notify: Callable[[str], None], one_machine: bool) -
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     else:
         wait_in_turn()
+    free = torch.cuda.mem_get_info()[0] if cuda else 0  # before this process fills any
     env, limit = os.environ, datetime.timedelta(seconds=STUCK)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=join(env, attempt(), limit, hosts_the_store(env)),
+        # a launcher's store may be that of a run afterwards
+        store=PrefixStore("measure", join(env, attempt(), limit, hosts_the_store(env))),
         rank=int(env["RANK"]),
         world_size=int(env["WORLD_SIZE"]),
         timeout=limit,
@@ -226,7 +228,7 @@ def _attempt(seconds: float, notify: Callable[[str], None], one_machine: bool) -
         one_machine,
         seconds,
     )
-    return {"places": places, **bench.all(notify)}
+    return {"places": places, "free_on_gpu": free, **bench.all(notify)}
 
 
 def main() -> None:

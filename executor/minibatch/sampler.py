@@ -65,6 +65,7 @@ from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
+LOOK_S = 0.25  # [s] between two looks at a sampler
 _opened = itertools.count()  # samplers of this process: all ranks open them in the same order
 
 
@@ -484,15 +485,21 @@ def _watch(watched: weakref.ref[Arriving]) -> None:
 
     It asks a sampler for the memory of every tensor, and a stopped one does not answer.
     """
+    looked, since, waited = time.monotonic(), math.inf, 0.0
     while (arriving := watched()) is not None and arriving.ahead is not None:
-        limit = arriving.rank.timeout_s
-        if time.monotonic() - arriving.waits_since > limit:
+        limit, now_s = arriving.rank.timeout_s, time.monotonic()
+        if arriving.waits_since != since:
+            since, waited = arriving.waits_since, 0.0
+        elif since < math.inf:  # a process that was stopped itself has not looked
+            waited += min(now_s - looked, 2 * LOOK_S)
+        looked = now_s
+        if waited > limit:
             arriving.is_silent = True
             for sampler in multiprocessing.active_children():
                 sampler.kill()
             return
         del arriving
-        time.sleep(min(limit / 4, 1.0))
+        time.sleep(LOOK_S)
 
 
 def _begin(all_forked: Event, worker: int) -> None:

@@ -153,7 +153,7 @@ class Checkpoints:
         Later checkpoints are deleted, since their epochs are trained again.
         """
         self.first = epoch
-        for later in self.epochs():
+        for later in self._stored():  # damaged ones, too
             if later > epoch:
                 self._path(later).unlink()
 

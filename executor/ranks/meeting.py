@@ -1,8 +1,8 @@
 """Where ranks meet: a store at one address, which nobody reaches who need not.
 
-Ranks of one machine meet on its loopback. Ranks of several servers meet at MASTER_ADDR, and rank
-0's store listens at that address alone. A run has a name that others cannot guess where the
-launcher gave it one; its digest lies open in the store, and its keys stand behind the name."""
+Ranks of one machine meet on its loopback. Ranks of several servers meet at MASTER_ADDR, and where
+that is a number rank 0's store listens there alone. A run has a name that others cannot guess where
+the launcher gave it one; its digest lies open in the store, and its keys stand behind the name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -80,11 +81,12 @@ def join(env: Mapping[str, str], attempt: str, limit: timedelta, hosts: bool = F
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """A socket at this address alone; None where the address is not this machine's own.
+    """A socket at this address alone; None, to listen on all, where that may not be the one.
 
-    Containers are reached by addresses that they do not have. Their store listens on all.
+    A name leads to other addresses on other servers (127.0.1.1 on its own, in Debian), and a
+    container does not have the address that it is reached by.
     """
-    with suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family)
+    with suppress(OSError, ValueError):
+        family = socket.AF_INET if ip_address(address).version == 4 else socket.AF_INET6
+        return socket.create_server((address, port), family=family)
     return None
