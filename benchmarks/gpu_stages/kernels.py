@@ -169,17 +169,22 @@ def ours(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: aggregate(block, x)
 
 
-def sparse(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """torch.sparse, with int64 indices as its users have them."""
+def csr(block: Block, dtype: torch.dtype) -> Tensor:
+    """The block as torch's matrix, with int64 indices as its users have them."""
     assert block.weight is not None
     with no_beta_warning():
-        matrix = torch.sparse_csr_tensor(
+        return torch.sparse_csr_tensor(
             block.indptr.long(),
             block.indices.long(),
             block.weight.to(dtype),
             (block.n_dst, block.n_src),
             check_invariants=False,
         )
+
+
+def sparse(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """torch.sparse."""
+    matrix = csr(block, dtype)
     return lambda x: matrix @ x
 
 
@@ -218,15 +223,7 @@ def pyg(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     imported("torch_geometric")
     from torch_geometric.utils import spmm
 
-    assert block.weight is not None
-    with no_beta_warning():
-        matrix = torch.sparse_csr_tensor(
-            block.indptr.long(),
-            block.indices.long(),
-            block.weight.to(dtype),
-            (block.n_dst, block.n_src),
-            check_invariants=False,
-        )
+    matrix = csr(block, dtype)
     return lambda x: spmm(matrix, x, "sum")
 
 

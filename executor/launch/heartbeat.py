@@ -58,7 +58,7 @@ class Heartbeat:
         )
         for (rank, pid), where in zip(self.pids.items(), activities, strict=True):
             with suppress(OSError):  # a full disk must not keep them alive
-                note(self.out, Failure(4, said, where or "start", rank, self.servers[rank]))
+                note(self.out, Failure(4, said, where, rank, self.servers[rank]))
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -33,9 +33,8 @@ class Options:
 
     epochs: Annotated[int, Field(ge=1, le=MOST)] | None = None  # None: the workload's
     eval_every: Annotated[int, Field(ge=0, le=MOST)] = 10
-    timeout_s: Annotated[float, Field(ge=1.0, le=LONGEST_S)] = (
-        30.0  # that a rank waits for its peers
-    )
+    # that a rank waits for its peers
+    timeout_s: Annotated[float, Field(ge=1.0, le=LONGEST_S)] = 30.0
     staleness_errors: bool = False
     gradient_errors: bool = False
     checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
