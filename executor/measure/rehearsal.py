@@ -125,7 +125,8 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     """Correct a cluster by the durations of the pieces' steps [s], and say by how much.
 
     It is a least-squares fit of log(predicted / measured). The unknowns are the cost of a framework
-    operation and the factor by which all kernels are slower.
+    operation and the factor, 1 or more, by which all kernels are slower. Steps that take less than
+    their kernels are of rows that stay in the caches, which those of a mini-batch do not.
     """
     kernels = np.array([piece.seconds(cluster, 0.0) for piece in PIECES])
     launches = np.array([piece.seconds(cluster, 1e-3) for piece in PIECES]) / 1e-3 - kernels / 1e-3
@@ -135,7 +136,9 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
         return np.asarray(launches * launch + kernels * slower)
 
     found = least_squares(
-        lambda logs: np.log(predicted(logs) / steps), np.log([steps[0] / launches[0], 1.0])
+        lambda logs: np.log(predicted(logs) / steps),
+        (np.log(steps[0] / launches[0]), 0.1),
+        bounds=((-np.inf, 0.0), np.inf),
     )
     (launch, slower), off = np.exp(found.x).tolist(), predicted(found.x) / steps - 1
     held = scaled.device(cluster, 1 / slower)
