@@ -2,14 +2,14 @@
 
     python benchmarks/spine.py [ROUNDS]
 
-The peer is one process of DGL, the best exact one, with one and with two threads. Beside it are our
+The peers are one process of DGL with one and with two threads, and one of PyG. Beside them are our
 families on two Gloo ranks (one thread each) for the same training, in turn and several times,
-because these machines drift. Prints ratios, asserts nothing.
+because these machines drift. All begin with the same weights: an exact family whose losses are not
+the peers' ends the benchmark. Prints ratios, asserts no time.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,12 +26,16 @@ from commands import words
 
 GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
 HIDDEN, LAYERS, LR = 256, 3, 0.01
+EPOCHS = 14
+AGREE = 1e-3  # most that losses of the same training are apart, as a share
+STALE = ("pipegcn", "gnnpipe")  # read rows of earlier epochs
+PEERS = (("dgl", 1), ("dgl", 2), ("pyg", 1))  # and their threads
 
 
-def floor(threads: int, epochs: int = 12) -> dict[str, Any]:
-    """Train with DGL in a process of its own: full batch, 3-layer GraphSAGE-mean 256, Adam.
+def peer(library: str, threads: int) -> dict[str, Any]:
+    """Train with another library in a process of its own.
 
-    {'epoch_s': median [s], 'min_s', 'losses', 'rss_mb'}.
+    {'epoch_s': median [s], 'losses', 'rss_mb'}.
     """
     count = str(threads)
     env = {
@@ -39,71 +44,52 @@ def floor(threads: int, epochs: int = 12) -> dict[str, Any]:
         "MKL_NUM_THREADS": count,
         "DGLBACKEND": "pytorch",
     }
-    command = [sys.executable, __file__, "dgl-child", count, str(epochs)]
+    command = [sys.executable, __file__, "peer", library, count]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def dgl_child(threads: int, epochs: int) -> dict[str, Any]:
-    """Be the process of `floor`: DGL as its documentation has it.
-
-    SAGEConv, loss on the training vertices, torch's Adam.
-    """
+def as_peer(library: str, threads: int) -> dict[str, Any]:
+    """Be the process of `peer`."""
     import resource
 
     import torch
-    from torch.nn import functional as F
+    from gpu_stages import peers
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import dgl
-        from dgl.nn import SAGEConv
-
+    from gnnplan.planner.cluster.spec import Cluster, Device, Link
+    from gnnplan.planner.gnn.workload import Workload
+    from gnnplan.planner.graph.graph import Graph
     from gnnplan.planner.graph.load import load
+    from gnnplan.planner.problem.problem import Problem
 
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    data = load(GRAPH)
-    graph = dgl.graph(
-        ("csc", (torch.tensor(data.indptr), torch.tensor(data.indices).long(), [])),
-        num_nodes=data.stats.vertices,
+    graph = load(GRAPH)
+    assert isinstance(graph, Graph)
+    anywhere = Cluster(  # plays no part in a training
+        device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
+        intra_node=Link(bandwidth=1e9),
     )
-    graph.create_formats_()  # CSR and CSC before the clock starts
-    x, y, train = (
-        torch.tensor(data.x),
-        torch.tensor(data.y),
-        torch.tensor(data.train).nonzero().squeeze(1),
-    )
-    widths = [data.stats.features] + [HIDDEN] * (LAYERS - 1) + [data.stats.classes]
-    layers = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in itertools.pairwise(widths))
-    optimizer = torch.optim.Adam(layers.parameters(), lr=LR)
+    workload = Workload(model="sage", layers=LAYERS, hidden=HIDDEN, lr=LR)
+    problem = Problem(graph.stats, graph, workload, anywhere)
+    epoch = getattr(peers, library)(problem, torch.device("cpu"))
 
     seconds, losses = [], []
-    for _ in range(epochs + 2):  # two to warm up
+    for _ in range(EPOCHS):
         begin = time.perf_counter()
-        h = x
-        for layer in layers[:-1]:
-            h = layer(graph, h).relu()
-        loss = F.cross_entropy(layers[-1](graph, h)[train], y[train])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(float(epoch()))
         seconds.append(time.perf_counter() - begin)
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return {
-        "threads": threads,
-        "epoch_s": median(seconds[2:]),
-        "min_s": min(seconds[2:]),
+        "epoch_s": median(seconds[2:]),  # two to warm up
         "losses": losses,
-        "rss_mb": rss,
+        "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
     }
 
 
-def ours(strategy: str, ranks: int, epochs: int = 14) -> dict[str, Any]:
+def ours(strategy: str, ranks: int) -> dict[str, Any]:
     """The same training by `gnnplan run`.
 
-    {'epoch_s': median [s], 'rss_mb': of the fullest rank, 'loss'}.
+    {'epoch_s': median [s], 'losses', 'rss_mb': of the fullest rank}.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan, out = f"{folder}/plan.json", f"{folder}/run"
@@ -130,7 +116,7 @@ def ours(strategy: str, ranks: int, epochs: int = 14) -> dict[str, Any]:
             "run",
             plan,
             "--epochs",
-            str(epochs),
+            str(EPOCHS),
             "--eval-every",
             "0",
             "--out",
@@ -140,11 +126,12 @@ def ours(strategy: str, ranks: int, epochs: int = 14) -> dict[str, Any]:
         done = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
+        lines = Path(out, "metrics.jsonl").read_text("utf-8").splitlines()
     result = json.loads(done.stdout)
     return {
         "epoch_s": result["epoch_s"],
         "rss_mb": max(result["peak_rss_bytes"]) / 1e6,
-        "loss": result["loss"],
+        "losses": [json.loads(line)["loss"] for line in lines],
     }
 
 
@@ -159,16 +146,20 @@ OURS = (
 
 def main() -> None:
     words(__doc__)
-    if sys.argv[1:2] == ["dgl-child"]:
-        warnings.filterwarnings("ignore", module="dgl")
-        print(json.dumps(dgl_child(int(sys.argv[2]), int(sys.argv[3]))))
+    if sys.argv[1:2] == ["peer"]:
+        warnings.simplefilter("ignore")  # the libraries' own
+        print(json.dumps(as_peer(sys.argv[2], int(sys.argv[3]))))
         return
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     seconds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
+    losses: dict[str, list[float]] = {}
     for i in range(rounds):
         for name, once in [
-            *((f"DGL, one process, {t} thread(s)", partial(floor, t)) for t in (1, 2)),
+            *(
+                (f"{library}, {threads} thread(s)", partial(peer, library, threads))
+                for library, threads in PEERS
+            ),
             *(
                 (f"{strategy}, {ranks} rank(s)", partial(ours, strategy, ranks))
                 for strategy, ranks in OURS
@@ -178,7 +169,9 @@ def main() -> None:
             result = once()
             seconds.setdefault(name, []).append(result["epoch_s"])
             memory[name] = max(memory.get(name, 0.0), result["rss_mb"])
-    floors = seconds["DGL, one process, 1 thread(s)"]
+            losses[name] = result["losses"]
+    first, *others = losses
+    floors = seconds[first]
     print(
         f"3-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, 128 features; median epoch of"
         f" {rounds} rounds in turn"
@@ -186,9 +179,14 @@ def main() -> None:
     for name, series in seconds.items():
         ratio = median(a / b for a, b in zip(series, floors, strict=True))
         print(
-            f"{name:40s} {median(series):.3f} s  {ratio:.2f}x DGL on one thread  {memory[name]:.0f}"
-            " MB/process"
+            f"{name:40s} {median(series):.3f} s  {ratio:.2f}x {first}"
+            f"  {memory[name]:.0f} MB/process"
         )
+    for name in others:
+        apart = max(abs(a / b - 1) for a, b in zip(losses[name], losses[first], strict=True))
+        print(f"{name}: losses of {EPOCHS} epochs within {apart:.1e} of {first}'s")
+        if apart > AGREE and not name.startswith(STALE):
+            raise SystemExit("that is not the same training")
 
 
 if __name__ == "__main__":

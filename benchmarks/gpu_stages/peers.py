@@ -1,16 +1,18 @@
-"""The full-batch epoch of one rank beside PyG's and DGL's, on the same device."""
+"""The full-batch epoch of one rank beside PyG's and DGL's, on the same device.
+
+All begin with our weights, so that their losses must agree."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import open_rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.workload import Workload
@@ -26,7 +28,9 @@ from gpu_stages.record import LeftOut, Record, Row, Setting
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=128&classes=16&seed=0"
 GRAPHS = ((20_000, 1_000_000), (200_000, 4_000_000))
 MODELS = ("gcn", "sage")
-LR = 0.01
+EPOCHS = 3  # whose losses are compared
+AGREE = 1e-4  # most that they may differ by, as a share
+Epoch = Callable[[], Tensor]  # trains, and returns the loss before it
 
 
 def run(setting: Setting, record: Record) -> None:
@@ -35,26 +39,33 @@ def run(setting: Setting, record: Record) -> None:
         for model in MODELS:
             for by in (ours, pyg, pyg_edges, dgl):
                 what = f"{model} on {vertices} vertices by {by.__name__}"
-                work = partial(_epoch, setting, device, by, vertices, edges, model)
+                alike = [
+                    row
+                    for row in record.rows
+                    if (row["model"], row["vertices"]) == (model, vertices)
+                ]
+                work = partial(_epoch, setting, device, by, vertices, edges, model, alike[:1])
                 record.attempt(what, work)
 
 
 def _epoch(
     setting: Setting,
     device: torch.device,
-    by: Callable[..., Callable[[], Any]],
+    by: Callable[[Problem, torch.device], Epoch],
     vertices: int,
     edges: int,
     model: str,
+    first: list[Row],
 ) -> Row:
+    """A row. first: ours, with whose losses these must agree."""
     graph = load(SYNTHETIC.format(vertices, edges))
     assert isinstance(graph, Graph)
-    hidden = 8 if setting.small else 256
-    torch.manual_seed(0)
+    problem = _problem(setting, graph, model)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    epoch = by(setting, device, graph, model, hidden)
+    epoch = by(problem, device)
+    losses = [float(epoch()) for _ in range(EPOCHS)]
     seconds = whole_s(device, epoch, setting.small)
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {
@@ -62,18 +73,30 @@ def _epoch(
         "model": model,
         "vertices": vertices,
         "edges": edges,
-        "hidden": hidden,
+        "hidden": problem.workload.hidden,
         "epoch_s": seconds,
         "memory_bytes": memory,
+        "losses": losses,
+        "wrong": [
+            f"losses {losses}, and {row['by']} has {row['losses']}"
+            for row in first
+            if not agree(losses, row["losses"])
+        ],
     }
 
 
-def ours(
-    setting: Setting, device: torch.device, graph: Graph, model: str, hidden: int
-) -> Callable[[], None]:
+def agree(losses: list[float], others: list[float]) -> bool:
+    """Whether trainings from the same weights are the same, to what fp32 adds up."""
+    return all(abs(a - b) <= AGREE * abs(b) for a, b in zip(losses, others, strict=True))
+
+
+def _problem(setting: Setting, graph: Graph, model: str) -> Problem:
+    workload = Workload(**question.workload(setting, model=model, dropout=0.0))
+    return Problem(graph.stats, graph, workload, question.cluster(setting, 1))
+
+
+def ours(problem: Problem, device: torch.device) -> Epoch:
     """graph_parallel(narrow=True): what one rank of a plan does."""
-    workload = Workload(**question.workload(setting, model=model, hidden=hidden, dropout=0.0))
-    problem = Problem(graph.stats, graph, workload, question.cluster(setting, 1))
     rank = open_rank(on_cpu=device.type == "cpu")
     rank.recording = False
     strategy = parse("graph_parallel(narrow=True)").settle(problem)
@@ -81,34 +104,37 @@ def ours(
     learner = worker.open_learner()
     steps = itertools.count()
 
-    def epoch() -> None:
+    def epoch() -> Tensor:
         step = next(steps)
         learner.zero()
-        worker.step(step)
+        loss, _ = worker.step(step)
         learner.update(step)
+        return loss
 
     return epoch
 
 
-def _widths(graph: Graph, hidden: int) -> list[tuple[int, int]]:
-    widths = [graph.stats.features, hidden, hidden, graph.stats.classes]
-    return list(itertools.pairwise(widths))
-
-
 def _training(
-    device: torch.device, graph: Graph, layers: torch.nn.ModuleList, edges: object, first: bool
-) -> Callable[[], None]:
+    problem: Problem,
+    device: torch.device,
+    layers: list[torch.nn.Module],
+    edges: object,
+    first: bool = False,
+) -> Epoch:
     """An epoch as the libraries' examples have it. first: edges are a layer's first argument."""
-    layers = layers.to(device)
+    graph = problem.graph
+    assert graph is not None
+    held = torch.nn.ModuleList(layers).to(device)
     x = torch.tensor(graph.x, device=device)
     y = torch.tensor(graph.y, device=device).long()
     train = torch.tensor(graph.train, device=device).nonzero()[:, 0]
-    optimizer = torch.optim.Adam(layers.parameters(), lr=LR)
+    optimizer = torch.optim.Adam(held.parameters(), lr=problem.workload.lr)
 
     def apply(layer: torch.nn.Module, h: Tensor) -> Tensor:
-        return layer(edges, h) if first else layer(h, edges)
+        out: Tensor = layer(edges, h) if first else layer(h, edges)
+        return out
 
-    def epoch() -> None:
+    def epoch() -> Tensor:
         h = x
         for layer in layers[:-1]:
             h = apply(layer, h).relu()
@@ -116,17 +142,18 @@ def _training(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        return loss.detach()
 
     return epoch
 
 
-def pyg(
-    setting: Setting, device: torch.device, graph: Graph, model: str, hidden: int
-) -> Callable[[], None]:
+def pyg(problem: Problem, device: torch.device) -> Epoch:
     """PyG on a torch.sparse CSR matrix, its quickest way without extensions."""
     from gnnplan.executor.layers.kernels.aggregation import no_beta_warning
 
     imported("torch_geometric")
+    graph = problem.graph
+    assert graph is not None
     with no_beta_warning():
         edges = torch.sparse_csr_tensor(
             torch.tensor(graph.indptr).long(),
@@ -135,51 +162,70 @@ def pyg(
             (graph.stats.vertices,) * 2,
             check_invariants=False,
         ).to(device)
-    return _training(device, graph, _pyg_layers(graph, model, hidden), edges, first=False)
+    return _training(problem, device, _pyg_layers(problem), edges)
 
 
-def pyg_edges(
-    setting: Setting, device: torch.device, graph: Graph, model: str, hidden: int
-) -> Callable[[], None]:
+def pyg_edges(problem: Problem, device: torch.device) -> Epoch:
     """PyG on an edge index: a row per edge."""
     imported("torch_geometric")
+    graph = problem.graph
+    assert graph is not None
     readers = torch.arange(graph.stats.vertices).repeat_interleave(
         torch.tensor(graph.indptr).diff().long()
     )
     edges = torch.stack([torch.tensor(graph.indices).long(), readers]).to(device)
-    return _training(device, graph, _pyg_layers(graph, model, hidden), edges, first=False)
+    return _training(problem, device, _pyg_layers(problem), edges)
 
 
-def _pyg_layers(graph: Graph, model: str, hidden: int) -> torch.nn.ModuleList:
+def _pyg_layers(problem: Problem) -> list[torch.nn.Module]:
     from torch_geometric.nn import GCNConv, SAGEConv
 
-    kind = {
-        "gcn": partial(GCNConv, cached=True),
-        "sage": SAGEConv,
-    }[model]
-    return torch.nn.ModuleList(kind(a, b) for a, b in _widths(graph, hidden))
+    layers: list[torch.nn.Module] = []
+    for layer in Net(problem.model, problem.workload).layers.values():
+        width, before = layer.weight.shape
+        if problem.workload.model == "gcn":
+            conv = GCNConv(before, width, cached=True)
+            conv.lin.weight, conv.bias = layer.weight, layer.bias
+        else:
+            conv = SAGEConv(before, width)
+            conv.lin_l.weight, conv.lin_l.bias = layer.weight, layer.bias
+            conv.lin_r.weight = layer.weight_self
+        layers.append(conv)
+    return layers
 
 
-def dgl(
-    setting: Setting, device: torch.device, graph: Graph, model: str, hidden: int
-) -> Callable[[], None]:
+def dgl(problem: Problem, device: torch.device) -> Epoch:
     """DGL as its documentation has it; GCN on the graph with self-loops."""
-    library = imported("dgl")
-    convolutions = imported("dgl.nn")
+    library, graph = imported("dgl"), problem.graph
+    assert graph is not None
     edges = library.graph(
         ("csc", (torch.tensor(graph.indptr).long(), torch.tensor(graph.indices).long(), [])),
         num_nodes=graph.stats.vertices,
     )
-    if model == "gcn":
+    if problem.workload.model == "gcn":
         edges = library.add_self_loop(edges)
     try:
         edges = edges.to(device)
     except Exception as error:  # DGLError: a build without CUDA
         raise LeftOut(f"DGL {library.__version__} cannot use this device ({error})") from error
     edges.create_formats_()
-    kind = {
-        "gcn": convolutions.GraphConv,
-        "sage": partial(convolutions.SAGEConv, aggregator_type="mean"),
-    }[model]
-    layers = torch.nn.ModuleList(kind(a, b) for a, b in _widths(graph, hidden))
-    return _training(device, graph, layers, edges, first=True)
+    return _training(problem, device, _dgl_layers(problem), edges, first=True)
+
+
+def _dgl_layers(problem: Problem) -> list[torch.nn.Module]:
+    convolutions = imported("dgl.nn")
+    layers: list[torch.nn.Module] = []
+    for layer in Net(problem.model, problem.workload).layers.values():
+        width, before = layer.weight.shape
+        if problem.workload.model == "gcn":
+            conv = convolutions.GraphConv(before, width)
+            conv.weight, conv.bias = (
+                torch.nn.Parameter(layer.weight.detach().t().clone()),
+                layer.bias,
+            )
+        else:
+            conv = convolutions.SAGEConv(before, width, "mean")
+            conv.fc_neigh.weight = layer.weight
+            conv.fc_self.weight, conv.fc_self.bias = layer.weight_self, layer.bias
+        layers.append(conv)
+    return layers
