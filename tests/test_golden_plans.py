@@ -63,6 +63,8 @@ STRATEGIES = {
         "granndis(batches=2)",
         "granndis(batches=None)",
         "granndis(checkpoint=True)",
+        "feature_parallel",
+        "feature_parallel(order='alternating')",
     ],
     "mini": [
         "data_parallel",
@@ -200,6 +202,7 @@ def of_models() -> Iterator[tuple[str, dict[str, Any]]]:
             "pipegcn_gf",
             "gnnpipe",
             "granndis",
+            "feature_parallel(order='alternating')",
         ):
             yield f"{model}: {text}", answer(problem, text, simulate=True)
         if workload.norm != "batch":

@@ -1,4 +1,4 @@
-"""Rows between ranks: pairwise exchanges, point-to-point messages, and the all-reduce.
+"""Rows between ranks: exchanges, rows turned into columns, point-to-point messages, the all-reduce.
 
 The gradient of an exchange is the same exchange backwards. Across a slow link isend/irecv pairs
 beat all_to_all_single (211 against 356 ms for 10 MB at 400 Mbit/s). NCCL moves device tensors. Gloo
@@ -92,25 +92,7 @@ class Exchange:
             if into is not None and into.device == staged.device
             else staged.new_empty(sum(takes), width)
         )
-        outs, ins = torch.split(staged, gives), torch.split(incoming, takes)
-        distances = range(1, rank.world)  # peers in turn, so that not all send to rank 0 first
-        sources = [(rank.rank - distance) % rank.world for distance in distances]
-        receivers = [(rank.rank + distance) % rank.world for distance in distances]
-        # Receives first. Otherwise Gloo's message that we are ready to receive would wait behind
-        # our own data, and only one direction be used at a time (8 MB each way at 400 Mbit/s: 167
-        # instead of 303 ms).
-        posts: list[tuple[_Post, Tensor, int]]
-        posts = [(dist.irecv, ins[peer], peer) for peer in sources if takes[peer]]
-        posts += [(dist.isend, outs[peer], peer) for peer in receivers if gives[peer]]
-        if rank.backend == "nccl" and posts:  # as one batch, or one would wait for the other
-            handles: Sequence[dist.Work | None] = dist.batch_isend_irecv(
-                [dist.P2POp(post, rows, peer, self.group) for post, rows, peer in posts]
-            )
-        else:  # a tenth of a millisecond faster
-            handles = [post(rows, peer, self.group) for post, rows, peer in posts]
-        for handle in handles:
-            assert handle is not None  # torch gives none to ranks outside of the group
-            handle.wait()
+        swap(rank, torch.split(staged, gives), torch.split(incoming, takes), self.group)
         return rank.unstaged(incoming) if into is None or incoming is into else into.copy_(incoming)
 
     def rows(self, way: str) -> tuple[int, int]:
@@ -121,6 +103,84 @@ class Exchange:
     def nbytes(self, width: int, itemsize: int, way: str) -> int:
         """Bytes that this rank sends."""
         return self.rows(way)[0] * width * itemsize
+
+
+def swap(
+    rank: Rank,
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Send outs[j] to each peer j, and fill ins[i] with what each peer i sends.
+
+    All are contiguous and where messages are (`Rank.staged`). Nothing is sent that is empty. Blocks
+    until all is done.
+    """
+    distances = range(1, rank.world)  # peers in turn, so that not all send to rank 0 first
+    sources = [(rank.rank - distance) % rank.world for distance in distances]
+    receivers = [(rank.rank + distance) % rank.world for distance in distances]
+    # Receives first. Otherwise Gloo's message that we are ready to receive would wait behind our
+    # own data, and only one direction be used at a time (8 MB each way at 400 Mbit/s: 167 instead
+    # of 303 ms).
+    posts: list[tuple[_Post, Tensor, int]]
+    posts = [(dist.irecv, ins[peer], peer) for peer in sources if ins[peer].numel()]
+    posts += [(dist.isend, outs[peer], peer) for peer in receivers if outs[peer].numel()]
+    if rank.backend == "nccl" and posts:  # as one batch, or one would wait for the other
+        handles: Sequence[dist.Work | None] = dist.batch_isend_irecv(
+            [dist.P2POp(post, rows, peer, group) for post, rows, peer in posts]
+        )
+    else:  # a tenth of a millisecond faster
+        handles = [post(rows, peer, group) for post, rows, peer in posts]
+    for handle in handles:
+        assert handle is not None  # torch gives none to ranks outside of the group
+        handle.wait()
+
+
+class Turn:
+    """Rows of all ranks into columns of all rows, and back.
+
+    rows, columns: which of all rows, and of a row's numbers, each rank has. A rank's rows are
+    [R, W], its columns [N, C]. `pieces` and `together` copy, on the rank's device; `to_columns` and
+    `to_rows` move.
+    """
+
+    def __init__(self, rank: Rank, rows: Sequence[slice], columns: Sequence[slice]) -> None:
+        self.rank, self.rows, self.columns = rank, rows, columns
+
+    def pieces(self, rows: Tensor) -> list[Tensor]:
+        """[R, W] -> per peer the columns that it has [R, C of the peer]."""
+        return [rows[:, columns].contiguous() for columns in self.columns]
+
+    def to_columns(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Per peer its columns of own rows -> own columns of all rows [N, C]."""
+        me, staged = self.rank.rank, [self.rank.staged(piece) for piece in pieces]
+        columns = staged[me].new_empty(self.rows[-1].stop, staged[me].shape[1])
+        columns[self.rows[me]] = staged[me]
+        swap(self.rank, staged, [columns[rows] for rows in self.rows], self.rank.exchange_group)
+        return self.rank.unstaged(columns)
+
+    def to_rows(self, columns: Tensor) -> list[Tensor]:
+        """Own columns of all rows [N, C] -> per peer its columns of own rows [R, C of the peer]."""
+        me, staged = self.rank.rank, self.rank.staged(columns)
+        own = staged[self.rows[me]]
+        pieces = [
+            own if peer == me else own.new_empty(len(own), of_peer.stop - of_peer.start)
+            for peer, of_peer in enumerate(self.columns)
+        ]
+        swap(self.rank, [staged[rows] for rows in self.rows], pieces, self.rank.exchange_group)
+        return pieces
+
+    def together(self, pieces: Sequence[Tensor]) -> Tensor:
+        """What `to_rows` gave -> [R, W]."""
+        return self.rank.unstaged(torch.cat(list(pieces), 1))
+
+    def nbytes(self, op: str, itemsize: int) -> int:
+        """Bytes that this rank sends in `to_columns` or `to_rows`."""
+        rows, columns = self.rows[self.rank.rank], self.columns[self.rank.rank]
+        own_rows, own_columns = rows.stop - rows.start, columns.stop - columns.start
+        if op == "to_columns":
+            return int(own_rows * (self.columns[-1].stop - own_columns) * itemsize)
+        return int((self.rows[-1].stop - own_rows) * own_columns * itemsize)
 
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:

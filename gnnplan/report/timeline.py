@@ -26,6 +26,8 @@ TERMS = {
     "copy": "copies to the device",
     "host": "sampling",
     "halo": "rows of neighbours that other ranks hold",
+    "to_columns": "own rows, cut into columns of all rows",
+    "to_rows": "columns of all rows, joined to own rows",
     "pipeline": "rows to the next stage, and their gradients back",
 }
 FINENESS = (16_000, 8_000, 4_000, 2_000, 1_000, 500)  # shares of the window that are not joined

@@ -37,6 +37,8 @@ WARM_UP = 2  # epochs that are not compared
 # Operations whose seconds depend on links. All others compute, or work in a server's memory.
 COMMUNICATION = (
     "halo",
+    "to_columns",
+    "to_rows",
     "pipeline",
     "all_reduce",
     "moments",

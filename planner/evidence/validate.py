@@ -39,7 +39,13 @@ TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
 # Operations that only wait: for a message to arrive, for the sampler. Nothing is predicted of them.
 WAITING = ("receive", "wait")
 # What operations with a direction move.
-MOVED = {"halo": "halo rows", "input_halo": "halo rows", "pipeline": "rows to the next stage"}
+MOVED = {
+    "halo": "halo rows",
+    "input_halo": "halo rows",
+    "pipeline": "rows to the next stage",
+    "to_columns": "rows, cut into columns",
+    "to_rows": "columns, joined to rows",
+}
 MEASURE = "the machine's pace or its constants; run `gnnplan measure` and plan again"
 REPORT = "no machine's fault: please report it with the run's folder"
 _RANK_FILE = re.compile(r"rank(\d+)\.json")

@@ -23,6 +23,9 @@ from gnnplan.planner.strategies.base import Strategy as Strategy
 from gnnplan.planner.strategies.base import parse_call, read_list, read_size
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe as GNNPipe
 from gnnplan.planner.strategies.layerwise.bns import BNS as BNS
+from gnnplan.planner.strategies.layerwise.feature_parallel import (
+    FeatureParallel as FeatureParallel,
+)
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis as GraNNDis
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as GraphParallel
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
@@ -36,6 +39,7 @@ FAMILIES: tuple[type[Strategy], ...] = (
     GNNPipe,
     GraNNDis,
     BNS,
+    FeatureParallel,
     DataParallel,
     GSplit,
     P3,

@@ -105,6 +105,13 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
         0.5,
     ),
     (4, 2, "gsplit(buckets=2)", "gcn mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
+    # rows turned into columns: fewer columns than ranks, no sums in some steps, an encoder, moments
+    (4, 1, "feature_parallel", "sage", "multi", 0.0),
+    (2, 1, "feature_parallel", "gcnii", "sparse", 0.5),
+    (3, 1, "feature_parallel", "gin norm=batch", "rough", 0.5),
+    (3, 1, "feature_parallel(order='alternating')", "gcn", "rough", 0.0),
+    (4, 2, "feature_parallel(order='alternating')", "gcn", "sparse", 0.5),
+    (2, 1, "feature_parallel(order='alternating')", "sgc", "islands", 0.5),
     # moments before layers and the decoder
     (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),

@@ -46,6 +46,9 @@ SETTINGS = [
     (2, 1, "graph_parallel(narrow=True,checkpoint=True,buckets=3)"),
     (3, 1, "graph_parallel(buckets=4)"),
     (4, 2, "granndis(depth=1,buckets=2)"),
+    (2, 1, "feature_parallel"),
+    (3, 1, "feature_parallel"),
+    (4, 2, "feature_parallel(order='alternating')"),
     *((3, 1, s) for s in GRAPH_PARALLEL),
     (3, 3, "granndis(depth=1)"),
     (4, 1, "gnnpipe(stages=2,chunks=1)"),
@@ -346,8 +349,11 @@ BLOCKS_ON_RANKS = [
         (4, 2, "granndis(depth=1)"),
         (2, 2, "granndis"),
         (2, 1, "gnnpipe(chunks=1)"),
+        (3, 1, "feature_parallel"),
+        (2, 1, "feature_parallel(order='alternating')"),
     )
     if setting[2] != "gnnpipe(chunks=1)" or how.get("norm") != "batch"  # it has no batch norm
+    if "feature" not in setting[2] or how["model"] not in ("gat", "gatv2", "resgcn")
 ]
 
 

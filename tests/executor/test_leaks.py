@@ -13,6 +13,7 @@ CASES = [  # ranks, case
     (2, Case("graph_parallel(checkpoint=True)", GRAPH, {**SAGE, "norm": "batch"})),
     (2, Case("gnnpipe(stages=2,chunks=4,historical_gradients=True)", GRAPH, DEEP)),
     (2, Case("granndis(max_hop=1,fanout=5)", GRAPH, SAGE, servers=2)),
+    (2, Case("feature_parallel", GRAPH, SAGE)),
 ]
 AT_NIGHT = [
     (4, Case("gnnpipe(stages=2,chunks=4,historical_gradients=True)", GRAPH, DEEP)),

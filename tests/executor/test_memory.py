@@ -256,6 +256,18 @@ RUNS = {
         Case("graph_parallel", THIN, {"model": "gat", "layers": 3, "hidden": 64, "heads": 2}),
     ),
     "propagation": (2, Case("graph_parallel", MANY, {"model": "sgc", "layers": 4, "dropout": 0.5})),
+    "columns": (
+        2,
+        Case("feature_parallel", DENSE, {**SAGE, "hidden": 116, "norm": "layer", "dropout": 0.5}),
+    ),
+    "columns, alternating": (
+        2,
+        Case(
+            "feature_parallel(order='alternating')",
+            DENSE,
+            {"model": "gcn", "layers": 4, "hidden": 138},
+        ),
+    ),
     "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
     "few bits": (2, Case("graph_parallel(bits=2)", DENSE, {**SAGE, "hidden": 132})),
     "few bits, late": (

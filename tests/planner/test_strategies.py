@@ -1029,6 +1029,7 @@ def test_words_that_make_no_strategy(text: str, words: str):
         ("pipegcn_g(gamma=-0.1)", r"gamma lies in \[0, 1\) .*not -0.1"),
         ("graph_parallel(bits=1)", r"8, 4 or 2, or None .* \(bits: 1\); use bits=2"),
         ("granndis(bits=16)", r"\(bits: 16\); use bits=2"),
+        ("feature_parallel(order='narrow')", r"'alternating', not 'narrow'; use order='coupled'"),
         ("bns(bits=0)", r"\(bits: 0\); use bits=2"),
         ("pipegcn_gf(bits=4)", r"smoothing: 'gf', bits: 4\); use pipegcn\(bits=4\) or pipegcn_gf"),
         (
@@ -1064,7 +1065,7 @@ def test_impossible_knobs(text: str, rule: str):
         parse(text).settle(problem).check(problem)
 
 
-@pytest.mark.parametrize("name", ["graph_parallel", "pipegcn", "granndis"])
+@pytest.mark.parametrize("name", ["graph_parallel", "pipegcn", "granndis", "feature_parallel"])
 def test_more_parts_than_vertices(name: str):
     problem = problem_of(GRAPHS[3], cluster(5, 5), layers=3)
     with pytest.raises(

@@ -2,6 +2,8 @@
 
     graph_parallel.py   graph parallelism; with staleness 1 it is PipeGCN
     bns.py              graph parallelism with a sample of the halo in every epoch
+    feature_parallel.py feature parallelism: sums over edges on columns of all rows
+    columns.py          the operations of its step
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
     preloading.py       what that costs and saves, in sentences
     bits.py             rows that cross in few bits per number

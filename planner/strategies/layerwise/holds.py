@@ -25,6 +25,7 @@ from gnnplan.planner.gnn.footprint import (
     link_loss,
     loss,
 )
+from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
@@ -36,13 +37,15 @@ from gnnplan.planner.vocabulary.numbers import Number
 class Holds:
     """Sizes of a step's tensors [ranks] [B], and what each operation does with them.
 
-    `like` has for each layer the first with the same counts, which `facts` has. The encoder makes
-    `encoded` rows. `narrow`, `checkpoint` and `bits` are as in ExchangeOptions; where an exchange
-    is `stale`, what leaves has buffers of its own (memory.py). Operations hand on the size of the
-    rows that they make, or of these rows' gradient.
+    `model` is the problem's, or the same with other orders of product and aggregation. `like` has
+    for each layer the first with the same counts, which `facts` has. The encoder makes `encoded`
+    rows. `narrow`, `checkpoint` and `bits` are as in ExchangeOptions; where an exchange is `stale`,
+    what leaves has buffers of its own (memory.py). Operations hand on the size of the rows that
+    they make, or of these rows' gradient.
     """
 
     problem: Problem
+    model: Model
     facts: Mapping[int, LayerFacts]
     like: Mapping[int, int]
     encoded: np.ndarray
@@ -55,7 +58,7 @@ class Holds:
 
     def encode(self, held: Held) -> None:
         """The encoder's forward pass: its rows stay where layers read them again (GCNII)."""
-        model, b = self.problem.model, self.problem.model.itemsize
+        model, b = self.model, self.model.itemsize
         assert model.encoder is not None
         drops = model.dropout > 0 and model.hands_on_initial
         dropped = self.encoded * (model.nonzeros or model.features) * b * drops
@@ -67,7 +70,7 @@ class Holds:
             held.multiply(Product(self.encoded, *model.encoder, False, (after,)))
 
     def forward(self, layer: int, held: Held) -> None:
-        model, f, need = self.problem.model, self._counts(layer), self._need(layer)
+        model, f, need = self.model, self._counts(layer), self._need(layer)
         spec, added = model.layers[layer - 1], addition(model, layer, self._own)
         varies, halo = layer > model.first_varying, self._halo(layer)
         if layer == 1:
@@ -89,7 +92,7 @@ class Holds:
         held.multiply(*need.products, *added.products)
 
     def loss(self, held: Held) -> None:
-        model, stats, own = self.problem.model, self.problem.stats, self._own
+        model, stats, own = self.model, self.problem.stats, self._own
         if self.scored is None:
             # of the whole graph's rows or of those that are trained on
             trained = own * min(1.0, stats.train_vertices / max(own.sum(), 1.0))
@@ -115,7 +118,7 @@ class Holds:
             held.multiply(Product(own, *model.decoder))
 
     def backward(self, layer: int, held: Held) -> None:
-        model, f, need = self.problem.model, self._counts(layer), self._need(layer)
+        model, f, need = self.model, self._counts(layer), self._need(layer)
         added, width = addition(model, layer, self._own), self._row_bytes(layer)
         held.at(held.handed_on, added.backward)
         gradient = np.maximum(held.handed_on, added.gradient)
@@ -143,12 +146,12 @@ class Holds:
     @property
     def _summed(self) -> Number:
         """The sum of all layers' rows."""
-        return self._own * self.problem.model.jumped * self.problem.model.itemsize
+        return self._own * self.model.jumped * self.model.itemsize
 
     @property
     def _initial(self) -> Number:
         """The rows that the encoder makes."""
-        model = self.problem.model
+        model = self.model
         return self.encoded * model.encoder[1] * model.itemsize if model.encoder else 0.0
 
     def _counts(self, layer: int) -> LayerFacts:
@@ -156,16 +159,16 @@ class Holds:
 
     def _halo(self, layer: int) -> np.ndarray:
         """Rows that come in every step."""
-        return self._counts(layer).taken * (layer > self.problem.model.first_varying)
+        return self._counts(layer).taken * (layer > self.model.first_varying)
 
     def _row_bytes(self, layer: int) -> int:
         """Of a row that the layer exchanges."""
-        model = self.problem.model
+        model = self.model
         return model.exchanged_width(layer, self.narrow) * model.itemsize
 
     def _crossing(self, layer: int, way: str) -> Number:
         """Rows that leave for peers or gradients that come from them, beside the layer's own."""
-        model, f = self.problem.model, self._counts(layer)
+        model, f = self.model, self._counts(layer)
         width, b = model.exchanged_width(layer, self.narrow), model.itemsize
         whole = np.asarray(f.given * width * b)
         if self.bits is None:
@@ -177,12 +180,12 @@ class Holds:
 
     def _copied(self, layer: int) -> Number:
         """A copy of the layer's source rows, own and halo together."""
-        kept = self.checkpoint and self.narrow and self.problem.model.narrow_at(layer)
+        kept = self.checkpoint and self.narrow and self.model.narrow_at(layer)
         copied = (self._halo(layer) > 0) | kept
         return np.asarray(self._counts(layer).sources * self._row_bytes(layer) * copied)
 
     def _need(self, layer: int) -> Footprint:
-        model, f = self.problem.model, self._counts(layer)
+        model, f = self.model, self._counts(layer)
         kind, key = self.problem.workload.model, (self.like[layer], model.relu_after(layer))
         if key not in self._footprints:
             counts = f.rows, f.sources, f.edges

@@ -196,7 +196,9 @@ def step(
 
     encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
     narrow, checkpoint, stale = options.narrow, options.checkpoint, options.staleness > 0
-    holds = Holds(problem, facts, like, encoded, narrow, checkpoint, stale, options.bits, scored)
+    holds = Holds(
+        problem, model, facts, like, encoded, narrow, checkpoint, stale, options.bits, scored
+    )
 
     if loads:
         yield Op("load", loaded=loaded_bytes(problem, layout))

@@ -1,0 +1,370 @@
+"""The operations of a step whose sums over edges are done on columns of all vertices' rows.
+
+A rank has an equal share of the rows, and of a tensor of all rows an equal share of the columns. A
+layer is prepared by rows, cut into columns, summed over all edges, joined to rows, and ended there:
+
+    by rows      |prepare l|                              |forward l|
+    crossing               |to_columns l|        |to_rows l|
+    by columns                          |aggregate l|
+
+Backward the same operations have way 'b', in the same order, on gradients. A product needs whole
+rows; dropout, bias and ReLU do not. So a layer may be left by columns, where the next one takes
+them as they are (`arranged`), and then neither is joined nor cut there.
+
+What is read from operations is in strategies/program/. Numbers of layers are those of
+planner/gnn/model.py, bytes held those of holds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+
+import numpy as np
+
+from gnnplan.planner.gnn import passes
+from gnnplan.planner.gnn.footprint import Prepared
+from gnnplan.planner.gnn.model import MASK, Layer, Model
+from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.holds import Holds
+from gnnplan.planner.strategies.layerwise.step import finish
+from gnnplan.planner.strategies.program.held import Held
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.schedule import Compute, Gather, share
+
+# -- who has what ----------------------------------------------------------------------------------
+
+
+def shares(total: int, ranks: int) -> np.ndarray:
+    """How many of so many rows or columns each rank has [ranks].
+
+    >>> shares(10, 4)
+    array([3, 3, 2, 2])
+    """
+    return np.array([share(total, ranks, rank) for rank in range(ranks)], dtype=np.int64)
+
+
+def spans(total: int, ranks: int) -> list[slice]:
+    """Which of so many rows or columns each rank has: the first ones are those of rank 0.
+
+    >>> spans(10, 4)[1]
+    slice(3, 6, None)
+    """
+    ends = np.cumsum(shares(total, ranks)).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+# -- how rows go through the layers ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Course:
+    """A layer that is summed on columns.
+
+    width: numbers per row that is summed. cuts: its inputs lie by rows, so they are cut into
+    columns; otherwise they lie by columns. joins: what it makes lies by rows. backward: whether
+    its sum has a gradient that somebody needs.
+    """
+
+    width: int
+    cuts: bool = True
+    joins: bool = True
+    backward: bool = True
+
+    @property
+    def numbers(self) -> int:
+        """Numbers per vertex that cross in a step, both passes."""
+        return self.width * (self.cuts + self.joins) * (1 + self.backward)
+
+
+Courses = tuple[Course | None, ...]  # of layers 1 .. L; None: its aggregate is made at set-up
+
+
+class ByColumns(Model):
+    """A model whose layers end their row-wise part before rows are cut into columns."""
+
+    def narrow_at(self, layer: int) -> bool:
+        return self.layers[layer - 1].projects_first
+
+    def prepare(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of what is done to a layer's input rows before its sum."""
+        spec, b, constant = self.layers[layer - 1], self.itemsize, layer <= self.first_varying
+        moments = [
+            Compute(elementwise_bytes=1.0 * number * (spec.norm == "batch") * rows * spec.h_in * b)
+            for number in passes.MOMENTS
+        ]
+        if spec.projects_first:
+            numbers = self.project_numbers(spec, rows)
+            shape = (spec.h_in, spec.multiplied)
+            forward, backward = self._rowwise(shape, rows, spec, numbers, constant)
+        else:
+            there, back = self._before_gather(spec, not constant)
+            launches, masked = self._prepare_launches(spec), bool(self.dropout and spec.drops)
+            hashed = self.hashed(spec, rows)
+            forward = Compute(0.0, (), 1.0 * there * rows * b, launches, b, hash_ops=hashed)
+            backward = Compute(0.0, (), 1.0 * back * rows * b, 2 * (launches - MASK * masked), b)
+        return forward + moments[0], backward + moments[1]
+
+    def end(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of what is done to a layer's sums."""
+        spec = self.layers[layer - 1]
+        plain = replace(spec, drops=False, activates=False, norm="none", sums=0)
+        # ReLU after a layer is the next layer's where that activates: only this one is changed
+        layers = (*self.layers[: layer - 1], plain, *self.layers[layer:])
+        model = replace(self, layers=layers)
+        # the product of sparse rows, and its gradient, are in `prepare`
+        sources = 0.0 * rows if self.reads_sparse(layer) else rows
+        return (
+            model.forward(layer, rows, sources, 0.0, narrow=True),
+            model.backward(layer, rows, sources, 0.0, narrow=True),
+        )
+
+
+def arranged(model: Model, alternating: bool) -> tuple[ByColumns, Courses]:
+    """The model with its orders of product and sum, and the course of every layer.
+
+    Coupled: every layer takes rows and gives rows, in the model's own order. Alternating: of all
+    ways to go through the layers one by which fewest numbers cross.
+
+        h_{l-1} by rows     X W  ->  to_columns  ->  A (X W)         h_l by columns   product first
+        h_l by columns      A X  ->  to_rows     ->  (A X) W         h_{l+1} by rows  sum first
+        a layer of SGC without W: A X                                by columns all along
+
+    A layer is left by columns only where what it does to its sums, and what the next one does to
+    its inputs, is done column by column.
+    """
+    least: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {False: (0, ())}
+    for layer in range(1, len(model.layers) + 1):
+        ways: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {}
+        for by_columns, (numbers, path) in least.items():
+            for first, course in _ways(model, layer, by_columns, alternating):
+                cost = numbers + (course.numbers if course else 0)
+                leaves = course is not None and not course.joins
+                if leaves not in ways or cost < ways[leaves][0]:
+                    ways[leaves] = cost, (*path, (first, course))
+        least = ways
+    path = least[False][1]
+    layers = tuple(
+        replace(spec, projects_first=first)
+        for spec, (first, _) in zip(model.layers, path, strict=True)
+    )
+    values = {field.name: getattr(model, field.name) for field in fields(model)}
+    return ByColumns(**(values | {"layers": layers})), tuple(course for _, course in path)
+
+
+def _ways(
+    model: Model, layer: int, by_columns: bool, alternating: bool
+) -> Iterator[tuple[bool, Course | None]]:
+    """How a layer may go: whether it multiplies first, and its course."""
+    spec = model.layers[layer - 1]
+    varies = layer > model.first_varying
+    if by_columns:
+        yield False, Course(spec.h_in, cuts=False)
+        if not spec.matrices and _stays(model, layer):
+            yield False, Course(spec.h_in, cuts=False, joins=False)
+    elif model.aggregate_cached(layer):
+        yield spec.projects_first, None
+    else:
+        yield spec.projects_first, Course(spec.gathered, backward=varies or spec.projects_first)
+        if alternating and _stays(model, layer):
+            yield spec.matrices > 0, Course(spec.h_out, joins=False)
+
+
+def _stays(model: Model, layer: int) -> bool:
+    """Whether a layer's rows may stay by columns for the next layer."""
+    return layer < len(model.layers) and all(
+        _by_column(spec) for spec in model.layers[layer - 1 : layer + 1]
+    )
+
+
+def _by_column(spec: Layer) -> bool:
+    """Whether all that a layer does besides its product and its sum is done number by number."""
+    return spec.kind == passes.GCN and not (spec.activates or spec.residual or spec.heads)
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+def program(problem: Problem, model: ByColumns, courses: Courses) -> Program:
+    """One step, which all steps are like."""
+    step = list(_step(problem, model, courses))
+    return Program(lambda: [step], 1, lambda t: step, lambda: setup(problem, courses))
+
+
+def crossing(problem: Problem, width: int, op: str) -> np.ndarray:
+    """Numbers that go from i to j as rows of `width` numbers are cut or joined [ranks, ranks]."""
+    rows, columns = shares(problem.stats.vertices, problem.ranks), shares(width, problem.ranks)
+    sent = np.outer(rows, columns) if op == "to_columns" else np.outer(columns, rows)
+    np.fill_diagonal(sent, 0)
+    return sent
+
+
+def setup(problem: Problem, courses: Courses) -> Iterator[Op]:
+    """Exchanges before the first step: of the features, where their sums are made once."""
+    if courses[0] is None and problem.ranks > 1:
+        for op in ("to_columns", "to_rows"):
+            sent = crossing(problem, problem.model.features, op)
+            yield Op(f"input_{op}", sent=sent, itemsize=problem.model.itemsize)
+
+
+def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
+    """The operations of one step, in order. Layers that are alike share their work and bytes."""
+    ranks, layers, b = problem.ranks, len(courses), model.itemsize
+    own = shares(problem.stats.vertices, ranks)
+    several = ranks > 1
+    first_seen: dict[object, int] = {}
+    like = {
+        layer: first_seen.setdefault(
+            (
+                model.layers[layer - 1],
+                courses[layer - 1],
+                model.relu_after(layer),
+                layer <= model.first_varying,
+            ),
+            layer,
+        )
+        for layer in range(1, layers + 1)
+    }
+    nothing = np.zeros((ranks, ranks), dtype=np.int64)
+    facts = {layer: LayerFacts(own, own, np.zeros(ranks), nothing) for layer in like.values()}
+    encoded = own if model.encoder else np.zeros(ranks)
+    holds = Holds(problem, model, facts, like, encoded, True, False, False)
+
+    def of_columns(width: int) -> np.ndarray:
+        """Rows of `width` numbers that have as many numbers as a rank's columns of all rows."""
+        return np.asarray(problem.stats.vertices * shares(width, ranks) / width)
+
+    def copied(width: int, pieces: bool) -> Compute:
+        """The work of putting rows into pieces for peers, or together from theirs."""
+        if not (pieces and several):
+            return Compute(itemsize=b)
+        return Compute(elementwise_bytes=1.0 * passes.COPY * own * width * b, itemsize=b)
+
+    @cache
+    def prepare(layer: int) -> tuple[Compute, Compute]:
+        course = courses[layer - 1]
+        assert course is not None
+        rows = own if course.cuts else of_columns(model.layers[layer - 1].h_in)
+        forward, backward = model.prepare(layer, rows)
+        piece = copied(course.width, course.cuts)
+        return forward + piece, backward + piece
+
+    @cache
+    def end(layer: int) -> tuple[Compute, Compute]:
+        course = courses[layer - 1]
+        joins = course is None or course.joins
+        rows = own if joins else of_columns(model.layers[layer - 1].h_out)
+        forward, backward = model.end(layer, rows)
+        if course is None:
+            return forward, backward
+        piece = copied(course.width, joins)
+        return forward + piece, backward + piece if course.backward else backward
+
+    @cache
+    def summed(layer: int) -> Compute:
+        course, stats = courses[layer - 1], problem.stats
+        assert course is not None
+        edges = stats.edges + stats.vertices * model.layers[layer - 1].self_edges
+        columns = shares(course.width, ranks)
+        most = int(columns.max())
+        read = Gather(edges * columns / most, most, stats.vertices, stats.vertices)
+        return Compute(0.0, (read,), launches=1, itemsize=b)
+
+    @cache
+    def sent(width: int, op: str) -> np.ndarray:
+        return crossing(problem, width, op)
+
+    def sums(layer: int, way: str) -> Iterator[Op]:
+        """What a layer does on columns, and how it gets there and back."""
+        course = courses[layer - 1]
+        assert course is not None
+        there, back = (course.cuts, course.joins) if way == "f" else (course.joins, course.cuts)
+        held = Between(model, layer, own, course.width).cross
+        if there and several:
+            numbers = sent(course.width, "to_columns")
+            yield Op("to_columns", way, layer, sent=numbers, itemsize=b)
+        yield Op("aggregate", way, layer, work=summed(like[layer]), holds=held)
+        if back and several:
+            yield Op("to_rows", way, layer, sent=sent(course.width, "to_rows"), itemsize=b)
+
+    def moments(layer: int, way: str) -> Iterator[Op]:
+        """Batch norm's all-reduce, as in step.py."""
+        if several and (numbers := model.moments(layer)):
+            yield Op("moments", way, layer, size=numbers * b)
+
+    encode = model.encode(encoded) if model.encoder else None
+    if encode:
+        yield Op("encode", "f", work=encode[0], holds=holds.encode)
+    for layer in range(1, layers + 1):
+        yield from moments(layer, "f")
+        if (course := courses[layer - 1]) is not None:
+            kept = Between(model, layer, own, course.width).keep if course.backward else None
+            yield Op("prepare", "f", layer, work=prepare(like[layer])[0], holds=kept)
+            yield from sums(layer, "f")
+        keeps = partial(holds.forward, layer)
+        yield Op("forward", layer=layer, work=end(like[layer])[0], holds=keeps)
+    yield from moments(layers + 1, "f")
+    forward, backward = finish(problem, own, None)
+    yield Op("loss", work=forward + backward, holds=holds.loss)
+    yield from moments(layers + 1, "b")
+    for layer in range(layers, 0, -1):
+        course, frees = courses[layer - 1], partial(holds.backward, layer)
+        yield Op("backward", layer=layer, work=end(like[layer])[1], holds=frees)
+        if course is not None and course.backward:
+            yield from sums(layer, "b")
+            freed = Between(model, layer, own, course.width).free
+            yield Op("prepare", "b", layer, work=prepare(like[layer])[1], holds=freed)
+            yield from moments(layer, "b")
+    if encode:
+        yield Op("encode", "b", work=encode[1])
+    if several:
+        yield Op("all_reduce", size=model.weights * b)
+    yield Op("update", work=model.update(model.weights), holds=Held.let_go)
+
+
+# -- bytes held ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Between:
+    """Bytes that a rank holds because a layer is two segments with an exchange between [ranks].
+
+    They are beside those of the layer itself (holds.py), which has what products save.
+    """
+
+    model: ByColumns
+    layer: int
+    own: np.ndarray  # rows
+    width: int  # numbers per row that is summed
+
+    @property
+    def _size(self) -> Number:
+        """Rows that are summed, their columns, or the sums of these."""
+        return 1.0 * self.own * self.width * self.model.itemsize
+
+    @property
+    def _prepared(self) -> Prepared:
+        width = self.model.nonzeros if self.model.reads_sparse(self.layer) else None
+        return Prepared.of(self.model, self.model.layers[self.layer - 1], self.own, width)
+
+    @property
+    def _kept(self) -> Number:
+        """Of leaves and roots of the two segments: what no product saves in any case."""
+        spec = self.model.layers[self.layer - 1]
+        sums = spec.projects_first or not spec.matrices or self.model.hands_on_initial
+        rows = not spec.projects_first and spec.matrices < 2
+        return self._size * sums + self._prepared.dropped * rows
+
+    def keep(self, held: Held) -> None:
+        held.keep(self._kept)
+
+    def cross(self, held: Held) -> None:
+        """What is sent and what comes, beside the rows that it is made of."""
+        first = self.model.layers[self.layer - 1].projects_first
+        held.at((2 + first) * self._size, self._prepared.saved)
+
+    def free(self, held: Held) -> None:
+        held.free(self._kept)

@@ -1,0 +1,146 @@
+"""Feature parallelism: its bytes by hand, its orders, and what it is refused for."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.model import describe
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import FeatureParallel, GraphParallel, parse
+from gnnplan.planner.strategies.layerwise.columns import Course, arranged, shares
+from gnnplan.planner.vocabulary.errors import SpecError
+
+N, F, H, C, RANKS = 600, 12, 16, 4, 4
+ALTERNATING = FeatureParallel("alternating")
+
+
+def problem(text: str = "mixing=1&skew=100", ranks: int = RANKS, **workload: object) -> Problem:
+    graph = load(
+        f"synthetic:community?vertices={N}&edges=30000&features={F}&classes={C}&seed=0&{text}"
+    )
+    assert isinstance(graph, Graph)
+    asked = Workload(**{"model": "gcn", "layers": 4, "hidden": H, **workload})
+    cluster = Cluster(
+        gpus_per_server=ranks,
+        device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10),
+        intra_node=Link(bandwidth=1e8),
+    )
+    return Problem(graph.stats, graph, asked, cluster)
+
+
+def moved(strategy: FeatureParallel, asked: Problem) -> int:
+    found = strategy.predict(asked).bytes
+    return found["to_columns"] + found["to_rows"]
+
+
+def rows_moved(numbers: int) -> int:
+    """Bytes of so many numbers of every vertex, of which a rank has its share already."""
+    return N * (RANKS - 1) // RANKS * numbers * 4
+
+
+def test_bytes_by_hand():
+    """Layer 1 is summed at set-up. Layers 2 and 3 sum H numbers, layer 4 its C outputs; each goes to
+    columns and back, in both passes. Alternating: 2 (A (X W)) and 3 ((A X) W) cross once a pass."""
+    asked = problem()
+    assert moved(FeatureParallel(), asked) == rows_moved(4 * (H + H + C))
+    assert moved(ALTERNATING, asked) == rows_moved(2 * (H + H) + 4 * C)
+    setup = FeatureParallel().program(asked).setup_bytes
+    assert setup == rows_moved(2 * F)
+    # with dropout layer 1 is summed in every step, first, since F < H; its inputs need no gradient
+    dropped = problem(dropout=0.5)
+    assert moved(FeatureParallel(), dropped) == rows_moved(2 * F + 4 * (H + H + C))
+
+
+def test_layers_without_a_matrix_stay_on_columns():
+    """SGC: W, then sums one after the other: propagation apart from the product."""
+    asked = problem(model="sgc", dropout=0.5)
+    assert moved(FeatureParallel(), asked) == rows_moved(4 * 4 * C)
+    assert moved(ALTERNATING, asked) == rows_moved(4 * C)
+
+
+def test_fewer_bytes_than_halos_where_halos_are_large():
+    """A random graph of mean degree 100 in 4 parts: every vertex is in nearly every halo."""
+    asked = problem()
+    halo = GraphParallel().predict(asked).bytes["halo"]
+    rows = asked.layout().facts(2).taken.sum()
+    assert rows > 2.9 * N and halo == 2 * rows * 3 * H * 4
+    assert moved(ALTERNATING, asked) < moved(FeatureParallel(), asked) < halo
+    near = problem("mixing=0.01&skew=100")
+    assert near.layout().facts(2).taken.sum() < (RANKS - 1) / RANKS * N
+    assert moved(ALTERNATING, near) > GraphParallel(narrow=True).predict(near).bytes["halo"]
+
+
+def test_own_rows_need_rows():
+    for model in ("sage", "gin", "gcnii"):
+        asked = problem(model=model)
+        assert moved(ALTERNATING, asked) == moved(FeatureParallel(), asked)
+        assert list(FeatureParallel.candidates(asked)) == [FeatureParallel()]
+    assert list(FeatureParallel.candidates(problem())) == [FeatureParallel(), ALTERNATING]
+    assert list(FeatureParallel.candidates(problem(ranks=1))) == []
+
+
+@pytest.mark.parametrize("model", ["gcn", "sgc"])
+@pytest.mark.parametrize("hidden", [3, 12, 40])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_no_order_moves_fewer_numbers(model: str, hidden: int, dropout: float):
+    """Against all ways to leave four layers, by rows or by columns."""
+    shapes = describe(Workload(model=model, layers=4, hidden=hidden, dropout=dropout), F, C)
+    _, courses = arranged(shapes, True)
+    ours = sum(course.numbers for course in courses if course)
+    every = []
+    for leaves in product((False, True), repeat=3):
+        before, total = False, 0
+        for spec, by_columns, cached in zip(
+            shapes.layers,
+            (*leaves, False),
+            (shapes.aggregate_cached(1), False, False, False),
+            strict=True,
+        ):
+            wide, narrow = spec.h_in, spec.h_out
+            if before and by_columns:  # a product between them needs rows
+                total += 0 if not spec.matrices else 10**9
+            elif before:
+                total += 2 * wide
+            elif by_columns:
+                total += 10**9 if cached else 2 * narrow
+            elif not cached:
+                varies = spec is not shapes.layers[0] or spec.projects_first
+                total += spec.gathered * 2 * (1 + varies)
+            before = by_columns
+        every.append(total)
+    assert ours == min(every)
+    assert all(course is None or isinstance(course, Course) for course in courses)
+
+
+def test_columns_are_shared_where_there_are_fewer_than_ranks():
+    assert shares(3, 5).tolist() == [1, 1, 1, 0, 0]
+    asked = problem(ranks=8, hidden=5)
+    work = next(op for op in FeatureParallel().program(asked).at(0) if op.layer == 4 and op.work)
+    assert work.op == "prepare"
+    sums = [op for op in FeatureParallel().program(asked).at(0) if op.op == "aggregate"]
+    rows = sums[2].work.gathers[0].rows  # of layer 4, which sums C = 4 columns
+    assert rows.tolist() == [asked.stats.edges + N] * 4 + [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        ({"model": "gat"}, r"layer 1 of gat has attention \(heads: 4\); use graph_parallel"),
+        ({"model": "resgcn"}, r"layer 1 of resgcn has messages of its own; use graph_parallel"),
+        ({"mode": "mini", "batch": 8}, "trains on the full graph"),
+    ],
+)
+def test_what_does_not_suit_is_refused(workload: dict[str, object], words: str):
+    asked = problem(**workload)
+    with pytest.raises(SpecError, match=words):
+        parse("feature_parallel").check(asked)
+    if workload.get("mode") != "mini":
+        assert not list(FeatureParallel.candidates(asked))
+        assert re.search(words.split(";")[0], FeatureParallel.absent(asked))
