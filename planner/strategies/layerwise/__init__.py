@@ -3,6 +3,8 @@
     graph_parallel.py   graph parallelism; with staleness 1 it is PipeGCN
     bns.py              graph parallelism with a sample of the halo in every epoch
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
+    offload.py          one device, chunk by chunk, with vertex data in the server's memory
+    chunked.py          the operations of its step: their program, bytes and memory
     preloading.py       what that costs and saves, in sentences
     bits.py             rows that cross in few bits per number
     step.py             the operations of one step: their program
