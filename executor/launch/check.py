@@ -2,7 +2,8 @@
 
 Every strategy takes one step of gradient descent with rate 1, in float64, on two CPU ranks over
 Gloo. What the weights have moved by is then the gradient, and it must equal one process's.
-Mini-batch strategies take all training vertices as their one batch.
+Mini-batch strategies take all training vertices as their one batch. A strategy of a single rank
+(offload) is trained by rank 0, while rank 1 goes on.
 
 This is the program of a process that `gnnplan.check` starts (gnnplan/api/checking.py). It imports
 torch and reads the model once, forks the two ranks, and is the one process itself while they
