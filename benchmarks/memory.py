@@ -21,6 +21,7 @@ import numpy as np
 from commands import gnnplan, words, write
 
 from gnnplan.planner.decision.plan import chosen, question, read
+from gnnplan.planner.strategies.base import BESIDE_TRAINING
 
 RECORD = Path(__file__).resolve().parent.parent / "traces" / "memory.csv"
 SERVERS = ("--set", "servers=2", "--set", "gpus_per_server=1")
@@ -82,7 +83,7 @@ def main(datasets: Path, record: bool, graphs: list[str]) -> None:
             document = read(Path(plan))
             use = chosen(document).memory(question(document))
             predicted = np.sum(
-                [nbytes for what, nbytes in use.items() if what != "runtime"], axis=0
+                [nbytes for what, nbytes in use.items() if what not in BESIDE_TRAINING], axis=0
             )
             for rank in range(ranks):
                 measured = json.loads((out / f"rank{rank}.json").read_text())["peak_bytes"]

@@ -126,7 +126,7 @@ class _Training:
         warm_up(rank.device)
         if problem.workload.is_converted:
             read_again(problem.workload)
-        self.watch = MemoryWatch(rank.device)
+        self.watch = rank.watch = MemoryWatch(rank.device)
         self.rank, self.problem, self.out, self.epochs = rank, problem, out, epochs
         self.checkpoints = checkpoints
         self.steps = strategy.steps(problem)

@@ -26,6 +26,7 @@ DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "pipegcn": ("pipegcn", 2, 2, 2, {}),
     "bns": ("bns", 2, 2, 1, {}),
     "feature_parallel": ("feature_parallel", 2, 2, 1, {}),
+    "offload": ("offload(chunks=2)", 1, 2, 1, {}),
     "granndis": ("granndis(depth=2)", 2, 3, 1, {}),
     "gnnpipe": (
         "gnnpipe(stages=3,chunks=4,shuffle=False)",

@@ -2,7 +2,8 @@
 
 Every strategy takes one step of gradient descent with rate 1, in float64, on two CPU ranks over
 Gloo. What the weights have moved by is then the gradient, and it must equal one process's.
-Mini-batch strategies take all training vertices as their one batch.
+Mini-batch strategies take all training vertices as their one batch. A strategy of a single rank
+(offload) is trained by rank 0, while rank 1 goes on.
 
 This is the program of a process that `gnnplan.check` starts (gnnplan/api/checking.py). It imports
 torch and reads the model once, forks the two ranks, and is the one process itself while they
@@ -115,7 +116,12 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
     tasks: dict[int, dict[str, Any]] = {}
     for number, (mode, example) in enumerate(tried()):
         text = example.strategy
-        task: dict[str, Any] = {"graph": graph, "servers": example.servers, "strategy": text}
+        task: dict[str, Any] = {
+            "graph": graph,
+            "ranks": example.ranks,
+            "servers": example.servers,
+            "strategy": text,
+        }
         try:
             changes: dict[str, Any] = (
                 {"mode": mode, "batch": loaded.stats.train_vertices, "fanout": "full"}
@@ -125,7 +131,7 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
             task["workload"] = checked(
                 Workload, workload.model_dump() | changes, "", ["mode"]
             ).model_dump(mode="json")
-            _, strategy = _settled(task, RANKS)
+            _, strategy = _settled(task, example.ranks)
             import_module(strategy.executor)  # ranks that are forks need not do it again
             tasks[number] = task
             (out / str(number)).mkdir()
@@ -231,7 +237,7 @@ def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tenso
 def _verdict(
     task: Mapping[str, Any], out: Path, start: Mapping[str, Tensor], alone: Mapping[str, Tensor]
 ) -> Verdict:
-    _, strategy = _settled(task, RANKS)
+    _, strategy = _settled(task, task["ranks"])
     text = task["strategy"]
     failed = out / "error.txt"
     if failed.exists():
@@ -355,8 +361,12 @@ def _be_rank(
         for task_number, task in tasks.items():
             (out / f"rank{number}").write_text(task["strategy"])
             here = out / str(task_number)
-            problem, strategy = _settled(task, RANKS)
+            problem, strategy = _settled(task, task["ranks"])
             rank = replace(base, spans=[], sent={})  # what it records is of one training
+            if task["ranks"] == 1:  # of one process, beside which the other rank goes on
+                if number:
+                    continue
+                rank = Rank(0, 1, rank.device, rank.backend)
             try:
                 train(rank, problem, strategy, here, 1, 0)
             except SpecError as error:  # on all ranks alike: what the model lacks

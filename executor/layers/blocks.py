@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import scipy.sparse as sp
 import torch
@@ -150,6 +152,15 @@ class Targets:
     def size(self) -> int:
         """Rows."""
         return len(self.y)
+
+    def to_train_on(self, device: torch.device) -> Targets:
+        """A copy on a device of what the loss is of."""
+        out = copy.copy(self)
+        out.y, out.masks = (
+            self.y.to(device, copy=True),
+            [self.masks[0].to(device, copy=True), *self.masks[1:]],
+        )
+        return out
 
     def loss(self, logits: Tensor) -> Tensor:
         """This rank's part of the mean loss over all `total` training vertices."""

@@ -12,8 +12,8 @@ import gc
 import os
 import resource
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -91,7 +91,7 @@ class MemoryWatch:
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()  # reference cycles freed while it watches would lower the peak
-        self.device, self._stop = device, threading.Event()
+        self.device, self._stop, self._reading = device, threading.Event(), threading.Lock()
         self._before = self._peak = allocated() or 0
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
@@ -106,7 +106,17 @@ class MemoryWatch:
         with suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while not self._stop.wait(INTERVAL):
-            self._peak = max(self._peak, allocated() or 0)
+            with self._reading:
+                self._peak = max(self._peak, allocated() or 0)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What the block allocates and keeps is the server's memory, and no rank fills it."""
+        with self._reading:
+            before = allocated() or 0
+            yield
+            grown = (allocated() or 0) - before if self._thread else 0
+            self._before, self._peak = self._before + grown, self._peak + grown
 
     def stop(self) -> int | None:
         """Growth from the start to the peak until the first call [B]; None if it is unknown."""

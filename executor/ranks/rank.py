@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.device_clock import DeviceClock, HostMark, Mark, now
 from gnnplan.executor.ranks.meeting import join
+from gnnplan.executor.ranks.memory import MemoryWatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label
@@ -80,6 +81,7 @@ class Rank:
     timeout_s: float = 30.0  # how long a collective waits for its ranks
     streams: bool = False  # lanes are streams without threads; so over NCCL
     card: str = ""  # the GPU, as no other is called; "" without one
+    watch: MemoryWatch | None = None  # of the memory that it fills
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
     _streams: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +89,10 @@ class Rank:
     _clock: DeviceClock | None = None
     # spans whose begin and end the device has still to reach
     _marked: list[tuple[Span, Mark, Mark]] = field(default_factory=list)
+
+    def in_server_memory(self) -> AbstractContextManager[None]:
+        """A block; what it allocates and keeps is the server's memory and not the device's."""
+        return nullcontext() if self.watch is None else self.watch.left_out()
 
     @property
     def wire_device(self) -> torch.device:

@@ -236,7 +236,8 @@ class Cluster(Spec):
     intra_node: Link  # between GPUs of a server that share no island
     inter_node: Link | None = None  # a NIC: one per server, or one per list of `nics`
     host: Link | None = None  # from a server's memory to a GPU; None: as intra_node
-    # A server's memory for graph data, on GPUs [B]; None: enough for all.
+    # A server's memory for graph data [B]; None: enough for all. Ranks on CPUs have theirs in
+    # device.memory, and offload's may be here.
     host_memory: Bytes | None = None
     islands: GPUs = ()
     island: Link | None = None

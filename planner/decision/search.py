@@ -348,14 +348,14 @@ def search(
         except Infeasible as error:
             raise Infeasible(f"{error}; {smallest_change(problem, lambda _: [forced])}") from None
     ranked, rejected = evaluate_all(problem, exact, notify, objective)
+    if may_use_fewer:
+        ranked += on_fewer(problem, exact, ranked, notify, objective)
     if not ranked:
         reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
         raise Infeasible(
             f"nothing fits:\n  {reasons}\n"
             f"{smallest_change(problem, partial(_and_with_less_memory, exact=exact))}"
         )
-    if may_use_fewer:
-        ranked += on_fewer(problem, exact, ranked, notify, objective)
     ranked.sort(key=lambda candidate: candidate.value)
     return SearchResult(ranked, rejected)
 
@@ -431,6 +431,8 @@ def on_fewer(
             found.append(least_one)
             exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
             limit = min(limit, least_one.value)
+    if not found:
+        return found
     best = recommend([*on_all, *found, *exact_ones])
     return found + [candidate for candidate in exact_ones if candidate is best]
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.decision.search import Candidate
-from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.base import BESIDE_TRAINING, Memory
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, must_be_readable, read_bytes, read_json
@@ -429,12 +429,9 @@ def _compare_devices(planned: str, ranks: list[dict[str, Any]]) -> dict[str, Any
 
 
 def fullest(memory: Memory, runtime: bool) -> float:
-    """Memory of the fullest rank, with or without that of the libraries [B]."""
-    return float(
-        np.max(
-            np.sum([use for name, use in memory.items() if name != "runtime" or runtime], axis=0)
-        )
-    )
+    """Memory of the fullest rank, with or without what is beside its training [B]."""
+    uses = [use for name, use in memory.items() if runtime or name not in BESIDE_TRAINING]
+    return float(np.max(np.sum(uses, axis=0)))
 
 
 def compare_memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -181,6 +181,19 @@ class Problem:
         asked = (*args[1:], cut or self.ranks, self.graph, self.stats, self.method)
         return self.known.answer(("layout", *asked), make)
 
+    def chunked(self, chunks: int) -> Layout | EstimatedLayout:
+        """The rows of every chunk at every layer, as if each chunk were a rank of one server."""
+        args = ((0,) * chunks, self.workload.layers, self.model.first_varying, 0, None)
+
+        def make() -> Layout | EstimatedLayout:
+            if self.graph is None:
+                mixing = mixing_of(self.stats, self.method)
+                return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
+            return Layout(self.graph, self.chunk_of(chunks), *args)
+
+        asked = (*args, self.graph, self.stats, self.method)
+        return self.known.answer(("chunked", *asked), make)
+
     def batches(
         self, layout: Layout | EstimatedLayout, count: int
     ) -> Sequence[Layout | EstimatedLayout]:

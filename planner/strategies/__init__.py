@@ -2,7 +2,7 @@
 
     base.py         what every strategy answers; how strategies are written and read as text
     program/        what ranks do, written once; bytes, seconds and tasks are read from it
-    layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis
+    layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis, offload
     gnnpipe/        full graph, layers in a pipeline: GNNPipe
     minibatch/      mini-batches: data parallelism, GSplit; where features and adjacency lists are
     p3/             mini-batches with layer 1 on feature columns: P3
@@ -28,6 +28,7 @@ from gnnplan.planner.strategies.layerwise.feature_parallel import (
 )
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis as GraNNDis
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as GraphParallel
+from gnnplan.planner.strategies.layerwise.offload import Offload as Offload
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit
 from gnnplan.planner.strategies.p3.p3 import P3 as P3
@@ -40,6 +41,7 @@ FAMILIES: tuple[type[Strategy], ...] = (
     GraNNDis,
     BNS,
     FeatureParallel,
+    Offload,
     DataParallel,
     GSplit,
     P3,

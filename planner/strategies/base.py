@@ -41,6 +41,8 @@ LONG = 4  # longer lists of a knob are written by what repeats
 MOST_NUMBERS = 100_000  # of such a list
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
+# uses that are not of what ranks train with: libraries, and a server's data in a CPU rank's memory
+BESIDE_TRAINING = ("runtime", "host")
 Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
 
 

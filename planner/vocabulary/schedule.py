@@ -143,7 +143,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A copy of rows from the server's memory to the device."""
+    """A copy of rows from the server's memory to the device, or back."""
 
     nbytes: int
 

@@ -107,7 +107,7 @@ def test_a_strategy_that_cannot_carry_a_model_says_what_is_missing(prove: Prove)
     assert [s for s, each in found.items() if each["answer"] == "equal"] == [
         *("graph_parallel", "graph_parallel(narrow=True)", "graph_parallel(checkpoint=True)"),
         *("graph_parallel(trim=True)", "graph_parallel(buckets=2)", "gnnpipe(stages=2,chunks=1)"),
-        *("granndis", "feature_parallel", "data_parallel", "gsplit"),
+        *("granndis", "feature_parallel", "offload(chunks=3)", "data_parallel", "gsplit"),
     ]
     assert (answer["graph"]["features"], answer["graph"]["classes"]) == (7, 4)
 
@@ -219,6 +219,7 @@ def test_a_gradient_that_is_off_is_found(tmp_path: Path, off: float, answer: str
     """Also of a tensor whose gradient is a thousandth of the largest; not where it is rounding."""
     task = {
         "graph": "synthetic:community?vertices=60&edges=400&features=12&classes=4&seed=0",
+        "ranks": 2,
         "servers": 1,
         "strategy": "graph_parallel",
         "workload": {"layers": 2, "dtype": "float64"},

@@ -275,6 +275,9 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     ),
     (4, 2, "p3(cache=200,prefetch=1)", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
     (2, 1, "p3(cache=300,pipelined=True)", "gcn mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.5),
+    # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
+    (1, 1, "offload(chunks=4)", "sage", "multi", 0.0),
+    (1, 1, "offload(chunks=3)", "gat", "rough", 0.5),
     # rows of all layers meet at the end
     (4, 1, "gnnpipe(stages=2,chunks=3)", "sage met=cat", "rough", 0.5),
     (3, 1, "gnnpipe", "gcn met=sum", "rough", 0.0),

@@ -30,6 +30,7 @@ from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Jump, Residual, Workload
+from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
 
 T = TypeVar("T")
@@ -243,6 +244,7 @@ RES = {"model": "resgcn", "layers": 8, "hidden": 64, "dropout": 0.5}
 RUNS = {
     "checkpoints": (2, Case("graph_parallel(checkpoint=True)", THIN, {**RES, "layers": 12})),
     "graph parallel": (2, Case("graph_parallel", DENSE, SAGE)),
+    "offload": (1, Case("offload(chunks=4)", MANY, {**SAGE, "dropout": 0.5})),
     "narrow": (
         2,
         Case(
@@ -373,10 +375,26 @@ def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
     (result,) = fresh_ranks(world, [case])
     problem = case.problem(world)
     use = case.settled(problem).memory(problem)
-    predicted = sum((nbytes for what, nbytes in use.items() if what != "runtime"), np.zeros(world))
+    of_training = (nbytes for what, nbytes in use.items() if what not in BESIDE_TRAINING)
+    predicted = sum(of_training, np.zeros(world))
     measured = np.array([result.rank(rank)["peak_bytes"] for rank in range(world)])
     assert predicted.max() == pytest.approx(measured.max(), rel=0.05), use
     assert predicted == pytest.approx(measured, rel=0.08), use
+
+
+@glibc
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_rows_of_eight_devices_pass_one(fresh_ranks: Ranks) -> None:
+    """The bar of offload: features, rows and gradients take eight times what its device holds."""
+    graph = DENSE.replace("vertices=20000&edges=300000", "vertices=120000&edges=480000&mixing=0.01")
+    case = Case("offload(chunks=24)", graph, {**SAGE, "dropout": 0.5})
+    (result,) = fresh_ranks(1, [case])
+    problem = case.problem(1)
+    use = case.settled(problem).memory(problem)
+    held = sum(float(nbytes[0]) for what, nbytes in use.items() if what not in BESIDE_TRAINING)
+    assert problem.stats.vertices * (64 + 2 * 2 * 128) * 4 > 8 * held
+    assert held == pytest.approx(result.fullest(), rel=0.03), use
 
 
 MET = {

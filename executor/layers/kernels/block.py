@@ -80,7 +80,7 @@ class Block:
 
         The host does not wait for copies of page-locked memory.
         """
-        return self._mapped(
+        return self.mapped(
             lambda tensor: tensor.to(
                 device,
                 dtype if tensor.is_floating_point() else None,
@@ -90,9 +90,15 @@ class Block:
 
     def pinned(self) -> Block:
         """A copy in page-locked memory."""
-        return self._mapped(lambda tensor: tensor.pin_memory())
+        return self.mapped(lambda tensor: tensor.pin_memory())
 
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Block:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Block:
+        """The block of what a function makes of its arrays."""
         block = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):

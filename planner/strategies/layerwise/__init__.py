@@ -5,6 +5,8 @@
     feature_parallel.py feature parallelism: sums over edges on columns of all rows
     columns.py          the operations of its step
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
+    offload.py          one device, chunk by chunk, with vertex data in the server's memory
+    chunked.py          the operations of its step: their program, bytes and memory
     preloading.py       what that costs and saves, in sentences
     bits.py             rows that cross in few bits per number
     step.py             the operations of one step: their program

@@ -151,7 +151,7 @@ class _Counts:
         self, identity: Identity, op: Op, times: int, ahead: bool, between: _Between
     ) -> None:
         self.all[identity] += times
-        self.labelled[op.label(0), identity] += times
+        self.labelled[op.label(0)._replace(chunk=None), identity] += times
         if op.beside:
             self.beside[identity] += times
             return

@@ -2,7 +2,7 @@
 
     lane      operations                       waits for, if steps follow one another
     host      sampling, what is ahead          the last update; if `ahead`, an earlier one
-    copy      load                             the last update, and what the rank has waited for
+    copy      load, store                      the last computation or update, and awaited transfers
     compute   forward, backward, update ..     all of its step since the last computation
     comm      exchanges                        the last computation, and transfers since then
     reduce    all-reduces                      the last computation, and transfers since then
@@ -82,7 +82,7 @@ class _StepWaits:
             after = () if self.hosted else (updated._replace(step=updated.step - lead),)
             self.hosted, self.awaited = True, (label,)
         elif op.lane == "copy":
-            after, self.awaited = (updated, *self.awaited), (label,)
+            after, self.awaited = (self.computed or (updated,)) + self.awaited, (label,)
         else:
             after = self.computed + self.awaited
             lag = self.late if op.lane == "comm" else 0

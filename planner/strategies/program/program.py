@@ -24,7 +24,7 @@ class Op:
     do it), or all operations do. Exactly one of these is set:
 
     work            computation; its fields are arrays [ranks], or numbers that hold for all ranks
-    loaded          bytes [ranks] from the server's memory to the device
+    loaded          bytes [ranks] between the server's memory and the device
     host            a sampler's work, edges [ranks], and of how many layers they are
     sent            an exchange: items of `itemsize` bytes [ranks, ranks], from row to column
     handed          a message of each rank to the one `distance` further on: bytes [ranks]
@@ -35,7 +35,8 @@ class Op:
     With `chunks` it is done for every chunk of the graph, 1: in order, -1: in reverse order. Arrays
     have one more axis then, [chunks, ranks, ..]; those of `work` are flat, [chunks * ranks].
     Operations that follow one another and have the same sign are done chunk by chunk. A chunk
-    without rows is not handed on, and one of which nobody sends anything is not exchanged.
+    without rows is not handed on, and one of which nobody sends anything is not exchanged. Where
+    the order of chunks is another, each has an operation of its own, named by `chunk`.
 
     Readers know three names: 'halo' is an exchange of rows between their owners, 'loss' ends a
     forward pass, 'update' ends a step. Bytes are reported by `op`, seconds by `op`, `way` and
@@ -66,6 +67,7 @@ class Op:
     received: Op | None = None
     distance: int = 0
     chunks: Literal[-1, 0, 1] = 0
+    chunk: int | None = None
     holds: Callable[[Held], None] | None = None
 
     @property
@@ -95,6 +97,7 @@ class Op:
 
     def label(self, step: int, chunk: int | None = None) -> Label:
         """Its name; `peer` is the distance to a message's other end (at_rank makes it a rank)."""
+        chunk = self.chunk if chunk is None else chunk
         return Label(self.op, step, self.way, self.layer, chunk, self.distance or None)
 
     @property

@@ -1,0 +1,257 @@
+"""Offload (HongTu): one GPU trains a graph that does not fit in its memory, chunk by chunk.
+
+The server's memory has the features, every layer's rows and their gradients. The graph is cut in
+chunks. Layer by layer and chunk by chunk, the device loads the rows that a chunk's edges read,
+computes the chunk's rows of the layer, and stores them in the server's memory. The backward pass
+goes the same way from the last layer to the first: it loads the rows once more with the gradient of
+what they made, computes the layer again, and adds the gradient of the rows read to those in the
+server's memory. The last layer goes forward and backward at once.
+
+    2 layers, 2 chunks
+    copy     |load|      |store|load|      |store|load|                    |store|..
+    compute       |f 1 c0|          |f 1 c1|          |f 2 c0|loss|b 2 c0|
+
+So the device holds one layer of one chunk. How many chunks there are is chosen: the least power of
+two that fits, for more chunks read more rows of each other.
+
+Exact: the gradient of one process, since no row is missing and none is stale.
+
+Bytes per epoch, for chunks with R rows, S rows read and E edges of e bytes, H_l numbers of b bytes:
+
+    loads    sum over chunks [ sum_{l=1..L} (S H_{l-1} b + E e) + sum_{l=1..L-1} (S H_{l-1} b + E e
+             + R H_l b) ], and labels
+    stores   sum over chunks [ sum_{l=1..L} R H_l b + sum_{l=2..L} S H_{l-1} b ]
+
+Where layer 1 always aggregates the same, its aggregate is made once and R rows of it are loaded
+instead of S. Source: Wang et al., HongTu (SIGMOD 2023), Sec. 4 and Alg. 1, for one GPU; there
+several GPUs also pass rows to each other, and rows that the next chunk reads too stay on the
+device. See also chunked.py (operations, bytes and memory) and executor/strategies/offload.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import numpy as np
+
+from gnnplan.planner.gnn.footprint import RUNTIME
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
+from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
+from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
+
+MOST_CHUNKS = 1024  # a plan counts the rows that every chunk reads of every other
+TRIES = 5  # numbers of chunks whose real cut is looked at: it may hold more than was estimated
+
+
+@dataclass(frozen=True)
+class Offload(Strategy):
+    """Full-graph training on one device, with vertex data in the server's memory.
+
+    chunks: pieces of the graph, of which the device holds one; None: as few as fit.
+    """
+
+    chunks: int | None = None
+
+    family: ClassVar[str] = "offload"
+    claim: ClassVar[float] = 1e-6
+    executor: ClassVar[str] = "gnnplan.executor.strategies.offload"
+    examples: ClassVar[tuple[Example, ...]] = (Example("offload(chunks=3)", ranks=1),)
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return other.exact
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        """Where graph parallelism fits on no number of GPUs: where it fits, it is faster."""
+        if problem.ranks == 1 and not cls.refused(problem) and not _fits_without(problem):
+            yield cls()
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        if _fits_without(problem):
+            return ""
+        if (refused := cls.refused(problem)) or problem.ranks == 1:
+            return refused
+        return "it trains on one rank; use --ranks 1"
+
+    @classmethod
+    def refused(cls, problem: Problem) -> str:
+        """Why this model is not trained chunk by chunk, with a remedy; '' if it is."""
+        model, name = problem.model, problem.workload.model
+        if model.encoder or model.jump:
+            read = "the encoder's" if model.encoder else "all layers'"
+            return (
+                f"it does not keep {read} rows in the server's memory (model: {name}); use a model"
+                " whose layers read the layer before"
+            )
+        if model.nonzeros:
+            return "it loads dense features, and these are sparse; store them dense"
+        return ""
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        alone = problem.placed(tuple(problem.cost.placement[:1]))
+        one = fastest or next((s.settle(alone) for s in cls.candidates(alone)), None)
+        if one is None:
+            return []
+        assert isinstance(one, Offload)
+        loaded, stored = one.moved(alone)
+        predicted = one.predict(alone)
+        kept = float(sum(one.host_memory(alone).values(), np.zeros(1))[0])
+        copied_s = sum(
+            float(seconds)
+            for op, seconds in predicted.by_op.items()
+            if op.split(":")[0] in ("load", "store")
+        )
+        whole = sum(GraphParallel(checkpoint=True).memory(alone).values(), np.zeros(1))
+        return [
+            f"{one} keeps {show_bytes(kept)} in the server's memory, for the graph would take"
+            f" {show_bytes(float(whole.max()))} on one device; per epoch {show_bytes(loaded)} are"
+            f" loaded and {show_bytes(stored)} stored, which takes"
+            f" {show_time(copied_s)} of {show_time(float(predicted.epoch_s))}"
+            f" ({show_percent(copied_s / float(predicted.epoch_s))})"
+        ]
+
+    def settle(self, problem: Problem) -> Offload:
+        """With the least power of two of chunks that fits."""
+        if self.chunks is not None or problem.ranks > 1 or self.refused(problem):
+            return self
+        asked = (problem.graph, problem.stats, problem.workload, problem.method)
+        device = problem.cluster.device
+        room = device.memory, device.kind, device.product_code, problem.cluster.host_memory
+        return problem.known.answer(
+            ("offload", *asked, *room), lambda: Offload(_fewest_chunks(problem))
+        )
+
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        if problem.ranks != 1:
+            raise SpecError(
+                f"offload: one rank trains with the server's memory (ranks: {problem.ranks}); use"
+                " --ranks 1, or graph_parallel on several"
+            )
+        if why := self.refused(problem):
+            raise SpecError(f"offload: {why}")
+        most = min(problem.stats.vertices, MOST_CHUNKS)
+        if self.chunks is not None and not 1 <= self.chunks <= most:
+            raise SpecError(
+                f"offload: chunks lie in [1, {most}], one per vertex at most (chunks:"
+                f" {self.chunks}); use chunks={min(max(self.chunks, 1), most)}, or leave it out"
+            )
+
+    def preparation(self, problem: Problem) -> dict[str, float]:
+        step = self._step(problem)
+        read = sum(step.read_bytes(1, c) for c in step.chunks)
+        return {
+            "partitioning": problem.seconds_of(step.layout),
+            "features": float(problem.cost.load_s(read)) * problem.model.aggregate_cached(1),
+        }
+
+    def program(self, problem: Problem) -> Program:
+        return self._step(problem).program()
+
+    def _step(self, problem: Problem) -> ChunkedStep:
+        assert self.chunks is not None, "settle chooses it"
+        return ChunkedStep(problem, problem.chunked(self.chunks))
+
+    def moved(self, problem: Problem) -> tuple[int, int]:
+        """Bytes of an epoch to the device, and back."""
+        ops = self.built(problem).at(0)
+        loaded, stored = (
+            sum(int(op.loaded[0]) for op in ops if op.op == name and op.loaded is not None)
+            for name in ("load", "store")
+        )
+        return loaded, stored
+
+    def memory(self, problem: Problem) -> Memory:
+        """Bytes on the device: weights, and the chunk that fills it most.
+
+        A CPU rank's memory is the server's. It has graph data too, but for `host_memory` of it.
+        """
+        use = _on_device(problem, self._step(problem))
+        if problem.cluster.device.kind == "cpu":
+            graph_data = sum(self.host_memory(problem).values(), np.zeros(1))
+            use["host"] = np.maximum(graph_data - (problem.cluster.host_memory or 0.0), 0.0)
+        return use
+
+    def host_memory(self, problem: Problem) -> Memory:
+        """Bytes of features, rows, gradients and edges in the server's memory."""
+        return _on_host(problem, self._step(problem))
+
+
+def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
+    model, zero = problem.model, np.zeros(1)
+    states = 3 if problem.workload.optimizer == "adam" else 1
+    return {
+        "parameters": zero + model.weights * model.itemsize,
+        "optimizer": zero + states * model.weights * model.itemsize,
+        **fullest(problem, step.fullest_program()),
+        "runtime": zero + RUNTIME[problem.cluster.device.kind],
+    }
+
+
+def _on_host(problem: Problem, step: ChunkedStep) -> Memory:
+    """Rows of h_1 .. h_{L-1}, two buffers for their gradients, logits, edges of all chunks."""
+    model, n = problem.model, problem.stats.vertices
+    hidden = [layer.h_out for layer in model.layers[:-1]]
+    features = n * model.features * model.itemsize
+    if model.aggregate_cached(1):
+        features *= 2
+    gradients = max(hidden, default=0) * min(len(hidden), 2)
+    rows = sum(hidden) + gradients + model.classes
+    kinds = {step.layout.kind(layer): layer for layer in range(1, len(model.layers) + 1)}
+    edges = sum(step.edge_bytes(layer, c) for layer in kinds.values() for c in step.chunks)
+    labels = sum(step.label_bytes(c) for c in step.chunks)
+    sizes = {
+        "features": features,
+        "rows": n * rows * model.itemsize,
+        "edges": edges + labels,
+    }
+    return {use: np.array([float(nbytes)]) for use, nbytes in sizes.items()}
+
+
+def _fits_without(problem: Problem) -> bool:
+    """Whether graph parallelism that keeps layers' inputs only fits on all GPUs, or is refused."""
+    everyone = problem.placed(tuple(range(problem.cluster.ranks)))
+    least = GraphParallel(checkpoint=True, trim=problem.needs_few_rows)
+
+    def fits() -> bool:
+        try:
+            least.check(everyone)
+        except SpecError:
+            return True
+        held = sum(least.memory(everyone).values(), np.zeros(everyone.ranks))
+        return bool(held.max() <= problem.cluster.device.memory)
+
+    device = problem.cluster.device
+    asked = (problem.graph, problem.stats, problem.workload, problem.method, everyone.servers)
+    room = device.memory, device.kind, device.product_code
+    return problem.known.answer(("fits without offload", *asked, *room), fits)
+
+
+def _fewest_chunks(problem: Problem) -> int:
+    """The least power of two of chunks that fits; 1 where none does by estimates."""
+
+    def fits(problem: Problem, chunks: int) -> bool:
+        held = Offload(chunks).memory(problem)
+        return float(sum(held.values(), np.zeros(1))[0]) <= problem.cluster.device.memory
+
+    estimate = replace(problem, graph=None)
+    most = min(MOST_CHUNKS, problem.stats.vertices)
+    powers = [1 << bit for bit in range(most.bit_length())]
+    first = next((bit for bit, chunks in enumerate(powers) if fits(estimate, chunks)), None)
+    if first is None:
+        return 1
+    tried = powers[first : first + TRIES]
+    return next((chunks for chunks in tried if fits(problem, chunks)), tried[-1])

@@ -1,0 +1,46 @@
+"""Chunks that pass one device train as one process that has the whole graph. What they fill is in
+test_memory.py, bytes and order in test_conformance.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plain import difference
+from ranks import Case, Ranks
+
+pytestmark = pytest.mark.timeout(110)
+
+CASES = [  # chunks, model (and more of the workload), graph, directed
+    (3, {"model": "gcn"}, "rough", False),
+    (5, {"model": "gcn", "dropout": 0.5, "norm": "layer"}, "multi", True),
+    (4, {"model": "sage", "dropout": 0.5}, "rough", True),
+    (60, {"model": "sage"}, "rough", False),  # of a vertex each; some without edges
+    (2, {"model": "sage", "layers": 1, "dropout": 0.5}, "multi", False),
+    (4, {"model": "gcn", "norm": "batch", "optimizer": "sgd", "dropout": 0.5}, "rough", False),
+    (1, {"model": "gcn", "layers": 2, "dropout": 0.5}, "rough", False),
+    (3, {"model": "gat", "heads": 2, "dropout": 0.5}, "islands", False),
+    (3, {"model": "gin", "optimizer": "sgd"}, "rough", False),
+    (4, {"model": "sgc", "dropout": 0.5}, "islands", False),
+]
+
+
+@pytest.mark.parametrize(("chunks", "how", "graph", "directed"), CASES, ids=str)
+def test_chunks_train_as_one_process(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    chunks: int,
+    how: dict[str, object],
+    graph: str,
+    directed: bool,
+) -> None:
+    """Weights, losses, and right answers of every epoch, dropout's draws included."""
+    how = {"layers": 3, "hidden": 8, "lr": 0.05, "seed": 3, "dtype": "float64", **how}
+    case = Case("graph_parallel", graphs[graph], how, directed=directed, eval_every=1)
+    alone, chunked = run_ranks(1, [case, replace(case, strategy=f"offload(chunks={chunks})")])
+    idle = [f"layers.{n}.bias" for n in (1, 2)] if how.get("norm") == "batch" else []
+    assert difference(chunked.weights, alone.weights, tuple(idle)) <= 1e-9
+    assert chunked.losses == pytest.approx(alone.losses, rel=1e-9)
+    for ours, theirs in zip(chunked.metrics, alone.metrics, strict=True):
+        for split in ("train", "val", "test"):
+            assert ours[f"{split}_accuracy"] == pytest.approx(theirs[f"{split}_accuracy"])

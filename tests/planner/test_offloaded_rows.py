@@ -1,0 +1,155 @@
+"""One device with the server's memory: bytes counted by sets, when a plan uses it, and what it
+refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision.explain import explain
+from gnnplan.planner.decision.search import search
+from gnnplan.planner.gnn.footprint import RUNTIME
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import GraphParallel, Offload, parse
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+
+GRAPH = load("synthetic:community?vertices=3000&edges=20000&features=24&classes=5&seed=0")
+
+
+def problem_of(
+    memory: float = 1e9, gpus: int = 1, kind: str = "cuda", known: bool = True, **more: Any
+) -> Problem:
+    """`memory`: of a device, beside its runtime."""
+    cluster = Cluster(
+        gpus_per_server=gpus,
+        device=Device(kind=kind, memory=RUNTIME[kind] + memory, gemm=1e12, memory_bandwidth=1e11),
+        intra_node=Link(bandwidth=1e10),
+        host=more.pop("host", None),
+        host_memory=more.pop("host_memory", None),
+    )
+    assert isinstance(GRAPH, Graph)
+    workload = Workload(**{"model": "sage", "layers": 3, "hidden": 16, "dropout": 0.5, **more})
+    return Problem(GRAPH.stats, GRAPH if known else None, workload, cluster)
+
+
+def needed(problem: Problem, text: str) -> float:
+    """Bytes beside the runtime's."""
+    use = parse(text).memory(problem)
+    return float(sum(use.values(), -use["runtime"]).max())
+
+
+# -- bytes -------------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_rows_that_chunks_read():
+    """GraphSAGE: edges in both directions with places (12) and two weights (8), ends of offsets,
+    ids of the rows read (8); labels (8) and the places of those trained on (8)."""
+    problem, chunks = problem_of(), 4
+    assert problem.graph is not None
+    chunk, graph = problem.chunk_of(chunks), problem.graph
+    widths = (24, 16, 16, 5)
+    loaded = stored = 0
+    for c in range(chunks):
+        rows = np.flatnonzero(chunk == c)
+        neighbours = [set(graph.indices[graph.indptr[v] : graph.indptr[v + 1]]) for v in rows]
+        edges, read = sum(map(len, neighbours)), len(set(rows).union(*neighbours))
+        block = 20 * edges + 4 * (len(rows) + 1 + read + 1) + 8 * read
+        for layer in (1, 2, 3):
+            loaded += block + 4 * read * widths[layer - 1]
+            stored += 4 * len(rows) * widths[layer]
+            if layer < 3:
+                loaded += block + 4 * read * widths[layer - 1] + 4 * len(rows) * widths[layer]
+            if layer > 1:
+                stored += 4 * read * widths[layer - 1]
+        loaded += 8 * len(rows) + 8 * int(graph.train[rows].sum())
+    assert Offload(chunks).moved(problem) == (loaded, stored)
+
+
+def test_a_constant_aggregate_is_loaded_instead_of_the_rows_that_it_is_of():
+    constant, dropped = (Offload(4).moved(problem_of(dropout=p)) for p in (0.0, 0.5))
+    assert constant[0] < dropped[0] and constant[1] == dropped[1]
+
+
+def test_an_estimate_is_near_the_count():
+    counted, estimated = (Offload(4).moved(problem_of(known=known)) for known in (True, False))
+    assert estimated == pytest.approx(counted, rel=0.3)
+
+
+def test_seconds_are_those_of_the_host_link():
+    fast, slow = (
+        float(Offload(4).predict(problem_of(host=Link(bandwidth=rate, latency=0.0))).epoch_s)
+        for rate in (2e9, 1e9)
+    )
+    moved = sum(Offload(4).moved(problem_of()))
+    assert slow - fast == pytest.approx(moved / 2e9)
+
+
+# -- when a plan uses it -----------------------------------------------------------------------
+
+
+def test_a_plan_uses_it_where_nothing_else_fits():
+    problem = problem_of(memory=needed(problem_of(), "graph_parallel(checkpoint=True)") / 2)
+    found = search(problem)
+    chosen = found.best.strategy
+    assert isinstance(chosen, Offload) and chosen.chunks
+    assert found.best.memory_bytes <= problem.cluster.device.memory
+    fewer = needed(problem, str(Offload(chosen.chunks // 2)))
+    assert fewer > problem.cluster.device.memory - RUNTIME["cuda"]
+    assert any("in the server's memory" in line for line in explain(problem, found, exact=True))
+
+
+def test_it_takes_one_of_several_gpus_that_have_too_little_memory_together():
+    least = needed(problem_of(gpus=4), "graph_parallel(checkpoint=True)")
+    found = search(problem_of(memory=0.9 * least, gpus=4))
+    assert isinstance(found.best.strategy, Offload) and found.best.problem.ranks == 1
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_it_is_no_candidate_where_graph_parallelism_fits(gpus: int):
+    problem = problem_of(gpus=gpus)
+    names = {type(c.strategy) for c in search(problem).ranked}
+    assert GraphParallel in names and Offload not in names
+    assert Offload.absent(problem) == ""
+
+
+def test_cpu_ranks_have_no_other_memory_unless_the_cluster_says_so():
+    """A CPU rank's memory holds what a server's would."""
+    least = needed(problem_of(kind="cpu"), "graph_parallel(checkpoint=True)")
+    problem = problem_of(memory=least / 2, kind="cpu")
+    with pytest.raises(Infeasible, match=r"offload\(chunks=1\) needs"):
+        search(problem)
+    apart = replace(problem, cluster=problem.cluster.model_copy(update={"host_memory": 1e9}))
+    assert isinstance(search(apart).best.strategy, Offload)
+
+
+def test_a_servers_memory_has_an_end():
+    problem = problem_of(memory=needed(problem_of(), "graph_parallel(checkpoint=True)") / 2)
+    small = replace(problem, cluster=problem.cluster.model_copy(update={"host_memory": 1e4}))
+    with pytest.raises(Infeasible, match=r"offload\(chunks=\d+\) has .* --set host_memory="):
+        search(small)
+
+
+# -- what it refuses ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "rule"),
+    [
+        ("offload", {"gpus": 2}, r"one rank .* \(ranks: 2\); use --ranks 1"),
+        ("offload", {"model": "gcnii"}, r"the encoder's rows .* \(model: gcnii\)"),
+        ("offload(chunks=0)", {}, r"\[1, 1024\].*\(chunks: 0\); use chunks=1,"),
+        ("offload(chunks=4000)", {}, r"\(chunks: 4000\); use chunks=1024"),
+        ("offload", {"mode": "mini"}, "trains on the full graph"),
+    ],
+)
+def test_what_does_not_suit_is_refused(text: str, more: dict[str, Any], rule: str):
+    problem = problem_of(**more)
+    with pytest.raises(SpecError, match=rule):
+        parse(text).settle(problem).check(problem)
