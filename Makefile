@@ -5,12 +5,13 @@ BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 RUN ?= runs/demo
+SOAK ?= 600
 GPU_PYTHON ?= python3
 GPU_OUT ?= runs/gpu
 # Images often set it; every process would compile torch anew, which takes longer than to import it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lint test quick nightly mutants bench gpu published docs dist clean
+.PHONY: demo lint test quick nightly mutants soak bench gpu published docs dist clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -42,6 +43,9 @@ nightly: lint  ## the full products of which `make test` runs a cover, and all e
 
 mutants: .venv/.installed  ## small faults, one by one; prints those that no test notices
 	$(BIN)/python tests/mutants.py
+
+soak: .venv/.installed  ## trainings under random faults for $(SOAK) seconds; SEED=7 repeats those of a seed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/executor/soak.py --seconds $(SOAK) $(if $(SEED),--seed $(SEED))
 
 bench: .venv/.installed  ## timings: ratios measured side by side, never asserted
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planner.py

@@ -37,7 +37,7 @@ from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, write_atomically
 from gnnplan.planner.vocabulary.schedule import Label
-from gnnplan.planner.vocabulary.trace import read_trace, trace_of, write_traces
+from gnnplan.planner.vocabulary.trace import MOST_SPANS, read_trace, trace_of, write_traces
 
 if TYPE_CHECKING:
     from gnnplan.executor.strategies.gradient_errors import GradientErrors
@@ -202,7 +202,10 @@ class _Training:
         rank.activity.begin("phase", f"the metrics of epoch {epoch + 1}")
         sent = sum(rank.sent.values()) - sent_before
         metric = self.problem.workload.metric
-        row = _row(rank, epoch, loss, counts, tested, seconds, sent, metric)
+        row, most_spans = _row(rank, epoch, loss, counts, tested, seconds, sent, metric)
+        # all ranks keep the spans of the same epochs, as many as the fullest trace holds
+        fit = MOST_SPANS * (epoch + 1) // max(most_spans, 1)
+        rank.traced = min(rank.traced, max(fit, 1) * self.steps)
         self._append(row, report)
         if is_kept:
             self._keep(epoch)
@@ -280,8 +283,9 @@ def _row(
     seconds: float,
     sent: int,
     metric: str,
-) -> dict[str, Any]:
-    """A line of metrics.jsonl, from the sums over all ranks.
+) -> tuple[dict[str, Any], int]:
+    """A line of metrics.jsonl, from the sums over all ranks, and how many spans the rank has that
+    has most.
 
     counts, tested: right and wrong answers [3, 2] of the training pass and of the evaluation; NaN
     if this epoch is not evaluated. metric: 'accuracy', or 'auc' of link prediction. That of train
@@ -297,7 +301,7 @@ def _row(
             torch.tensor([float(sent)], dtype=torch.float64),
         ]
     )
-    largest = torch.tensor([seconds, peak(rank.device)], dtype=torch.float64)
+    largest = torch.tensor([seconds, peak(rank.device), len(rank.spans)], dtype=torch.float64)
     if rank.world > 1:
         numbers, largest = numbers.to(rank.wire_device), largest.to(rank.wire_device)
         dist.all_reduce(numbers)
@@ -305,7 +309,7 @@ def _row(
         numbers, largest = numbers.cpu(), largest.cpu()
     train = scores(numbers[1:7].view(3, 2))[0]
     evaluated = scores(numbers[7:13].view(3, 2)) if not numbers[7:13].isnan().any() else [None] * 3
-    return {
+    row = {
         "epoch": epoch + 1,
         "loss": float(numbers[0]),
         f"train_{metric}": train,
@@ -315,6 +319,7 @@ def _row(
         "bytes": int(numbers[13]),
         "peak_memory_bytes": int(largest[1]),
     }
+    return row, int(largest[2])
 
 
 class _Record:

@@ -6,9 +6,12 @@ and memory. `python tests/corpus.py` prints the table with counts, seconds and m
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import resource
+import shlex
 import signal
 import sys
 import tempfile
@@ -18,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Any, NoReturn
 
 GRAPH = "synthetic:community?vertices=60&edges=240&features=4&classes=3"
@@ -28,6 +32,10 @@ SPARSE = 5 * 10**8  # [B] of files that are all zeros, or all newlines
 Make = Callable[[Path], Any]
 
 
+def nothing(folder: Path) -> None:
+    """Make no files."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A call of gnnplan. `{d}` in an argument is the folder in which `make` has put its files."""
@@ -35,7 +43,7 @@ class Case:
     kind: str
     name: str
     arguments: tuple[str, ...]
-    make: Make = lambda folder: None
+    make: Make = nothing
     env: Mapping[str, str] = field(default_factory=dict)
     codes: tuple[int, ...] = (2,)
     starts: bool = False  # a process that starts anew
@@ -134,17 +142,13 @@ def _be(case: Case, arguments: list[str], folder: Path) -> NoReturn:
 _plan: list[str] = []
 
 
-def plan(folder: Path, **options: Any) -> dict[str, Any]:
-    """A small plan in `folder`, as a document."""
+def plan() -> dict[str, Any]:
+    """A small plan on two ranks, as a document."""
     import gnnplan
 
-    if not _plan or options:
-        made = gnnplan.plan(
-            GRAPH, "local", {"model": "gcn", "layers": 2, "hidden": 8, "epochs": 2}, **options
-        )
-        if options:
-            return made.document
-        _plan.append(json.dumps(made.document))
+    if not _plan:
+        workload = {"model": "gcn", "layers": 2, "hidden": 8, "epochs": 2}
+        _plan.append(json.dumps(gnnplan.plan(GRAPH, "local", workload, ranks=2).document))
     return json.loads(_plan[0])
 
 
@@ -152,7 +156,7 @@ def spoilt_plan(change: Callable[[dict[str, Any]], Any]) -> Make:
     """plan.json, with the document changed."""
 
     def make(folder: Path) -> None:
-        document = plan(folder)
+        document = plan()
         change(document)
         (folder / "plan.json").write_text(json.dumps(document))
 
@@ -171,7 +175,7 @@ def set_at(value: Any, *at: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def good_plan(folder: Path) -> None:
-    (folder / "plan.json").write_text(json.dumps(plan(folder)))
+    (folder / "plan.json").write_text(json.dumps(plan()))
 
 
 def text(name: str, content: str | bytes) -> Make:
@@ -184,6 +188,10 @@ def text(name: str, content: str | bytes) -> Make:
 
 def pipe(name: str) -> Make:
     return lambda folder: os.mkfifo(folder / name)
+
+
+def several(*makes: Make) -> Make:
+    return lambda folder: [make(folder) for make in makes]
 
 
 def nccl(size: str = "1024", took: str = "10.0", rows: int = 4) -> str:
@@ -206,7 +214,7 @@ def run_folder(folder: Path) -> Path:
     """The folder of a finished run, that was never trained."""
     run = folder / "run"
     run.mkdir()
-    (run / "plan.json").write_text(json.dumps(plan(folder)))
+    (run / "plan.json").write_text(json.dumps(plan()))
     (run / "options.json").write_text(json.dumps({"epochs": 3}))
     row = {"loss": 1.0, "epoch_s": 0.1, "train_accuracy": 0.5, "bytes": 100}
     (run / "metrics.jsonl").write_text(
@@ -246,833 +254,354 @@ def long_file(name: str, line: bytes, size: int) -> Make:
 
 # -- cases -----------------------------------------------------------------------------------------
 
-
-def _plans() -> Iterator[Case]:
-    for field_, at in {
-        "predicted": ("best", "predicted"),
-        "memory": ("best", "predicted", "memory"),
-        "epoch_s": ("best", "predicted", "epoch_s"),
-        "memory's part": ("best", "predicted", "memory", "runtime"),
-        "by_op": ("best", "predicted", "by_op"),
-        "bytes": ("best", "predicted", "bytes"),
-        "alternatives": ("alternatives",),
-        "summary": ("summary",),
-        "explanation": ("explanation",),
-        "notes": ("graph", "notes"),
-        "alternative's strategy": ("alternatives", 0, "strategy"),
-        "alternative": ("alternatives", 0),
-    }.items():
-        for value in ([1], "x", {"a": "b"}):
-            make = spoilt_plan(set_at(value, *at))
-            said = f"{field_} is {json.dumps(value)}"
-            common = {"make": make, "codes": (0, 2)}
-            yield Case(
-                "plan.json",
-                f"run, {said}",
-                ("run", "{d}/plan.json", "--epochs", "1", "--out", "{d}/out"),
-                leaves=("out",),
-                **common,
-            )
-            yield Case(
-                "plan.json",
-                f"report, {said}",
-                ("report", "{d}/plan.json", "-o", "{d}/r.html"),
-                **common,
-            )
-            yield Case("plan.json", f"simulate, {said}", ("simulate", "{d}/plan.json"), **common)
-            yield Case(
-                "plan.json",
-                f"run NEXT, {said}",
-                ("run", "{d}/plan.json", "--strategy", "NEXT", "--epochs", "1", "--out", "{d}/out"),
-                **common,
-            )
-            yield Case(
-                "plan.json", f"tune, {said}", ("tune", "{d}/plan.json", "--epochs", "2"), **common
-            )
+LONG = "n" * 300
+WORDS = {
+    "GRAPH": GRAPH,
+    "LONG": LONG,
+    "PLAN": f"plan --graph {GRAPH}",
+    "RUN": "run {d}/plan.json --out {d}/out --epochs 1",
+    "READ": "measure --cluster dgx_a100",
+    "NINES": "9" * 5000,
+    "E18": "1" + "0" * 18,
+}
 
 
-READ = ("measure", "--cluster", "dgx_a100")
+WHOLE = "layers seed dropout epochs"
 
 
-def _readings() -> Iterator[Case]:
-    for name, content in {
-        "Infinity seconds": nccl(took="Infinity"),
-        "1e400 seconds": nccl(took="1e400"),
-        "NaN seconds": nccl(took="NaN"),
-        "size Infinity": nccl(size="Infinity"),
-        "size 1e400": nccl(size="1e400"),
-        "size of 5,000 digits": nccl(size="9" * 5000),
-        "size of 400 digits": nccl(size="9" * 400),
-        "time of 400 digits": nccl(took="9" * 400),
-        "size of 200 digits": nccl(size="9" * 200),
-        "no seconds": nccl(took="0"),
-        "1e-320 seconds": nccl(took="1e-320"),
-        "1e300 seconds": nccl(took="1e300"),
-        "size below 0": nccl(size="-5"),
-        "size true": nccl(size="true"),
-        "time true": nccl(took="true"),
-        "time a list": nccl(took="[1]"),
-        "size a text": nccl(size='"1024"'),
-        "a million rows": nccl(rows=100_000),
-        "nested": "[" * 100_000,
-        "no object": "3",
-    }.items():
-        codes = (0,) if name == "size a text" else (2,)  # older nccl-tests write it so
-        yield Case(
-            "nccl-tests",
-            name,
-            (*READ, "--nccl-tests", "{d}/t.json"),
-            text("t.json", content),
-            codes=codes,
-        )
-    for option in ("--nccl-tests", "--topology"):
-        yield Case("devices and pipes", f"{option} /dev/zero", (*READ, option, "/dev/zero"))
-        yield Case("devices and pipes", f"{option} a pipe", (*READ, option, "{d}/p"), pipe("p"))
-        yield Case("devices and pipes", f"{option} a folder", (*READ, option, "{d}"))
-        yield Case("devices and pipes", f"{option} a name with NUL", ("measure", option, "x"))
-    for gpus, nics in ((1500, 0), (2000, 0), (512, 16), (4096, 0), (64, 64)):
-        yield Case(
-            "topology",
-            f"{gpus} GPUs, {nics} NICs",
-            (*READ, "--topology", "{d}/t.txt"),
-            lambda folder, gpus=gpus, nics=nics: (folder / "t.txt").write_text(topo(gpus, nics)),
-            codes=(0, 2),
-        )
-        yield Case(
-            "topology",
-            f"{gpus} GPUs, {nics} NICs by PCIe",
-            (*READ, "--topology", "{d}/t.txt"),
-            lambda folder, gpus=gpus, nics=nics: (folder / "t.txt").write_text(
-                topo(gpus, nics, "SYS")
-            ),
-            codes=(0, 2),
-        )
-    yield Case(
-        "topology",
-        "NV with 5,000 digits",
-        (*READ, "--topology", "{d}/t.txt"),
-        text("t.txt", topo(4, 0, "NV" + "9" * 5000)),
-        codes=(0, 2),
+def table(kind: str, calls: str, make: Make = nothing, about: str = "", **more: Any) -> list[Case]:
+    """A case per line, which is its call: `$GRAPH` is of WORDS, and `<a|b>` makes two of a line."""
+    cases = []
+    for line in calls.strip().splitlines():
+        parts = re.split("<(.*?)>", line.strip())
+        for chosen in itertools.product(*(part.split("|") for part in parts[1::2])):
+            call = "".join(map("".join, itertools.zip_longest(parts[::2], chosen, fillvalue="")))
+            words = shlex.split(Template(call).substitute(WORDS))
+            cases.append(Case(kind, f"{call}{about and f': {about}'}", tuple(words), make, **more))
+    return cases
+
+
+def _plans() -> Iterator[list[Case]]:
+    places: list[tuple[str | int, ...]] = [
+        *(("best", "predicted", *part.split()) for part in ("", "memory", "memory runtime")),
+        *(("best", "predicted", part) for part in ("epoch_s", "by_op", "bytes")),
+        *((part,) for part in ("alternatives", "summary", "explanation")),
+        ("graph", "notes"),
+        ("alternatives", 0, "strategy"),
+        ("alternatives", 0),
+    ]
+    calls = """
+        $RUN
+        $RUN --strategy NEXT
+        report {d}/plan.json -o {d}/r.html
+        simulate {d}/plan.json
+        tune {d}/plan.json --epochs 2
+    """
+    for at, value in itertools.product(places, ([1], "x", {"a": "b"})):
+        about = f"{'.'.join(map(str, at))} is {value}"
+        make = spoilt_plan(set_at(value, *at))
+        yield table("plan.json", calls, make, about, codes=(0, 2), leaves=("out",))
+    for of, names in {"cluster": "servers gpus_per_server", "workload": WHOLE}.items():
+        for name in names.split():
+            make = spoilt_plan(set_at(True, of, name))
+            yield table("plan.json", "simulate {d}/plan.json", make, f"{of}.{name} is true")
+    make = spoilt_plan(set_at(10**18, "workload", "epochs"))
+    call = "run {d}/plan.json --out {d}/out"
+    yield table("plan.json", call, make, "10^18 epochs", leaves=("out",))
+
+
+def _readings() -> Iterator[list[Case]]:
+    reports = {
+        f"{field_} {value:.20} ({len(value)} characters)": nccl(**{field_: value})
+        for field_, values in {
+            "took": f"Infinity 1e400 NaN {'9' * 400} 0 1e-320 1e300 true [1]",
+            "size": f"Infinity 1e400 {'9' * 5000} {'9' * 400} {'9' * 200} -5 true",
+        }.items()
+        for value in values.split()
+    }
+    reports |= {"100,000 rows": nccl(rows=100_000), "nested": "[" * 100_000, "no object": "3"}
+    call = "$READ --nccl-tests {d}/t.json"
+    for about, content in reports.items():
+        yield table("nccl-tests", call, text("t.json", content), about)
+    older = text("t.json", nccl(size='"1024"'))  # nccl-tests once wrote it so
+    yield table("nccl-tests", call, older, "size a text", codes=(0,))
+    calls = (
+        "$READ <--nccl-tests|--topology> </dev/zero|{d}/p|{d}>\nmeasure <--nccl-tests|--topology> x"
     )
-    yield Case(
-        "topology",
-        "GPUs twice",
-        (*READ, "--topology", "{d}/t.txt"),
-        text("t.txt", "GPU0 GPU0\nGPU0 X NV1\n"),
+    yield table("devices and pipes", calls, pipe("p"))
+    machines = {
+        f"{gpus} GPUs, {nics} NICs, {way}": topo(gpus, nics, way)
+        for gpus, nics in ((1500, 0), (2000, 0), (512, 16), (4096, 0), (64, 64))
+        for way in ("NV12", "SYS")
+    }
+    machines["NV with 5,000 digits"] = topo(4, 0, "NV" + "9" * 5000)
+    call = "$READ --topology {d}/t.txt"
+    for about, content in machines.items():
+        yield table("topology", call, text("t.txt", content), about, codes=(0, 2))
+    yield table("topology", call, text("t.txt", "GPU0 GPU0\nGPU0 X NV1\n"), "GPUs twice")
+
+
+def _options() -> Iterator[list[Case]]:
+    runs = """
+        $RUN --timeout <inf|1e300|nan|1e10>
+        $RUN --emulate <1e400Mbit/s|infMbit/s|1e300Mbit/s|0Mbit/s|-1Mbit/s|1.2.3Mbit/s|....Mbit/s>
+        $RUN --emulate <٣Mbit/s|1e99999999999Mbit/s>
+        run {d}/plan.json --out {d}/out --epochs $E18
+        $RUN <--eval-every|--checkpoint-every> 1000000000000000000000
+        $RUN --restarts 1001
+    """
+    yield table("options", runs, good_plan, leaves=("out",))
+    yield table(
+        "options",
+        """
+        measure --servers 2 --emulate <1e400Mbit/s|infMbit/s|1e300Mbit/s|0Mbit/s|-1Mbit/s>
+        measure --servers 2 --emulate <1.2.3Mbit/s|....Mbit/s|٣Mbit/s|1e99999999999Mbit/s>
+        simulate {d}/plan.json --jitter <inf|nan|1e400|-1>
+        simulate {d}/plan.json --straggler <0=inf|0=nan|0=1e400|0=-1|٠=2.0|0=٢|1_0=2|0=2_0>
+        simulate {d}/plan.json --sweep <servers=٢|servers=true|layers=٢|inter_node.bandwidth=٢GB/s>
+        measure --seconds <inf|nan|1e400|-1>
+        $PLAN <--dropout|--target-accuracy> <inf|nan|1e400|-1>
+        $PLAN <--layers|--batch|--ranks> <٣|1_0|$NINES|1000000000000000000000000000000|true|-1>
+        $PLAN --set <servers|layers|seed>=٣
+        $PLAN --set <servers|layers|epochs>=true
+        $PLAN --set inter_node.bandwidth=<٣|1e400>GB/s
+        $PLAN --set device.memory=<inf|nan>
+        $PLAN --set <lr=nan|lr=٠.١|dropout=٠.١|fanout=٣,٣|batch=$NINES>
+        profile $GRAPH --parts <٢,٤|1_0|2,|$NINES|1000000000|0|-1>
+        $PLAN --cluster dgx_a100 --scale <1..٦٤|1..1e9|1..1000000000000|٢|1_0|1..$NINES>
+        $PLAN --set gpus_per_server=2 --strategy 'gnnpipe(stages=<True,chunks=4|٢,chunks=٤>)'
+        $PLAN --set gpus_per_server=2 --strategy 'bns(p=True)'
+        plan --graph synthetic:community?vertices=<٦٠|6_0>&edges=240&features=4&classes=3
+        plan --graph $GRAPH&<mixing=nan|noise=inf|noise=٠.١>
+        """,
+        good_plan,
     )
 
 
-RUN = ("run", "{d}/plan.json", "--epochs", "1", "--out", "{d}/out")
-
-
-def _options() -> Iterator[Case]:
-    for value in ("inf", "1e300", "nan", "1e10"):
-        yield Case(
-            "options", f"--timeout {value}", (*RUN, "--timeout", value), good_plan, leaves=("out",)
-        )
-    for value in (
-        "1e400Mbit/s",
-        "infMbit/s",
-        "1e300Mbit/s",
-        "0Mbit/s",
-        "-1Mbit/s",
-        "1.2.3Mbit/s",
-        "....Mbit/s",
-        "٣Mbit/s",
-        "1e99999999999Mbit/s",
-    ):
-        yield Case(
-            "options",
-            f"run --emulate {value}",
-            (*RUN, "--emulate", value),
-            good_plan,
-            leaves=("out",),
-        )
-        yield Case(
-            "options",
-            f"measure --emulate {value}",
-            ("measure", "--servers", "2", "--emulate", value),
-        )
-    for value in ("inf", "nan", "1e400", "-1"):
-        yield Case(
-            "options",
-            f"--jitter {value}",
-            ("simulate", "{d}/plan.json", "--jitter", value),
-            good_plan,
-        )
-        yield Case(
-            "options",
-            f"--straggler 0={value}",
-            ("simulate", "{d}/plan.json", "--straggler", f"0={value}"),
-            good_plan,
-        )
-        yield Case("options", f"--seconds {value}", ("measure", "--seconds", value))
-        yield Case("options", f"--dropout {value}", ("plan", "--graph", GRAPH, "--dropout", value))
-        yield Case(
-            "options",
-            f"--target-accuracy {value}",
-            ("plan", "--graph", GRAPH, "--target-accuracy", value),
-        )
-    for option, value in (
-        ("--epochs", "1000000000000000000"),
-        ("--eval-every", "1000000000000000000000"),
-        ("--checkpoint-every", "1000000000000000000000"),
-        ("--restarts", "1001"),
-    ):
-        arguments = ("run", "{d}/plan.json", "--out", "{d}/out", option, value)
-        yield Case("options", f"run {option} {value}", arguments, good_plan, leaves=("out",))
-    for option in ("--layers", "--batch", "--ranks"):
-        for value in ("٣", "1_0", "9" * 5000, "1" + "0" * 30, "true", "-1"):
-            yield Case(
-                "options",
-                f"plan {option} {value:.20}",
-                ("plan", "--graph", GRAPH, option, value),
-                codes=(2,),
-            )
-    for setting in (
-        "servers=true",
-        "servers=٣",
-        "layers=٣",
-        "layers=true",
-        "seed=٣",
-        "epochs=true",
-        "inter_node.bandwidth=٣GB/s",
-        "inter_node.bandwidth=1e400GB/s",
-        "device.memory=inf",
-        "device.memory=nan",
-        "lr=nan",
-        "lr=٠.١",
-        "dropout=٠.١",
-        "fanout=٣,٣",
-        "batch=" + "9" * 5000,
-    ):
-        yield Case("options", f"--set {setting:.30}", ("plan", "--graph", GRAPH, "--set", setting))
-    for value in ("٢,٤", "1_0", "2,", "9" * 5000, "1000000000", "0", "-1"):
-        yield Case("options", f"profile --parts {value:.20}", ("profile", GRAPH, "--parts", value))
-    for value in ("1..٦٤", "1..1e9", "1..1000000000000", "٢", "1_0", "1.." + "9" * 5000):
-        yield Case(
-            "options",
-            f"--scale {value:.20}",
-            ("plan", "--graph", GRAPH, "--cluster", "dgx_a100", "--scale", value),
-        )
-    for value in ("٠=2.0", "0=٢", "1_0=2", "0=2_0"):
-        yield Case(
-            "options",
-            f"--straggler {value}",
-            ("simulate", "{d}/plan.json", "--straggler", value),
-            good_plan,
-        )
-    for value in ("servers=٢", "servers=true", "layers=٢", "inter_node.bandwidth=٢GB/s"):
-        yield Case(
-            "options",
-            f"--sweep {value}",
-            ("simulate", "{d}/plan.json", "--sweep", value),
-            good_plan,
-        )
-    for value in (
-        "gnnpipe(stages=True,chunks=4)",
-        "gnnpipe(stages=٢,chunks=٤)",
-        "bns(p=True)",
-    ):
-        yield Case(
-            "options",
-            f"--strategy {value}",
-            ("plan", "--graph", GRAPH, "--set", "gpus_per_server=2", "--strategy", value),
-        )
-    for query in (
-        "vertices=٦٠&edges=240&features=4&classes=3",
-        "vertices=6_0&edges=240&features=4&classes=3",
-        "vertices=60&edges=240&features=4&classes=3&mixing=nan",
-        "vertices=60&edges=240&features=4&classes=3&noise=inf",
-        "vertices=60&edges=240&features=4&classes=3&noise=٠.١",
-    ):
-        yield Case(
-            "options",
-            f"graph {query[:30]}{query[-10:]}",
-            ("plan", "--graph", f"synthetic:community?{query}"),
-        )
-
-
-def _documents() -> Iterator[Case]:
-    cluster = "name: c\nservers: {}\ngpus_per_server: {}\ndevice: {{memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}}\nintra_node: {{bandwidth: 10GB/s}}\ninter_node: {{bandwidth: 10GB/s}}\n"
+def _documents() -> Iterator[list[Case]]:
+    device = "device: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}"
+    cluster = f"name: c\n{device}\nintra_node: {{bandwidth: 10GB/s}}\n"
+    two = f"{cluster}servers: 2\ngpus_per_server: 1\ninter_node: "
+    taken = {"0x2", "'2'", "1.0", "2:3"}
     for value in ("true", "1.0", "'٢'", "0x2", "'2'", "1e1", "yes", "2:3"):
-        yield Case(
-            "YAML",
-            f"servers: {value}",
-            ("plan", "--graph", GRAPH, "--cluster", "{d}/c.yaml"),
-            text("c.yaml", cluster.format(value, 1)),
-            codes=(0, 2) if value in ("1_0", "0x2", "'2'", "1.0", "2:3") else (2,),
-        )
+        make = text("c.yaml", f"{cluster}servers: {value}\ngpus_per_server: 1\n")
+        codes = (0, 2) if value in taken else (2,)
+        yield table("YAML", "$PLAN --cluster {d}/c.yaml", make, f"servers: {value}", codes=codes)
+    clusters = {f"bandwidth: {v}": f"{two}{{bandwidth: {v}}}\n" for v in TYPES}
+    clusters |= {
+        f"{name}: {value}": f"{two}{{bandwidth: 10GB/s, {name}: {value}}}\n"
+        for name in ("latency", "efficiency")
+        for value in TYPES
+    }
+    clusters["price: true"] = f"{cluster}gpus_per_server: 1\nprice: true\n"
+    for about, content in clusters.items():
+        yield table("YAML", "$PLAN --cluster {d}/c.yaml", text("c.yaml", content), about)
     for name in ("layers", "hidden", "batch", "seed", "epochs", "heads", "dropout", "lr"):
         for value in ("true", "'٢'"):
-            yield Case(
-                "YAML",
-                f"{name}: {value}",
-                ("plan", "--graph", GRAPH, "--workload", "{d}/w.yaml"),
-                text("w.yaml", f"{name}: {value}\n"),
-            )
-    for name in ("bandwidth", "latency", "efficiency"):
-        for value in ("true", "'٢GB/s'", "[]", "{{}}"):
-            yield Case(
-                "YAML",
-                f"inter_node.{name}: {value}",
-                ("plan", "--graph", GRAPH, "--cluster", "{d}/c.yaml"),
-                text(
-                    "c.yaml",
-                    f"name: c\nservers: 2\ngpus_per_server: 1\ndevice: {{memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}}\nintra_node: {{bandwidth: 10GB/s}}\ninter_node: {{bandwidth: 10GB/s, {name}: {value}}}\n"
-                    if name != "bandwidth"
-                    else f"name: c\nservers: 2\ngpus_per_server: 1\ndevice: {{memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}}\nintra_node: {{bandwidth: 10GB/s}}\ninter_node: {{bandwidth: {value}}}\n",
-                ),
-            )
-    yield Case(
-        "YAML",
-        "price: true",
-        ("plan", "--graph", GRAPH, "--cluster", "{d}/c.yaml"),
-        text(
-            "c.yaml",
-            "name: c\nprice: true\ngpus_per_server: 1\ndevice: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}\nintra_node: {bandwidth: 10GB/s}\n",
-        ),
-    )
-    for at in (
-        ("cluster", "servers"),
-        ("workload", "layers"),
-        ("workload", "seed"),
-        ("cluster", "gpus_per_server"),
-        ("workload", "dropout"),
-        ("workload", "epochs"),
-    ):
-        yield Case(
-            "plan.json",
-            f"{'.'.join(at)} is true",
-            ("simulate", "{d}/plan.json"),
-            spoilt_plan(set_at(True, *at)),
-        )
-    yield Case(
-        "plan.json",
-        "10^18 epochs",
-        ("run", "{d}/plan.json", "--out", "{d}/out"),
-        spoilt_plan(set_at(10**18, "workload", "epochs")),
+            make = text("w.yaml", f"{name}: {value}\n")
+            yield table("YAML", "$PLAN --workload {d}/w.yaml", make, f"{name}: {value}")
+
+
+TYPES = ("true", "'٢GB/s'", "[]", "{}")
+
+
+def _names() -> Iterator[list[Case]]:
+    yield table(
+        "names",
+        """
+        run {d}/plan.json --epochs 1 --out {d}/$LONG
+        run {d}/plan.json --epochs 1 --out {d}/$LONG/x
+        run --resume {d}/$LONG
+        $RUN --tensorboard {d}/$LONG
+        $PLAN -o {d}/$LONG
+        $PLAN -o {d}/$LONG/x
+        $PLAN --report {d}/$LONG
+        $PLAN --target-accuracy 0.5 --evidence {d}/$LONG
+        $PLAN <--cluster|--workload|--features> $LONG
+        $PLAN --model $LONG.py:X
+        plan --graph $NINES
+        <simulate|validate> $LONG
+        simulate {d}/plan.json --trace {d}/$LONG
+        simulate {d}/plan.json --sweep servers=1 --csv {d}/$LONG
+        trace $LONG -o {d}/x.json
+        report {d}/plan.json -o {d}/$LONG
+        emit {d}/plan.json --for <slurm|pyg> -o {d}/$LONG
+        $READ --topology {d}/topo -o {d}/$LONG
+        convert $GRAPH {d}/$LONG
+        convert $LONG {d}/x
+        tune {d}/plan.json --epochs 2 --out {d}/$LONG
+        """,
+        several(good_plan, text("topo", topo(8))),
         leaves=("out",),
     )
-
-
-LONG = "n" * 300
-
-
-def _names() -> Iterator[Case]:
-    yield Case(
-        "names",
-        "run --out of 300",
-        ("run", "{d}/plan.json", "--epochs", "1", "--out", "{d}/" + LONG),
-        good_plan,
-    )
-    yield Case(
-        "names",
-        "run --out in 300",
-        ("run", "{d}/plan.json", "--epochs", "1", "--out", "{d}/" + LONG + "/x"),
-        good_plan,
-    )
-    yield Case("names", "run --resume of 300", ("run", "--resume", "{d}/" + LONG))
-    yield Case(
-        "names",
-        "run --tensorboard of 300",
-        (*RUN, "--tensorboard", "{d}/" + LONG),
-        good_plan,
-        leaves=("out",),
-    )
-    yield Case("names", "plan -o of 300", ("plan", "--graph", GRAPH, "-o", "{d}/" + LONG))
-    yield Case("names", "plan -o in 300", ("plan", "--graph", GRAPH, "-o", "{d}/" + LONG + "/x"))
-    yield Case(
-        "names",
-        "plan -o of 250",
-        ("plan", "--graph", GRAPH, "-o", "{d}/" + LONG[:250]),
-        codes=(0, 2),
-    )
-    yield Case(
-        "names", "plan --report of 300", ("plan", "--graph", GRAPH, "--report", "{d}/" + LONG)
-    )
-    yield Case(
-        "names",
-        "plan --evidence of 300",
-        ("plan", "--graph", GRAPH, "--target-accuracy", "0.5", "--evidence", "{d}/" + LONG),
-    )
-    yield Case("names", "plan --cluster of 300", ("plan", "--graph", GRAPH, "--cluster", LONG))
-    yield Case("names", "plan --workload of 300", ("plan", "--graph", GRAPH, "--workload", LONG))
-    yield Case("names", "plan --graph of 5,000", ("plan", "--graph", "x" * 5000))
-    yield Case(
-        "names", "plan --model of 300", ("plan", "--graph", GRAPH, "--model", LONG + ".py:X")
-    )
-    yield Case("names", "simulate of 300", ("simulate", LONG))
-    yield Case(
-        "names",
-        "simulate --trace of 300",
-        ("simulate", "{d}/plan.json", "--trace", "{d}/" + LONG),
-        good_plan,
-    )
-    yield Case(
-        "names",
-        "simulate --csv of 300",
-        ("simulate", "{d}/plan.json", "--sweep", "servers=1", "--csv", "{d}/" + LONG),
-        good_plan,
-    )
-    yield Case("names", "validate of 300", ("validate", LONG))
-    yield Case("names", "trace of 300", ("trace", LONG, "-o", "{d}/x.json"))
-    yield Case(
-        "names", "report -o of 300", ("report", "{d}/plan.json", "-o", "{d}/" + LONG), good_plan
-    )
-    yield Case(
-        "names",
-        "emit -o of 300",
-        ("emit", "{d}/plan.json", "--for", "slurm", "-o", "{d}/" + LONG),
-        good_plan,
-    )
-    yield Case(
-        "names",
-        "emit --for pyg -o of 300",
-        ("emit", "{d}/plan.json", "--for", "pyg", "-o", "{d}/" + LONG),
-        good_plan,
-    )
-    yield Case(
-        "names",
-        "measure -o of 300",
-        (*READ, "--topology", "{d}/t", "-o", "{d}/" + LONG),
-        text("t", topo(8)),
-    )
-    yield Case("names", "convert to 300", ("convert", GRAPH, "{d}/" + LONG))
-    yield Case("names", "convert from 300", ("convert", LONG, "{d}/x"))
-    yield Case("names", "--features of 300", ("plan", "--graph", GRAPH, "--features", LONG))
-    yield Case(
-        "names",
-        "tune --out of 300",
-        ("tune", "{d}/plan.json", "--epochs", "2", "--out", "{d}/" + LONG),
-        good_plan,
-    )
-    for at in (("graph", "source"), ("graph", "hash"), ("cluster", "name"), ("workload", "module")):
-        yield Case(
-            "names",
-            f"{'.'.join(at)} with NUL",
-            ("simulate", "{d}/plan.json"),
-            spoilt_plan(set_at("a\0b", *at)),
-        )
-    yield Case(
-        "names",
-        "cluster.yaml's name with NUL",
-        ("plan", "--graph", GRAPH, "--cluster", "{d}/c.yaml"),
-        text(
-            "c.yaml",
-            'name: "a\\0b"\ngpus_per_server: 1\ndevice: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}\nintra_node: {bandwidth: 10GB/s}\n',
-        ),
-    )
-    yield Case(
-        "names",
-        "cluster.yaml's name with an escape",
-        ("plan", "--graph", GRAPH, "--cluster", "{d}/c.yaml"),
-        text(
-            "c.yaml",
-            'name: "a\\e[2J"\ngpus_per_server: 1\ndevice: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}\nintra_node: {bandwidth: 10GB/s}\n',
-        ),
-        codes=(0, 2),
-    )
-    yield Case(
-        "names",
-        "statistics' name with NUL",
-        ("plan", "--graph", "{d}/s.yaml"),
-        text("s.yaml", 'name: "a\\0b"\nvertices: 100\nedges: 200\nfeatures: 3\nclasses: 2\n'),
-    )
-    yield Case(
-        "names",
-        "model with NUL",
-        ("plan", "--graph", GRAPH, "--workload", "{d}/w.yaml"),
-        text("w.yaml", 'model: "a\\0b.py:X"\n'),
+    yield table("names", f"$PLAN -o {{d}}/{LONG[:250]}", codes=(0, 2))
+    for at in ("graph source", "graph hash", "cluster name", "workload module"):
+        make = spoilt_plan(set_at("a\0b", *at.split()))
+        yield table("names", "simulate {d}/plan.json", make, f"{at} with NUL")
+    rest = "gpus_per_server: 1\ndevice: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}\n"
+    rest += "intra_node: {bandwidth: 10GB/s}\n"
+    for name, codes in (("a\\0b", (2,)), ("a\\e[2J", (0, 2))):
+        make = text("c.yaml", f'name: "{name}"\n{rest}')
+        yield table("names", "$PLAN --cluster {d}/c.yaml", make, repr(name), codes=codes)
+    graph = 'name: "a\\0b"\nvertices: 100\nedges: 200\nfeatures: 3\nclasses: 2\n'
+    yield table("names", "plan --graph {d}/s.yaml", text("s.yaml", graph), "NUL")
+    yield table(
+        "names", "$PLAN --workload {d}/w.yaml", text("w.yaml", 'model: "a\\0b.py:X"\n'), "NUL"
     )
 
 
-def _environment() -> Iterator[Case]:
-    rank = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29517",
-    }
-    one = rank | {"WORLD_SIZE": "1"}
-    for name, env in {
-        "WORLD_SIZE without RANK": {"WORLD_SIZE": "2"},
-        "RANK without WORLD_SIZE": {"RANK": "0"},
-        "RANK of letters": rank | {"RANK": "zero"},
-        "RANK of other digits": rank | {"RANK": "٠"},
-        "WORLD_SIZE of letters": rank | {"WORLD_SIZE": "two"},
-        "LOCAL_RANK of letters": rank | {"LOCAL_RANK": "x"},
-        "LOCAL_WORLD_SIZE of letters": rank | {"LOCAL_WORLD_SIZE": "x"},
-        "MASTER_PORT of letters": rank | {"MASTER_PORT": "x"},
-        "MASTER_PORT too large": rank | {"MASTER_PORT": "99999"},
-        "MASTER_PORT of other digits": rank | {"MASTER_PORT": "٢٩٥١٧"},
-        "MASTER_ADDR that does not resolve": rank
-        | {"RANK": "1", "MASTER_ADDR": "no.such.host.invalid"},
-        "MASTER_ADDR that does not resolve, rank 0": rank | {"MASTER_ADDR": "no.such.host.invalid"},
-        "MASTER_ADDR empty": rank | {"MASTER_ADDR": ""},
-        "TORCHELASTIC_RESTART_COUNT of letters": rank | {"TORCHELASTIC_RESTART_COUNT": "x"},
-        "SLURM_STEP_NUM_TASKS of letters": {"SLURM_STEP_NUM_TASKS": "x"},
-        "SLURM_STEP_NUM_TASKS alone": {"SLURM_STEP_NUM_TASKS": "2"},
-        "SLURM_JOB_ID of letters": {
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_PROCID": "0",
-            "SLURM_LOCALID": "0",
-            "SLURM_JOB_ID": "x",
-        },
-        "SLURM_PROCID of letters": {
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_PROCID": "x",
-            "SLURM_LOCALID": "0",
-        },
-        "SLURM_PROCID beyond": {
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_PROCID": "7",
-            "SLURM_LOCALID": "0",
-        },
-        "SLURM_NTASKS_PER_NODE of letters": rank | {"SLURM_NTASKS_PER_NODE": "2(x2)"},
-        "SLURM node list that does not resolve": {
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_PROCID": "1",
-            "SLURM_LOCALID": "0",
-            "SLURM_STEP_NODELIST": "no[1-2].invalid",
-        },
-        "GNNPLAN_THREADS of letters": one | {"GNNPLAN_THREADS": "x"},
-        "GNNPLAN_THREADS, own ranks": {"GNNPLAN_THREADS": "x"},
-        "GROUP_RANK of letters": rank | {"GROUP_RANK": "x"},
-        "GLOO_SOCKET_IFNAME": rank | {"GLOO_SOCKET_IFNAME": "nonesuch0"},
-    }.items():
-        yield Case("environment", name, (*RUN, "--timeout", "2"), good_plan, env, codes=(2, 4))
-        if "own ranks" not in name and "NTASKS" not in name and "THREADS" not in name:
-            yield Case(
-                "environment",
-                f"measure, {name}",
-                ("measure", "--seconds", "0.01"),
-                good_plan,
-                env,
-                codes=(2, 4),
-            )
-    for name, value in (
-        ("OMP_NUM_THREADS", "abc"),
-        ("OMP_NUM_THREADS", "-1"),
-        ("TORCH_LOGS", "nonsense"),
-        ("TORCH_CPP_LOG_LEVEL", "nonsense"),
-        ("TORCH_DISTRIBUTED_DEBUG", "nonsense"),
-        ("LOGLEVEL", "nonsense"),
-        ("TORCH_LOGS_FORMAT", "%("),
-    ):
-        for verb in (
-            ("plan", "--graph", GRAPH),
-            ("run", "{d}/plan.json", "--epochs", "1", "--out", "{d}/out"),
-        ):
-            yield Case(
-                "environment",
-                f"{verb[0]}, {name}={value}",
-                verb,
-                good_plan,
-                {name: value},
-                codes=(0, 2),
-                starts=True,
-            )
+# what torchrun and Slurm set, in turn: a word each that is wrong
+STARTED = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517"
+SLURM = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"
+ENVIRONMENTS = f"""
+    WORLD_SIZE=2
+    RANK=0
+    {STARTED} RANK=<zero|٠>
+    {STARTED} <WORLD_SIZE=two|LOCAL_RANK=x|LOCAL_WORLD_SIZE=x|TORCHELASTIC_RESTART_COUNT=x>
+    {STARTED} MASTER_PORT=<x|99999|٢٩٥١٧>
+    {STARTED} <RANK=0|RANK=1> MASTER_ADDR=no.such.host.invalid
+    {STARTED} MASTER_ADDR=
+    {STARTED} <GROUP_RANK=x|GLOO_SOCKET_IFNAME=nonesuch0>
+    SLURM_STEP_NUM_TASKS=<x|2>
+    {SLURM} SLURM_PROCID=0 SLURM_JOB_ID=x
+    {SLURM} SLURM_PROCID=<x|7>
+    {SLURM} SLURM_PROCID=1 SLURM_STEP_NODELIST=no[1-2].invalid
+"""
+OF_RUNS = f"""
+    {STARTED} SLURM_NTASKS_PER_NODE=2(x2)
+    {STARTED} WORLD_SIZE=1 GNNPLAN_THREADS=x
+    GNNPLAN_THREADS=x
+"""
+AT_START = """
+    OMP_NUM_THREADS=<abc|-1>
+    <TORCH_LOGS|TORCH_CPP_LOG_LEVEL|TORCH_DISTRIBUTED_DEBUG|LOGLEVEL>=nonsense
+    TORCH_LOGS_FORMAT=%(
+"""
+
+
+def under(lines: str, calls: str, make: Make = nothing, **more: Any) -> Iterator[list[Case]]:
+    """The calls in each of these environments, a line each."""
+    for case in table("environment", lines):
+        env = dict(word.split("=", 1) for word in case.arguments)
+        yield table("environment", calls, make, case.name, env=env, **more)
+
+
+def _environment() -> Iterator[list[Case]]:
+    call = "$RUN --timeout 2"
+    yield from under(ENVIRONMENTS, f"{call}\nmeasure --seconds 0.01", good_plan, codes=(2, 4))
+    yield from under(OF_RUNS, call, good_plan, codes=(2, 4))
+    yield from under(AT_START, "$PLAN\n$RUN", good_plan, codes=(0, 2), starts=True)
     for name in ("GNNPLAN_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR"):
-        for value in ("/dev/null", "/nonesuch/x", "/" + LONG):
-            yield Case(
-                "environment",
-                f"{name}={value[:20]}",
-                ("plan", "--graph", GRAPH + "&seed=7"),
-                env={"GNNPLAN_CACHE": "", name: value},
-                codes=(0, 2),
-            )
+        lines = f"GNNPLAN_CACHE= {name}=</dev/null|/nonesuch/x|/$LONG>"
+        yield from under(lines, "$PLAN&seed=7", codes=(0, 2))
+
+
+def _terminals() -> Iterator[list[Case]]:
     ascii_ = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
     def named(folder: Path) -> None:
         import numpy as np
 
         rng = np.random.default_rng(0)
-        np.savez(
-            folder / "größe.npz",
-            src=rng.integers(0, 30, 90),
-            dst=rng.integers(0, 30, 90),
-            x=rng.random((30, 3), np.float32),
-            y=np.arange(30) % 3,
-        )
+        ends = dict(zip(("src", "dst"), rng.integers(0, 30, (2, 90)), strict=True))
+        x = rng.random((30, 3), np.float32)
+        np.savez(folder / "größe.npz", x=x, y=np.arange(30) % 3, **ends)
 
-    yield Case(
-        "terminals",
-        "ASCII, größe.npz",
-        ("plan", "--graph", "größe.npz"),
-        named,
-        ascii_,
-        codes=(0,),
-        starts=True,
-    )
-    yield Case(
-        "terminals",
-        "ASCII, größe.npz, --json",
-        ("plan", "--graph", "größe.npz", "--json"),
-        named,
-        ascii_,
-        codes=(0,),
-        starts=True,
-    )
-    yield Case(
-        "terminals",
-        "ASCII, größe.npz, profile",
-        ("profile", "größe.npz"),
-        named,
-        ascii_,
-        codes=(0,),
-        starts=True,
-    )
-    yield Case(
-        "terminals",
-        "ASCII, fehlt: größe.yaml",
-        ("plan", "--cluster", "größe.yaml"),
-        named,
-        ascii_,
-        starts=True,
-    )
-    yield Case(
-        "terminals",
-        "C locale alone, größe.npz",
-        ("plan", "--graph", "größe.npz"),
-        named,
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        codes=(0,),
-        starts=True,
-    )
-    yield Case(
-        "terminals", "bytes that are no text", ("plan", "--graph", os.fsdecode(b"gr\xf6\xdfe.npz"))
-    )
-    yield Case(
-        "terminals",
-        "bytes that are no text, --cluster",
-        ("plan", "--cluster", os.fsdecode(b"gr\xf6\xdfe.yaml")),
-    )
-    yield Case(
-        "terminals",
-        "bytes that are no text, -o",
-        ("plan", "--graph", GRAPH, "-o", "{d}/" + os.fsdecode(b"gr\xf6\xdfe.json")),
-        codes=(0, 2),
-    )
-    yield Case(
-        "terminals",
-        "bytes that are no text, run --out",
-        ("run", "{d}/plan.json", "--epochs", "1", "--out", "{d}/" + os.fsdecode(b"gr\xf6\xdfe")),
-        good_plan,
-        codes=(0, 2),
-    )
-    yield Case(
-        "terminals",
-        "an unknown encoding",
-        ("plan", "--graph", GRAPH),
-        env={"COLUMNS": "x", "TERM": "nonsense"},
-        codes=(0, 2),
-    )
+    calls = "plan --graph größe.npz\nplan --graph größe.npz --json\nprofile größe.npz"
+    for env in (ascii_, plain):
+        yield table("terminals", calls, named, codes=(0,), starts=True, env=env)
+    yield table("terminals", "plan --cluster größe.yaml", named, starts=True, env=ascii_)
+    bytes_ = os.fsdecode(b"gr\xf6\xdfe")  # that are no text
+    yield table("terminals", f"plan <--graph {bytes_}.npz|--cluster {bytes_}.yaml>")
+    calls = f"$PLAN -o {{d}}/{bytes_}.json\nrun {{d}}/plan.json --epochs 1 --out {{d}}/{bytes_}"
+    yield table("terminals", calls, good_plan, codes=(0, 2))
+    env = {"COLUMNS": "x", "TERM": "nonsense"}
+    yield table("terminals", "$PLAN", env=env, codes=(0, 2))
 
 
-def _work() -> Iterator[Case]:
-    for mode in ("full", "mini"):
-        yield Case(
-            "work",
-            f"10,000 layers, {mode}",
-            ("plan", "--graph", GRAPH, "--layers", "10000", "--mode", mode),
-            codes=(2,),
-        )
-        yield Case(
-            "work",
-            f"10,000 layers of reddit on dgx_a100, {mode}",
-            (
-                "plan",
-                "--graph",
-                "reddit",
-                "--cluster",
-                "dgx_a100",
-                "--layers",
-                "10000",
-                "--mode",
-                mode,
-            ),
-            codes=(2, 3),
-        )
-        yield Case(
-            "work",
-            f"1,001 layers of reddit on dgx_a100, {mode}",
-            (
-                "plan",
-                "--graph",
-                "reddit",
-                "--cluster",
-                "dgx_a100",
-                "--layers",
-                "1001",
-                "--hidden",
-                "1",
-                "--mode",
-                mode,
-            ),
-            codes=(0, 2, 3),
-        )
-    for strategy in (
-        "gsplit(presample=1000000000)",
-        "data_parallel(presample=1000000000)",
-        "data_parallel(cache=1000000000)",
-        "p3(prefetch=1000000000)",
-        "gsplit(presample=100000)",
+def _work() -> Iterator[list[Case]]:
+    refused = """
+        $PLAN --layers 10000 --mode <full|mini>
+        plan --graph synthetic:community?vertices=1000000000
+        profile $GRAPH --batch 10 --layers <1000|1000000000>
+        profile $GRAPH --servers 1000000000
+        simulate {d}/plan.json --steps <1000000000|$E18>
+        simulate {d}/plan.json --jitter 0.1 --repetitions 100000
+        tune {d}/plan.json --epochs $E18
+        $PLAN --set <epochs=$E18|servers=1000000000>
+    """
+    yield table("work", refused, good_plan)
+    many = ",".join(map(str, range(1, 5000)))
+    yield table("work", f"profile $GRAPH --parts {many}")
+    many = ",".join(map(str, range(20_000)))
+    yield table("work", f"simulate {{d}}/plan.json --sweep epochs={many}", good_plan)
+    mini = "$PLAN --mode mini --batch 36 --set gpus_per_server=2 --strategy"
+    either = f"""
+        plan --graph reddit --cluster dgx_a100 --layers 10000 --mode <full|mini>
+        plan --graph reddit --cluster dgx_a100 --layers 1001 --hidden 1 --mode <full|mini>
+        plan --graph reddit --cluster dgx_a100 --scale 1..4096
+        {mini} '<gsplit|data_parallel>(presample=1000000000)'
+        {mini} '<data_parallel(cache=1000000000)|p3(prefetch=1000000000)|gsplit(presample=100000)>'
+        $PLAN --set gpus_per_server=2 --strategy 'gnnpipe(stages=2,chunks=1000000000)'
+        $PLAN --set gpus_per_server=2 --strategy 'granndis(max_hop=1,fanout=10,batches=1000000000)'
+        $PLAN --set gpus_per_server=2 --strategy 'bns(p=1e-300)'
+        profile $GRAPH --batch 10 --layers 100
+        profile $GRAPH --hops 1000000000
+        simulate {{d}}/plan.json --jitter 0.1 --repetitions 1000
+        simulate {{d}}/plan.json --jitter 0.1 --seed 1000000000000000000000000000000
+    """
+    yield table("work", either, good_plan, codes=(0, 2, 3))
+    calls = "<simulate|run> {d}/plan.json\nreport {d}/plan.json -o {d}/r.html"
+    for query in (
+        "vertices=1000000000&edges=1000",
+        "vertices=100000000&edges=2000000000",
+        "vertices=100000000&edges=10&features=100000",
+        "vertices=60&edges=240&features=100000000000",
+        "vertices=20000000&edges=100&features=1",
+        "vertices=2000000&edges=20000000&features=1",
     ):
-        yield Case(
-            "work",
-            strategy,
-            (
-                "plan",
-                "--graph",
-                GRAPH,
-                "--mode",
-                "mini",
-                "--batch",
-                "36",
-                "--set",
-                "gpus_per_server=2",
-                "--strategy",
-                strategy,
-            ),
-            codes=(0, 2, 3),
-        )
-    for strategy in (
-        "gnnpipe(stages=2,chunks=1000000000)",
-        "granndis(max_hop=1,fanout=10,batches=1000000000)",
-        "bns(p=1e-300)",
-    ):
-        yield Case(
-            "work",
-            strategy,
-            ("plan", "--graph", GRAPH, "--set", "gpus_per_server=2", "--strategy", strategy),
-            codes=(0, 2, 3),
-        )
-    for verb in ("simulate", "run", "report"):
-        for query in (
-            "vertices=1000000000&edges=1000",
-            "vertices=100000000&edges=2000000000",
-            "vertices=100000000&edges=10&features=100000",
-            "vertices=60&edges=240&features=100000000000",
-            "vertices=20000000&edges=100&features=1",
-            "vertices=2000000&edges=20000000&features=1",
-        ):
-            more = ("-o", "{d}/r.html") if verb == "report" else ()
-            make = spoilt_plan(set_at(f"synthetic:community?{query}", "graph", "source"))
-            yield Case("work", f"{verb} a graph of {query}", (verb, "{d}/plan.json", *more), make)
-    yield Case(
-        "work",
-        "plan of 10^9 vertices",
-        ("plan", "--graph", "synthetic:community?vertices=1000000000"),
-    )
-    yield Case(
-        "work", "profile --layers 1000", ("profile", GRAPH, "--batch", "10", "--layers", "1000")
-    )
-    yield Case(
-        "work",
-        "profile --layers 100",
-        ("profile", GRAPH, "--batch", "10", "--layers", "100"),
-        codes=(0, 2),
-    )
-    yield Case(
-        "work",
-        "profile --layers 10^9",
-        ("profile", GRAPH, "--batch", "10", "--layers", "1000000000"),
-    )
-    yield Case(
-        "work", "profile --hops 10^9", ("profile", GRAPH, "--hops", "1000000000"), codes=(0, 2)
-    )
-    yield Case(
-        "work",
-        "profile --parts 1..100000",
-        ("profile", GRAPH, "--parts", ",".join(map(str, range(1, 5000)))),
-        codes=(2,),
-    )
-    yield Case("work", "profile --servers 10^9", ("profile", GRAPH, "--servers", "1000000000"))
-    yield Case(
-        "work",
-        "simulate --steps 10^9",
-        ("simulate", "{d}/plan.json", "--steps", "1000000000"),
-        good_plan,
-    )
-    yield Case(
-        "work",
-        "simulate --steps 10^18",
-        ("simulate", "{d}/plan.json", "--steps", "1" + "0" * 18),
-        good_plan,
-    )
-    yield Case(
-        "work",
-        "simulate --seed 10^30",
-        ("simulate", "{d}/plan.json", "--jitter", "0.1", "--seed", "1" + "0" * 30),
-        good_plan,
-        codes=(0, 2),
-    )
-    yield Case(
-        "work",
-        "tune --epochs 10^18",
-        ("tune", "{d}/plan.json", "--epochs", "1" + "0" * 18),
-        good_plan,
-    )
-    yield Case(
-        "work", "--set epochs=10^18", ("plan", "--graph", GRAPH, "--set", "epochs=1" + "0" * 18)
-    )
-    yield Case(
-        "work", "--set servers=10^9", ("plan", "--graph", GRAPH, "--set", "servers=1000000000")
-    )
-    yield Case(
-        "work",
-        "--sweep of 10^6 values",
-        ("simulate", "{d}/plan.json", "--sweep", "epochs=" + ",".join(map(str, range(20_000)))),
-        good_plan,
-    )
-    yield Case(
-        "work",
-        "--scale 1..4096 of reddit",
-        ("plan", "--graph", "reddit", "--cluster", "dgx_a100", "--scale", "1..4096"),
-        codes=(0, 2),
-    )
+        make = spoilt_plan(set_at(f"synthetic:community?{query}", "graph", "source"))
+        yield table("work", calls, make, query)
 
 
-def _sizes() -> Iterator[Case]:
+def _sizes() -> Iterator[list[Case]]:
     row = b'{"epoch": 1, "loss": 1.0, "epoch_s": 0.1, "train_accuracy": 0.5, "bytes": 100}\n'
-    for verb in (
-        ("validate", "{d}/run"),
-        ("report", "{d}/run/plan.json", "{d}/run", "-o", "{d}/r.html"),
+    calls = "validate {d}/run\nreport {d}/run/plan.json {d}/run -o {d}/r.html"
+    for name, line, size in (
+        ("metrics.jsonl", row, 200_000_000),
+        ("metrics.jsonl", b"\n", 200_000_000),
+        ("metrics.jsonl", b"[", 500_000_000),
+        ("rank0.json", b"[[],", 200_000_000),
+        ("rank0.json", b" ", 500_000_000),
+        ("trace.rank0.json", b"[[],", 200_000_000),
+        ("trace.rank0.json", b"[1,", 500_000_000),
+        ("plan.json", b"[1,", 60_000_000),
     ):
-        for name, line, size in (
-            ("metrics.jsonl", row, 200_000_000),
-            ("metrics.jsonl", b"\n", 200_000_000),
-            ("metrics.jsonl", b"[", 500_000_000),
-            ("rank0.json", b"[[],", 200_000_000),
-            ("rank0.json", b" ", 500_000_000),
-            ("trace.rank0.json", b"[[],", 200_000_000),
-            ("trace.rank0.json", b"[1,", 500_000_000),
-            ("plan.json", b"[1,", 60_000_000),
-        ):
-            yield Case(
-                "sizes",
-                f"{verb[0]}, {name} of {size // 10**6} MB of {line[:4]!r}",
-                verb,
-                long_file(name, line, size),
-                codes=(0, 1, 2) if name == "options.json" else (2,),
-            )
-    yield Case(
-        "sizes",
-        "trace of 500 MB",
-        ("trace", "{d}/run", "-o", "{d}/all.json"),
-        long_file("trace.rank0.json", b"[1,", 500_000_000),
-    )
+        about = f"{name} of {size // 10**6} MB of {line[:4]!r}"
+        yield table("sizes", calls, long_file(name, line, size), about)
+    make = long_file("trace.rank0.json", b"[1,", 500_000_000)
+    yield table("sizes", "trace {d}/run -o {d}/all.json", make, "trace.rank0.json of 500 MB")
+    make = long_file("options.json", b"[1,", 60_000_000)
+    yield table("sizes", "run --resume {d}/run", make, "options.json of 60 MB")
+    yield table("sizes", calls, make, "options.json of 60 MB", codes=(0, 1, 2))
+    yield table("sizes", calls, run_folder, "empty traces", codes=(0, 1, 2))
 
 
 def cases() -> list[Case]:
     """All of them; a kind's cases stand together."""
-    return [
-        case
-        for make in (_plans, _readings, _options, _documents, _names, _environment, _work, _sizes)
-        for case in make()
-    ]
+    kinds = (
+        _plans,
+        _readings,
+        _options,
+        _documents,
+        _names,
+        _environment,
+        _terminals,
+        _work,
+        _sizes,
+    )
+    return [case for kind in kinds for some in kind() for case in some]
 
 
 def warm() -> None:

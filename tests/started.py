@@ -18,6 +18,14 @@ from pathlib import Path
 WITHIN = 30  # [s] all processes must have ended after a rank is lost
 
 
+class Hang(AssertionError):
+    """A run does not end."""
+
+
+class Orphans(AssertionError):
+    """A run has ended, and processes of it have not."""
+
+
 @dataclass
 class Started:
     """A `gnnplan run` and all processes below it, found by a mark in their environment."""
@@ -66,11 +74,15 @@ class Started:
             time.sleep(0.05)
 
     def ended(self, within: float = WITHIN) -> int:
-        """The exit code, once no process is left."""
+        """The exit code, once no process is left. Raises Hang, Orphans."""
         end = time.monotonic() + within
-        code = self.process.wait(within)
+        try:
+            code = self.process.wait(within)
+        except subprocess.TimeoutExpired:
+            raise Hang(f"runs after {within:g} s\n{self.stderr}") from None
         while left := self.alive():
-            assert time.monotonic() < end, f"left behind: {list(left)}"
+            if time.monotonic() > end:
+                raise Orphans(f"left behind: {list(left)}\n{self.stderr}")
             time.sleep(0.05)
         return code
 
@@ -105,6 +117,7 @@ def starting(folder: Path) -> Iterator[Start]:
         plan_file: Path | None,
         *more: str,
         resume: Path | None = None,
+        out: Path | None = None,
         launcher: tuple[str, ...] = (),
         **env: str,
     ) -> Started:
@@ -112,7 +125,7 @@ def starting(folder: Path) -> Iterator[Start]:
         name, value = mark.split("=")
         logs = folder / f"logs{len(begun)}"
         logs.mkdir()
-        out = resume or folder / f"run{len(begun)}"
+        out = resume or out or folder / f"run{len(begun)}"
         what = ["--resume", str(resume)] if resume else [str(plan_file), "--out", str(out)]
         command = [sys.executable, *(launcher or ("-m", "gnnplan")), "run", *what, *more]
         with open(logs / "stdout", "wb") as stdout, open(logs / "stderr", "wb") as stderr:

@@ -5,7 +5,10 @@ executor/test_injected.py."""
 import json
 import os
 import re
+import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,6 +93,88 @@ def test_samplers_that_all_stop_end_the_run(tmp_path: Path, start: Start, strate
     assert time.monotonic() - began < 2 + 10
     words = r"was lost in .*wait.*: its sampler, a process of its own, has said nothing for 2 s"
     assert re.search(words, run.stderr) and "Traceback" not in run.stderr, run.stderr
+
+
+def test_a_sampler_that_is_killed_is_named(tmp_path: Path, start: Start):
+    """It ended in torch's traceback."""
+    mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
+    planned = plan(tmp_path, 2, *mini, "--strategy", "gsplit(prefetch=1)")
+    run = start(planned, "--epochs", str(FOREVER), "--checkpoint-every", "0")
+    run.until_training()
+    victim = run.rank(1)
+    os.kill(next(pid for pid in run.alive() if parent(pid) == victim), signal.SIGKILL)
+    assert run.ended() == 4, run.stderr
+    words = (
+        r"^error: rank 1 \(server 0\) was lost in .* of epoch \d+: its sampler, a process of its own,"
+        r" (was killed by signal: Killed|exited unexpectedly)\. All ranks were stopped; \d+ finished"
+    )
+    assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
+from gnnplan.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "strategy"),
+    [
+        (40, "gsplit(prefetch=1)"),  # it hung
+        *(
+            pytest.param(files, strategy, marks=pytest.mark.nightly)
+            for files in (24, 32, 48, 64)
+            for strategy in ("gsplit(prefetch=1)", "p3(pipelined=True,prefetch=2)", "data_parallel")
+        ),
+    ],
+)
+def test_too_few_files_are_refused_before_ranks_start(
+    tmp_path: Path, start: Start, files: int, strategy: str
+):
+    mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
+    planned = plan(tmp_path, 2, *mini, "--strategy", strategy)
+    run = start(planned, "--epochs", "2", launcher=("-c", LIMITED.format(files)))
+    assert run.ended() == 2, run.stderr
+    *_, error = run.stderr.splitlines()
+    assert re.fullmatch(rf"error: .* {files} files .*\(ulimit -n \d+\).*", error), run.stderr
+    assert "Traceback" not in run.stderr and not run.out.exists()
+
+
+@pytest.mark.nightly  # as faults of executor/test_injected.py are
+def test_too_few_files_amid_training(tmp_path: Path, start: Start):
+    """Ranks leave notes without opening a file."""
+    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), "--checkpoint-every", "100")
+    run.until_training()
+    resource.prlimit(run.rank(1), resource.RLIMIT_NOFILE, (3, 3))
+    assert run.ended() == 2, run.stderr
+    words = (
+        r"^error: .*rank1.*cannot be written \(.*Too many open files.*\); allow more open files"
+        r" \(ulimit -n 4096\).*rank 1 \(server 0\) was in .*epoch \d+\. All ranks were stopped; \d+"
+    )
+    assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
+def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path: Path, start: Start):
+    """Training goes on where nobody reads of its progress; an answer that is lost is said."""
+    planned = plan(tmp_path, 2)
+    called = f"{sys.executable} -m gnnplan"
+    for words, code, said in (
+        (
+            f"simulate {planned} > /dev/full",
+            2,
+            "error: standard output cannot be written (No space",
+        ),
+        (f"simulate {planned} --json > /dev/full", 2, "error: standard output cannot be written"),
+        (f"simulate {planned} >&-", 0, ""),
+        (f"run {planned} --epochs 2 --out {tmp_path}/out 2> /dev/full", 0, ""),
+        (f"run {planned} --epochs 2 --out {tmp_path}/closed >&- 2>&- <&-", 0, ""),
+    ):
+        done = subprocess.run(f"{called} {words}", shell=True, capture_output=True, text=True)
+        assert done.returncode == code and done.stderr.startswith(said), (words, done)
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 def parent(pid: int) -> int:
@@ -178,10 +263,11 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
     ],
 )
 def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path: Path):
-    from gnnplan.executor.launch.blame import blame
+    from gnnplan.executor.launch.blame import Failure, blame
+    from gnnplan.executor.ranks.activity import Activity, seen
 
     for rank, message in notes.items():
-        note = {"exit_code": failures[rank].exitcode, "message": message, "activity": "halo"}
-        (tmp_path / f"error.rank{rank}.json").write_text(json.dumps(note))
+        failure = Failure(failures[rank].exitcode, message, "halo", rank, rank)
+        Activity(seen(tmp_path, rank)).leave(failure.note)
     error = blame(failures, tmp_path, range(len(failures)), 3.0)
     assert str(error).startswith(words) and error.exit_code == code

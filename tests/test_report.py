@@ -139,6 +139,12 @@ def test_the_timeline_shows_one_epoch_of_every_rank_and_lane(facts: Facts):
     assert ranks == {str(rank) for rank in range(facts.problem.ranks)}
 
 
+def test_a_run_that_has_recorded_no_step_is_not_drawn():
+    """It was an IndexError."""
+    at_setup = Span("rows:s-1", "rows", 0, "comm", 0.0, 1.0, 8, -1)
+    assert steady("run", [], 1) is steady("run", [at_setup], 1) is None
+
+
 def test_what_no_screen_shows_is_joined_and_nothing_else():
     spans = [Span(f"forward:c{i}:s0", "forward", 0, "compute", i, i + 0.5) for i in range(4)]
     assert [mark.label for mark in thinned(spans, 0.1)] == [f"forward:c{i}" for i in range(4)]

@@ -6,6 +6,7 @@ The agent starts the ranks, watches them, ends all of them when one is lost, and
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -32,6 +33,8 @@ from gnnplan.executor.ranks.meeting import LOOPBACK, store_of_this_machine
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
+# for logs that nobody has asked for torch would make folders in /tmp, and leave them
+NO_LOGS = DefaultLogsSpecs(os.devnull)
 Blame = Callable[[dict[int, Any]], GnnplanError]  # from torch's failures by process
 AnnounceRestart = Callable[[GnnplanError, int], None]  # why, and how many restarts are left
 # from the ids of the ranks' processes to what is to be called now and then
@@ -44,7 +47,7 @@ class _Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, blame: Blame, announce_restart: AnnounceRestart, watch: Watch
     ) -> None:
-        super().__init__(spec, DefaultLogsSpecs(), start_method="spawn")
+        super().__init__(spec, NO_LOGS, start_method="spawn")
         self.blame, self.announce_restart, self.watch = blame, announce_restart, watch
         self.error: GnnplanError | None = None
         self.look: Callable[[], None] = lambda: None
@@ -123,7 +126,9 @@ def run(
     ]:
         # every logger has a level of its own; our message says what happened
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    numa = LaunchConfig(1, 1, ranks).numa_options  # torch's default: a rank stays near its GPU
+    numa = LaunchConfig(
+        1, 1, ranks, NO_LOGS
+    ).numa_options  # torch's default: a rank stays near its GPU
     meeting = _Here()
     spec = WorkerSpec(
         "rank",

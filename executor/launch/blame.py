@@ -1,16 +1,15 @@
 """Which rank failed first, and what it was doing.
 
-The launcher sees exit codes; ranks leave notes (error.rank<r>.json) and their last activity
-(ranks/activity.py). One lost rank stops all others, so most failures are consequences.
+The launcher sees exit codes; ranks leave notes and their last activity (ranks/activity.py). One
+lost rank stops all others, so most failures are consequences.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 TIMED_OUT = ("imed out", "imeout")  # parts of the messages of torch and of the system
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
 OWN_EXIT_CODES = (1, 2, 3)  # of errors whose message says everything
+MOST_SAID = 10_000  # letters of a note's message: all of them are at most 60 kB of JSON
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,11 @@ class Failure:
     rank: int
     server: int | None  # None: it has not read its plan
 
-
-def note(out: Path, failure: Failure) -> None:
-    """Leave a failure for the launcher. Raises OSError.
-
-    The note does not wait for the disk: the launcher might end this process before it is written.
-    """
-    temporary = out / f".error.rank{failure.rank}"
-    temporary.write_text(json.dumps(asdict(failure)))
-    os.replace(temporary, out / f"error.rank{failure.rank}.json")
-
-
-def forget(out: Path) -> None:
-    """Remove the notes and activities of an earlier attempt."""
-    for path in out.glob("error.rank*.json"):
-        path.unlink()
-    activity.forget(out)
+    @property
+    def note(self) -> str:
+        """What the launcher reads."""
+        short = replace(self, message=self.message[:MOST_SAID])
+        return json.dumps(asdict(short), ensure_ascii=False)
 
 
 def blame(
@@ -67,11 +56,14 @@ def blame(
     case = _Case(failures, out, servers)
     rank = min(failures, key=case.guilt)
     failure, own_note = failures[rank], case.notes.get(rank, {})
+    ended = f"All ranks were stopped; {kept(out, range(len(servers)))}"
     if own_note.get("exit_code") in OWN_EXIT_CODES:
-        error = GnnplanError(own_note["message"])
+        said = own_note["message"]
+        if "epoch" in own_note["activity"]:  # it had begun to train
+            said += f". {case.name(rank)} was in {case.last_activity(rank)}. {ended}"
+        error = GnnplanError(said)
         error.exit_code = own_note["exit_code"]
         return error
-    ended = f"All ranks were stopped; {kept(out, range(len(servers)))}"
     waited = [
         r for r, said in case.notes.items() if any(part in said["message"] for part in TIMED_OUT)
     ]
@@ -106,9 +98,9 @@ class _Case:
     def __init__(self, failures: Mapping[int, Any], out: Path, servers: Sequence[int]) -> None:
         self.failures, self.out, self.servers = failures, out, servers
         self.notes: dict[int, dict[str, Any]] = {
-            rank: json.loads(path.read_text())
+            rank: json.loads(said)
             for rank in range(len(servers))
-            if (path := out / f"error.rank{rank}.json").exists()
+            if (said := activity.read_note(activity.seen(out, rank)))
         }
 
     def guilt(self, rank: int) -> tuple[bool, bool, float]:

@@ -6,6 +6,7 @@ What all ranks check together, once they run, is in preflight.py.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
 
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
+# that a rank may have open: its own, connections to a peer, and a layer of what a sampler sends it
+FILES, FILES_OF_A_PEER, FILES_OF_A_LAYER = 64, 8, 10
 
 
 def prepare(plan: Path, choice: str | None = None) -> tuple[dict[str, Any], Problem, Strategy]:
@@ -168,10 +171,18 @@ def last_of(out: Path, problem: Problem, strategy: Strategy) -> int:
     return latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks))
 
 
-def must_fit_here(problem: Problem) -> None:
+def must_fit_here(problem: Problem, strategy: Strategy | None = None) -> None:
     """Raise SpecError if this machine cannot hold a process for each rank."""
     from gnnplan.executor.ranks.memory import free_memory
 
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sent = problem.workload.layers * (1 + getattr(strategy, "prefetch", 0))
+    needed = FILES + FILES_OF_A_PEER * problem.ranks + FILES_OF_A_LAYER * sent
+    if 0 <= files < needed:
+        raise SpecError(
+            f"a process may have {files} files open, and a rank of {problem.ranks:,} needs up to"
+            f" {needed:,}: allow more (ulimit -n {max(needed, 4096)})"
+        )
     free = free_memory()
     if problem.ranks * LEAST_MEMORY > free:
         raise SpecError(

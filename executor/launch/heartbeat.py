@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gnnplan.executor.launch.blame import Failure, note
+from gnnplan.executor.launch.blame import Failure
 from gnnplan.executor.ranks import activity
 
 HEAD_START = 5.0  # [s] beyond their own time-out, in which ranks speak for themselves
@@ -57,8 +57,9 @@ class Heartbeat:
             " works longer at an operation needs a longer --timeout"
         )
         for (rank, pid), where in zip(self.pids.items(), activities, strict=True):
-            with suppress(OSError):  # a full disk must not keep them alive
-                note(self.out, Failure(4, said, where, rank, self.servers[rank]))
+            with suppress(OSError):  # a folder that is gone must not keep them alive
+                failure = Failure(4, said, where, rank, self.servers[rank])
+                activity.leave(activity.seen(self.out, rank), failure.note)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

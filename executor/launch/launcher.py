@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gnnplan.executor.launch.blame import blame, forget
+from gnnplan.executor.launch.blame import blame
 from gnnplan.executor.launch.checks import (
     last_of,
     must_be_measurable,
@@ -31,6 +30,7 @@ from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
 from gnnplan.executor.launch.rank_process import follow, leave, work
 from gnnplan.executor.launch.scalars import must_be_installed
+from gnnplan.executor.launch.scratch import scratch
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import latest, stored
 from gnnplan.executor.ranks.meeting import loopback_only
@@ -38,7 +38,8 @@ from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError
-from gnnplan.planner.vocabulary.files import make_folder
+from gnnplan.planner.vocabulary.files import forget_unfinished, make_folder
+from gnnplan.planner.vocabulary.progress import say
 
 __all__ = [
     "Emulated",
@@ -106,8 +107,8 @@ def start(
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    forget(out)
     ranks, killed_before = problem.by_gpu, killings()
+    activity.begin(out, ranks)
     predicted = predicted_memory(read(plan))
 
     def explain(failures: dict[int, Any]) -> GnnplanError:
@@ -116,12 +117,12 @@ def start(
         return blame(by_rank, out, problem.servers, options.timeout_s, starved)
 
     def announce_restart(error: GnnplanError, left: int) -> None:
-        forget(out)
+        activity.begin(out, ranks)
         last = latest(stored(out, ranks).values())
         where = f"epoch {last}" if last else "the beginning"
-        sys.stderr.write(
+        say(
             f"{error}\nstarting all ranks anew from {where} (restarts left after this one:"
-            f" {left - 1})\n"
+            f" {left - 1})"
         )
 
     def watch(pids: Sequence[int]) -> Callable[[], None]:
@@ -135,21 +136,23 @@ def start(
     program = ["-P", "-m", "gnnplan.executor", "launch"]
     arguments = [*program, str(plan), str(out), json.dumps(asdict(options))]
     try:
-        if emulate is None:
-            os.environ |= interfaces
-            agent.run(arguments, len(ranks), options.restarts, explain, announce_restart, watch)
-        else:
-            lab.run(
-                arguments,
-                problem.cluster.servers,
-                [problem.servers[rank] for rank in ranks],
-                emulate.rate,
-                options.restarts,
-                explain,
-                announce_restart,
-                watch,
-            )
+        with scratch(out):
+            if emulate is None:
+                os.environ |= interfaces
+                agent.run(arguments, len(ranks), options.restarts, explain, announce_restart, watch)
+            else:
+                lab.run(
+                    arguments,
+                    problem.cluster.servers,
+                    [problem.servers[rank] for rank in ranks],
+                    emulate.rate,
+                    options.restarts,
+                    explain,
+                    announce_restart,
+                    watch,
+                )
     finally:
         for name in interfaces:  # this process may go on to servers
             os.environ.pop(name, None)
         activity.forget(out)
+        forget_unfinished(out)

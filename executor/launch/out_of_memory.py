@@ -12,8 +12,13 @@ import torch
 from gnnplan.executor.ranks.memory import allocated, free_memory, resident
 from gnnplan.planner.vocabulary.units import show_bytes
 
-# parts of the RuntimeErrors that torch's allocators raise
-OUT_OF_MEMORY = ("can't allocate memory", "std::bad_alloc", "out of memory")
+# parts of the RuntimeErrors of torch's allocators, and of Python where a stack has no room
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "out of memory",
+    "can't start new thread",
+)
 REMEDY = (
     "plan again with more ranks, --set device.memory=.. for what each may fill, or a smaller"
     " workload"

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS, Failure, note
+from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS, Failure
 from gnnplan.executor.launch.checks import (
     must_be_measurable,
     must_be_new,
@@ -41,7 +41,8 @@ from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import make_folder
+from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
+from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_time
 
 # parts of the messages with which torch.distributed says that a peer is gone
@@ -53,13 +54,15 @@ FOREIGN_TEXT = 200  # characters of another library's message that are shown
 def work(plan: Path, out: Path, options: Options) -> int:
     """Be one of the ranks that `launcher.start` started.
 
-    Returns the exit code. If the rank fails it leaves error.rank<r>.json for the launcher.
+    Returns the exit code. If the rank fails it leaves a note for the launcher.
     """
-    failure = _Process(plan, out, options, prepared=True).run()
+    process = _Process(plan, out, options, prepared=True)
+    failure = process.run()
     if failure is None:
         return 0
-    with suppress(OSError):  # a full disk must not hide the failure
-        note(out, failure)
+    with suppress(OSError):  # it may have failed before it knew its place in the plan
+        activity.leave(activity.seen(out, process.number), failure.note)
+    process.activity.leave(failure.note)
     if failure.exit_code == FAILED_WITH_OTHERS:
         time.sleep(HEAD_START)
     return failure.exit_code
@@ -80,7 +83,7 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
     message = f"error: rank {failure.rank} ({where}) in {failure.activity}: {failure.message}"
     if process.rank is not None and process.hosts:
         message += roll_call(process.rank, failure, process.servers, process.hosts, out)
-    sys.stderr.write(f"{message}\n")  # one write: lines of several ranks do not mix
+    say(message)
     return 4 if failure.exit_code == FAILED_WITH_OTHERS else failure.exit_code
 
 
@@ -99,7 +102,7 @@ class _Process:
         self.server: int | None = None  # not known before the plan has been read
         self.servers: tuple[int, ...] = ()
         self.hosts: list[str] = []  # by rank, once all ranks have met
-        self.activity = activity.Activity()
+        self.activity = activity.Activity()  # of this process alone, until its place is known
         self.rank: Rank | None = None
         self.predicted: dict[str, float] = {}
 
@@ -141,7 +144,7 @@ class _Process:
             self.options.write(self.out)
         mismatch = device_mismatch(rank, problem)
         if mismatch and rank.rank == 0:
-            sys.stderr.write(f"note: {mismatch}\n")
+            say(f"note: {mismatch}")
         self.activity.begin("phase", "set-up")
         with _reports(epochs, first, self.options, rank.rank) as report:
             train(
@@ -210,11 +213,11 @@ class _Process:
         return Failure(exit_code, message, where, self.number, self.server)
 
     def _unexpected(self, error: Exception) -> Failure:
-        """Memory that ran out, a peer that is gone, or a bug."""
+        """Memory that ran out, a system that refuses, a peer that is gone, or a bug."""
         # spans add a note to what passes them: their lane may do other work by now
         spans = getattr(error, "__notes__", [])
         where = spans[0].removeprefix("in ") if spans else str(self.activity)
-        reason = (str(error).splitlines() or [""])[0][:FOREIGN_TEXT]
+        reason = _own_words(error)
         if ran_out(error):
             device = self.rank.device if self.rank else torch.device("cpu")
             if not self.predicted:
@@ -223,13 +226,36 @@ class _Process:
             said = f"memory ran out ({reason or type(error).__name__})"
             lines = [said, account(self.predicted), found(device), REMEDY]
             return self._failure(4, "\n".join(lines), where)
+        if (refused := refusal(error)) is not None:
+            remedy = remedy_of(refused)
+            where_to = f"{refused.filename}: " if refused.filename else ""
+            said = refused.strerror or reason
+            return self._failure(4, f"{where_to}{said}; {remedy}", where)
         if isinstance(error, torch.distributed.DistError) or (
             isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
         ):
             message = f"its peers did not answer ({reason})"
             return self._failure(FAILED_WITH_OTHERS, message, where)
-        traceback.print_exc()
-        return self._failure(4, _describe(error), where)
+        return self._failure(4, f"{_describe(error)} ({self._keep_traceback(error)})", where)
+
+    def _keep_traceback(self, error: Exception) -> str:
+        """Where the traceback of a bug is, in words."""
+        path = self.out / f"traceback.rank{self.number}.txt"
+        try:
+            make_folder(self.out)
+            write_atomically(path, "".join(traceback.format_exception(error)), at_once=True)
+        except GnnplanError as unwritable:
+            return f"its traceback is lost: {unwritable}"
+        return f"traceback in {path}"
+
+
+def _own_words(error: Exception) -> str:
+    """What an error of another library says, in a line.
+
+    torch's DataLoader puts a sampler's traceback before the sampler's own words.
+    """
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1 if "Original Traceback" in str(error) else 0][:FOREIGN_TEXT]
 
 
 def _describe(error: Exception) -> str:
@@ -246,8 +272,9 @@ def _describe(error: Exception) -> str:
 
 def leave(code: int) -> NoReturn:
     """End this process now: Gloo's threads sometimes abort a regular exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # nobody reads them any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -296,12 +323,7 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
             f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {scores} "
             f" this epoch {show_time(row['epoch_s'])}, {left_s:.0f} s left"
         )
-        print(
-            f"\r\x1b[K{line}" if renews else line,
-            end="" if renews and not is_last else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(line, end="" if renews and not is_last else "\n")
 
     return report
 

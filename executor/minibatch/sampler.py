@@ -28,16 +28,20 @@ import itertools
 import math
 import multiprocessing
 import os
+import re
 import signal
+import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from threading import Thread
+from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +56,7 @@ from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.meeting import join
-from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent
+from gnnplan.executor.ranks.rank import SCRATCH, Rank, attempt, die_with_parent
 from gnnplan.planner.graph.batches import items_of, pairs_in
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.links import Pairs, fetched
@@ -435,6 +439,9 @@ class Arriving:
             )
         finally:
             gc.unfreeze()
+        torch_hears = signal.getsignal(signal.SIGCHLD)
+        if callable(torch_hears):  # in a main thread
+            signal.signal(signal.SIGCHLD, partial(_hear, torch_hears))
         # A rank that forks while another's sampler connects to the store in this process would
         # copy the name resolver's lock as taken, for ever. So samplers begin when all have forked.
         self.rank.await_all(self.rank.exchange_group)
@@ -459,13 +466,13 @@ class Arriving:
         return made.share
 
     def _await(self, ahead: Iterator[Sampled]) -> Sampled:
-        """The sampler's next. Raises LostRank if it says nothing for as long as a peer may."""
+        """The sampler's next. Raises LostRank if it is lost, or silent for too long."""
         self.waits_since = time.monotonic()
         try:
             return next(ahead)
-        except (RuntimeError, OSError, EOFError) as error:
-            if not self.is_silent:  # what the sampler raised, or how it ended
-                raise
+        except (RuntimeError, OSError, EOFError, LostRank) as error:
+            if not self.is_silent:
+                raise _lost(error) from None
             with suppress(ValueError):  # torch would tell of the killed sampler once more
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             raise LostRank(
@@ -502,8 +509,30 @@ def _watch(watched: weakref.ref[Arriving]) -> None:
         time.sleep(LOOK_S)
 
 
+def _hear(
+    torch_hears: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None
+) -> None:
+    """A child has ended. Called anywhere in the main thread. Raises LostRank if it was lost."""
+    try:
+        torch_hears(number, frame)
+    except RuntimeError as error:
+        raise _lost(error) from None
+
+
+def _lost(error: Exception) -> Exception:
+    """LostRank, where torch says of a sampler that it ended; else the sampler's own error."""
+    found = re.search(r"DataLoader worker \(pid.*?[\d, ]+\) (.*)", str(error))
+    if found is None:
+        return error
+    said = found[1].strip().rstrip(".").replace("is killed", "was killed")
+    return LostRank(f"its sampler, a process of its own, {said}")
+
+
 def _begin(all_forked: Event, worker: int) -> None:
     """The first thing that a sampler's process does."""
     die_with_parent()
+    if os.path.isdir(scratch := os.environ.get(SCRATCH, "")):
+        tempfile.tempdir = scratch
+        Path(scratch, str(os.getpid())).touch()
     torch.set_num_threads(1)
     all_forked.wait()

@@ -36,7 +36,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import make_folder
+from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of
 from gnnplan.planner.vocabulary.progress import say
 
 KEPT = 2  # checkpoints of each rank
@@ -270,8 +270,10 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _unwritable(path: Path, error: Exception) -> SpecError:
-    reason = getattr(error, "strerror", None) or error
+    refused = refusal(error)
+    reason = getattr(refused or error, "strerror", None) or error
+    remedy = remedy_of(refused) if refused else "free the disk"
     return SpecError(
-        f"{path}: the checkpoint cannot be written ({reason}); free the disk, or train with"
+        f"{path}: the checkpoint cannot be written ({reason}); {remedy}, or train with"
         " --checkpoint-every 0"
     )

@@ -138,7 +138,7 @@ def train(
         launch.must_go_on(out, last, number)
     else:
         launch.must_be_new(out)
-    launch.must_fit_here(problem)
+    launch.must_fit_here(problem, strategy)
     onwards = f" after {last}" if last else ""
     say(
         f"training {problem.stats.name} with {strategy} on"

@@ -33,6 +33,9 @@ from gnnplan.simulator.noise import Noise, epochs, percentiles
 from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
 from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
+# repetitions that every plan may have, and tasks of all repetitions where there are more: seconds
+USUAL, MOST_REPEATED = 20, 500_000
+
 
 @dataclass(frozen=True)
 class Playing:
@@ -67,23 +70,27 @@ class Playing:
                     f" counted from 0); use rank {ranks - 1} or less"
                 )
 
+    @property
+    def most_tasks(self) -> int:
+        """How many are played in all."""
+        return MOST_TASKS if self.times <= USUAL else MOST_REPEATED
+
     def must_be_short(self, tasks: int) -> None:
         """Raise SpecError where so many tasks a step would take minutes to play."""
-        if tasks * self.steps * self.times <= MOST_TASKS:
+        if tasks * self.steps * self.times <= self.most_tasks:
             return
-        most = max(1, MOST_TASKS // tasks)
+        most = max(1, self.most_tasks // tasks)
         if self.noise:
             times = f" {self.repetitions:,} times"
-            fewer_steps, fewer_times = (
-                min(self.steps, max(most // 2, 1)),
-                max(most // self.steps, 1),
-            )
+            least = USUAL if tasks * self.steps * USUAL <= MOST_TASKS else 1
+            fewer_times = max(most // self.steps, least)
+            fewer_steps = self.steps if least > 1 else min(self.steps, max(most // 2, 1))
             less = f"--steps {fewer_steps} --repetitions {fewer_times}"
         else:
             times, less = "", f"--steps {most}"
         raise SpecError(
-            f"--steps {self.steps:,} of {tasks:,} tasks each{times} are more than {MOST_TASKS:,}"
-            f" tasks; use {less} or less"
+            f"--steps {self.steps:,} of {tasks:,} tasks each{times} are more than"
+            f" {self.most_tasks:,} tasks; use {less} or less"
         )
 
     def __call__(self, candidate: Candidate) -> dict[str, float]:
@@ -93,7 +100,7 @@ class Playing:
         if batches * problem.ranks > MOST_TASKS:
             return {}
         once: Schedule = strategy.schedule(problem, batches)
-        if len(once.tasks) * self.steps * self.times > MOST_TASKS:
+        if len(once.tasks) * self.steps * self.times > self.most_tasks:
             return {}
         schedule = strategy.schedule(problem, self.steps * batches)
         task_graph = TaskGraph(schedule, problem.cost)

@@ -51,6 +51,8 @@ def main() -> NoReturn:
     from gnnplan.planner.vocabulary.errors import GnnplanError
 
     code: Any = 1
+    unheard: OSError | None = None
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # a terminal may lack letters of a file's name
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):  # a stream that was given to a fork, half read
@@ -60,17 +62,20 @@ def main() -> NoReturn:
     try:
         _must_be_numbers(sys.argv[1:])
         code = app(standalone_mode=False)
-        sys.stdout.flush()
     except GnnplanError as error:
         code = fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
-    except BrokenPipeError:  # `gnnplan plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+            unheard = error  # files have names
+        else:
+            code = _refused(error)
+    except ValueError as error:
+        named = _blamed(str(error))
+        if named is None:
             raise
-        code = fail(f"{str(error.filename)[:80]}...: {error.strerror}; choose a shorter one", 2)
+        code = fail(f"{named}={os.environ[named]!r:.80}: torch refuses it; mend or unset it", 2)
     except Exception as error:
         if not hasattr(error, "format_message") or not hasattr(error, "show"):
             raise
@@ -80,8 +85,58 @@ def main() -> NoReturn:
         code = 2
     if code == 130:
         fail("interrupted", 130)
+    at_last = _flush()
+    unheard = unheard or at_last
+    if isinstance(unheard, BrokenPipeError):  # `gnnplan plan | head`
+        code = 1
+    elif unheard is not None:
+        said = f"standard output cannot be written ({unheard.strerror})"
+        say(f"error: {said}, so the answer is not whole; send it to another place")
+        code = 2
     gc.freeze()  # and not once more at exit
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_standard_streams() -> None:
+    """Open nothing in place of a stream that is closed (`gnnplan plan >&-`): the next file that is
+    opened would take its place, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115
+            if stream.fileno() != number:
+                os.dup2(stream.fileno(), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, stream)
+
+
+def _flush() -> OSError | None:
+    """Let standard output have its words; the error with which it refuses them. Then nobody hears
+    it any more."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
+
+
+def _blamed(said: str) -> str | None:
+    """The variable that torch has read as it was imported, and whose value an error repeats."""
+    for name in ("TORCH_LOGS_FORMAT", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "LOGLEVEL"):
+        value = os.environ.get(name)
+        if value and (name in said or value in said):
+            return name
+    return None
+
+
+def _refused(error: OSError) -> int:
+    """Say what the system refuses; raises what may be a bug of ours."""
+    from gnnplan.planner.vocabulary.files import MOST_SHOWN, refusal, remedy_of
+
+    if refusal(error) is None:
+        raise error
+    where = f"{str(error.filename)[:MOST_SHOWN]}: " if error.filename else ""
+    return fail(f"{where}{error.strerror}; {remedy_of(error)}", 2)
 
 
 def _must_be_numbers(words: list[str]) -> None:

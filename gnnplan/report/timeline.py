@@ -14,7 +14,7 @@ from gnnplan.planner.evidence.validate import WAITING as WAITS
 from gnnplan.planner.evidence.validate import describe_operation, operation
 from gnnplan.planner.vocabulary.trace import LANES, Span
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
-from gnnplan.report.facts import Facts
+from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, path, unit_of
 
 MOST_RANKS = 16  # drawn
@@ -56,10 +56,11 @@ class Window:
 def timeline(facts: Facts) -> Picture:
     """The steady state of the plan's strategy, simulated, and of its runs. Raises Absent."""
     steps = 1 if facts.batches == 1 else min(3, facts.batches)
-    windows = [steady("simulated", facts.simulated, steps)]
-    windows += [
-        steady(one.run.folder, one.measured, steps) for one in facts.same[:1] if one.measured
-    ]
+    simulated = steady("simulated", facts.simulated, steps)
+    if simulated is None:
+        raise Absent("the simulated steps take no time")
+    measured = (steady(one.run.folder, one.measured, steps) for one in facts.same[:1])
+    windows = [simulated, *filter(None, measured)]
     panels = [marks(window) for window in windows]
     names = _by_lane(mark for panel in panels for mark in panel)
     colours = {op: WAITING if _waits(op) else c for op, c in zip(names, COLOURS * 9, strict=False)}
@@ -107,12 +108,15 @@ def timeline(facts: Facts) -> Picture:
     return Picture("timeline", "Who does what when", see, out, columns, rows)
 
 
-def steady(name: str, spans: Iterable[Span], steps: int) -> Window:
-    """So many successive steps whose duration is the median of all but the first."""
+def steady(name: str, spans: Iterable[Span], steps: int) -> Window | None:
+    """So many successive steps whose duration is the median of all but the first; None where no
+    span says how long they take."""
     spans = [span._replace(op=operation(span.label)) for span in spans if span.step >= 0]
     ends: dict[int, float] = {}
     for span in spans:
         ends[span.step] = max(ends.get(span.step, span.end), span.end)
+    if not ends:
+        return None
     known = sorted(ends)
     bounds = [(ends[a], ends[b]) for a, b in zip(known, known[steps:], strict=False)]
     whole = (min(span.start for span in spans), ends[known[-1]])
@@ -123,7 +127,7 @@ def steady(name: str, spans: Iterable[Span], steps: int) -> Window:
         for span in spans
         if span.start < high and span.end > low
     ]
-    return Window(name, clipped, high - low)
+    return Window(name, clipped, high - low) if high > low else None
 
 
 def marks(window: Window) -> list[Span]:
@@ -208,9 +212,11 @@ def _see(facts: Facts, windows: list[Window], steps: int) -> str:
     terms = [f"{term}, {meaning}" for term, meaning in TERMS.items() if term in used]
     if terms:
         words.insert(1, f"Names: {'; '.join(terms)}.")
-    if facts.same:
-        words.append(f"Measured, in {windows[1].name}: {windows[1].computing}.")
-    elif facts.runs:
+    for window in windows[1:]:
+        words.append(f"Measured, in {window.name}: {window.computing}.")
+    if facts.same and not windows[1:]:
+        words.append(f"{facts.same[0].run.folder} has recorded no step.")
+    elif facts.runs and not facts.same:
         words.append(f"No run is of {facts.candidate.strategy}, so nothing measured is below it.")
     if len(facts.same) > 1:
         words.append(f"{len(facts.same)} runs are of this strategy; the first is shown.")

@@ -4,7 +4,6 @@ A mistake is reported with its file and line, or with its option."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.gnn.workload import WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Document, Where, cache_dir, dotted, read_yaml, suggest
+from gnnplan.planner.vocabulary.progress import say
 
 MOST_MISTAKES = 20  # in one message
 RENAMED = {  # names of fields in cluster files of 0.1.0, which are read until 0.3.0
@@ -244,7 +244,7 @@ def with_new_names(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
     out = renamed(data)
     if old:
         new = ", ".join(f"{name} is now {RENAMED[name]}" for name in sorted(old))
-        print(f"note: {source}: old names of fields: {new}; please rename them", file=sys.stderr)
+        say(f"note: {source}: old names of fields: {new}; please rename them")
     return out
 
 

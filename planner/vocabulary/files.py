@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import json
 import math
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable
@@ -27,6 +29,16 @@ MOST_MEMORY, PER_VALUE = 7e8, 56  # [B] of JSON's objects, and of one
 MOST_DIGITS = 300  # of a whole number, which must fit a float
 _NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
 _SCALARS = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null")}
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # a file that `write_atomically` has not renamed yet
+_REFUSALS = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+)
 Where = tuple[str | int, ...]  # the place of a value in a document, as ('device', 'memory')
 
 
@@ -37,10 +49,13 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnplan"
 
 
-def write_atomically(path: str | Path, data: str | bytes, parents: bool = False) -> None:
+def write_atomically(
+    path: str | Path, data: str | bytes, parents: bool = False, at_once: bool = False
+) -> None:
     """Write a temporary file next to `path`, then rename it, so that a file is complete or absent.
 
-    `parents` makes missing folders. Raises SpecError if the file cannot be written.
+    `parents` makes missing folders. at_once: do not wait for the disk, which looks to other ranks
+    like a lost peer. Raises SpecError if the file cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -52,7 +67,8 @@ def write_atomically(path: str | Path, data: str | bytes, parents: bool = False)
             with open(temporary, "xb") as stream:
                 stream.write(data.encode() if isinstance(data, str) else data)
                 stream.flush()
-                os.fsync(stream.fileno())
+                if not at_once:
+                    os.fsync(stream.fileno())
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -63,10 +79,46 @@ def write_atomically(path: str | Path, data: str | bytes, parents: bool = False)
             raise SpecError(
                 f"{path}: the folder {path.parent} does not exist; create it first"
             ) from error
-        raise SpecError(
-            f"{path}: cannot be written ({error.strerror or error}); choose another place or"
-            " free it"
-        ) from error
+        raise cannot_write(path, error) from error
+
+
+def forget_unfinished(folder: Path) -> None:
+    """Remove what writers that were killed have left in a folder where nobody writes any more."""
+    for path in folder.glob(".*"):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def cannot_write(path: str | Path, error: OSError) -> SpecError:
+    """What to raise where a file cannot be written."""
+    return SpecError(f"{path}: cannot be written ({error.strerror or error}); {remedy_of(error)}")
+
+
+def refusal(error: BaseException) -> OSError | None:
+    """The error of the system that is behind an error, if it refuses files, and for no fault of the
+    program; None otherwise.
+
+    Libraries written in C++ raise RuntimeErrors that only say it.
+
+    >>> refusal(RuntimeError("socket: Too many open files")).errno == errno.EMFILE
+    True
+    """
+    if isinstance(error, OSError) and error.errno in _REFUSALS:
+        return error
+    said = str(error)
+    number = next((number for number in _REFUSALS if os.strerror(number) in said), None)
+    return None if number is None else OSError(number, os.strerror(number))
+
+
+def remedy_of(error: OSError) -> str:
+    """What a user can do about a system that refuses a file."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "allow more open files (ulimit -n 4096) and start again"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free the disk"
+    if error.errno == errno.ENAMETOOLONG:
+        return "choose a shorter name"
+    return "choose another place or free it"
 
 
 def must_be_writable(path: Path) -> None:

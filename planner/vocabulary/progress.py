@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 EVERY_S = 2.0
@@ -23,9 +23,15 @@ def silent(phase: str, detail: str = "", /) -> None:
     """Say nothing, for callers whom nobody waits for."""
 
 
-def say(line: str) -> None:
-    """Print a line, in place of one that tells progress."""
-    print(f"{_CLEAR if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
+def say(line: str, end: str = "\n") -> None:
+    """Print a line, in place of one that tells progress.
+
+    In one write: lines of several ranks do not mix. A standard error that is full or gone stops
+    nobody: `gnnplan run .. 2>&1 | head`.
+    """
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{_CLEAR if sys.stderr.isatty() else ''}{line}{end}")
+        sys.stderr.flush()
 
 
 @contextmanager
@@ -48,15 +54,13 @@ def progress(every_s: float = EVERY_S) -> Iterator[Notify]:
     def end() -> None:
         seconds = time.monotonic() - began
         if phase and seconds >= every_s:
-            line = _CLEAR if on_terminal else f"{phase}: {seconds:.0f} s\n"
-            print(line, end="", file=sys.stderr, flush=True)
+            say("" if on_terminal else f"{phase}: {seconds:.0f} s\n", end="")
 
     def report() -> None:
         while not over.wait(every_s):
             if phase:
                 doing = f"{phase}: {detail}" if detail else phase
-                line = f"{_CLEAR}{doing} ... {time.monotonic() - began:.0f} s"
-                print(line, end="", file=sys.stderr, flush=True)
+                say(f"{doing} ... {time.monotonic() - began:.0f} s", end="")
 
     reporter = threading.Thread(target=report, daemon=True)
     if on_terminal:

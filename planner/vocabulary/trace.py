@@ -7,8 +7,8 @@ for viewers; `start_s` and `end_s` in its args hold the exact times."""
 from __future__ import annotations
 
 import json
-import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,8 @@ from gnnplan.planner.vocabulary.files import make_folder, read_json, write_atomi
 # What a rank does at the same time, from top to bottom in a viewer.
 LANES = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
 LONGEST = 1e12  # [s]
-MAX_TRACE = 1 << 27  # half a million spans [B]
+MOST_SPANS = 250_000  # of a rank's file: more would fill more memory than reading may
+MAX_TRACE = MOST_SPANS * 320  # [B]
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
 
 
@@ -54,7 +55,8 @@ def write_traces(
 ) -> list[Path]:
     """Write a `trace.rank<r>.json` for each of `ranks`, out of `world`; returns their paths.
 
-    A file is written completely or not at all. Raises SpecError if the folder cannot be made.
+    A file is written completely or not at all, with the first steps that MOST_SPANS spans hold.
+    Raises SpecError if it cannot be written.
     """
     directory = Path(directory)
     make_folder(directory)
@@ -70,16 +72,15 @@ def write_traces(
     for rank, own in by_rank.items():
         paths.append(trace_of(directory, rank))
         info = {"backend": backend, "rank": rank, "world_size": world}
-        _replace(
-            paths[-1],
-            {
-                "schemaVersion": 1,
-                "displayTimeUnit": "ms",
-                "source": source,
-                "distributedInfo": info,
-                "traceEvents": _events(rank, own, source),
-            },
-        )
+        document = {
+            "schemaVersion": 1,
+            "displayTimeUnit": "ms",
+            "source": source,
+            "distributedInfo": info,
+            "traceEvents": _events(rank, _first_steps(own), source),
+        }
+        text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+        write_atomically(paths[-1], text, at_once=True)
     return paths
 
 
@@ -169,6 +170,16 @@ def _files(directory: Path) -> dict[int, Path]:
     }
 
 
+def _first_steps(spans: list[Span]) -> list[Span]:
+    """The spans of as many whole steps, from the first on, as a file holds."""
+    counts, held = Counter(span.step for span in spans), 0
+    for step in sorted(counts):
+        held += counts[step]
+        if held > MOST_SPANS:
+            return [span for span in spans if span.step < step]
+    return spans
+
+
 def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
     """Metadata events that name the process and its threads, then a complete event per span."""
     used = {span.lane for span in spans}
@@ -208,18 +219,6 @@ def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
 
 def _name(rank: int, thread: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": rank, "tid": thread, "ts": 0, "args": args}
-
-
-def _replace(path: Path, data: dict[str, Any]) -> None:
-    """Write a temporary file, then rename it: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(
-            json.dumps(data, allow_nan=False, separators=(",", ":")), encoding="utf-8"
-        )
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnnplan.executor.ranks.activity import SLOT, Activity, forget, read, seen
+from gnnplan.executor.ranks.activity import (
+    SIZE,
+    SLOT,
+    Activity,
+    begin,
+    forget,
+    leave,
+    read,
+    read_note,
+    seen,
+)
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -30,6 +40,24 @@ def test_the_file_says_what_every_lane_is_in(tmp_path: Path) -> None:
     assert read(path) == "x" * SLOT
     forget(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path: Path) -> None:
+    """The launcher has made the file, so a rank on a full disk says why it failed."""
+    begin(tmp_path, [0])
+    path = seen(tmp_path, 0)
+    activity = Activity(path)
+    activity.begin("phase", "epoch 3")
+    kept = path.stat()
+    activity.leave("größer\0" + "x" * SIZE)
+    after = path.stat()
+    assert (after.st_size, after.st_blocks) == (kept.st_size, kept.st_blocks) and kept.st_blocks > 0
+    assert read_note(path).startswith("größer x") and read(path) == "the beginning of epoch 3"
+    leave(path, "the launcher's")
+    assert read_note(path) == "the launcher's" and read(path) == "the beginning of epoch 3"
+    begin(tmp_path, [0])  # another attempt
+    activity.leave("late")  # of a rank that is still ending
+    assert read_note(path) == read(path) == ""
 
 
 def test_an_error_of_a_lane_that_went_on_to_other_work(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ranks import Case, Ranks, Result
 from gnnplan.cli import app
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.executor.launch.blame import blame
+from gnnplan.executor.ranks.activity import read_note
 from gnnplan.executor.ranks.checkpoint import latest, stored
 from gnnplan.planner.decision.plan import question, read
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -205,7 +206,7 @@ def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(
         servers[1].cut()
         failed = lab.wait(ranks, patience=10)
     assert set(failed) == set(range(problem.ranks))
-    notes = [json.loads(note.read_text()) for note in out.glob("error.rank*.json")]
+    notes = [json.loads(read_note(path)) for path in out.glob("activity.rank*")]
     assert notes and all("did not answer" in note["message"] and note["activity"] for note in notes)
     words = (
         r"ranks do not reach each other: rank 0 \(server 0\) in \S+.*, rank 1 \(server 1\) in \S+.*"

@@ -21,6 +21,7 @@ from gnnplan.executor.minibatch.sampler import Arriving, Sampled, Sampler
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.strategies import DataParallel
+from gnnplan.planner.vocabulary.errors import LostRank
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.processes]
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
@@ -59,14 +60,17 @@ def arriving(kind: type[Sampler], graphs: dict[str, str], prefetch: int) -> Arri
     ("kind", "words"),
     [
         (Broken, "(?s)Traceback.*no such neighbour"),
-        (Killed, r"DataLoader worker \(pid.*(Killed|exited unexpectedly)"),
+        (
+            Killed,
+            r"^its sampler, a process of its own, (was killed by .*Killed|exited unexpectedly)",
+        ),
     ],
 )
 def test_a_sampler_that_dies_ends_the_run_with_its_words(
     kind: type[Sampler], words: str, graphs: dict[str, str]
 ) -> None:
     shares = arriving(kind, graphs, 1)
-    with pytest.raises((ValueError, RuntimeError), match=words):
+    with pytest.raises((ValueError, LostRank), match=words):
         for step in range(4):
             shares.next(step)
 

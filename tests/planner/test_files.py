@@ -16,7 +16,13 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster, Link
 from gnnplan.planner.gnn.workload import WORKLOADS, Workload
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster, read_workload
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cache_dir, read_bytes, read_yaml, write_atomically
+from gnnplan.planner.vocabulary.files import (
+    cache_dir,
+    forget_unfinished,
+    read_bytes,
+    read_yaml,
+    write_atomically,
+)
 
 CONVERGENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "convergence.md"
 CLUSTER = """\
@@ -481,3 +487,17 @@ def test_a_small_file_takes_little_memory(tmp_path: Path):
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_what_killed_writers_left_is_removed(tmp_path, monkeypatch):
+    for name in (".hidden", "plan.json", ".rank0.safetensors"):
+        (tmp_path / name).write_text("kept")
+    kept = set(tmp_path.iterdir())
+    monkeypatch.setattr(os, "replace", lambda *_: os.write(-1, b""))  # as if killed here
+    monkeypatch.setattr(Path, "unlink", lambda *_: None)
+    with pytest.raises(SpecError):
+        write_atomically(tmp_path / "trace.rank0.json", "{}")
+    monkeypatch.undo()
+    assert len(set(tmp_path.iterdir()) - kept) == 1
+    forget_unfinished(tmp_path)
+    assert set(tmp_path.iterdir()) == kept

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.evidence.validate import operation, per_operation
+from gnnplan.planner.vocabulary import files, trace
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.trace import (
     Span,
@@ -111,9 +112,25 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
 
 def test_a_write_that_cannot_end_leaves_no_litter(tmp_path):
     (tmp_path / "trace.rank0.json").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(SpecError, match="cannot be written"):
         write(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["trace.rank0.json"]
+
+
+def test_a_trace_is_no_longer_than_it_can_be_read(tmp_path, monkeypatch):
+    """One of 100 MB was written, and refused when it was read: whole steps are kept that fit."""
+    monkeypatch.setattr(trace, "MOST_SPANS", 7)
+    spans = [Span(f"x:s{n // 3}", "x", 0, "compute", n, n + 1.0, step=n // 3) for n in range(9)]
+    write(tmp_path, spans, world=1)
+    assert read_traces(tmp_path) == spans[:6]
+    monkeypatch.undo()
+    share = 1000 / trace.MOST_SPANS
+    label = "backward:c12:l31:s123456"
+    write(tmp_path, [Span(label, "backward", 0, "compute", 1 / 3, 2 / 3, 10**9, 123456)] * 1000, 1)
+    path = tmp_path / "trace.rank0.json"
+    assert path.stat().st_size < share * trace.MAX_TRACE
+    monkeypatch.setattr(files, "MOST_MEMORY", share * files.MOST_MEMORY)
+    files.must_be_readable(path, path.read_bytes(), "")
 
 
 def change_event(**fields):
