@@ -87,6 +87,7 @@ FALLS = {
 }
 LEFT = ("processes", "namespaces", "ports", "shared memory", "files")
 NAMESPACES = ["--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+INSIDE = {"GNNPLAN_SOAK": "inside", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 Row = tuple[Fault, Case]
 
 
@@ -180,7 +181,6 @@ def soak(base: Path, seconds: float, rng: random.Random) -> Counter[tuple[str, s
     os.environ |= {
         "TMPDIR": str(temporary),
         "GNNPLAN_CACHE": str(base / "cache"),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
@@ -232,7 +232,7 @@ def main() -> int:
         words = [__file__, "--seconds", str(asked.seconds), "--seed", str(asked.seed)]
         users = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         command = ["unshare", *users, *NAMESPACES, sys.executable, *words]
-        os.execvpe(command[0], command, os.environ | {"GNNPLAN_SOAK": "inside"})
+        os.execvpe(command[0], command, os.environ | INSIDE)
     print(f"seed {asked.seed}: repeat it with SEED={asked.seed} make soak", flush=True)
     with tempfile.TemporaryDirectory(prefix="soak") as base:
         counts = soak(Path(base), asked.seconds, random.Random(asked.seed))
