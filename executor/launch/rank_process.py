@@ -39,7 +39,6 @@ from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, open_ran
 from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
 from gnnplan.planner.vocabulary.progress import say
@@ -125,6 +124,10 @@ class _Process:
         document, problem, strategy = prepare(self.plan, self.choice)
         must_be_measurable(self.options, strategy)
         self._take_place(document, problem)
+        asked, every = question(problem, strategy), self.options.checkpoint_every
+        checkpoints = Checkpoints(self.out, self.number, every, asked)
+        # reads all of its files, which takes longer than peers may wait if they are large
+        stored = checkpoints.found() if self.resumes else []
         must_meet()
         rank = self.rank = open_rank(self.options.timeout_s, problem)
         rank.gradient_errors, rank.activity = self.options.gradient_errors, self.activity
@@ -136,7 +139,7 @@ class _Process:
                 f" {problem.ranks}, or plan again with --ranks {rank.world}"
             )
         epochs = self.options.epochs or problem.workload.epochs
-        checkpoints, first = self._agree(problem, strategy, epochs)
+        first = self._agree(problem, checkpoints, stored, epochs)
         make_folder(self.out)
         # every server may have a disk of its own
         if not self.prepared and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -185,18 +188,17 @@ class _Process:
             # ranks write only after all of them have met, so what is here is another run's
             must_be_new(self.out)
 
-    def _agree(self, problem: Problem, strategy: Strategy, epochs: int) -> tuple[Checkpoints, int]:
-        """Compare facts with all ranks, and find the checkpoint that all go on from.
+    def _agree(
+        self, problem: Problem, checkpoints: Checkpoints, stored: list[int], epochs: int
+    ) -> int:
+        """Compare facts with all ranks; return the epoch that all go on from (0: the beginning).
 
-        Returns this rank's Checkpoints and the epoch that it goes on from (0: the beginning).
+        stored: epochs of which this rank has a checkpoint.
         """
         from gnnplan.executor.launch.preflight import agree, facts
 
         rank, options = self.rank, self.options
         assert rank is not None
-        asked = question(problem, strategy)
-        checkpoints = Checkpoints(self.out, rank.rank, options.checkpoint_every, asked)
-        stored = checkpoints.found() if self.resumes else []
         own = facts(checkpoints.question, asdict(options), stored)
         everyone = agree(rank, problem, own, self.predicted)
         self.hosts = [other["host"] for other in everyone]
@@ -207,7 +209,7 @@ class _Process:
             # a finished run that is to have more epochs has left these
             for name in (f"rank{rank.rank}.json", "weights.safetensors"):
                 (self.out / name).unlink(missing_ok=True)
-        return checkpoints, last
+        return last
 
     def _failure(self, exit_code: int, message: str, where: str) -> Failure:
         return Failure(exit_code, message, where, self.number, self.server)

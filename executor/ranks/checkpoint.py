@@ -206,11 +206,10 @@ class Checkpoints:
             self._writing = None
 
     def load(self, epoch: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The notes and tensors of an epoch's checkpoint."""
-        about = header(self._path(epoch))
-        assert about is not None
+        """The notes and tensors of an epoch's checkpoint, which `found` has read and checked."""
         with safe_open(self._path(epoch), framework="pt") as file:
-            return about["notes"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            notes: dict[str, Any] = json.loads(file.metadata()["gnnplan"])["notes"]
+            return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def header(path: Path) -> dict[str, Any] | None:
