@@ -117,13 +117,13 @@ def start(
         return blame(by_rank, out, problem.servers, options.timeout_s, starved)
 
     def announce_restart(error: GnnplanError, left: int) -> None:
-        activity.begin(out, ranks)
         last = latest(stored(out, ranks).values())
         where = f"epoch {last}" if last else "the beginning"
         say(
             f"{error}\nstarting all ranks anew from {where} (restarts left after this one:"
             f" {left - 1})"
         )
+        activity.begin(out, ranks)
 
     def watch(pids: Sequence[int]) -> Callable[[], None]:
         by_rank = dict(zip(ranks, pids, strict=True))

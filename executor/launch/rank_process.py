@@ -231,7 +231,10 @@ class _Process:
         if (refused := refusal(error)) is not None:
             remedy = remedy_of(refused)
             where_to = f"{refused.filename}: " if refused.filename else ""
-            said = refused.strerror or reason
+            # a library's words have more than the system's: NCCL's name the memory that it lacks
+            said = refused.strerror if error is refused else reason
+            if "/dev/shm" in reason:
+                remedy = "give the container more shared memory (--shm-size)"
             return self._failure(4, f"{where_to}{said}; {remedy}", where)
         if isinstance(error, torch.distributed.DistError) or (
             isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)

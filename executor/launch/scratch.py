@@ -3,15 +3,15 @@
 Python makes a folder in /tmp for a sampler's sockets, which a killed process leaves there. The
 launcher gives samplers one of its own, and removes it. A sampler also notes its process there, for
 torch names shared memory by it. A launcher that is killed cannot remove anything; so a link in the
-run's folder leads there, and whoever resumes the run does it."""
+run's folder leads there, and whoever resumes the run does it. A disk without links has none."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gnnplan.executor.ranks.rank import SCRATCH
@@ -23,28 +23,32 @@ PREFIX = "gnnplan-"
 @contextmanager
 def scratch(out: Path) -> Iterator[None]:
     """Give the samplers of processes that are started within a folder. Raises SpecError."""
-    link = out / "scratch"
+    link = out / ".scratch"
+    if link.is_symlink():
+        earlier = Path(os.readlink(link))
+        if earlier.name.startswith(PREFIX) and str(earlier.parent) == tempfile.gettempdir():
+            # by now another process may have the number of one that was killed long ago
+            _remove(earlier, lambda sampler: not Path("/proc", sampler).exists())
+        link.unlink()
     try:
-        _forget(link)
-        os.environ[SCRATCH] = tempfile.mkdtemp(prefix=PREFIX)
-        link.symlink_to(os.environ[SCRATCH])
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     except OSError as error:
-        raise cannot_write(link, error) from error
+        raise cannot_write(tempfile.gettempdir(), error) from error
+    os.environ[SCRATCH] = str(folder)
+    with suppress(OSError):
+        link.symlink_to(folder)
     try:
         yield
     finally:
-        _forget(link)
+        _remove(folder, lambda sampler: True)
+        link.unlink(missing_ok=True)
         del os.environ[SCRATCH]
 
 
-def _forget(link: Path) -> None:
-    """Remove the link and the folder to which it leads, if it is one of ours."""
-    if link.is_symlink():
-        folder = Path(os.readlink(link))
-        is_ours = folder.name.startswith(PREFIX) and str(folder.parent) == tempfile.gettempdir()
-        if is_ours and folder.is_dir():
-            for sampler in filter(str.isdecimal, os.listdir(folder)):
-                for left in Path("/dev/shm").glob(f"torch_{sampler}_*"):
-                    left.unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-        link.unlink()
+def _remove(folder: Path, is_over: Callable[[str], bool]) -> None:
+    """Remove a folder, and the shared memory of those of its samplers that are over."""
+    if folder.is_dir():
+        for sampler in filter(is_over, filter(str.isdecimal, os.listdir(folder))):
+            for left in Path("/dev/shm").glob(f"torch_{sampler}_*"):
+                left.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)

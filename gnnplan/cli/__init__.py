@@ -11,6 +11,7 @@ import gc
 import inspect
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -124,7 +125,7 @@ def _blamed(said: str) -> str | None:
     """The variable that torch has read as it was imported, and whose value an error repeats."""
     for name in ("TORCH_LOGS_FORMAT", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "LOGLEVEL"):
         value = os.environ.get(name)
-        if value and (name in said or value in said):
+        if value and (name in said or re.search(rf"(: |'){re.escape(value)}['.,]", f"{said}.")):
             return name
     return None
 

@@ -86,7 +86,8 @@ def forget_unfinished(folder: Path) -> None:
     """Remove what writers that were killed have left in a folder where nobody writes any more."""
     for path in folder.glob(".*"):
         if _TEMPORARY.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder is no file of ours
+                path.unlink()
 
 
 def cannot_write(path: str | Path, error: OSError) -> SpecError:

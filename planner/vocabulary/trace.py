@@ -20,7 +20,7 @@ from gnnplan.planner.vocabulary.files import make_folder, read_json, write_atomi
 LANES = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
 LONGEST = 1e12  # [s]
 MOST_SPANS = 250_000  # of a rank's file: more would fill more memory than reading may
-MAX_TRACE = MOST_SPANS * 320  # [B]
+MAX_TRACE = 2**27  # [B]; MOST_SPANS take less
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
 
 

@@ -19,10 +19,11 @@ goes into its product and what comes out of it), b bytes per number, W weights:
     coupled       4 (P-1)/P N b sum_l w_l  +  2 (P-1) W b
     alternating   half of it where layers alternate A (X W) and (A X) W
 
-A halo of H rows, all ranks together, costs graph parallelism 2 H w b per layer: coupled sends
-fewer bytes where H > 2 (P-1)/P N, alternating where H > (P-1)/P N. A layer 1 whose aggregate never
-changes crosses once, at set-up. Where dropout changes it, it crosses in every step; there graph
-parallelism has the features of its halo already.
+A halo of H rows, all ranks together, costs graph parallelism with narrow=True 2 H w b per layer:
+coupled sends fewer bytes where H > 2 (P-1)/P N, alternating where H > (P-1)/P N. A layer 1 whose
+aggregate never changes crosses once, at set-up. Where dropout changes it, it crosses in every step,
+half as much if it sums features, which have no gradient; there graph parallelism has the features
+of its halo already.
 
 `order='alternating'` leaves a layer by columns where all that is done before the next sum is done
 number by number (bias, ReLU, dropout), and multiplies before or after the sum so that the fewest
@@ -123,6 +124,9 @@ class FeatureParallel(Strategy):
         if why := unsuited(problem):
             raise SpecError(f"feature_parallel: {why}; use graph_parallel, or another model")
         self.check_vertices(problem)
+
+    def role(self, problem: Problem, rank: int) -> dict[str, int]:
+        return {}  # no part
 
     def arranged(self, problem: Problem) -> tuple[ByColumns, Courses]:
         """The model in the order in which it is trained, and how rows go through its layers."""

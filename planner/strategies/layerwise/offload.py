@@ -12,7 +12,8 @@ server's memory. The last layer goes forward and backward at once.
     compute       |f 1 c0|          |f 1 c1|          |f 2 c0|loss|b 2 c0|
 
 So the device holds one layer of one chunk. How many chunks there are is chosen: the least power of
-two that fits, for more chunks read more rows of each other.
+two that fits by estimates, or up to sixteen times as many if its real cut does not. More chunks
+read more rows of each other.
 
 Exact: the gradient of one process, since no row is missing and none is stale.
 
@@ -73,17 +74,13 @@ class Offload(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """Where graph parallelism fits on no number of GPUs: where it fits, it is faster."""
+        """Where graph parallelism does not fit on all GPUs: where it fits, it is faster."""
         if problem.ranks == 1 and not cls.refused(problem) and not _fits_without(problem):
             yield cls()
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
-        if _fits_without(problem):
-            return ""
-        if (refused := cls.refused(problem)) or problem.ranks == 1:
-            return refused
-        return "it trains on one rank; use --ranks 1"
+        return "" if _fits_without(problem) else cls.refused(problem)
 
     @classmethod
     def refused(cls, problem: Problem) -> str:
@@ -124,7 +121,7 @@ class Offload(Strategy):
         ]
 
     def settle(self, problem: Problem) -> Offload:
-        """With the least power of two of chunks that fits."""
+        """With as few chunks as fit."""
         if self.chunks is not None or problem.ranks > 1 or self.refused(problem):
             return self
         asked = (problem.graph, problem.stats, problem.workload, problem.method)
