@@ -392,6 +392,7 @@ def _documents() -> Iterator[list[Case]]:
         f"{name}: {value}": f"{two}{{bandwidth: 10GB/s, {name}: {value}}}\n"
         for name in ("latency", "efficiency")
         for value in TYPES
+        if (name, value) != ("efficiency", "{}")  # which it is by default
     }
     clusters["price: true"] = f"{cluster}gpus_per_server: 1\nprice: true\n"
     for about, content in clusters.items():

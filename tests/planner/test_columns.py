@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -29,7 +30,7 @@ def problem(text: str = "mixing=1&skew=100", ranks: int = RANKS, **workload: obj
     asked = Workload(**{"model": "gcn", "layers": 4, "hidden": H, **workload})
     cluster = Cluster(
         gpus_per_server=ranks,
-        device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10),
+        device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10, gather={4: {1e4: 1e10}}),
         intra_node=Link(bandwidth=1e8),
     )
     return Problem(graph.stats, graph, asked, cluster)
@@ -84,6 +85,16 @@ def test_own_rows_need_rows():
         assert list(FeatureParallel.candidates(asked)) == [FeatureParallel()]
     assert list(FeatureParallel.candidates(problem())) == [FeatureParallel(), ALTERNATING]
     assert list(FeatureParallel.candidates(problem(ranks=1))) == []
+
+
+def test_a_plan_tries_it_where_narrow_sums_were_measured():
+    """By a roofline of wide rows it took GNNPipe's own case, on GPUs that nobody had measured."""
+    asked = problem()
+    device = asked.cluster.device.model_copy(update={"gather": {}})
+    unknown = replace(asked, cluster=asked.cluster.model_copy(update={"device": device}))
+    assert list(FeatureParallel.candidates(unknown)) == []
+    assert "gnnplan measure" in FeatureParallel.absent(unknown)
+    assert FeatureParallel().predict(unknown).epoch_s > 0  # when asked for
 
 
 @pytest.mark.parametrize("model", ["gcn", "sgc"])

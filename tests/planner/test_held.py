@@ -9,6 +9,7 @@ from test_strategies import GRAPHS, cluster, problem_of
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import memory as of_stages
+from gnnplan.planner.strategies.layerwise import chunked as of_chunks
 from gnnplan.planner.strategies.layerwise import holds as of_layers
 from gnnplan.planner.strategies.p3 import memory as of_columns
 from gnnplan.planner.strategies.p3.periods import pipelined
@@ -60,7 +61,7 @@ def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
         raise AssertionError
 
     examples = [parse(e.strategy) for family in families(problem) for e in family.examples]
-    for room in (of_layers, of_stages, of_columns):
+    for room in (of_layers, of_chunks, of_stages, of_columns):
         monkeypatch.setattr(room, "footprint", computed)
     for strategy in (each.settle(problem) for each in examples):
         strategy.predict(problem)

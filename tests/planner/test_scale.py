@@ -173,7 +173,12 @@ def test_where_nothing_fits_it_says_how_much_memory_would():
                 search(problem_of(roomy, 4), exact=True, may_use_fewer=False)
     assert large.found and found.first is large and found.fitting == [large]
     with pytest.raises(Infeasible, match="nothing fits on any of 1, 4 GPUs; on 4: nothing fits"):
-        scale(base, [1, 4])
+        scale(one_server(base), [1, 4])
+
+
+def one_server(base: Problem) -> Problem:
+    """With too little memory in a server for one GPU to train chunk by chunk."""
+    return replace(base, cluster=base.cluster.model_copy(update={"host_memory": 1e9}))
 
 
 def test_where_a_strategy_takes_over():

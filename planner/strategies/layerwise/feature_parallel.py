@@ -92,7 +92,9 @@ class FeatureParallel(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        if problem.ranks == 1 or unsuited(problem):
+        """Where the rate of narrow sums was measured: of wide rows a roofline is true, of a few
+        columns it promises too much, for each edge has its index and weight to read too."""
+        if cls.absent(problem):
             return
         yield cls()
         if _numbers(problem, "alternating") < _numbers(problem, "coupled"):
@@ -100,7 +102,12 @@ class FeatureParallel(Strategy):
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
-        return unsuited(problem) or "one rank has no other to share columns with"
+        if problem.ranks == 1:
+            return "one rank has no other to share columns with"
+        unknown = (
+            "how fast this device sums a few columns is not known; run `gnnplan measure` on it"
+        )
+        return unsuited(problem) or ("" if problem.cluster.device.gather else unknown)
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
