@@ -232,7 +232,7 @@ class _Process:
             remedy = remedy_of(refused)
             where_to = f"{refused.filename}: " if refused.filename else ""
             # a library's words have more than the system's: NCCL's name the memory that it lacks
-            said = refused.strerror if error is refused else reason
+            said = (refused.strerror if error is refused else None) or reason
             if "/dev/shm" in reason:
                 remedy = "give the container more shared memory (--shm-size)"
             return self._failure(4, f"{where_to}{said}; {remedy}", where)
