@@ -1,11 +1,12 @@
 """Inputs that once fell: each is a call of gnnplan, with the files that it reads made here.
 
-`CASES` is a table of kinds. tests/test_corpus.py runs every one as a process of its own and holds
-it to the law of tests/test_fuzz.py: an answer or a line that says what is wrong, in little time
+`cases` makes a table of kinds. tests/test_corpus.py runs them as processes of their own and holds
+them to the law of tests/test_fuzz.py: an answer or a line that says what is wrong, in little time
 and memory. `python tests/corpus.py` prints the table with counts, seconds and memory."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -605,6 +606,11 @@ def cases() -> list[Case]:
     return [case for kind in kinds for some in kind() for case in some]
 
 
+def picked(kinds: Sequence[str], every: int = 1) -> list[Case]:
+    """Of these kinds, every so many-th case; no kinds: of all."""
+    return [case for case in cases() if not kinds or case.kind in kinds][::every]
+
+
 def warm() -> None:
     """Import what the verbs import."""
     import gnnplan.api.planning
@@ -622,14 +628,15 @@ def warm() -> None:
 
 
 def main() -> None:
-    as_json = sys.argv[1:2] == ["--json"]
-    wanted = sys.argv[1 + as_json :]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="default: all")
+    parser.add_argument("--json", action="store_true", help="a line per call")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th call alone")
+    asked = parser.parse_args()
     warm()
     fell: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for case in cases():
-        if wanted and case.kind not in wanted:
-            continue
+    for case in picked(asked.kinds, asked.every):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             end = call(case, Path(folder))
             left = [name for name in case.leaves if (Path(folder) / name).exists()]
@@ -639,7 +646,7 @@ def main() -> None:
         counts[case.kind] += 1
         fell[case.kind] += bool(why)
         last = (end.stderr.strip().splitlines() or [""])[-1][:200]
-        if as_json:
+        if asked.json:
             told = {"name": case.name, "why": why, "code": end.code, "last": last}
             print(json.dumps(told | {"stderr": end.stderr[-2000:] if why else ""}), flush=True)
         elif why or "CORPUS_ALL" in os.environ:
@@ -648,7 +655,7 @@ def main() -> None:
                 f"{case.kind}: {case.name}: {why or 'good'}, {seconds}, {memory}: {last}",
                 flush=True,
             )
-    if not as_json:
+    if not asked.json:
         for kind, count in counts.items():
             print(f"{kind:20} {count:4} calls, {fell[kind]} fell")
 
