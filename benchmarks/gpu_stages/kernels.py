@@ -169,22 +169,26 @@ def ours(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: aggregate(block, x)
 
 
-def csr(block: Block, dtype: torch.dtype) -> Tensor:
-    """The block as torch's matrix, with int64 indices as its users have them."""
-    assert block.weight is not None
+def csr(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Tensor:
+    """torch's matrix, with int64 indices as its users have them."""
     with no_beta_warning():
         return torch.sparse_csr_tensor(
-            block.indptr.long(),
-            block.indices.long(),
-            block.weight.to(dtype),
-            (block.n_dst, block.n_src),
+            indptr.long(),
+            indices.long(),
+            values,
+            (len(indptr) - 1, columns),
             check_invariants=False,
         )
 
 
+def _weights(block: Block, dtype: torch.dtype) -> Tensor:
+    assert block.weight is not None
+    return csr(block.indptr, block.indices, block.weight.to(dtype), block.n_src)
+
+
 def sparse(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """torch.sparse."""
-    matrix = csr(block, dtype)
+    matrix = _weights(block, dtype)
     return lambda x: matrix @ x
 
 
@@ -223,7 +227,7 @@ def pyg(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     imported("torch_geometric")
     from torch_geometric.utils import spmm
 
-    matrix = csr(block, dtype)
+    matrix = _weights(block, dtype)
     return lambda x: spmm(matrix, x, "sum")
 
 

@@ -22,7 +22,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gpu_stages import question
 from gpu_stages.clock import whole_s
-from gpu_stages.kernels import imported
+from gpu_stages.kernels import csr, imported
 from gpu_stages.record import LeftOut, Record, Row, Setting
 
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=128&classes=16&seed=0"
@@ -149,20 +149,12 @@ def _training(
 
 def pyg(problem: Problem, device: torch.device) -> Epoch:
     """PyG on a torch.sparse CSR matrix, its quickest way without extensions."""
-    from gnnplan.executor.layers.kernels.aggregation import no_beta_warning
-
     imported("torch_geometric")
     graph = problem.graph
     assert graph is not None
-    with no_beta_warning():
-        edges = torch.sparse_csr_tensor(
-            torch.tensor(graph.indptr).long(),
-            torch.tensor(graph.indices).long(),
-            torch.ones(len(graph.indices)),
-            (graph.stats.vertices,) * 2,
-            check_invariants=False,
-        ).to(device)
-    return _training(problem, device, _pyg_layers(problem), edges)
+    indptr, indices = torch.tensor(graph.indptr), torch.tensor(graph.indices)
+    edges = csr(indptr, indices, torch.ones(len(indices)), graph.stats.vertices)
+    return _training(problem, device, _pyg_layers(problem), edges.to(device))
 
 
 def pyg_edges(problem: Problem, device: torch.device) -> Epoch:

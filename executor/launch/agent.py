@@ -126,9 +126,8 @@ def run(
     ]:
         # every logger has a level of its own; our message says what happened
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    numa = LaunchConfig(
-        1, 1, ranks, NO_LOGS
-    ).numa_options  # torch's default: a rank stays near its GPU
+    # torch's default: a rank stays near its GPU
+    numa = LaunchConfig(1, 1, ranks, NO_LOGS).numa_options
     meeting = _Here()
     spec = WorkerSpec(
         "rank",
