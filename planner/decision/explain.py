@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
-from gnnplan.planner.decision.objective import TIME, in_mode
+from gnnplan.planner.decision.objective import in_mode
 from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_all, recommend
 from gnnplan.planner.decision.sensitivity import sentences
@@ -337,24 +337,20 @@ def batches_of(problem: Problem, strategy: Strategy) -> str:
 
 
 def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -> list[str]:
-    """The best strategy for the same GNN on the full graph: to the same accuracy, where runs tell
-    in how many epochs it reaches it, else per epoch."""
-    notify("evaluating the full graph too")
+    """The best strategy for the same GNN on the full graph, where runs tell in how many epochs it
+    reaches the same accuracy: nothing else compares an epoch of one update with one of many."""
     whole, objective = in_mode(problem, "full"), best.objective
-    is_told = objective.target is not None and objective.target.tells_of(whole)
-    compared_by = objective if is_told else TIME
-    ranked, _ = evaluate_all(whole, exact, objective=compared_by)
+    if objective.target is None or not objective.target.tells_of(whole):
+        return [
+            "In how many epochs the full graph reaches the same accuracy is unknown; runs of it"
+            " (--mode full) and of mini-batches tell, by --target-accuracy and --evidence"
+        ]
+    notify("evaluating the full graph too")
+    ranked, _ = evaluate_all(whole, exact, objective=objective)
     if not ranked:
         return ["The full graph does not fit: only mini-batches train this"]
     other = recommend(sorted(ranked, key=lambda candidate: candidate.value))
-    if is_told:
-        return [
-            f"On the full graph {other.strategy} takes {objective.show(other.value)}"
-            f" {objective.span}, {other.value / best.value:.2g} times as much"
-        ]
-    ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
     return [
-        f"On the full graph {other.strategy} takes {show_time(float(other.predicted.epoch_s))} per"
-        f" epoch, {ratio:.2g} times as long, for one update; in how many epochs either reaches the"
-        " same accuracy depends on the graph: unknown"
+        f"On the full graph {other.strategy} takes {objective.show(other.value)} {objective.span},"
+        f" {other.value / best.value:.2g} times as much"
     ]
