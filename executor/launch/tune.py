@@ -25,6 +25,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.recommendation import LEAST_CHANCE
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, search
+from gnnplan.planner.evidence.accuracy import objective_of
 from gnnplan.planner.evidence.halving import (
     WARM_UP,
     Contender,
@@ -67,18 +68,17 @@ class Prospect:
 
 
 def asked(document: dict[str, Any], notify: Notify = silent) -> tuple[Problem, SearchResult]:
-    """The problem of a plan on all its GPUs, and its search done again. Raises SpecError."""
-    if document.get("objective", "time") != "time" or "target_accuracy" in document:
-        raise SpecError(
-            f"tune measures the time of epochs, and the plan's objective is another"
-            f" ({', '.join(plans.asked_for(document))}); plan again without it to tune"
-        )
+    """The problem of a plan on all its GPUs, and its search done again, evidence read anew.
+
+    Raises SpecError.
+    """
+    objective = objective_of(document)
     cluster = Cluster.model_validate(document["cluster"])
     problem = plans.question(document, cluster)
     alternatives = document.get("alternatives", [])
     forced = None if alternatives or document.get("rejected") else plans.chosen(document)
     fewer = any(a.get("gpus", 0) < cluster.ranks for a in [document["best"], *alternatives])
-    return problem, search(problem, plans.is_exact(document), forced, fewer, notify)
+    return problem, search(problem, plans.is_exact(document), forced, fewer, notify, objective)
 
 
 def prospect(
@@ -131,7 +131,8 @@ def _contender(candidate: Candidate) -> Contender:
     name, used = str(candidate.strategy), candidate.problem.ranks
     if used < candidate.problem.cluster.ranks:
         name += f" on {used}"
-    return Contender(name, candidate.strategy.exact, float(candidate.predicted.epoch_s))
+    epoch_s = float(candidate.predicted.epoch_s)
+    return Contender(name, candidate.is_comparable, epoch_s, candidate.value / epoch_s)
 
 
 def tune(
@@ -172,15 +173,18 @@ def tune(
     best = ahead.candidates[contenders.index(result.best)]
     problem, found = on_cluster(problem, found, best, cluster)
     document = plans.make(problem, found, exact, notify)
-    words = f"{result.why()}; {show_time(result.spent_s)} of {show_time(ahead.budget_s)} spent"
+    why = result.why(found.objective)
+    words = f"{why}; {show_time(result.spent_s)} of {show_time(ahead.budget_s)} spent"
     document["summary"] |= {"close": _close(result), "tuned": words}
     document["explanation"].insert(1, words)
     document["tuned"] = {
         **budget,
         "spent_s": result.spent_s,
         "certain": result.is_certain,
-        "why": result.why(),
-        "strategies": [_evidence(contender, result) for contender in result.order],
+        "why": why,
+        "strategies": [
+            _evidence(one, ahead.candidates[contenders.index(one)], result) for one in result.order
+        ],
         "refit": refit,
     }
     return document
@@ -326,23 +330,26 @@ def on_cluster(
     problem: Problem, found: SearchResult, best: Candidate, cluster: Cluster
 ) -> tuple[Problem, SearchResult]:
     """The problem and its candidates predicted anew, with `best` as what runs have shown."""
-    again = {id(c): evaluate(replace(c.problem, cluster=cluster), c.strategy) for c in found.ranked}
-    ranked = sorted(again.values(), key=lambda c: float(c.predicted.epoch_s))
+    again = {
+        id(c): evaluate(replace(c.problem, cluster=cluster), c.strategy, c.objective)
+        for c in found.ranked
+    }
+    ranked = sorted(again.values(), key=lambda candidate: candidate.value)
     measured = again[id(best)]
     return replace(problem, cluster=cluster), replace(found, ranked=ranked, measured=measured)
 
 
-def _evidence(contender: Contender, result: Result) -> dict[str, Any]:
-    """What is known of one strategy, JSON-ready; `slower` is against the best."""
+def _evidence(contender: Contender, candidate: Candidate, result: Result) -> dict[str, Any]:
+    """What runs showed of one strategy, JSON-ready; by how much it is `worse` than the best."""
     found = difference(contender, result.best)
     ran, is_best = bool(contender.readings), contender is result.best
     compared = ran and not is_best
     return {
         "strategy": contender.name,
-        "exact": contender.exact,
+        "exact": candidate.strategy.exact,
         "predicted_s": contender.predicted_s,
         "measured_s": contender.epoch_s if ran else None,
-        "slower": expm1(found.slower) if compared else None,
+        "worse": expm1(found.more) if compared else None,
         "doubt": expm1(found.doubt) if compared and isfinite(found.doubt) else None,
         "certain": found.is_certain if compared else None,
         "turns": len(contender.readings),
@@ -353,9 +360,9 @@ def _evidence(contender: Contender, result: Result) -> dict[str, Any]:
 
 
 def _close(result: Result) -> str:
-    """The others that ran, by how much slower they were."""
+    """The others that ran, by how much worse they were."""
     told = [
-        f"{c.name} {show_percent(expm1(difference(c, result.best).slower), 1, sign=True)} measured"
+        f"{c.name} {show_percent(expm1(difference(c, result.best).more), 1, sign=True)} measured"
         for c in result.others
     ]
     return "; ".join(told[:2]) or "nothing else ran to its end"

@@ -9,6 +9,7 @@ from gnnplan.api.planning import Plan
 from gnnplan.api.running import rate_of
 from gnnplan.api.view import Table
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
@@ -28,7 +29,7 @@ class Tuned(Plan):
             return lines
         return [
             *lines,
-            _measured(tuned["strategies"]),
+            _measured(tuned["strategies"], Objective(self.document.get("objective", "time"))),
             *(
                 f"- {row['strategy']} was left out: {row['failed']}"
                 for row in tuned["strategies"]
@@ -49,6 +50,8 @@ def tune(
     notify: Notify = silent,
 ) -> Tuned:
     """Run the few strategies whose predictions are within doubt, and plan by what they took.
+
+    Least comes first: time of an epoch, or the plan's objective, made of measured epochs.
 
     What is run and what it may cost is said on standard error before the first run. out: a new
     folder for the runs; default: one in runs/. share: the most that it may cost, of the seconds
@@ -71,25 +74,34 @@ def tune(
     return Tuned(by_runs(problem, found, folder, share, epochs, servers, exact, notify), folder)
 
 
-def _measured(strategies: list[dict[str, Any]]) -> Table:
+def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:
     """The strategies that were run, the recommended one first."""
 
-    def slower(row: dict[str, Any]) -> str:
-        if row["slower"] is None:
+    def worse(row: dict[str, Any]) -> str:
+        if row["worse"] is None:
             return "failed" if row["failed"] else "-"
         doubt = "" if row["doubt"] is None else f" ± {show_percent(row['doubt'])}"
-        return show_percent(row["slower"], sign=True) + doubt
+        return show_percent(row["worse"], sign=True) + doubt
 
     return Table(
         "measured",
-        ["strategy", "exact", "predicted", "measured", "slower by", "certain", "epochs", "cost"],
+        [
+            "strategy",
+            "exact",
+            "predicted",
+            "measured",
+            f"{objective.more} by",
+            "certain",
+            "epochs",
+            "cost",
+        ],
         [
             [
                 row["strategy"],
                 "yes" if row["exact"] else "no",
                 show_time(row["predicted_s"]),
                 "-" if row["measured_s"] is None else show_time(row["measured_s"]),
-                slower(row),
+                worse(row),
                 "-" if row["certain"] is None else "yes" if row["certain"] else "no",
                 f"{row['epochs']} in {row['turns']}",
                 show_time(row["cost_s"]),

@@ -372,14 +372,6 @@ def is_exact(document: dict[str, Any]) -> bool:
     return bool(document.get("exact", False))
 
 
-def asked_for(document: dict[str, Any]) -> list[str]:
-    """The objective of a plan, as the options that ask for it."""
-    options = [f"--objective {document.get('objective', 'time')}"]
-    if "target_accuracy" in document:
-        options.append(f"--target-accuracy {document['target_accuracy']:g}")
-    return options
-
-
 def placement(document: dict[str, Any]) -> tuple[int, ...]:
     """The GPU of every rank of a plan, counted over all servers.
 

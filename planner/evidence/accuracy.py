@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.decision import plan as plans
-from gnnplan.planner.decision.objective import Training
+from gnnplan.planner.decision.objective import Objective, Target, Training
 from gnnplan.planner.evidence.validate import MAX_METRICS
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -17,6 +17,17 @@ from gnnplan.planner.vocabulary.files import from_json, read_bytes
 
 MAKE = "make one with `gnnplan run plan.json --out runs/one`"
 PLAN, METRICS = "plan.json", "metrics.jsonl"  # of a run's folder
+
+
+def objective_of(document: dict[str, Any]) -> Objective:
+    """The objective of a plan, the runs that are its evidence read anew.
+
+    Raises SpecError where one is gone, and Mismatch where another version made its plan.
+    """
+    of, accuracy = document.get("objective", "time"), document.get("target_accuracy")
+    if accuracy is None:
+        return Objective(of)
+    return Objective(of, Target(accuracy, trainings(document["evidence"])))
 
 
 def trainings(paths: Iterable[str | os.PathLike[str]]) -> list[Training]:

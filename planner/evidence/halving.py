@@ -1,11 +1,12 @@
-"""Which of a few strategies is fastest, by turns: successive halving within a budget of seconds.
+"""Which of a few strategies is best, by turns: successive halving within a budget of seconds.
 
     rung 1   A B C D   D C B A   A B C D   D C B A     rounds of turns, each in reverse order
     rung 2   C A   A C   C A   A C                     the faster half goes on
     rung 3   A C   C A   ...                           for as many rounds as all before
 
 A turn is a second of epochs of a run that waits between its turns. Every strategy takes one in each
-round, so a machine whose pace changes in minutes is equally slow for all. It ends when the order is
+round, so a machine whose pace changes in minutes is equally slow for all. The best has the shortest
+epochs, or the least of what else the plan's objective counts of them. It ends when the order is
 certain or the budget is used up. The file decides only: `measure` gives the turns
 (executor/launch/turns.py), or a test makes them up.
 """
@@ -22,6 +23,7 @@ import numpy as np
 from scipy.stats import norm
 from scipy.stats import t as student
 
+from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.vocabulary.units import show_percent
 
 TURN_S = 1.0  # [s] of a turn's epochs, at least; one epoch where that takes longer
@@ -52,11 +54,16 @@ Measure = Callable[[int, int, float], Reading]
 
 @dataclass(eq=False)
 class Contender:
-    """A strategy in the competition, and its turns so far, one per round."""
+    """A strategy in the competition, and its turns so far, one per round.
+
+    comparable: it may be recommended without being certainly the best. rate: what the objective
+    counts of a second of its epochs.
+    """
 
     name: str
-    exact: bool
+    comparable: bool
     predicted_s: float
+    rate: float = 1.0
     readings: list[Reading] = field(default_factory=list)
     failed: str = ""
 
@@ -68,15 +75,15 @@ class Contender:
 
 
 class Difference(NamedTuple):
-    """By how much one contender is slower than another, as log(seconds / seconds)."""
+    """By how much more the objective counts of one contender than of another, as log(ratio)."""
 
-    slower: float
+    more: float
     doubt: float  # half the width of the confidence interval
     luck: float  # what of it more rounds do not lessen
 
     @property
     def is_certain(self) -> bool:
-        return self.slower > self.doubt
+        return self.more > self.doubt
 
     @property
     def is_settled(self) -> bool:
@@ -85,17 +92,18 @@ class Difference(NamedTuple):
 
 
 def difference(contender: Contender, leader: Contender) -> Difference:
-    """How certain it is that `contender` is slower than `leader`: a t-test on the rounds of both.
+    """How certain it is that `contender` is worse than `leader`: a t-test on the rounds of both.
 
-    Every round gives one number, the log of the ratio of the two medians. Of a few numbers the
-    spread is unknown, so it is mixed with an expected one (NOISE of both), which counts for PRIOR
-    rounds. The interval is that of Student's t at CONFIDENCE. More rounds do not lessen the LUCK of
-    the two runs, which widens it. Nothing is certain before FEWEST rounds.
+    Every round gives one number, the log of the ratio of the two medians, each times its rate. Of a
+    few numbers the spread is unknown, so it is mixed with an expected one (NOISE of both), which
+    counts for PRIOR rounds. The interval is that of Student's t at CONFIDENCE. More rounds do not
+    lessen the LUCK of the two runs, which widens it. Nothing is certain before FEWEST rounds.
     """
     pairs = list(zip(contender.readings, leader.readings, strict=False))
     if not pairs:
         return Difference(0.0, np.inf, 0.0)
-    logs = [log(median(a.epochs_s) / median(b.epochs_s)) for a, b in pairs]
+    rates = contender.rate / leader.rate
+    logs = [log(median(a.epochs_s) / median(b.epochs_s) * rates) for a, b in pairs]
     if len(logs) < FEWEST:
         return Difference(mean(logs), np.inf, 0.0)
     freedom = PRIOR + len(logs) - 1
@@ -110,18 +118,18 @@ def difference(contender: Contender, leader: Contender) -> Difference:
 class Result:
     """How the competition ended.
 
-    `fastest` had the shortest epochs, and `best` is recommended. In `order` the best comes first,
+    `least` had least of what counts, and `best` is recommended. In `order` the best comes first,
     then the others of the last rung, those that were out before, and those that did not run.
     """
 
     best: Contender
-    fastest: Contender
+    least: Contender
     order: list[Contender]
     spent_s: float
 
     @property
     def is_certain(self) -> bool:
-        """Whether all others that ran are certainly slower than the best."""
+        """Whether all others that ran are certainly worse than the best."""
         return all(difference(c, self.best).is_certain for c in self.others)
 
     @property
@@ -129,38 +137,38 @@ class Result:
         """Those that ran and are not the best."""
         return [c for c in self.order if c.readings and not c.failed and c is not self.best]
 
-    def why(self) -> str:
-        """The reason for the choice, in a sentence."""
+    def why(self, objective: Objective = TIME) -> str:
+        """The reason for the choice, in a sentence with the objective's words."""
         if not self.others:
             return f"{self.best.name} is the only one that ran"
-        if self.fastest is not self.best:
+        if self.least is not self.best:
             return (
-                f"{self.fastest.name} was {_gap(self.best, self.fastest)} faster, which is not"
-                f" certain, and it is lossy: {self.best.name} is exact"
+                f"{self.least.name} was {_gap(self.best, self.least)} {objective.less}, which is"
+                f" not certain, and it is lossy: {self.best.name} is exact"
             )
         second = self.others[0]
-        gap = f"the next, {second.name}, was {_gap(second, self.best)} slower"
+        gap = f"the next, {second.name}, was {_gap(second, self.best)} {objective.more}"
         if self.is_certain:
-            return f"{self.best.name} is certainly the fastest: {gap}"
-        return f"{self.best.name} was the fastest, not certainly: {gap}"
+            return f"{self.best.name} is certainly the {objective.least}: {gap}"
+        return f"{self.best.name} was the {objective.least}, not certainly: {gap}"
 
 
-def _gap(slower: Contender, faster: Contender) -> str:
+def _gap(worse: Contender, better: Contender) -> str:
     """By how much, with its doubt, as '12 % ± 3 %'."""
-    found = difference(slower, faster)
+    found = difference(worse, better)
     doubt = f" ± {show_percent(expm1(found.doubt))}" if np.isfinite(found.doubt) else ""
-    return f"{show_percent(expm1(found.slower))}{doubt}"
+    return f"{show_percent(expm1(found.more))}{doubt}"
 
 
 def halve(
     contenders: Sequence[Contender], measure: Measure, budget_s: float, restarts: bool = False
 ) -> Result | None:
-    """Give the contenders turns until it is certain which is fastest, or the budget is used up.
+    """Give the contenders turns until it is certain which is best, or the budget is used up.
 
     A turn begins only if it is expected to fit what is left of the budget, and is told how much
     that is. If time is short, the first round skips contenders so that a second one fits. A
-    contender that fails is out. After a rung the slower half is out, and all that are certainly
-    slower than the fastest; the fastest exact one stays while it may be as fast. It ends where more
+    contender that fails is out. After a rung the worse half is out, and all that are certainly
+    worse than the best; the best comparable one stays while it may be as good. It ends where more
     rounds would tell nothing new. restarts: every turn starts a run. None: none has run.
     """
     competition = _Competition(contenders, measure, budget_s, restarts)
@@ -173,7 +181,7 @@ def halve(
             if not is_time_left:
                 return _result(contenders, alive, competition.spent_s)
         alive = _survivors(alive)
-        ordered = _by_speed(alive)
+        ordered = _in_order(alive)
         if all(difference(c, ordered[0]).is_settled for c in ordered[1:]):
             break
     return _result(contenders, alive, competition.spent_s)
@@ -241,14 +249,15 @@ def _turn_s(contender: Contender, start_s: float, restarts: bool) -> float:
     return start_s + (WARM_UP + _turn_epochs(contender, restarts)) * contender.epoch_s
 
 
-def _by_speed(contenders: Sequence[Contender]) -> list[Contender]:
-    """From fastest to slowest in the rounds that all of them ran."""
+def _in_order(contenders: Sequence[Contender]) -> list[Contender]:
+    """From best to worst in the rounds that all of them ran."""
     rounds = min((len(contender.readings) for contender in contenders), default=0)
 
     def level(contender: Contender) -> float:
         if not rounds:
-            return log(contender.epoch_s)
-        return mean(log(median(reading.epochs_s)) for reading in contender.readings[:rounds])
+            return log(contender.epoch_s * contender.rate)
+        medians = [median(reading.epochs_s) for reading in contender.readings[:rounds]]
+        return mean(log(epoch_s * contender.rate) for epoch_s in medians)
 
     return sorted(contenders, key=level)
 
@@ -257,28 +266,28 @@ def _survivors(alive: Sequence[Contender]) -> list[Contender]:
     """Those that go on to the next rung, in their order before."""
     if not alive:
         return []
-    ordered = _by_speed(alive)
+    ordered = _in_order(alive)
     possible = [c for c in ordered if c is ordered[0] or not difference(c, ordered[0]).is_certain]
     kept = possible[: max(2, ceil(len(alive) / 2))]
-    kept += [c for c in possible if c.exact][:1]
+    kept += [c for c in possible if c.comparable][:1]
     return [contender for contender in alive if contender in kept]
 
 
 def _result(
     contenders: Sequence[Contender], alive: Sequence[Contender], spent_s: float
 ) -> Result | None:
-    """The fastest of those of the last rung, or an exact one that may be as fast."""
-    last = _by_speed([contender for contender in alive if contender.readings])
+    """The best of those of the last rung, or a comparable one that may be as good."""
+    last = _in_order([contender for contender in alive if contender.readings])
     if not last:
         return None
-    best = fastest = last[0]
-    if not fastest.exact:
-        may_be_as_fast = (c for c in last if c.exact and not difference(c, fastest).is_certain)
-        best = next(may_be_as_fast, fastest)
+    best = least = last[0]
+    if not least.comparable:
+        as_good = (c for c in last if c.comparable and not difference(c, least).is_certain)
+        best = next(as_good, least)
 
     def place(contender: Contender) -> tuple[bool, bool, bool, float]:
         ran = bool(contender.readings) and not contender.failed
-        slower = difference(contender, best).slower
-        return contender is not best, not ran, contender not in last, slower
+        more = difference(contender, best).more
+        return contender is not best, not ran, contender not in last, more
 
-    return Result(best, fastest, sorted(contenders, key=place), spent_s)
+    return Result(best, least, sorted(contenders, key=place), spent_s)

@@ -21,6 +21,7 @@ import torch
 from gnnplan.executor.launch import tune as tuning
 from gnnplan.executor.launch.tune import (
     MOST,
+    _contender,
     asked,
     fit_together,
     must_be_this_machine,
@@ -36,6 +37,7 @@ from gnnplan.executor.train import train
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.evidence.runs import Planned, Run
 from gnnplan.planner.gnn.workload import Workload
@@ -159,6 +161,18 @@ def test_a_plan_is_asked_again_on_all_its_gpus():
     assert [str(c.strategy) for c in again.ranked] == [str(c.strategy) for c in before.ranked]
     only = search(PROBLEM, forced=parse("pipegcn"))
     assert asked(plan.make(PROBLEM, only))[1].forced
+
+
+def test_a_plan_is_tuned_by_its_objective():
+    priced = replace(PROBLEM, cluster=LOCAL.model_copy(update={"price": 3.6}))
+    before = search(priced, objective=Objective("cost"))
+    document = plan.make(priced, before)
+    problem, again = asked(document)
+    assert again.objective.of == "cost" and again.best.value == pytest.approx(before.best.value)
+    _, anew = on_cluster(problem, again, again.best, scaling.device(priced.cluster, 0.5))
+    assert anew.objective.of == "cost" and anew.best.value > again.best.value
+    contender = _contender(again.best)
+    assert contender.rate == pytest.approx(2 * 3.6 / 3600)  # [$/s] of two ranks
 
 
 def runs_of(slower: float) -> list[Run]:

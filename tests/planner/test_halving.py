@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import expm1
 
 import numpy as np
 import pytest
 
+from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.evidence.halving import (
     FIRST,
     MOST_RUNGS,
@@ -19,6 +21,7 @@ from gnnplan.planner.evidence.halving import (
     halve,
     least_s,
 )
+from gnnplan.planner.vocabulary.units import show_percent
 
 
 class Machine:
@@ -142,7 +145,7 @@ def test_an_exact_strategy_is_preferred_within_the_noise(lossy_s: float, best: s
     them = [Contender("exact", True, 1.0), Contender("lossy", False, 0.9)]
     result = ended(halve(them, Machine(1.0, lossy_s, noise=0.05), 100.0))
     assert result.best.name == best
-    assert ("it is lossy" in result.why()) == (result.fastest is not result.best)
+    assert ("it is lossy" in result.why()) == (result.least is not result.best)
 
 
 def test_an_exact_strategy_stays_as_long_as_it_may_be_as_fast():
@@ -150,7 +153,18 @@ def test_an_exact_strategy_stays_as_long_as_it_may_be_as_fast():
     machine = Machine(1.03, 1.0, 1.01, 1.02)
     result = ended(halve(contenders(True, False, False, False), machine, 1e6))
     assert set(machine.turns[4 * FIRST :]) == {0, 1, 2}
-    assert result.best.name == "a" and result.fastest.name == "b"
+    assert result.best.name == "a" and result.least.name == "b"
+
+
+def test_what_counts_is_not_only_seconds():
+    """Half of the GPUs, which take 1.5 times as long, draw three quarters of the energy."""
+    them = [Contender("all", True, 1.0, rate=800.0), Contender("half", True, 1.5, rate=400.0)]
+    result = ended(halve(them, Machine(1.0, 1.5, noise=0.0), 1e6))
+    assert (result.best.name, result.is_certain) == ("half", True)
+    assert result.why(Objective("energy")) == (
+        "half is certainly the cheapest in energy: the next, all, was"
+        f" 33 % ± {show_percent(expm1(difference(*them).doubt))} dearer in energy"
+    )
 
 
 def test_a_contender_that_fails_is_out_with_its_words():
