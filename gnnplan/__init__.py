@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from gnnplan.api.planning import load_plan as load_plan
     from gnnplan.api.planning import plan as plan
     from gnnplan.api.running import Run as Run
+    from gnnplan.api.scaling import Offers as Offers
     from gnnplan.api.scaling import Scale as Scale
+    from gnnplan.api.scaling import offers as offers
     from gnnplan.api.scaling import scale as scale
     from gnnplan.api.simulation import Simulation as Simulation
     from gnnplan.api.simulation import Sweep as Sweep
@@ -53,7 +55,7 @@ _HOMES = {
     "api.measuring": ("measure",),
     "api.planning": ("Answer", "Plan", "load_plan", "plan"),
     "api.running": ("Run",),
-    "api.scaling": ("Scale", "scale"),
+    "api.scaling": ("Offers", "Scale", "offers", "scale"),
     "api.simulation": ("Simulation", "Sweep"),
     "api.tuning": ("Tuned", "tune"),
     "api.validation": ("Validation", "Validations", "validate"),

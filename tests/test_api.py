@@ -84,6 +84,35 @@ def test_a_scale_of_python_is_that_of_the_command_line():
     assert found._repr_html_().count("<tr>") == 1 + len(found.rows)
 
 
+def test_offers_of_python_are_those_of_the_command_line():
+    offered = [f"{CLUSTER}?price=1", f"{CLUSTER}?price=4&device.gemm=500TFLOP/s"]
+    words = ("--graph", GRAPH, *OPTIONS, "--scale", "1,2")
+    clusters = (word for one in offered for word in ("--cluster", one))
+    found = gnnplan.offers(GRAPH, offered, gpus=[1, 2], **FIELDS)
+    shown = command("plan", *words, *clusters)
+    assert shown.rstrip() == str(found)
+    for name, scale in found.scales.items():
+        assert scale.document == gnnplan.scale(GRAPH, name, gpus=[1, 2], **FIELDS).document
+    assert [row["cluster"] for row in found.rows] == [name for name in offered for _ in range(2)]
+    told = found.document
+    assert found.best == (offered[1], told["fastest"]["gpus"]) and told["best"] == told["fastest"]
+    assert told["cheapest"]["cluster"] == offered[0]
+    assert offered[0] in shown  # names that fields alone tell apart are whole
+    apart = str(gnnplan.offers(GRAPH, [offered[0], "l4_box"], gpus=[1], **FIELDS))
+    assert f"\n{CLUSTER} " in apart and "?" not in apart and "cheapest" not in apart
+
+
+def test_where_nothing_fits_on_one_cluster_the_others_are_offered():
+    large = {"graph": "ogbn-papers100M", "gpus": [4], "exact": True}
+    found = gnnplan.offers(clusters=["l4_box", "l4_box?device.memory=320GB"], **large)
+    assert found.best == ("l4_box?device.memory=320GB", 4)
+    assert "l4_box: nothing fits on any of 4 GPUs" in str(found)
+    with pytest.raises(gnnplan.Infeasible, match=r"l4_box: nothing fits .*smallest change"):
+        gnnplan.offers(clusters=["l4_box"], **large)
+    with pytest.raises(gnnplan.SpecError, match=r"--cluster l4_box\?pice=2: pice: unknown field"):
+        gnnplan.offers(clusters=["l4_box?pice=2"], **large)
+
+
 def test_an_objective_of_python_is_that_of_the_command_line():
     words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "--objective", "energy")
     plan = gnnplan.plan(GRAPH, CLUSTER, objective="energy", **FIELDS)

@@ -1182,6 +1182,10 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
         ask("--scale", "12", "--cluster", "dgx_a100"),
         "--scale 12: more than a server's 8 GPUs are whole servers: 8 or 16",
     ),
+    "--cluster twice": (
+        ask("--cluster", "l4_box", "--cluster", "dgx_a100"),
+        "--cluster dgx_a100: several clusters are compared by numbers of GPUs; add --scale",
+    ),
     "--scale -o": (
         lambda d: ["plan", "--scale", "1,2", "-o", d.folder / "p.json"],
         "--scale compares sizes and makes no plan for -o; leave it out",

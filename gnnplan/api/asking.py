@@ -17,7 +17,13 @@ from gnnplan.planner.gnn.workload import METRICS, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
-from gnnplan.planner.problem.inputs import Asked, apply_overrides, ask_workload, checked
+from gnnplan.planner.problem.inputs import (
+    Asked,
+    apply_overrides,
+    ask_workload,
+    checked,
+    overridden,
+)
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, suggest
@@ -131,12 +137,21 @@ def workload_of(
 def _cluster_of(
     cluster: str | Path | Mapping[str, Any] | Cluster, model: str
 ) -> tuple[Cluster, str]:
-    """The cluster, and a note on constants that were fitted to print ('': none)."""
+    """The cluster, and a note on constants that were fitted to print ('': none).
+
+    A name or path may set fields, as --set would: 'dgx_a100?price=2.20&servers=4'.
+    """
     if isinstance(cluster, Cluster):
         return cluster, ""
     if isinstance(cluster, Mapping):
         return checked(Cluster, cluster, "cluster: "), ""
-    return read_fitted(str(cluster), model)
+    name, _, query = str(cluster).partition("?")
+    machine, fitted = read_fitted(name, model)
+    fields = (setting.partition("=") for setting in query.split("&") if setting)
+    try:
+        return overridden(machine, {field: value for field, _, value in fields}), fitted
+    except SpecError as error:
+        raise SpecError(f"--cluster {cluster}: {str(error).removeprefix('--set ')}") from error
 
 
 def settings_of(overrides: Overrides) -> list[str]:

@@ -412,13 +412,21 @@ class Plan(View):
 
 def describe_question(graph: Mapping[str, Any], workload: Workload, cluster: Cluster) -> str:
     """What was asked, in a line; `graph` is what plan.json says of it."""
+    return (
+        f"{describe_training(graph, workload)}; {cluster.name}:"
+        f" {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"
+        f" {cluster.device.name}"
+    )
+
+
+def describe_training(graph: Mapping[str, Any], workload: Workload) -> str:
+    """The graph and the GNN, in a line."""
     layers = describe(workload, graph["features"], graph["classes"]).layers
     return (
         f"{graph['name']}: {graph['vertices']:,} vertices, {graph['edges']:,} edges;"
         f" {workload.module.name + ', ' if workload.module else ''}{workload.model}"
         f" {show_count(workload.layers, 'layer')} x {layers[0].h_out}, dropout"  # SGC: classes
-        f" {workload.dropout:g}; {cluster.name}: {show_count(cluster.servers, 'server')} x"
-        f" {cluster.gpus_per_server} {cluster.device.name}"
+        f" {workload.dropout:g}"
     )
 
 

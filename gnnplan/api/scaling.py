@@ -1,15 +1,23 @@
-"""`scale`: should I distribute at all? The plans on more and more GPUs, as a Scale."""
+"""`scale`: should I distribute at all? The plans on more and more GPUs, as a Scale; of several
+clusters side by side, as Offers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gnnplan.api.asking import Overrides, Question, ask
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.api.planning import Answer, counted_columns, describe_question, objective_of
+from gnnplan.api.planning import (
+    Answer,
+    counted_columns,
+    describe_question,
+    describe_training,
+    objective_of,
+)
 from gnnplan.api.view import Table, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
@@ -19,7 +27,7 @@ from gnnplan.planner.decision.scale import scale as scaling
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
@@ -105,6 +113,56 @@ def scale_of(
     return Scale(question.problem, found, exact, strategy)
 
 
+def offers(
+    graph: Any,
+    clusters: Iterable[str | Path | Mapping[str, Any] | Cluster],
+    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    *,
+    gpus: str | Iterable[int],
+    **options: Any,
+) -> Offers:
+    """`scale` on each of several clusters, and which of all is best: where to train, what to rent.
+
+    A cluster's name or file may set fields, such as its price: 'l4_box?price=0.80'. All other
+    arguments are those of `scale`. Raises SpecError where the input is wrong, Infeasible where
+    nothing fits on any cluster.
+
+    >>> import gnnplan
+    >>> offered = ["l4_box?price=0.80", "dgx_a100?price=2.20"]
+    >>> gnnplan.offers("flickr", offered, gpus=[1, 8], objective="cost").best
+    ('l4_box?price=0.80', 8)
+    """
+    sizes = gpus if isinstance(gpus, str) else list(gpus)
+    return compared(
+        {
+            _name(one): partial(scale, graph, one, workload, gpus=sizes, **options)
+            for one in clusters
+        }
+    )
+
+
+def _name(cluster: str | Path | Mapping[str, Any] | Cluster) -> str:
+    if isinstance(cluster, Mapping):
+        return str(cluster.get("name"))
+    return cluster.name if isinstance(cluster, Cluster) else str(cluster)
+
+
+def compared(asked: Mapping[str, Callable[[], Scale]]) -> Offers:
+    """The scales of several clusters, by their names, side by side.
+
+    Raises SpecError, and Infeasible where nothing fits on any.
+    """
+    scales, refused = dict[str, Scale](), dict[str, Infeasible]()
+    for name, ask_one in asked.items():
+        try:
+            scales[name] = ask_one()
+        except Infeasible as why:
+            refused[name] = why
+    if not scales:
+        raise Infeasible("\n".join(f"{name}: {_in_short(why)}" for name, why in refused.items()))
+    return Offers(scales, refused)
+
+
 class Scale(View):
     """The answer to `scale`: `rows`, a size each, the `best` of them, and where things change."""
 
@@ -170,57 +228,150 @@ class Scale(View):
         whole = "full graph" if problem.workload.mode == "full" else "workload"
         return [
             describe_question(self.document["graph"], problem.workload, cluster),
-            self._table(),
+            _table({"": self}, _marks),
             *_sentences(self._found, cluster, self.document["strategy"] or f"the {whole}"),
         ]
 
-    def _table(self) -> Table:
-        found, cluster = self._found, self._problem.cluster
-        priced = cluster.price is not None
-        unit = _unit(cluster)
-        modes = len({size.mode for size in found.sizes}) > 1
-        counted = list(counted_columns(self.rows, self.document.get("target_accuracy")))
-        columns = [
-            f"{unit}s",
-            "servers",
-            *(["on"] if modes else []),
-            "recommended",
-            "exact",
-            "epoch",
-            "80 % range",
-            "speedup",
-            "efficiency",
-            "memory/rank",
-            *(["$/epoch"] if priced else []),
-            *(title for title, _ in counted),
-            "",
+
+class Offers(View):
+    """The answer to `offers`: a Scale of each cluster on which something fits, and the best."""
+
+    def __init__(self, scales: Mapping[str, Scale], refused: Mapping[str, Infeasible]) -> None:
+        self.scales, self._refused = dict(scales), dict(refused)
+        self.document: dict[str, Any] = {
+            "offers": [{"cluster": name, **one.document} for name, one in scales.items()],
+            "refused": [{"cluster": name, "reason": str(why)} for name, why in refused.items()],
+            **{mark: _place(place) for mark, place in self._marked.items()},
+        }
+
+    @property
+    def best(self) -> tuple[str, int]:
+        """The cluster and the number of its GPUs to use, by the objective."""
+        name, size = self._marked["best"]
+        return name, size.gpus
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers of every size of every cluster; pandas.DataFrame takes them."""
+        return [
+            {"cluster": name, **row} for name, scale in self.scales.items() for row in scale.rows
         ]
-        rows = []
-        for index, (size, row) in enumerate(zip(found.sizes, self.rows, strict=True)):
-            cells = [str(size.gpus), str(size.servers)]
-            cells += [MODES[size.mode]] if modes else []
-            if size.found is None:
-                cells.append(_lacks(size, cluster))
-                rows.append([*cells, *["-"] * (len(columns) - len(cells) - 1), ""])
-                continue
-            dollars = [show_dollars(row["epoch_dollars"])] if priced else []
-            cells += [
-                row["strategy"],
-                "yes" if row["exact"] else "no",
-                show_time(row["epoch_s"]),
-                show_range(row["epoch_low_s"], row["epoch_high_s"]),
-                f"{row['speedup']:.2f}x",
-                show_percent(row["efficiency"]),
-                show_bytes(row["memory_bytes"]),
-                *dollars,
-                *(column[index] for _, column in counted),
-                ", ".join(_marks(found, size)),
-            ]
-            rows.append(cells)
-        title = f"speedup over {show_count(found.first.gpus, unit)}"
-        if self.document["exact"]:
-            title += ", exact strategies only"
-        return Table(title, columns, rows)
+
+    @property
+    def _marked(self) -> dict[str, tuple[str, Size]]:
+        """Of all sizes the best, the fastest, and the cheapest where every cluster has a price."""
+        found = {name: scale._found for name, scale in self.scales.items()}
+        best = min(found, key=lambda name: found[name].best.best.value)
+        fastest = min(found, key=lambda name: found[name].fastest.time_s)
+        marked = {
+            "best": (best, found[best].best),
+            "fastest": (fastest, found[fastest].fastest),
+        }
+        prices = {
+            name: (size, size.dollars)
+            for name, scaling in found.items()
+            if (size := scaling.cheapest) is not None and size.dollars is not None
+        }
+        if len(prices) == len(found):
+            name = min(prices, key=lambda name: prices[name][1])
+            marked["cheapest"] = (name, prices[name][0])
+        return marked
+
+    def blocks(self) -> list[str | Table]:
+        shown = _short(self.scales)
+        marks: dict[int, list[str]] = {}  # of a size: of what it is the most
+        for mark, (_, size) in self._marked.items():
+            marks.setdefault(id(size), []).append(mark)
+        first = next(iter(self.scales.values()))
+        lines: list[str | Table] = [
+            describe_training(first.document["graph"], first._problem.workload),
+            _table(
+                {shown[name]: one for name, one in self.scales.items()},
+                lambda _, size: marks.get(id(size), []),
+            ),
+        ]
+        told = {id(size): (shown[name], size) for name, size in self._marked.values()}
+        for name, size in told.values():
+            price = "" if size.dollars is None else f", {show_dollars(size.dollars)}"
+            lines.append(
+                f"{', '.join(marks[id(size)])}: {name},"
+                f" {show_count(size.gpus, _unit(size.best.problem.cluster))} with"
+                f" {size.best.strategy}: {show_time(size.time_s)}{price}"
+                f" {first._found.objective.span}"
+            )
+        return lines + [f"{name}: {_in_short(why)}" for name, why in self._refused.items()]
+
+
+def _in_short(why: Infeasible) -> str:
+    """What does not fit, and the smallest change that would make it fit."""
+    lines = str(why).splitlines()
+    return "; ".join(dict.fromkeys([lines[0].rstrip(":"), lines[-1]]))
+
+
+def _short(names: Collection[str]) -> dict[str, str]:
+    """Names of clusters without the fields that they set, where that tells them apart."""
+    heads = {name: name.partition("?")[0] for name in names}
+    return {n: head if [*heads.values()].count(head) == 1 else n for n, head in heads.items()}
+
+
+def _place(place: tuple[str, Size]) -> dict[str, Any]:
+    name, size = place
+    return {"cluster": name, "gpus": size.gpus}
+
+
+def _table(scales: Mapping[str, Scale], marks: Callable[[Scaling, Size], list[str]]) -> Table:
+    """A row per size; of several clusters a row says which it is of."""
+    several = len(scales) > 1
+    first = next(iter(scales.values()))
+    sizes = [(name, one, size) for name, one in scales.items() for size in one._found.sizes]
+    numbers = [row for one in scales.values() for row in one.rows]
+    priced = any(one._problem.cluster.price is not None for one in scales.values())
+    modes = len({size.mode for _, _, size in sizes}) > 1
+    counted = list(counted_columns(numbers, first.document.get("target_accuracy")))
+    columns = [
+        *(["cluster"] if several else []),
+        f"{_unit(first._problem.cluster)}s",
+        "servers",
+        *(["on"] if modes else []),
+        "recommended",
+        "exact",
+        "epoch",
+        "80 % range",
+        "speedup",
+        "efficiency",
+        "memory/rank",
+        *(["$/epoch"] if priced else []),
+        *(title for title, _ in counted),
+        "",
+    ]
+    rows = []
+    for index, ((name, one, size), row) in enumerate(zip(sizes, numbers, strict=True)):
+        cells = [name] if several else []
+        cells += [str(size.gpus), str(size.servers)]
+        cells += [MODES[size.mode]] if modes else []
+        if size.found is None:
+            cells.append(_lacks(size, one._problem.cluster))
+            rows.append([*cells, *["-"] * (len(columns) - len(cells) - 1), ""])
+            continue
+        dollars = [show_dollars(row["epoch_dollars"]) if "epoch_dollars" in row else "-"]
+        cells += [
+            row["strategy"],
+            "yes" if row["exact"] else "no",
+            show_time(row["epoch_s"]),
+            show_range(row["epoch_low_s"], row["epoch_high_s"]),
+            f"{row['speedup']:.2f}x",
+            show_percent(row["efficiency"]),
+            show_bytes(row["memory_bytes"]),
+            *(dollars if priced else []),
+            *(column[index] for _, column in counted),
+            ", ".join(marks(one._found, size)),
+        ]
+        rows.append(cells)
+    fewest = show_count(first._found.first.gpus, _unit(first._problem.cluster))
+    title = "speedup over the fewest of each cluster" if several else f"speedup over {fewest}"
+    if first.document["exact"]:
+        title += ", exact strategies only"
+    return Table(title, columns, rows)
 
 
 def _row(found: Scaling, size: Size) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,9 @@ from gnnplan.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from gnnplan.api.asking import Question
     from gnnplan.planner.problem.problem import Problem
+    from gnnplan.planner.vocabulary.progress import Notify
 
 
 @app.command()
@@ -43,12 +46,13 @@ def plan(
         ),
     ] = None,
     cluster: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="A YAML file or a preset, such as dgx_a100; local is this machine as `gnnplan"
-            " measure` found it, and generic numbers before that."
+            help="A YAML file or a preset, such as dgx_a100; 'dgx_a100?price=2.20&servers=4' sets"
+            " fields; local is this machine as `gnnplan measure` found it, and generic numbers"
+            " before that. With --scale several, side by side.  [default: local]"
         ),
-    ] = "local",
+    ] = None,
     workload: Annotated[
         str | None,
         typer.Option(
@@ -163,16 +167,18 @@ def plan(
 
     Should I distribute at all? gnnplan plan --graph reddit --cluster dgx_a100 --scale 1..64 says
     what 1, 2, 4, ... GPUs of that kind would take, and from where on more of them are slower.
+    --cluster 'l4_box?price=0.80' --cluster 'dgx_a100?price=2.20' compares what you may rent.
     """
     from gnnplan.api.asking import ask
     from gnnplan.api.planning import answer, objective_of
-    from gnnplan.api.scaling import scale_of
+    from gnnplan.api.scaling import compared, scale_of
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress, say
     from gnnplan.planner.vocabulary.units import show_count
 
-    sizes = _sizes(scale, output, report, explain, ranks)
+    clusters = list(dict.fromkeys(cluster or ["local"]))
+    sizes = _sizes(scale, clusters, output, report, explain, ranks)
     wanted = objective_of(objective, target_accuracy, evidence or [])
     if output:
         must_be_writable(output)
@@ -194,8 +200,9 @@ def plan(
         "negatives": negatives,
         "seed": seed,
     }
-    with progress() as notify:
-        question = ask(
+
+    def question_of(cluster: str, notify: Notify) -> Question:
+        return ask(
             graph,
             cluster,
             workload,
@@ -210,12 +217,20 @@ def plan(
             directed=directed,
             notify=notify,
         )
-    for note in question.notes:
+
+    with progress() as notify:
+        questions = {name: question_of(name, notify) for name in clusters}
+    for note in dict.fromkeys(note for one in questions.values() for note in one.notes):
         say(f"note: {note}")
     if sizes:
         with progress() as notify:
-            scaled = scale_of(question, sizes, wanted, exact, strategy, notify)
+            scales = {
+                name: partial(scale_of, one, sizes, wanted, exact, strategy, notify)
+                for name, one in questions.items()
+            }
+            scaled = compared(scales) if len(scales) > 1 else scales[clusters[0]]()
         return print_json(scaled.document) if as_json else show(scaled)
+    question = questions[clusters[0]]
     with progress() as notify:
         found = answer(question, exact, strategy, ranks is None, notify, wanted)
     if output:
@@ -241,6 +256,7 @@ def plan(
 
 def _sizes(
     scale: str | None,
+    clusters: list[str],
     output: Path | None,
     report: Path | None,
     explain: bool,
@@ -254,6 +270,11 @@ def _sizes(
     from gnnplan.planner.vocabulary.errors import SpecError
 
     if scale is None:
+        if len(clusters) > 1:
+            raise SpecError(
+                f"--cluster {clusters[1]}: several clusters are compared by numbers of GPUs; add"
+                " --scale, as --scale 1..64, or name one"
+            )
         return []
     sizes = sizes_of(scale)
     options = {"-o": output, "--report": report, "--explain": explain}

@@ -37,7 +37,7 @@ def read_cluster(name_or_path: str, overrides: Mapping[str, str] | None = None) 
     if name_or_path == "local" and (measured := cache_dir() / "local.yaml").exists():
         path = measured
     document = read_yaml(path)
-    return _overridden(checked(Cluster, document.data, document), overrides or {})
+    return overridden(checked(Cluster, document.data, document), overrides or {})
 
 
 def _file_of(name_or_path: str, presets: Path) -> Path:
@@ -117,7 +117,7 @@ def read_workload(
             f"model {asked.module}: a module of your own is read with its graph; use one of our"
             " models here"
         )
-    return _overridden(asked.workload, overrides or {})
+    return overridden(asked.workload, overrides or {})
 
 
 def apply_overrides(
@@ -142,12 +142,12 @@ def apply_overrides(
             )
         overrides["cluster" if first in Cluster.model_fields else "workload"][key] = value.strip()
     return (
-        _overridden(cluster, overrides["cluster"]),
-        _overridden(workload, overrides["workload"]),
+        overridden(cluster, overrides["cluster"]),
+        overridden(workload, overrides["workload"]),
     )
 
 
-def _overridden(model: Model, overrides: Mapping[str, str]) -> Model:
+def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
     """The model with dotted fields replaced, checked as a whole.
 
     A cluster notes in its provenance which numbers were set by hand."""

@@ -24,7 +24,7 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import (
     Structure,
 )
 from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store
-from gnnplan.planner.strategies.minibatch.step import ROUNDED
+from gnnplan.planner.strategies.minibatch.step import in_two_digits
 from gnnplan.planner.vocabulary.errors import SpecError
 
 S = TypeVar("S", bound=Strategy)
@@ -93,11 +93,8 @@ def fitting(problem: Problem, strategy: S) -> S:
 
 
 def lists_cache(problem: Problem, spread: Strategy) -> int:
-    """Bytes of other servers' lists for which each server has room; `spread` caches none.
-
-    A large cache is a whole number of MB.
-    """
+    """Bytes of other servers' lists for which each server has room; `spread` caches none."""
     left = problem.cluster.graph_room - sum(fullest(problem, spread).values())
     every_list = NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices
     cache = int(max(0.0, min(left, every_list)))
-    return cache - cache % 10**6 if cache >= ROUNDED else cache
+    return in_two_digits(cache)

@@ -62,7 +62,7 @@ ID = 8  # [B]
 # [B] that a GPU reads over the host link for one neighbour: two of the four sectors of a line
 SECTOR = 64
 CACHING = 0.75  # share of a GPU's memory for lists and features, if its sampler runs there
-ROUNDED = 10**8  # [B] a proposed cache of this size or more is a whole number of MB
+ROUNDED = 10**8  # [B] a proposed cache of this size or more has two digits
 Features = Store | EstimatedStore
 Lists = Structure | EstimatedStructure
 
@@ -208,9 +208,8 @@ def filling(problem: Problem, store: Features | None) -> dict[str, float]:
 def worth_caching(problem: Problem, plain: Strategy, columns: range | None = None) -> int:
     """Bytes of the cache to propose to a strategy that has none, per GPU.
 
-    It is nine tenths of the memory that the strategy leaves (a large one in whole MB), but no more
-    than all rows need, or these `columns` of them. It is 0 on CPUs, where the cache would be in the
-    memory that it spares.
+    It is nine tenths of the memory that the strategy leaves, but no more than all rows need, or
+    these `columns` of them. It is 0 on CPUs, where the cache would be in the memory that it spares.
     """
     if problem.cluster.device.kind == "cpu":
         return 0
@@ -222,10 +221,12 @@ def worth_caching(problem: Problem, plain: Strategy, columns: range | None = Non
         all_rows = int(row_bytes(problem, np.arange(1), columns)[0]) * vertices
     else:
         all_rows = int(row_bytes(problem, np.arange(vertices), columns).sum())
-    budget = int(0.9 * left)
-    if budget >= ROUNDED:
-        budget -= budget % 10**6
-    return max(0, min(budget, all_rows))
+    return max(0, min(in_two_digits(int(0.9 * left)), all_rows))
+
+
+def in_two_digits(nbytes: int) -> int:
+    """The size of a proposed cache, cut so that plans on any number of GPUs name one strategy."""
+    return nbytes - nbytes % 10 ** (len(str(nbytes)) - 2) if nbytes >= ROUNDED else nbytes
 
 
 def row_bytes_read(
