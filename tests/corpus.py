@@ -542,7 +542,7 @@ def _work() -> Iterator[list[Case]]:
     either = f"""
         plan --graph reddit --cluster dgx_a100 --layers 10000 --mode <full|mini>
         plan --graph reddit --cluster dgx_a100 --layers 1001 --hidden 1 --mode <full|mini>
-        plan --graph reddit --cluster dgx_a100 --scale 1..4096
+        plan --graph reddit --cluster dgx_a100 --scale 1..1024
         {mini} '<gsplit|data_parallel>(presample=1000000000)'
         {mini} '<data_parallel(cache=1000000000)|p3(prefetch=1000000000)|gsplit(presample=100000)>'
         $PLAN --set gpus_per_server=2 --strategy 'gnnpipe(stages=2,chunks=1000000000)'

@@ -41,7 +41,7 @@ LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
 DOUBTED = ("gemm", "weight_gradient", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
-MOST_RANKS = 4096  # a plan evaluates every pair of ranks
+MOST_RANKS = 1024  # a plan evaluates every pair of ranks: half a GB of arrays
 MOST_GPUS = 1024  # of a server
 MOST_POINTS = 512  # of a fabric where servers are plugged in; ways between all pairs are kept
 
