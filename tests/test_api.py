@@ -158,14 +158,16 @@ def test_a_tuned_plan_shows_what_its_runs_took(tmp_path: Path):
 
 
 def test_inputs_are_files_mappings_and_objects(tmp_path: Path):
-    by_name = gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
+    by_name = gnnplan.plan(GRAPH, CLUSTER, strategy="gnnpipe", **FIELDS)
     cluster, workload = by_name.cluster, by_name.workload
     (tmp_path / "cluster.yaml").write_text(cluster.to_yaml())
     (tmp_path / "workload.yaml").write_text(workload.to_yaml())
     forms = (cluster, cluster.model_dump(), tmp_path / "cluster.yaml")
     for form, work in zip(forms, (workload, FIELDS, tmp_path / "workload.yaml"), strict=True):
-        assert gnnplan.plan(GRAPH, form, work).document == by_name.document
-    more = gnnplan.plan(GRAPH, cluster, workload, hidden=32, overrides={"layers": 3})
+        assert gnnplan.plan(GRAPH, form, work, strategy="gnnpipe").document == by_name.document
+    more = gnnplan.plan(
+        GRAPH, cluster, workload, strategy="gnnpipe", hidden=32, overrides={"layers": 3}
+    )
     assert (more.workload.hidden, more.workload.layers) == (32, 3)
 
 
@@ -177,7 +179,9 @@ def test_errors_are_exceptions_with_the_words_of_the_command_line():
     with pytest.raises(gnnplan.SpecError, match="workload: hidden: must be greater"):
         gnnplan.plan(GRAPH, CLUSTER, {"hidden": 0})
     with pytest.raises(gnnplan.Infeasible, match="memory"):
-        gnnplan.plan("ogbn-papers100M", "dgx_a100", overrides={"device.memory": "1GB"})
+        gnnplan.plan(
+            "ogbn-papers100M", "dgx_a100", strategy="gnnpipe", overrides={"device.memory": "1GB"}
+        )
     assert issubclass(gnnplan.Infeasible, gnnplan.GnnplanError)
 
 
@@ -269,9 +273,11 @@ def test_a_live_module_is_planned_with_its_own_shape(own_cache: Path):
         def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
             return self.second(self.first(x, edge_index).relu(), edge_index)
 
-    by_class = gnnplan.plan(GRAPH, CLUSTER, model=Mine)
+    alone = "graph_parallel"  # what the others would take has no part in it
+    by_class = gnnplan.plan(GRAPH, CLUSTER, model=Mine, strategy=alone)
     about = by_class.document["graph"]
-    by_object = gnnplan.plan(GRAPH, CLUSTER, model=Mine(about["features"], about["classes"]))
+    made = Mine(about["features"], about["classes"])
+    by_object = gnnplan.plan(GRAPH, CLUSTER, model=made, strategy=alone)
     for found in (by_class, by_object):
         assert (found.workload.model, found.workload.layers, found.workload.hidden) == (
             "gcn",

@@ -1763,9 +1763,9 @@ PIPELINE = ["--strategy", "gnnpipe(stages=8)", "--layers", "8"]
 @pytest.mark.parametrize(
     "forced",
     [
-        [],
         PIPELINE,
         # the search refuses them in the same way (planner/test_search.py)
+        pytest.param([], marks=pytest.mark.nightly),
         pytest.param(["--strategy", "graph_parallel"], marks=pytest.mark.nightly),
         pytest.param(["--exact"], marks=pytest.mark.nightly),
     ],

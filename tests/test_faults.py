@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from examples import NIGHT
 from started import Start
 
 from gnnplan.cli import app
@@ -62,7 +63,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
 def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
     """The launcher waited for ever: no rank was left to notice that its peers were silent."""
     run = start(
-        plan(tmp_path, 2), "--epochs", str(FOREVER), "--timeout", "8", "--checkpoint-every", "0"
+        plan(tmp_path, 2), "--epochs", str(FOREVER), "--timeout", "5", "--checkpoint-every", "0"
     )
     run.until_training()
     ranks = {run.rank(rank) for rank in range(2)}
@@ -76,7 +77,13 @@ def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
     run.check_metrics()
 
 
-@pytest.mark.parametrize("strategy", ["p3(pipelined=True,prefetch=2)", "gsplit(prefetch=1)"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "p3(pipelined=True,prefetch=2)",
+        pytest.param("gsplit(prefetch=1)", marks=pytest.mark.nightly),
+    ],
+)
 def test_samplers_that_all_stop_end_the_run(tmp_path: Path, start: Start, strategy: str):
     """Those of a pipelined P3 were waited for for ever, and those of others three times as long as
     the user had allowed."""
@@ -95,6 +102,7 @@ def test_samplers_that_all_stop_end_the_run(tmp_path: Path, start: Start, strate
     assert re.search(words, run.stderr) and "Traceback" not in run.stderr, run.stderr
 
 
+@pytest.mark.nightly  # the rank's words are heard every time (executor/test_sampler.py)
 def test_a_sampler_that_is_killed_is_named(tmp_path: Path, start: Start):
     """It ended in torch's traceback."""
     mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
@@ -159,7 +167,7 @@ def test_too_few_files_amid_training(tmp_path: Path, start: Start):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
 def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path: Path, start: Start):
     """Training goes on where nobody reads of its progress; an answer that is lost is said."""
-    planned = plan(tmp_path, 2)
+    planned = plan(tmp_path, 1)
     called = f"{sys.executable} -m gnnplan"
     for words, code, said in (
         (
@@ -169,7 +177,7 @@ def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path: Path, s
         ),
         (f"simulate {planned} --json > /dev/full", 2, "error: standard output cannot be written"),
         (f"simulate {planned} >&-", 0, ""),
-        (f"run {planned} --epochs 2 --out {tmp_path}/out 2> /dev/full", 0, ""),
+        *([(f"run {planned} --epochs 2 --out {tmp_path}/out 2> /dev/full", 0, "")] * NIGHT),
         (f"run {planned} --epochs 2 --out {tmp_path}/closed >&- 2>&- <&-", 0, ""),
     ):
         done = subprocess.run(f"{called} {words}", shell=True, capture_output=True, text=True)

@@ -83,6 +83,7 @@ def test_kernels(stage: Stage) -> None:
     assert all("bfloat16" in each["what"] or "dgl" in each["what"] for each in document["left_out"])
 
 
+@pytest.mark.nightly  # what `gnnplan measure` does is tested every time
 def test_measure(stage: Stage) -> None:
     rows = {row["constant"]: row for row in whole(stage("measure"))}
     assert {"device.gemm", "device.memory_bandwidth", "device.launch", "host_rates"} <= set(rows)
@@ -135,6 +136,7 @@ def test_peers(stage: Stage) -> None:
     assert all(row["epoch_s"] > 0 for row in rows)
 
 
+@pytest.mark.nightly  # that they are found and skip is seen every time
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run the tests of a GPU")
 def test_marked_tests(stage: Stage) -> None:
     (row,) = whole(stage("tests"))

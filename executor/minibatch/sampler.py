@@ -421,8 +421,9 @@ class Arriving:
         """Start the sampler's process; its items from `first` on."""
         gc.collect()
         # A fork has none of our threads. If it collected a process group of ours it would wait for
-        # them for ever.
-        gc.freeze()
+        # them for ever: it collects nothing until it has frozen what it inherits (_begin).
+        is_collecting = gc.isenabled()
+        gc.disable()
         all_forked = multiprocessing.get_context("fork").Event()
         try:
             items = iter(
@@ -438,7 +439,8 @@ class Arriving:
                 )
             )
         finally:
-            gc.unfreeze()
+            if is_collecting:
+                gc.enable()
         torch_hears = signal.getsignal(signal.SIGCHLD)
         if callable(torch_hears):  # in a main thread
             signal.signal(signal.SIGCHLD, partial(_hear, torch_hears))
@@ -530,6 +532,8 @@ def _lost(error: Exception) -> Exception:
 
 def _begin(all_forked: Event, worker: int) -> None:
     """The first thing that a sampler's process does."""
+    gc.freeze()
+    gc.enable()
     die_with_parent()
     if os.path.isdir(scratch := os.environ.get(SCRATCH, "")):
         tempfile.tempdir = scratch

@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -31,15 +31,6 @@ from typing import IO, Any, TypeVar
 T = TypeVar("T")
 # per case, the start of the ranks included; much, for a busy disk may hold up rank 0 for long
 SECONDS = 90
-
-
-def values(world: int, servers: int, strategy: str) -> dict[str, Hashable]:
-    """A setting's place, family and those of its knobs that are named."""
-    from gnnplan.planner.strategies import parse
-
-    parsed = parse(strategy)
-    knobs = {name: str(value) for name, value in parsed.knobs().items() if name in strategy}
-    return {"place": (world, servers), "family": type(parsed).__name__, **knobs}
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_narrow_rounds_projected_rows(run_ranks: Ranks, graphs: dict[str, str]) 
     assert difference(result.weights, plain.state) <= 1e-9
 
 
-@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("bits", [2, pytest.param(8, marks=pytest.mark.nightly)])
 def test_the_gradient_is_the_exact_one_on_average(graphs: dict[str, str], bits: int) -> None:
     """Of a model without ReLU, for a loss that is linear in its logits: over 300 draws no weight's
     gradient is off by more than five standard errors."""

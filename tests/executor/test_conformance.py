@@ -332,14 +332,24 @@ def option(word: str) -> tuple[str, Any]:
 
 
 def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
-    """A family with every graph, dropout and value of a knob; every model, world, and other word of
-    a workload."""
+    """A strategy with every knob, of numbers none, one and more; every model, world, graph, and
+    other word of a workload; a family with and without dropout."""
     world, servers, strategy, workload, graph, dropout = setting
-    model, *more = workload.split()
-    parsed = parse(strategy)
-    knobs = [knob for knob in parsed.knobs().items() if knob[0] in strategy]
-    of_family = {(type(parsed).__name__, str(value)) for value in (graph, dropout > 0, *knobs)}
-    return of_family | {model, (world, servers), *more}
+    name, _, words = strategy.partition("(")
+    parsed, (model, *more) = parse(strategy), workload.split()
+    knobs = {
+        (knob, min(value, 2) if type(value) in (int, float) else str(value))
+        for knob, value in parsed.knobs().items()
+        if knob in words
+    }
+    of_strategy: set[Hashable] = {(name, knob) for knob in (*knobs, dropout > 0)}
+    sizes = ("batch=", "fanout=")
+    return of_strategy | {
+        model,
+        (world, servers),
+        graph,
+        *(word for word in more if not word.startswith(sizes)),
+    }
 
 
 _played: dict[tuple, Played] = {}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from examples import NIGHT
 from ranks import Case, Ranks
 from test_memory import counted
 from torch import Tensor
@@ -88,7 +89,10 @@ def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **mor
                 "features='spread'",
             ],
         ),
-        (4, 2, "gsplit(group='all')", [f"group='all',features='spread',cache={5 * ROW}"]),
+        pytest.param(
+            *(4, 2, "gsplit(group='all')", [f"group='all',features='spread',cache={5 * ROW}"]),
+            marks=pytest.mark.nightly,
+        ),
         (4, 2, "p3", [f"cache={ROW}", f"cache={9 * ROW},prefetch=1", "cache=100000"]),
         (2, 1, "p3(pipelined=True)", [f"pipelined=True,cache={9 * ROW}"]),
     ],
@@ -104,6 +108,8 @@ def test_where_rows_come_from_changes_nothing(
     graph: str,
     model: str,
 ) -> None:
+    """By day with two of the stores."""
+    stores = stores if NIGHT else stores[-2:]
     texts = [plain, *(f"{plain.partition('(')[0]}({knobs})" for knobs in stores)]
     first, *others = run_ranks(world, [case(text, graphs[graph], servers, model) for text in texts])
     for other in others:

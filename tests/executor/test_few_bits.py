@@ -50,11 +50,13 @@ def test_no_number_is_off_by_more_than_the_spacing(
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shift", [0.0, -7.3, 100.3])
 def test_the_mean_over_draws_is_the_number(bits: int, shift: float) -> None:
-    """Over 4,000 draws within five standard errors of it, or of what 20 draws add, for a number may
-    be so near to a level that no draw leaves it. The lowest and highest are no exception: a
-    parameter that is rounded the wrong way would clamp them."""
+    """Over 4,000 draws, of 100 vertices in 40 steps, within five standard errors of it, or of what 20
+    draws add, for a number may be so near to a level that no draw leaves it. The lowest and highest
+    are no exception: a parameter that is rounded the wrong way would clamp them."""
     rows, draws = torch.randn(6, 33, dtype=torch.float64) + shift, 4000
-    arrived = torch.stack([crossed(rows, bits, draw) for draw in range(draws)])
+    vertices = rows.repeat(100, 1)
+    arrived = torch.cat([crossed(vertices, bits, step) for step in range(draws // 100)])
+    arrived = arrived.view(draws, *rows.shape)
     off, error = (arrived.mean(0) - rows).abs(), arrived.std(0) / draws**0.5
     spacing = (rows.amax(1) - rows.amin(1) + 0.01 * abs(shift)) / (2**bits - 1)
     assert (off <= 5 * error + 20 / draws * spacing[:, None]).all()

@@ -1,7 +1,7 @@
 """Fifty faults: kinds x phases, in ranks and in the launcher (faults.py).
 
-All fifty run at night, shared out among the strategies. Every time a chain of two: a rank that stops
-and is started anew, and a launcher that is killed, whose training is resumed."""
+All fifty run at night, shared out among the strategies. Every time a chain of two: a rank that is
+killed and started anew, and a launcher that is killed, whose training is resumed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shared_out(in_ranks: list[Fault], in_launcher: list[Fault], cases: int) -> l
 
 
 # PipeGCN has something under way between two steps
-BY_DAY = (CASES[1], [Fault("SIGSTOP", "exchange"), Fault("launcher SIGKILL", "evaluation")])
+BY_DAY = (CASES[1], [Fault("SIGKILL", "exchange"), Fault("launcher SIGKILL", "evaluation")])
 AT_NIGHT = zip(CASES, shared_out(IN_RANKS, IN_LAUNCHER, len(CASES)), strict=True)
 CHAINS = [BY_DAY, *(pytest.param(*chain, marks=pytest.mark.nightly) for chain in AT_NIGHT)]
 

@@ -176,6 +176,7 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
 
 
 @needs_namespaces
+@pytest.mark.nightly  # as ranks that stop; what is said of it is tested every time (test_faults.py)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(
     tmp_path: Path, run_ranks: Ranks

@@ -163,7 +163,10 @@ def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("does", "said"),
-    [("exit 3", "exit code 3"), ("export GROUP_RANK=none", "ValueError: .*'none'")],
+    [
+        ("exit 3", "exit code 3"),
+        pytest.param("export GROUP_RANK=none", "ValueError: .*'none'", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_rank_that_fails_is_named_and_nothing_stays(
     started: list[subprocess.Popen],

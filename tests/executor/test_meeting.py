@@ -2,13 +2,14 @@
 
 import re
 import socket
+import sys
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import ForkServer
 from started import Start, Started
 
 from gnnplan.cli import app
@@ -64,7 +65,7 @@ def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: St
         ["plan", "--graph", GRAPH, *mini, "--hidden", "8", "--ranks", "2", "-o", str(plan)],
         standalone_mode=False,
     )
-    run = start(plan, "--epochs", "60", CUDA_VISIBLE_DEVICES="")
+    run = start(plan, "--epochs", "30", CUDA_VISIBLE_DEVICES="")
     run.until_training()
     places = listening(run)
     assert len(places) >= 3, places  # the store's, and two ranks'
@@ -76,7 +77,7 @@ def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: St
     with pytest.raises(SpecError, match=rf"meet at 127.0.0.1 port {port} are another run's"):
         join(on_this_machine(port, "a guess"), "0", LIMIT)
     assert run.ended(90) == 0, run.stderr
-    assert len(run.epochs()) == 60
+    assert len(run.epochs()) == 30
 
 
 def test_runs_at_one_store_do_not_meet() -> None:
@@ -129,7 +130,7 @@ def test_a_store_whose_address_is_elsewhere_listens_on_all(monkeypatch: pytest.M
 SAID = [{"host": "größe", "numbers": [1, 0.1, None]}, ["longer " * 100], 3]
 
 
-def _say(rank: int, port: int, out: str) -> None:
+def say(rank: int, port: int, out: str) -> None:
     env = on_this_machine(port, "tests")
     store = join(env, "0", LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=LIMIT)
@@ -142,22 +143,26 @@ def _say(rank: int, port: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.processes
 @pytest.mark.timeout(60)
-def test_what_ranks_say_arrives_as_it_is(tmp_path: Path) -> None:
-    store, context = store_of_this_machine(), get_context("spawn")
+def test_what_ranks_say_arrives_as_it_is(tmp_path: Path, fork_server: ForkServer) -> None:
+    store, out = store_of_this_machine(), tmp_path / "out"
+    out.mkdir()
+    script = tmp_path / "rank.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = {sys.path}\nfrom test_meeting import say\n"
+        f"say(int(sys.argv[1]), {store.port}, {str(out)!r})\n"
+    )
     ranks = [
-        context.Process(target=_say, args=(rank, store.port, str(tmp_path))) for rank in range(3)
+        fork_server.start([str(script), str(rank)], {}, tmp_path / f"stderr{rank}")
+        for rank in range(3)
     ]
-    for rank in ranks:
-        rank.start()
     try:
         for rank in ranks:
-            rank.join(40)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+            rank.wait(40)
+        assert sorted(path.name for path in out.iterdir()) == ["0", "1", "2"]
     finally:
         for rank in ranks:
-            rank.kill()
+            rank.close()
 
 
 def test_nothing_from_a_network_is_unpickled() -> None:

@@ -522,7 +522,10 @@ def test_weights_are_drawn_apart() -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
 
 
-@pytest.mark.parametrize(("aggregation", "norm"), [("softmax", "layer"), ("sum", "batch")])
+@pytest.mark.parametrize(
+    ("aggregation", "norm"),
+    [("softmax", "layer"), pytest.param("sum", "batch", marks=pytest.mark.nightly)],
+)
 def test_a_model_of_112_layers_trains(
     run_ranks: Ranks, graphs: dict[str, str], aggregation: str, norm: str
 ) -> None:

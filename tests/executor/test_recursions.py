@@ -151,8 +151,13 @@ def test_staleness_one_is_pipegcn(
         assert difference(result.weights, exact.weights) > 1e-3
 
 
-@pytest.mark.parametrize("strategy", ["pipegcn_f(gamma=0.5)", "pipegcn_g(gamma=0.7)", "pipegcn_gf"])
-@pytest.mark.parametrize(("model", "world"), [("gcn", 2), ("sage", 3), ("gcnii", 4)])
+SMOOTHINGS = ("pipegcn_gf", "pipegcn_f(gamma=0.5)", "pipegcn_g(gamma=0.7)")
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "strategy"),
+    covered(list(itertools.product(("gcn", "sage", "gcnii"), (2, 3, 4), SMOOTHINGS)), set),
+)
 def test_smoothing_is_pipegcns(
     run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, strategy: str
 ) -> None:
@@ -252,16 +257,21 @@ def gradients_of(case: Case, part: np.ndarray, smoothing: str, gamma: float) -> 
     return found
 
 
-@pytest.mark.parametrize("strategy", ["pipegcn", "pipegcn_gf(gamma=0.5)"])
+MEASURED = [  # model, world, graph, dropout, norm
+    ("gcn", 2, "rough", 0.0, None),
+    ("sage", 3, "multi", 0.5, None),
+    ("gcn", 4, "sparse", 0.5, None),
+    ("sage", 2, "rough", 0.0, "batch"),
+    ("gcnii", 3, "rough", 0.5, None),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "world", "graph", "dropout", "norm"),
-    [
-        ("gcn", 2, "rough", 0.0, None),
-        ("sage", 3, "multi", 0.5, None),
-        ("gcn", 4, "sparse", 0.5, None),
-        ("sage", 2, "rough", 0.0, "batch"),
-        ("gcnii", 3, "rough", 0.5, None),
-    ],
+    ("strategy", "model", "world", "graph", "dropout", "norm"),
+    covered(
+        [(name, *row) for row in MEASURED for name in ("pipegcn", "pipegcn_gf(gamma=0.5)")],
+        lambda row: {row[0], row[1:]},
+    ),
 )
 def test_the_gradient_error_is_that_of_brute_force_and_within_its_bound(
     run_ranks: Ranks,

@@ -6,12 +6,13 @@ source and edge are compared with Model.forward and Model.backward on a large bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
+from pairwise import covered
 
 from gnnplan.executor.layers.count import (
     SIZES,
@@ -272,7 +273,12 @@ def whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shapes, "least", 32)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def fields_of(case: Case) -> set[Hashable]:
+    """Of its kind of layer."""
+    return {(case.kind, name, value) for name, value in case._asdict().items()}
+
+
+@pytest.mark.parametrize("case", covered(CASES, fields_of, several=False), ids=str)
 def test_a_layers_work_is_what_torch_counts(case: Case) -> None:
     for way, counted, stated in amounts(case):
         assert stated.flops == pytest.approx(counted.flops, rel=1e-6), way

@@ -177,7 +177,7 @@ def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
 
 
 @given(problems())
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(8))
 def test_bytes_of_the_first_epoch_are_those_of_predict(problem: Problem):
     for strategy in variants(problem):
         p, schedule = strategy.predict(problem), strategy.schedule(problem, strategy.steps(problem))

@@ -189,7 +189,9 @@ def test_a_disturbance_in_one_turn_makes_nothing_certain():
         assert not difference(b, a).is_certain
 
 
-@pytest.mark.parametrize(("spread", "most"), [(0.02, 0.05), (0.05, 0.1)])
+@pytest.mark.parametrize(
+    ("spread", "most"), [pytest.param(0.02, 0.05, marks=pytest.mark.nightly), (0.05, 0.1)]
+)
 def test_equals_are_seldom_told_apart(spread: float, most: float):
     """On a machine whose pace changes so much from turn to turn, with a look after every rung."""
     random = np.random.default_rng(1)

@@ -115,9 +115,12 @@ def test_bytes_of_ends_by_hand() -> None:
 @pytest.mark.parametrize(
     ("servers", "gpus", "more"),
     [
-        (1, 2, {"model": "sage", "batch": 400}),
         (2, 2, {"model": "resgcn", "batch": 600, "negatives": 3, "dropout": 0.5}),
-        (1, 3, {"model": "gcn", "batch": 300, "layers": 1, "fanout": (4,)}),
+        pytest.param(1, 2, {"model": "sage", "batch": 400}, marks=pytest.mark.nightly),
+        pytest.param(
+            *(1, 3, {"model": "gcn", "batch": 300, "layers": 1, "fanout": (4,)}),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_laws_of_mini_batches(servers: int, gpus: int, more: dict[str, object]) -> None:

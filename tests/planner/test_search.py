@@ -5,6 +5,7 @@ import json
 import re
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ def problem_of(
     return Problem(GRAPH.stats, GRAPH, Workload(**{"layers": 4, "hidden": 64, **workload}), where)
 
 
+@cache
+def on_all_gpus() -> SearchResult:
+    return search(problem_of(), may_use_fewer=False)
+
+
 def candidates(problem: Problem) -> list[str]:
     return [
         str(s.settle(problem)) for family in families(problem) for s in family.candidates(problem)
@@ -88,7 +94,7 @@ def test_a_search_tells_what_it_evaluates() -> None:
     st.sampled_from(["gcn", "gcnii"]),
     st.sampled_from([1e6, 1e8, 1e10]),
 )
-@settings(deadline=None, max_examples=examples(25))
+@settings(deadline=None, max_examples=examples(15))
 def test_every_candidate_is_ranked_or_rejected_and_the_fastest_leads(
     servers: int, gpus: int, layers: int, model: str, inter: float
 ):
@@ -131,7 +137,7 @@ def test_rejected_say_why():
 
 
 def test_what_does_not_fit_is_rejected_with_what_fills_the_memory():
-    whole = search(problem_of(), may_use_fewer=False)
+    whole = on_all_gpus()
     needs = {str(c.strategy): c.memory_bytes for c in whole.ranked}
     middle = float(np.median(list(needs.values())))
     found = search(problem_of(memory=middle), may_use_fewer=False)
@@ -166,11 +172,7 @@ def test_what_does_not_fit_is_rejected_with_what_fills_the_memory():
 
 
 def test_exact_keeps_the_gradient():
-    problem = problem_of()
-    everything, exact = (
-        search(problem, may_use_fewer=False),
-        search(problem, exact=True, may_use_fewer=False),
-    )
+    everything, exact = on_all_gpus(), search(problem_of(), exact=True, may_use_fewer=False)
     assert [c.strategy for c in exact.ranked] == [
         c.strategy for c in everything.ranked if c.strategy.exact
     ]
@@ -230,8 +232,10 @@ def of_few_training_vertices(servers: int, gpus: int, known: bool, inter: float)
     return replace(problem, graph=graph, stats=graph.stats)
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("inter", [1e7, 1e9])
+@pytest.mark.parametrize(
+    ("known", "inter"),
+    covered(list(product((True, False), (1e7, 1e9))), lambda row: {*enumerate(row)}),
+)
 def test_more_gpus_are_never_slower(known: bool, inter: float):
     """A plan for 32 GPUs took longer than one for 16: batches, which are faster where few vertices
     train, were tried only where the whole graph did not fit, and the bound for fewer GPUs counted
@@ -298,7 +302,7 @@ HOWS: list[dict[str, Any]] = [
     ("number", "memory"),
     covered(
         list(product(range(len(HOWS)), (1e6, 3e8, 8.005e8))),
-        lambda row: {*enumerate(row)},
+        lambda row: {*enumerate(row)} - {(0, 0)},  # without words: as exact, with more candidates
     ),
 )
 def test_more_memory_as_proposed_does_fit(number: int, memory: float):
@@ -320,7 +324,7 @@ def test_more_memory_as_proposed_does_fit(number: int, memory: float):
     "how",
     [
         pytest.param({}, marks=pytest.mark.nightly),  # as exact, with more candidates
-        {"exact": True},
+        pytest.param({"exact": True}, marks=pytest.mark.nightly),
         {"forced": parse("pipegcn")},
         {"forced": parse("gnnpipe")},
     ],
@@ -585,9 +589,7 @@ def taking(candidate: Candidate, epoch_s: float) -> Candidate:
 
 
 def test_the_line_of_close_ones_names_a_strategy_whole():
-    found = with_epochs(
-        search(problem_of(), may_use_fewer=False), ("graph_parallel", 1.0), ("pipegcn", 9.0)
-    )
+    found = with_epochs(on_all_gpus(), ("graph_parallel", 1.0), ("pipegcn", 9.0))
     stages = ",".join(str(1 + n % 3) for n in range(50))
     long = parse(f"gnnpipe(layers_per_stage='{stages}')")
     plain = found.ranked[1]
@@ -599,10 +601,10 @@ def test_the_line_of_close_ones_names_a_strategy_whole():
 @pytest.mark.parametrize(
     ("lossy_s", "exact_s", "best"),
     [
-        (1.0, 1.0, "graph_parallel"),
+        pytest.param(1.0, 1.0, "graph_parallel", marks=pytest.mark.nightly),
         (1.0, 1.1, "graph_parallel"),
         (1.0, 3.0, "pipegcn"),
-        (1.1, 1.0, "graph_parallel"),
+        pytest.param(1.1, 1.0, "graph_parallel", marks=pytest.mark.nightly),
     ],
 )
 def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
@@ -610,9 +612,7 @@ def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
 ):
     """plan recommended PipeGCN, which is lossy, for 1.9 % that were within its error."""
     both = sorted([("pipegcn", lossy_s), ("graph_parallel", exact_s)], key=lambda pair: pair[1])
-    found = with_epochs(
-        search(problem_of(), may_use_fewer=False), *both, ("granndis(depth=1)", 9.0)
-    )
+    found = with_epochs(on_all_gpus(), *both, ("granndis(depth=1)", 9.0))
     assert str(found.best.strategy) == best
     assert [str(c.strategy) for c in found.ranked[:2]] == [name for name, _ in both]
     document = plan.make(problem_of(), found)
