@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.ranks.checkpoint import Checkpoints, latest
+from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, latest, plan_of
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
 from gnnplan.executor.ranks.rank import from_launcher
 from gnnplan.planner.decision.plan import chosen, placement, question, read
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GraphParallel, Strategy
+from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import write_atomically
 from gnnplan.planner.vocabulary.units import show_bytes
 
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
@@ -153,7 +154,8 @@ def must_go_on(out: Path, last: int, epochs: int, restarted: bool = False) -> No
     if not last and not restarted:
         raise SpecError(
             f"{out} has no checkpoint that all ranks have finished; they are written every"
-            " --checkpoint-every epochs. Start anew with another --out"
+            " --checkpoint-every epochs, and another plan needs those of all ranks on every"
+            " server's disk. Start anew with another --out"
         )
     if last > epochs:
         raise SpecError(
@@ -165,10 +167,39 @@ def must_go_on(out: Path, last: int, epochs: int, restarted: bool = False) -> No
 def last_of(out: Path, problem: Problem, strategy: Strategy) -> int:
     """The last epoch of which all ranks of a run on this machine have a checkpoint; 0: none.
 
-    Raises SpecError if a checkpoint belongs to another training.
+    They are the ranks of this plan, or of another plan of the same training. Raises SpecError if a
+    checkpoint belongs to another training, or cannot go on with this plan.
     """
     asked = resumed_question(problem, strategy)
-    return latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks))
+    own = latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks))
+    return max(own, *handed_over(out, asked), 0)
+
+
+def keep_plan(out: Path, document: Mapping[str, Any], last: int) -> None:
+    """Keep the plan of a run that goes on from epoch `last` with another: `document`.
+
+    Its checkpoints go on with it until the other has written its own.
+    """
+    earlier, kept = out / "plan.json", out / f"plan.until{last}.json"
+    if last and earlier.is_file() and not kept.exists() and read(earlier) != document:
+        write_atomically(kept, earlier.read_bytes())
+
+
+def taken_over(before: Mapping[str, Any], strategy: Strategy, last: int) -> str:
+    """What a run's next plan takes over, and what it does not, in words.
+
+    before: the `question` of the plan that trained until epoch `last`. strategy: the next one.
+    """
+    carried = parse(before["strategy"]).carries
+    clauses = [
+        f"its {carried} are left behind" if carried else "",
+        f"the {strategy.carries} of {strategy} are made of these weights"
+        if strategy.carries
+        else "",
+        "" if strategy.exact else f"gradients of {strategy} are not exact",
+    ]
+    went = f"{plan_of(before)} trained until epoch {last}"
+    return "; ".join([went, "weights and the optimizer's state go on", *filter(None, clauses)])
 
 
 def must_fit_here(problem: Problem, strategy: Strategy | None = None) -> None:

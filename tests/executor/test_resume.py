@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from gnnplan.cli import app
 from gnnplan.executor import train
 from gnnplan.executor.ranks import checkpoint
-from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, header, latest, stored
+from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, stored
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.train import Metrics
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
