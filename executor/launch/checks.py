@@ -145,11 +145,14 @@ def must_be_new(out: Path) -> None:
         )
 
 
-def must_go_on(out: Path, last: int, epochs: int, restarted: bool = False) -> None:
+def must_go_on(
+    out: Path, last: int, epochs: int, restarted: bool = False, of_another: bool = False
+) -> None:
     """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
 
     last: epoch of the last checkpoint that all ranks have, 0 if there is none. A run that its
     launcher has restarted may begin again from epoch 0; a run that a user resumes may not.
+    of_another: the checkpoint is of another plan, after which this one trains an epoch at least.
     """
     if not last and not restarted:
         raise SpecError(
@@ -157,22 +160,23 @@ def must_go_on(out: Path, last: int, epochs: int, restarted: bool = False) -> No
             " --checkpoint-every epochs, and another plan needs those of all ranks on every"
             " server's disk. Start anew with another --out"
         )
-    if last > epochs:
+    if last + of_another > epochs:
         raise SpecError(
             f"{out} has a checkpoint of epoch {last}, but only {epochs} epochs are asked for; use"
-            f" --epochs {last} or more"
+            f" --epochs {last + of_another} or more"
         )
 
 
-def last_of(out: Path, problem: Problem, strategy: Strategy) -> int:
+def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]:
     """The last epoch of which all ranks of a run on this machine have a checkpoint; 0: none.
 
-    They are the ranks of this plan, or of another plan of the same training. Raises SpecError if a
-    checkpoint belongs to another training, or cannot go on with this plan.
+    They are the ranks of this plan, or (True) of another plan of the same training. Raises
+    SpecError if a checkpoint belongs to another training, or cannot go on with this plan.
     """
     asked = resumed_question(problem, strategy)
     own = latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks))
-    return max(own, *handed_over(out, asked), 0)
+    last = max(own, *handed_over(out, asked), 0)
+    return last, last > own
 
 
 def keep_plan(out: Path, document: Mapping[str, Any], last: int) -> None:
@@ -190,16 +194,15 @@ def taken_over(before: Mapping[str, Any], strategy: Strategy, last: int) -> str:
 
     before: the `question` of the plan that trained until epoch `last`. strategy: the next one.
     """
-    carried = parse(before["strategy"]).carries
+    theirs = parse(before["strategy"])
     clauses = [
-        f"its {carried} are left behind" if carried else "",
-        f"the {strategy.carries} of {strategy} are made of these weights"
-        if strategy.carries
-        else "",
-        "" if strategy.exact else f"gradients of {strategy} are not exact",
+        f"{plan_of(before)} trained until epoch {last}",
+        f"its {theirs.carries} are left behind" if theirs.carries else "",
+        "weights and the optimizer's state go on",
+        f"{strategy.carries} are made of these weights" if strategy.carries else "",
+        "gradients are no longer exact" if theirs.exact and not strategy.exact else "",
     ]
-    went = f"{plan_of(before)} trained until epoch {last}"
-    return "; ".join([went, "weights and the optimizer's state go on", *filter(None, clauses)])
+    return "; ".join(filter(None, clauses))
 
 
 def must_fit_here(problem: Problem, strategy: Strategy | None = None) -> None:

@@ -218,7 +218,7 @@ class _Process:
         handed = [set(map(tuple, other["handed_over"])) for other in everyone]
         last: int = max(own, *(epoch for epoch, _ in set.intersection(*handed)), 0)
         if self.resumes:
-            must_go_on(self.out, last, epochs, self.restarted)
+            must_go_on(self.out, last, epochs, self.restarted, last in others)
             checkpoints.go_on(last, others.get(last))
             # a finished run that is to have more epochs has left these
             for path in self.out.glob("rank*.json"):  # of more ranks, too

@@ -104,6 +104,8 @@ class Run(View):
             lines.append(f"rows of features: {show_rows(result['rows'])}")
         if found := result["gradient_error"]:
             lines.append(f"the last gradient is off by {show_gradient_error(found)}")
+        if trained_before(self._ranks):  # no plan's prediction is of all of it
+            return [*lines, f"in {self.out}"]
         return [*lines, f"in {self.out}; next: gnnplan validate {self.out}"]
 
 
@@ -136,8 +138,8 @@ def train(
         out = launch.new_folder(f"{graph}-{strategy.name}")
     number, last = options.epochs or problem.workload.epochs, 0
     if resume:
-        last = launch.last_of(out, problem, strategy)
-        launch.must_go_on(out, last, number)
+        last, of_another = launch.last_of(out, problem, strategy)
+        launch.must_go_on(out, last, number, of_another=of_another)
     else:
         launch.must_be_new(out)
     launch.must_fit_here(problem, strategy)
