@@ -99,8 +99,10 @@ def test_a_trace_begins_with_the_plan(run_ranks: Ranks, graphs: dict[str, str]) 
 def test_stale_rows_are_made_of_the_weights_that_go_on(
     after: str, run_ranks: Ranks, graphs: dict[str, str]
 ) -> None:
-    """Without dropout they are those of an exact step: so is the next one, forward and backward."""
-    case = Case("graph_parallel", graphs["rough"], {**FULL, "dropout": 0.0}, epochs=4)
+    """Without dropout they are those of an exact step: so is the next one, forward and backward.
+    SGD, since Adam makes steps of the rounding of biases before a batch norm."""
+    plain = {**NORMED, "dropout": 0.0, "optimizer": "sgd", "lr": 0.3}
+    case = Case("graph_parallel", graphs["rough"], plain, epochs=4)
     unbroken = run_ranks.alone(replace(case, epochs=5))
     broken = run_ranks(2, [replace(case, checkpoint_every=2)])[0]
     resumed = run_ranks(3, [replace(case, strategy=after, epochs=5, resume=str(broken.out))])[0]
