@@ -25,12 +25,13 @@ from gnnplan.executor.layers.blocks import scores
 from gnnplan.executor.layers.kernels import Shapes, by_onednn, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
-from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, named, under
+from gnnplan.executor.ranks.checkpoint import Checkpoints
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.gathered import gather_bytes
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.whole import OPTIMIZER, WORKER, fill, named, under
 from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -138,8 +139,11 @@ class _Training:
             self.gradient_errors = _measuring(worker, self.learner)
         self.setup_bytes = {op: sent for op, sent in rank.sent.items() if sent}
         rank.sent.clear()
-        rank.traced = max(rank.traced, TRACED_EPOCHS * self.steps)
         earlier = self._resume() if self.first and out else {}
+        # epochs that other plans have trained
+        self.before = int(earlier["before"][-1]["until"]) if earlier.get("before") else 0
+        own = max(rank.traced, TRACED_EPOCHS * self.steps)
+        rank.traced = self.before * self.steps + own
         self.record = _Record(rank, worker, self.gradient_errors, earlier)
         self.metrics = (
             Metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
@@ -148,15 +152,32 @@ class _Training:
     def _resume(self) -> dict[str, Any]:
         """Take over weights and records from the checkpoint, and return its notes."""
         assert self.checkpoints is not None and self.out is not None
+        if self.checkpoints.before is not None:
+            return self._take_over(self.checkpoints, self.checkpoints.before)
         rank = self.rank
         notes, tensors = self.checkpoints.load(self.checkpoints.first)
-        self.worker.load(under("worker", tensors))
-        fill(self.learner.optimizer.state(), under("optimizer", tensors))
+        self.worker.load(under(WORKER, tensors))
+        fill(self.learner.optimizer.state(), under(OPTIMIZER, tensors))
         rank.sent.update(notes["bytes"])
         rank.counted = {Label(*label) for label in notes["counted"]}
         with suppress(SpecError):  # a trace that was lost with its machine does not stop training
             rank.spans = read_trace(trace_of(self.out, rank.rank), rank.rank)[1][: notes["spans"]]
         return notes
+
+    def _take_over(self, checkpoints: Checkpoints, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Go on from what another plan's ranks have learned -> notes that say so.
+
+        What they have counted is theirs: of another strategy, or of other ranks.
+        """
+        rank, worker = self.rank, self.worker
+        notes, whole = checkpoints.load_whole()
+        worker.held.take(whole)
+        recording, rank.recording = rank.recording, False
+        measuring, rank.staleness_errors = rank.staleness_errors, False
+        worker.refill(self.first * self.steps - 1)
+        rank.recording, rank.staleness_errors = recording, measuring
+        part = {"until": self.first, "strategy": before["strategy"], "ranks": before["ranks"]}
+        return {"before": [*notes.get("before", []), part]}
 
     def epoch(self, epoch: int, is_evaluated: bool, report: Report) -> None:
         """Train one epoch, then evaluate, append its metrics and write its checkpoint."""
@@ -204,8 +225,8 @@ class _Training:
         metric = self.problem.workload.metric
         row, most_spans = _row(rank, epoch, loss, counts, tested, seconds, sent, metric)
         # all ranks keep the spans of the same epochs, as many as the fullest trace holds
-        fit = MOST_SPANS * (epoch + 1) // max(most_spans, 1)
-        rank.traced = min(rank.traced, max(fit, 1) * self.steps)
+        fit = MOST_SPANS * (epoch + 1 - self.before) // max(most_spans, 1)
+        rank.traced = min(rank.traced, (self.before + max(fit, 1)) * self.steps)
         self._append(row, report)
         if is_kept:
             self._keep(epoch)
@@ -226,10 +247,12 @@ class _Training:
             return
         self.rank.activity.begin("phase", f"the checkpoint of epoch {epoch + 1}")
         self.record.trace(self.out)
-        optimizer = self.learner.optimizer.state()
-        tensors = named("worker", self.worker.state()) | named("optimizer", optimizer)
+        optimizer, held = self.learner.optimizer.state(), self.worker.held
+        tensors = named(WORKER, self.worker.state()) | named(OPTIMIZER, optimizer)
         first_on_disk = [self.metrics.fileno()] if self.metrics else []
-        self.checkpoints.save(self.rank, epoch + 1, tensors, self.record.notes(), first_on_disk)
+        self.checkpoints.save(
+            self.rank, epoch + 1, tensors, self.record.notes(), first_on_disk, held.about()
+        )
 
     def finish(self) -> Net:
         """End what is under way, and leave this rank's files."""
@@ -351,6 +374,7 @@ class _Record:
             "rows": dict(rows),
             "staleness": self._appended("staleness", stale),
             "gradient_errors": self._appended("gradient_errors", of_weights),
+            "before": list(self.earlier.get("before", [])),
         }
 
     def _appended(self, name: str, later: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

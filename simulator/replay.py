@@ -11,7 +11,7 @@ from typing import Any
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.decision.search import Candidate, evaluate
 from gnnplan.planner.evidence.runs import Planned, Run, same_shape
-from gnnplan.planner.evidence.validate import compare, read_run
+from gnnplan.planner.evidence.validate import compare, must_be_of_one_plan, read_run
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -40,6 +40,7 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
     `cluster`: a cluster file whose constants take the place of the plan's. Raises SpecError.
     """
     metrics, ranks = read_run(directory)
+    must_be_of_one_plan(directory, ranks)
     measured = read_traces(directory)
     document = read(directory / "plan.json")
     problem = question(document)

@@ -900,6 +900,29 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Ca
         )
         assert answer.code == 2 and words in answer.err, answer.err
         assert everything(out) == before
+    for words, changed, whole in (
+        ("does not name its weights, as older versions", {"strategy": "granndis"}, {}),
+        (
+            "of p3(pipelined=True) on 2 ranks, and this plan of graph_parallel on 2 ranks: the"
+            " batches under way of p3(pipelined=True) cannot be handed over",
+            {"strategy": "p3(pipelined=True)"},
+            {"whole": {}},
+        ),
+        ("use --epochs 11 or more", {"strategy": "granndis"}, {"whole": {}}),
+        ("use --epochs 11 or more", {"ranks": 1}, {"whole": {}}),
+        ("no checkpoint that all ranks have finished", {"ranks": 3}, {"whole": {}}),
+    ):
+        for rank in range(2):
+            about = {"question": {**asked, **changed}, "notes": {}, **whole}
+            save_file(
+                {"x": ones(1)},
+                out / "checkpoints" / f"epoch10.rank{rank}.safetensors",
+                {"gnnplan": json.dumps(about)},
+            )
+        before = everything(out)
+        answer = gnnplan("run", plan_file, "--resume", out, "--epochs", "10")
+        assert answer.code == 2 and words in answer.err, answer.err
+        assert everything(out) == before
     (out / "options.json").write_text('{"epochs": 5, "colour": 1}')
     answer = gnnplan("run", "--resume", out)
     assert answer.code == 2 and "options.json is damaged" in answer.err
@@ -946,7 +969,27 @@ def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(
     answer = gnnplan("run", "plan.json", "--strategy", "gnnpipe(chunks=77)", "--out", "other")
     assert answer.code == 2 and "the plan holds" in answer.err and not Path("other").exists()
     answer = gnnplan("run", "--resume", "run", "--strategy", "NEXT")
-    assert answer.code == 2 and "--resume goes on with the strategy of one" in answer.err
+    assert answer.code == 2 and "give the plan too (gnnplan run PLAN --strategy" in answer.err
+
+
+def test_the_plan_before_is_kept_where_another_goes_on(
+    plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from gnnplan.api import running
+    from gnnplan.executor.launch import launcher as launch
+
+    monkeypatch.setattr(launch, "start", lambda *words: None)
+    monkeypatch.setattr(running, "Run", lambda out: Lines([]))
+    monkeypatch.setattr(launch, "last_of", lambda *words: (10, True))
+    out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
+    out.mkdir()
+    (out / "plan.json").write_text(json.dumps(other))
+    for objective in ("time", "energy"):  # the first of the two trained nothing
+        plan = json.loads(plan_file.read_text()) | {"objective": objective}
+        plan_file.write_text(json.dumps(plan))
+        assert gnnplan("run", plan_file, "--resume", out).code == 0
+        assert json.loads((out / "plan.until10.json").read_text()) == other
+        assert json.loads((out / "plan.json").read_text()) == plan
 
 
 @pytest.mark.parametrize(

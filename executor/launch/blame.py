@@ -132,6 +132,6 @@ def kept(out: Path, ranks: Iterable[int], command: str = "gnnplan run") -> str:
     """What is safe on disk, and the command that goes on from it."""
     metrics = out / "metrics.jsonl"
     lines = metrics.read_text().count("\n") if metrics.exists() else 0
-    last = checkpoint.latest(checkpoint.stored(out, ranks).values())
+    last = checkpoint.last_stored(out, ranks)
     onwards = f"; go on from epoch {last} with `{command} --resume {out}`" if last else ""
     return f"{lines} finished epochs are in {metrics}{onwards}"

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.ranks.checkpoint import Checkpoints, latest
+from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, latest, plan_of
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
 from gnnplan.executor.ranks.rank import from_launcher
 from gnnplan.planner.decision.plan import chosen, placement, question, read
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GraphParallel, Strategy
+from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import write_atomically
 from gnnplan.planner.vocabulary.units import show_bytes
 
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
@@ -144,31 +145,64 @@ def must_be_new(out: Path) -> None:
         )
 
 
-def must_go_on(out: Path, last: int, epochs: int, restarted: bool = False) -> None:
+def must_go_on(
+    out: Path, last: int, epochs: int, restarted: bool = False, of_another: bool = False
+) -> None:
     """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
 
     last: epoch of the last checkpoint that all ranks have, 0 if there is none. A run that its
     launcher has restarted may begin again from epoch 0; a run that a user resumes may not.
+    of_another: the checkpoint is of another plan, after which this one trains an epoch at least.
     """
     if not last and not restarted:
         raise SpecError(
             f"{out} has no checkpoint that all ranks have finished; they are written every"
-            " --checkpoint-every epochs. Start anew with another --out"
+            " --checkpoint-every epochs, and another plan needs those of all ranks on every"
+            " server's disk. Start anew with another --out"
         )
-    if last > epochs:
+    if last + of_another > epochs:
         raise SpecError(
             f"{out} has a checkpoint of epoch {last}, but only {epochs} epochs are asked for; use"
-            f" --epochs {last} or more"
+            f" --epochs {last + of_another} or more"
         )
 
 
-def last_of(out: Path, problem: Problem, strategy: Strategy) -> int:
+def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]:
     """The last epoch of which all ranks of a run on this machine have a checkpoint; 0: none.
 
-    Raises SpecError if a checkpoint belongs to another training.
+    They are the ranks of this plan, or (True) of another plan of the same training. Raises
+    SpecError if a checkpoint belongs to another training, or cannot go on with this plan.
     """
     asked = resumed_question(problem, strategy)
-    return latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks))
+    own = latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks))
+    last = max(own, *handed_over(out, asked), 0)
+    return last, last > own
+
+
+def keep_plan(out: Path, document: Mapping[str, Any], last: int) -> None:
+    """Keep the plan of a run that goes on from epoch `last` with another: `document`.
+
+    Its checkpoints go on with it until the other has written its own.
+    """
+    earlier, kept = out / "plan.json", out / f"plan.until{last}.json"
+    if last and earlier.is_file() and not kept.exists() and read(earlier) != document:
+        write_atomically(kept, earlier.read_bytes())
+
+
+def taken_over(before: Mapping[str, Any], strategy: Strategy, last: int) -> str:
+    """What a run's next plan takes over, and what it does not, in words.
+
+    before: the `question` of the plan that trained until epoch `last`. strategy: the next one.
+    """
+    theirs = parse(before["strategy"])
+    clauses = [
+        f"{plan_of(before)} trained until epoch {last}",
+        f"its {theirs.carries} are left behind" if theirs.carries else "",
+        "weights and the optimizer's state go on",
+        f"{strategy.carries} are made of these weights" if strategy.carries else "",
+        "gradients are no longer exact" if theirs.exact and not strategy.exact else "",
+    ]
+    return "; ".join(filter(None, clauses))
 
 
 def must_fit_here(problem: Problem, strategy: Strategy | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from gnnplan.executor.launch.blame import blame
 from gnnplan.executor.launch.checks import (
+    keep_plan,
     last_of,
     must_be_measurable,
     must_be_new,
@@ -32,7 +33,7 @@ from gnnplan.executor.launch.rank_process import follow, leave, work
 from gnnplan.executor.launch.scalars import must_be_installed
 from gnnplan.executor.launch.scratch import scratch
 from gnnplan.executor.ranks import activity
-from gnnplan.executor.ranks.checkpoint import latest, stored
+from gnnplan.executor.ranks.checkpoint import last_stored
 from gnnplan.executor.ranks.meeting import loopback_only
 from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.problem.problem import Problem
@@ -81,14 +82,16 @@ def begin(
     out: Path,
     options: Options,
     emulate: Emulated | None = None,
+    last: int = 0,
 ) -> None:
     """Train with a plan's strategy in a folder that gets all that a run leaves.
 
     `document` is the plan, `strategy` its choice, settled; this machine can hold its ranks
-    (`must_fit_here`). Raises SpecError, LostRank.
+    (`must_fit_here`). last: the epoch that it goes on from. Raises SpecError, LostRank.
     """
     strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
     make_folder(out)
+    keep_plan(out, document, last)
     write(out / "plan.json", document)
     options.write(out)
     start(out / "plan.json", out, options, problem, emulate)
@@ -117,7 +120,7 @@ def start(
         return blame(by_rank, out, problem.servers, options.timeout_s, starved)
 
     def announce_restart(error: GnnplanError, left: int) -> None:
-        last = latest(stored(out, ranks).values())
+        last = last_stored(out, ranks)
         where = f"epoch {last}" if last else "the beginning"
         say(
             f"{error}\nstarting all ranks anew from {where} (restarts left after this one:"

@@ -6,16 +6,17 @@ gradient later.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from gnnplan import __version__
+from gnnplan.executor.ranks.checkpoint import fingerprint
 from gnnplan.executor.ranks.gathered import gather_all
 from gnnplan.executor.ranks.memory import free_memory, resident
 from gnnplan.executor.ranks.rank import Rank, as_torchrun_has_it, hosts_the_store
@@ -70,9 +71,14 @@ def _must_be_free(port: str) -> None:
 
 
 def facts(
-    question: Mapping[str, Any], options: Mapping[str, Any], checkpoints: Sequence[int]
+    question: Mapping[str, Any],
+    options: Mapping[str, Any],
+    checkpoints: Sequence[int],
+    handed_over: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What all ranks must agree in, as a short message, and this rank's checkpoints.
+    """What all ranks must agree in, as a short message, and the checkpoints that this rank has.
+
+    checkpoints: its own. handed_over: those of another plan, of all its ranks.
 
     question: what decides about the training (ranks/checkpoint.py). Graph and version are told
     apart from the rest, so that a message can name them.
@@ -82,14 +88,11 @@ def facts(
         "gnnplan": __version__,
         "torch": torch.__version__,
         "data": question["graph"],
-        "plan": _hash(asked),
+        "plan": fingerprint(asked),
         "options": json.dumps(dict(options), sort_keys=True),
         "checkpoints": list(checkpoints),
+        "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in handed_over.items()],
     }
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def agree(

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,18 +23,20 @@ import torch
 
 from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS, Failure
 from gnnplan.executor.launch.checks import (
+    keep_plan,
     must_be_measurable,
     must_be_new,
     must_go_on,
     predicted_memory,
     prepare,
+    taken_over,
 )
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, found, ran_out
 from gnnplan.executor.launch.roll_call import roll_call
 from gnnplan.executor.launch.scalars import Scalars
 from gnnplan.executor.ranks import activity, turns
-from gnnplan.executor.ranks.checkpoint import Checkpoints, latest, question
+from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, latest, question
 from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, open_rank
 from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.gnn.workload import scores_of
@@ -128,6 +130,7 @@ class _Process:
         checkpoints = Checkpoints(self.out, self.number, every, asked)
         # reads all of its files, which takes longer than peers may wait if they are large
         stored = checkpoints.found() if self.resumes else []
+        others = handed_over(self.out, asked) if self.resumes else {}
         must_meet()
         rank = self.rank = open_rank(self.options.timeout_s, problem)
         rank.gradient_errors, rank.activity = self.options.gradient_errors, self.activity
@@ -139,15 +142,18 @@ class _Process:
                 f" {problem.ranks}, or plan again with --ranks {rank.world}"
             )
         epochs = self.options.epochs or problem.workload.epochs
-        first = self._agree(problem, checkpoints, stored, epochs)
+        first = self._agree(problem, checkpoints, stored, others, epochs)
         make_folder(self.out)
         # every server may have a disk of its own
         if not self.prepared and os.environ.get("LOCAL_RANK", "0") == "0":
+            keep_plan(self.out, document, first)
             write(self.out / "plan.json", document)
             self.options.write(self.out)
         mismatch = device_mismatch(rank, problem)
         if mismatch and rank.rank == 0:
             say(f"note: {mismatch}")
+        if checkpoints.before is not None and rank.rank == 0:
+            say(f"note: {taken_over(checkpoints.before, strategy, first)}")
         self.activity.begin("phase", "set-up")
         with _reports(epochs, first, self.options, rank.rank) as report:
             train(
@@ -189,26 +195,37 @@ class _Process:
             must_be_new(self.out)
 
     def _agree(
-        self, problem: Problem, checkpoints: Checkpoints, stored: list[int], epochs: int
+        self,
+        problem: Problem,
+        checkpoints: Checkpoints,
+        stored: list[int],
+        others: Mapping[int, dict[str, Any]],
+        epochs: int,
     ) -> int:
         """Compare facts with all ranks; return the epoch that all go on from (0: the beginning).
 
-        stored: epochs of which this rank has a checkpoint.
+        stored: epochs of which this rank has a checkpoint. others: those of which it has the
+        checkpoints of all ranks of another plan, and that plan's `question`.
         """
         from gnnplan.executor.launch.preflight import agree, facts
 
         rank, options = self.rank, self.options
         assert rank is not None
-        own = facts(checkpoints.question, asdict(options), stored)
-        everyone = agree(rank, problem, own, self.predicted)
+        mine = facts(checkpoints.question, asdict(options), stored, others)
+        everyone = agree(rank, problem, mine, self.predicted)
         self.hosts = [other["host"] for other in everyone]
-        last = latest(other["checkpoints"] for other in everyone)
+        own = latest(other["checkpoints"] for other in everyone)
+        handed = [set(map(tuple, other["handed_over"])) for other in everyone]
+        last: int = max(own, *(epoch for epoch, _ in set.intersection(*handed)), 0)
         if self.resumes:
-            must_go_on(self.out, last, epochs, self.restarted)
-            checkpoints.go_on(last)
+            must_go_on(self.out, last, epochs, self.restarted, last in others)
+            checkpoints.go_on(last, others.get(last))
             # a finished run that is to have more epochs has left these
-            for name in (f"rank{rank.rank}.json", "weights.safetensors"):
-                (self.out / name).unlink(missing_ok=True)
+            for path in self.out.glob("rank*.json"):  # of more ranks, too
+                number = path.stem.removeprefix("rank")
+                if number.isdecimal() and int(number) % rank.world == rank.rank:
+                    path.unlink(missing_ok=True)
+            (self.out / "weights.safetensors").unlink(missing_ok=True)
         return last
 
     def _failure(self, exit_code: int, message: str, where: str) -> Failure:

@@ -9,6 +9,10 @@ step. Its header holds, as JSON, which training they belong to and what the rank
 Random numbers are functions of (seed, epoch, ...), so there are none to store. There are no
 pickles.
 
+Another plan of the same training may go on from them too: other ranks, another strategy. For that
+the header also says which of the tensors are weights of the whole model, by their names (whole.py),
+and the new ranks read the files of all ranks before them.
+
 A file is whole or absent, and its header has a checksum: a file that a disk or a copy has damaged
 counts as absent, and the one before is used. An epoch counts when all ranks have its file, wherever
 their disks are. A rank keeps its last two files: it may be one ahead of another rank, but never
@@ -16,11 +20,12 @@ two, since each waits for its last file to be on disk before ranks meet to write
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -33,52 +38,26 @@ from torch import Tensor
 
 from gnnplan import __version__
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.whole import Joined
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of
 from gnnplan.planner.vocabulary.progress import say
+from gnnplan.planner.vocabulary.units import show_count
 
 KEPT = 2  # checkpoints of each rank
+# in which plans may differ that go on from each other's checkpoints
+OF_A_PLAN = ("ranks", "servers", "strategy", "partitioner")
+DAMAGE = (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError)
 _FILE = re.compile(r"epoch(\d+)\.rank(\d+)\.safetensors")
-
-
-def fill(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of `state` into `targets`, by name; SpecError if types or shapes differ."""
-    for name, target in targets.items():
-        saved = state.get(name)
-        if saved is None or saved.shape != target.shape or saved.dtype != target.dtype:
-            there = "nothing" if saved is None else f"{saved.dtype} {list(saved.shape)}"
-            raise SpecError(
-                f"the checkpoint's {name} is {there}, this training's {target.dtype}"
-                f" {list(target.shape)}: it is of another training; start anew with another --out"
-            )
-        with torch.no_grad():
-            target.copy_(saved)
-
-
-def named(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as `prefix.name`."""
-    return {f"{prefix}.{name}": tensor for name, tensor in state.items()}
-
-
-def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors named `prefix.name`, as `name`: the inverse of `named`.
-
-    >>> under("net", named("net", {"bias": torch.ones(1)}) | {"past.1": torch.ones(1)})
-    {'bias': tensor([1.])}
-    """
-    return {
-        name.removeprefix(f"{prefix}."): tensor
-        for name, tensor in state.items()
-        if name.startswith(f"{prefix}.")
-    }
 
 
 def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
     """Everything that the weights of a training depend on.
 
-    Two runs that agree in it may go on from each other's checkpoints.
+    Runs that agree in it go on from each other's checkpoints as they are. Those that differ in
+    OF_A_PLAN alone go on from weights and the optimizer's state.
     """
     workload = {
         f"workload.{name}": value
@@ -97,16 +76,58 @@ def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
 
 
 def must_agree(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises SpecError if the checkpoint's `question` is not ours; names what differs."""
-    if different := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+    """Raises SpecError if the checkpoint is of another training; names what differs.
+
+    theirs, ours: what `question` says of both.
+    """
+    if different := [
+        name
+        for name in {**ours, **theirs}
+        if name not in OF_A_PLAN and ours.get(name) != theirs.get(name)
+    ]:
         differences = ", ".join(
             f"{name} {theirs.get(name)!r} there and {ours.get(name)!r} here"
             for name in different[:3]
         )
         raise SpecError(
-            f"{path} is of another training ({differences}); resume with the plan and the version"
-            " that it was made with, or start anew with another --out"
+            f"{path} is of another training ({differences}); resume with a plan of the same graph,"
+            " workload and version (its strategy and ranks may differ), or start anew with another"
+            " --out"
         )
+
+
+def must_hand_over(path: Path, about: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises SpecError if a checkpoint cannot go on with another strategy or other ranks.
+
+    about: the checkpoint's header. ours: this training's `question`.
+    """
+    theirs = about["question"]
+    for said in (theirs, ours):
+        if not (strategy := parse(said["strategy"])).hands_over:
+            raise SpecError(
+                f"{path} is of {plan_of(theirs)}, and this plan of {plan_of(ours)}: the"
+                f" {strategy.carries} of {strategy} cannot be handed over; resume with the plan"
+                " that it was made with, or start anew with another --out"
+            )
+    if "whole" not in about:
+        raise SpecError(
+            f"{path} does not name its weights, as older versions did not: only its own plan goes"
+            f" on from it ({plan_of(theirs)}); train with that to the next checkpoint first"
+        )
+
+
+def plan_of(question: Mapping[str, Any]) -> str:
+    """The strategy and ranks of a training, in words.
+
+    >>> plan_of({"strategy": "granndis(depth=1)", "ranks": 4})
+    'granndis(depth=1) on 4 ranks'
+    """
+    return f"{question['strategy']} on {show_count(question['ranks'], 'rank')}"
+
+
+def fingerprint(value: Any) -> str:
+    """A short name of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class Checkpoints:
@@ -116,17 +137,22 @@ class Checkpoints:
         self.folder = out / "checkpoints"
         self.rank, self.every, self.question = rank, every, dict(question)
         self.first = 0  # the epoch that training goes on from
+        # the `question` of another plan whose checkpoint of that epoch it is; None: of this one
+        self.before: dict[str, Any] | None = None
         self._writing: Future[None] | None = None
 
     def _path(self, epoch: int) -> Path:
-        return self.folder / f"epoch{epoch}.rank{self.rank}.safetensors"
+        return file_of(self.folder, epoch, self.rank)
 
     def due(self, epoch: int) -> bool:
         """Whether a checkpoint is to be written after this epoch."""
         return bool(self.every) and epoch % self.every == 0
 
     def epochs(self) -> list[int]:
-        """Epochs of this rank's whole files; raises SpecError if one is of another training."""
+        """Epochs of this rank's whole files of this plan.
+
+        Raises SpecError if one is of another training.
+        """
         return self._whole(lambda damaged: None)
 
     def found(self) -> list[int]:
@@ -141,21 +167,32 @@ class Checkpoints:
                 tell(self._path(epoch))
             else:
                 must_agree(self._path(epoch), about["question"], self.question)
-                whole.append(epoch)
+                if about["question"] == self.question:
+                    whole.append(epoch)
         return whole
 
     def _stored(self) -> list[int]:
         return stored(self.folder.parent, [self.rank])[self.rank]
 
-    def go_on(self, epoch: int) -> None:
+    def _looked_after(self) -> Iterator[tuple[int, Path]]:
+        """This rank's files with their epochs, damaged ones too.
+
+        Also those of ranks that only an earlier plan had: each is looked after by one of ours.
+        """
+        for path, epoch, rank in _files(self.folder):
+            if rank % self.question["ranks"] == self.rank:
+                yield epoch, path
+
+    def go_on(self, epoch: int, before: dict[str, Any] | None = None) -> None:
         """Go on from this epoch; 0: from the beginning.
 
-        Later checkpoints are deleted, since their epochs are trained again.
+        before: the `question` of another plan whose epoch it is. Later checkpoints are deleted,
+        since their epochs are trained again.
         """
-        self.first = epoch
-        for later in self._stored():  # damaged ones, too
+        self.first, self.before = epoch, before
+        for later, path in self._looked_after():
             if later > epoch:
-                self._path(later).unlink()
+                path.unlink(missing_ok=True)
 
     def save(
         self,
@@ -164,16 +201,19 @@ class Checkpoints:
         tensors: Mapping[str, Tensor],
         notes: Mapping[str, Any],
         before: Iterable[int] = (),
+        whole: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the checkpoint of an epoch.
 
         A lane of its own waits for the disk: to other ranks the wait would look like a lost peer.
-        `before`: descriptors of files that must be on disk first.
+        `before`: descriptors of files that must be on disk first. `whole`: which tensors are
+        weights of the whole model (whole.py).
         """
         self.wait()
         make_folder(self.folder)
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         about = {"question": self.question, "epoch": epoch, "notes": dict(notes)}
+        about |= {} if whole is None else {"whole": dict(whole)}
         about = json.loads(json.dumps(about))  # as it is read
         about["crc32"] = checksum(about, kept)
         path, written_first = self._path(epoch), tuple(before)
@@ -196,8 +236,10 @@ class Checkpoints:
             _sync(self.folder, os.O_RDONLY)
         except OSError as error:
             raise _unwritable(path, error) from error
-        for epoch in self._stored()[:-KEPT]:
-            self._path(epoch).unlink(missing_ok=True)
+        oldest = self._stored()[-KEPT:][0]
+        for epoch, path in self._looked_after():
+            if epoch < oldest:
+                path.unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Wait until the last file is on disk; raises SpecError if it could not be written."""
@@ -211,22 +253,68 @@ class Checkpoints:
             notes: dict[str, Any] = json.loads(file.metadata()["gnnplan"])["notes"]
             return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
+    def load_whole(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The notes of rank 0 of the plan before, and what all its ranks have trained.
+
+        These are weights and the optimizer's state by names in the whole model (whole.py).
+        """
+        assert self.before is not None
+        whole, notes = Joined(), list[dict[str, Any]]()
+        for rank in range(self.before["ranks"]):
+            with safe_open(file_of(self.folder, self.first, rank), framework="pt") as file:
+                about = json.loads(file.metadata()["gnnplan"])
+                whole.add(about["whole"], file.get_tensor)
+                notes.append(about["notes"])
+        return notes[0], whole.tensors()
+
+
+def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The epochs that another plan of the same training has whole files of, and its `question`.
+
+    ours: this training's. The files of all ranks must be on this disk. Raises SpecError if they are
+    of another training, or cannot go on with this plan.
+    """
+    found, folder = {}, out / "checkpoints"
+    for epoch in stored(out, [0])[0]:
+        first = file_of(folder, epoch, 0)
+        about = _said(first)
+        if about is None or about["question"] == ours or (about := header(first)) is None:
+            continue
+        must_agree(first, about["question"], ours)
+        must_hand_over(first, about, ours)
+        theirs = about["question"]
+        of_all = (header(file_of(folder, epoch, rank)) for rank in range(theirs["ranks"]))
+        if all(about is not None and about["question"] == theirs for about in of_all):
+            found[epoch] = theirs
+    return found
+
+
+def file_of(folder: Path, epoch: int, rank: int) -> Path:
+    """The checkpoint of a rank in the folder of checkpoints."""
+    return folder / f"epoch{epoch}.rank{rank}.safetensors"
+
 
 def header(path: Path) -> dict[str, Any] | None:
     """The header of a file: 'question', 'epoch' and 'notes'; None if it is damaged or foreign.
 
     Checkpoints of older versions have no checksum: of these, only a cut is noticed.
     """
-    with (
-        suppress(OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError),
-        safe_open(path, framework="pt") as file,
-    ):
-        about = dict(json.loads(file.metadata()["gnnplan"]))
-        if not (isinstance(about["question"], dict) and isinstance(about["notes"], dict)):
-            return None
-        said = about.pop("crc32", None)
+    about = _said(path)
+    if about is None:
+        return None
+    said = about.pop("crc32", None)
+    with suppress(*DAMAGE), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if said is None or said == checksum(about, tensors):
+            return about
+    return None
+
+
+def _said(path: Path) -> dict[str, Any] | None:
+    """What a file's header says, with its checksum; None if it cannot be read."""
+    with suppress(*DAMAGE), safe_open(path, framework="pt") as file:
+        about = dict(json.loads(file.metadata()["gnnplan"]))
+        if isinstance(about["question"], dict) and isinstance(about["notes"], dict):
             return about
     return None
 
@@ -244,10 +332,17 @@ def checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
 def stored(out: Path, ranks: Iterable[int]) -> dict[int, list[int]]:
     """The epochs that each of these ranks has a file of, in order: {rank: epochs}."""
     found: dict[int, list[int]] = {rank: [] for rank in ranks}
-    for path in (out / "checkpoints").glob("epoch*"):
-        if (match := _FILE.fullmatch(path.name)) and int(match[2]) in found and path.is_file():
-            found[int(match[2])].append(int(match[1]))
+    for _, epoch, rank in _files(out / "checkpoints"):
+        if rank in found:
+            found[rank].append(epoch)
     return {rank: sorted(epochs) for rank, epochs in found.items()}
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, int, int]]:
+    """Every checkpoint in the folder, its epoch and its rank."""
+    for path in folder.glob("epoch*"):
+        if (match := _FILE.fullmatch(path.name)) and path.is_file():
+            yield path, int(match[1]), int(match[2])
 
 
 def latest(epochs: Iterable[Iterable[int]]) -> int:
@@ -257,6 +352,21 @@ def latest(epochs: Iterable[Iterable[int]]) -> int:
     (10, 0)
     """
     return max(set.intersection(*map(set, epochs)), default=0)
+
+
+def last_stored(out: Path, ranks: Iterable[int]) -> int:
+    """The last epoch that these ranks have files of, or all ranks of the plan before; 0: none.
+
+    For messages: files are not read to their ends.
+    """
+    folder, own = out / "checkpoints", latest(stored(out, ranks).values())
+    for epoch in reversed(stored(out, [0])[0]):
+        about = _said(file_of(folder, epoch, 0)) if epoch > own else None
+        if about is not None and all(
+            file_of(folder, epoch, rank).is_file() for rank in range(about["question"]["ranks"])
+        ):
+            return epoch
+    return own
 
 
 def _sync(path: Path, flags: int) -> None:

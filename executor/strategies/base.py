@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.ranks.checkpoint import fill
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.whole import Held, fill
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket
 
@@ -61,6 +61,12 @@ class Worker(ABC):
         self.learner = Learner(self.rank, self.problem.workload, gradients)
         return self.learner
 
+    @property
+    def held(self) -> Held:
+        """The part of the model that this rank trains, for other plans to go on from."""
+        assert self.learner is not None
+        return Held(self.net, {}, self.learner.optimizer)
+
     def drain(self) -> None:  # noqa: B027  by default nothing is under way
         """Wait for messages that are under way."""
 
@@ -77,3 +83,10 @@ class Worker(ABC):
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the `state` of another process."""
         fill(self.state(), state)
+
+    def refill(self, step: int) -> None:  # noqa: B027  by default nothing is carried
+        """Make what is carried from step to step anew, as `step` would have left it.
+
+        Asked for where weights are those of another plan's training (`held.take`). All ranks ask
+        at once. Weights stay as they are.
+        """

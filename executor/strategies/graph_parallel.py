@@ -33,9 +33,9 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.minibatch.share import Share, share_of
-from gnnplan.executor.ranks.checkpoint import fill
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows
 from gnnplan.planner.graph.streams import ROUNDING
@@ -614,6 +614,21 @@ class Worker(base.Worker):
             if name.startswith("stale."):
                 way, layer = name.split(".")[1], int(name.split(".")[2])
                 self.pending[way, layer] = there(tensor.to(self.rank.device, copy=True))
+
+    def refill(self, step: int) -> None:
+        """Repeat a step until its stale rows are those of the weights.
+
+        A pass makes the rows right that one more layer reads, forward and then backward.
+        """
+        if not self.options.staleness:
+            return
+        learner, self.learner = self.learner, None  # the passes' gradients are of no use
+        weights = {name: tensor.clone() for name, tensor in super().state().items()}
+        for _ in range(2 * len(self.layers)):
+            self.step(step)
+            self.drain()
+        fill(super().state(), weights)  # batch norm's averages have moved
+        self.learner = learner
 
 
 def targets_of(

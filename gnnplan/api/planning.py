@@ -383,7 +383,11 @@ class Plan(View):
 
     def resume(self, out: str | Path, **options: Any) -> Run:
         """Go on with the run in `out` from its last checkpoint, with its options and those of `run`
-        that are given; `epochs` may ask for more. Raises SpecError, LostRank."""
+        that are given; `epochs` may ask for more.
+
+        The run may have begun with another plan of the same graph and workload: weights and the
+        optimizer's state go on, on this plan's ranks and with its strategy. Raises SpecError,
+        LostRank."""
         return self._train(Path(out), options, options.pop("emulate", None), resume=True)
 
     def _train(

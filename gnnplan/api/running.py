@@ -15,6 +15,7 @@ from gnnplan.planner.evidence.validate import (
     rows_by_class,
     show_gradient_error,
     show_rows,
+    trained_before,
 )
 from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.graph.arrays import STAND_IN_LABELS
@@ -54,6 +55,7 @@ class Run(View):
     def document(self) -> dict[str, Any]:
         """What `gnnplan run --json` prints."""
         metrics, ranks = self._metrics, self._ranks
+        own = metrics[trained_before(ranks) :]  # by the ranks that have left their files
         sent: dict[str, int] = {}
         for rank in ranks:
             for op, nbytes in rank["bytes"].items():
@@ -65,9 +67,9 @@ class Run(View):
             "first_loss": metrics[0]["loss"],
             "loss": last["loss"],
             **{name: last[name] for name in scores_of(last)},
-            "epoch_s": median(m["epoch_s"] for m in metrics[min(2, len(metrics) - 1) :]),
+            "epoch_s": median(m["epoch_s"] for m in own[min(2, len(own) - 1) :]),
             "backend": ranks[0]["backend"],
-            "bytes": {op: nbytes // len(metrics) for op, nbytes in sent.items()},
+            "bytes": {op: nbytes // len(own) for op, nbytes in sent.items()},
             "setup_bytes": sum(sum(rank["setup_bytes"].values()) for rank in ranks),
             "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks],
             "peak_bytes": [rank["peak_bytes"] for rank in ranks],
@@ -102,6 +104,8 @@ class Run(View):
             lines.append(f"rows of features: {show_rows(result['rows'])}")
         if found := result["gradient_error"]:
             lines.append(f"the last gradient is off by {show_gradient_error(found)}")
+        if trained_before(self._ranks):  # no plan's prediction is of all of it
+            return [*lines, f"in {self.out}"]
         return [*lines, f"in {self.out}; next: gnnplan validate {self.out}"]
 
 
@@ -134,8 +138,8 @@ def train(
         out = launch.new_folder(f"{graph}-{strategy.name}")
     number, last = options.epochs or problem.workload.epochs, 0
     if resume:
-        last = launch.last_of(out, problem, strategy)
-        launch.must_go_on(out, last, number)
+        last, of_another = launch.last_of(out, problem, strategy)
+        launch.must_go_on(out, last, number, of_another=of_another)
     else:
         launch.must_be_new(out)
     launch.must_fit_here(problem, strategy)
@@ -147,7 +151,7 @@ def train(
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         say(f"note: {note}")
-    launch.begin(document, problem, strategy, out, options, servers)
+    launch.begin(document, problem, strategy, out, options, servers, last)
     for note in stand_in:
         say(f"note: {note}")
     return Run(out)

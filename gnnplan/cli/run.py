@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def run(
     plan_file: Annotated[
         Path | None,
-        typer.Argument(metavar="PLAN", help="A plan.json; with --resume the run's own."),
+        typer.Argument(
+            metavar="PLAN",
+            help="A plan.json. With --resume: another plan to go on with; left out, the run's own.",
+        ),
     ] = None,
     strategy: Annotated[
         str | None,
@@ -60,7 +63,8 @@ def run(
         typer.Option(
             metavar="DIR",
             help="Go on with the run in this folder from its last checkpoint, with its "
-            "plan and options; --epochs may ask for more.",
+            "plan and options; --epochs may ask for more. With a PLAN of the same graph and"
+            " workload: on its ranks, with its strategy.",
         ),
     ] = None,
     restarts: Annotated[
@@ -109,8 +113,9 @@ def run(
     """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when
     torchrun or Slurm started it.
 
-    A run that was broken off: gnnplan run --resume DIR. Under torchrun restarts are torchrun's
-    (--max-restarts 3), and go on from the last checkpoint too."""
+    A run that was broken off: gnnplan run --resume DIR. The same run on other ranks or with another
+    strategy: gnnplan run NEW.json --resume DIR; weights and the optimizer's state go on. Under
+    torchrun restarts are torchrun's (--max-restarts 3), and go on from the last checkpoint too."""
     from gnnplan.api.planning import load_plan
     from gnnplan.api.running import Run, rate_of, train
     from gnnplan.executor.launch import launcher as launch
@@ -121,10 +126,10 @@ def run(
             "--out is of a new run, and --resume goes on in the folder of one; leave one of"
             " them out"
         )
-    if resume is not None and strategy is not None:
+    if resume is not None and strategy is not None and plan_file is None:
         raise SpecError(
-            "--strategy is of a new run, and --resume goes on with the strategy of one; leave one"
-            " of them out"
+            "--strategy is of a plan, and --resume alone goes on with the strategy of the run; give"
+            f" the plan too (gnnplan run PLAN --strategy '{strategy}' --resume {resume})"
         )
     if resume is not None:
         out, plan_file = resume, plan_file or resume / "plan.json"

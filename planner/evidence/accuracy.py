@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gnnplan.planner.vocabulary.files import from_json, read_bytes
 
 MAKE = "make one with `gnnplan run plan.json --out runs/one`"
 PLAN, METRICS = "plan.json", "metrics.jsonl"  # of a run's folder
+_KEPT = re.compile(r"plan\.until(\d+)\.json")  # of an earlier plan of the run
 
 
 def objective_of(document: dict[str, Any]) -> Objective:
@@ -59,7 +61,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def _training(folder: Path) -> Training:
-    document, path = plans.read(folder / PLAN), folder / METRICS
+    path, (plan, epochs) = folder / METRICS, _first_plan(folder)
+    document = plans.read(plan)
     workload = Workload.model_validate(document["workload"])
     rows = [
         from_json(path, line, MAKE) for line in read_bytes(path, MAX_METRICS, MAKE).splitlines()
@@ -70,8 +73,17 @@ def _training(folder: Path) -> Training:
         workload,
         plans.chosen(document),
         len(plans.placement(document)),
-        tuple(_accuracies(path, workload.metric, rows)),
+        tuple(_accuracies(path, workload.metric, rows[:epochs])),
     )
+
+
+def _first_plan(folder: Path) -> tuple[Path, int | None]:
+    """The plan with which a run began, and the epochs until another went on; None: none has."""
+    kept = [
+        (int(match[1]), path) for path in folder.iterdir() if (match := _KEPT.fullmatch(path.name))
+    ]
+    until, plan = min(kept, default=(None, folder / PLAN))
+    return plan, until
 
 
 def _accuracies(path: Path, metric: str, rows: list[Any]) -> Iterator[tuple[int, float]]:

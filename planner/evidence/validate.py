@@ -32,7 +32,7 @@ from gnnplan.planner.vocabulary.trace import (
     recorded_order,
     transfer_times,
 )
-from gnnplan.planner.vocabulary.units import show_percent
+from gnnplan.planner.vocabulary.units import show_count, show_percent
 
 MAX_METRICS, MAX_RANK = 1 << 27, 1 << 26  # [B]
 TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
@@ -187,12 +187,33 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                 f" (above 0), found {str(row)[:100]}; {make}"
             )
     for rank in ranks:
-        if not _is_rank(rank):
+        if not _is_rank(rank) or trained_before([rank]) >= len(metrics):
             raise SpecError(
                 f"{directory}: a rank*.json needs bytes and setup_bytes by operation,"
                 f" peak_rss_bytes and peak_bytes; {make}"
             )
     return metrics, ranks
+
+
+def trained_before(ranks: Sequence[Mapping[str, Any]]) -> int:
+    """Epochs of a run that ranks of other plans have trained, before those that left `ranks`."""
+    before = ranks[0].get("before", [])
+    return int(before[-1]["until"]) if before else 0
+
+
+def must_be_of_one_plan(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raises SpecError where several plans have trained a run."""
+    if not trained_before(ranks):
+        return
+    parts = ", ".join(
+        f"{part['strategy']} on {show_count(part['ranks'], 'rank')} until epoch {part['until']}"
+        for part in ranks[0]["before"]
+    )
+    raise SpecError(
+        f"{directory} was trained with several plans ({parts}, then that of its plan.json), and a"
+        " run is compared with one; train some epochs with that alone (`gnnplan run"
+        f" {directory}/plan.json --epochs 10`)"
+    )
 
 
 def _lines(path: Path, make: str) -> list[Any]:
@@ -225,6 +246,7 @@ def _is_rank(rank: object) -> bool:
         and all(_are_counts(rank.get(key)) for key in ("bytes", "setup_bytes"))
         and _are_counts(rank.get("rows", {}))  # runs of older versions have none
         and _are_gradient_errors(rank.get("gradient_errors", {}))  # nor these
+        and _are_parts(rank.get("before", []))  # nor these
         and _is_count(rank.get("peak_rss_bytes"))
         and "peak_bytes" in rank
         and _is_count(rank["peak_bytes"] or 0)
@@ -233,6 +255,17 @@ def _is_rank(rank: object) -> bool:
 
 def _are_counts(value: object) -> bool:
     return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _are_parts(value: object) -> bool:
+    """Whether these are the parts of a run that other plans have trained, in their order."""
+    return isinstance(value, list) and all(
+        isinstance(part, dict)
+        and _is_count(part.get("until"))
+        and _is_count(part.get("ranks"))
+        and isinstance(part.get("strategy"), str)
+        for part in value
+    )
 
 
 def _is_count(value: object) -> bool:

@@ -83,6 +83,19 @@ class Strategy(ABC):
     def exact(self) -> bool:
         """Whether the gradient is the one that a single process computes. Tests hold it to this."""
 
+    @property
+    def carries(self) -> str:
+        """What ranks carry from step to step besides weights and the optimizer's state.
+
+        '': nothing. A run that goes on with another plan leaves it behind, and makes it anew.
+        """
+        return ""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether another plan can go on from weights and the optimizer's state alone."""
+        return True
+
     @abstractmethod
     def approximates_as(self, other: Strategy) -> bool:
         """Whether `other` is lossy in the same way.

@@ -337,8 +337,8 @@ class Ranks:
         from gnnplan.executor.ranks.rank import Rank
 
         self.runs += 1
-        out = self.folder / f"run{self.runs}"
-        out.mkdir(parents=True)
+        out = Path(case.resume) if case.resume else self.folder / f"run{self.runs}"
+        out.mkdir(parents=True, exist_ok=bool(case.resume))
         gc.freeze()  # as ranks do
         _train(Rank(0, 1, torch.device("cpu"), "gloo"), replace(case, servers=1), out)
         return Result(case, 1, out)
@@ -349,7 +349,7 @@ class Ranks:
 
 
 def _train(rank: Any, case: Case, out: Path) -> None:
-    from gnnplan.executor.ranks.checkpoint import Checkpoints, latest, question
+    from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, latest, question
     from gnnplan.executor.train import train
 
     problem = case.problem(rank.world)
@@ -360,7 +360,9 @@ def _train(rank: Any, case: Case, out: Path) -> None:
     ]
     checkpoints = of_all[rank.rank]
     if case.resume:
-        checkpoints.go_on(latest(each.epochs() for each in of_all))
+        others = handed_over(out, checkpoints.question)
+        last = max(latest(each.epochs() for each in of_all), *others, 0)
+        checkpoints.go_on(last, others.get(last))
     train(rank, problem, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
 
 

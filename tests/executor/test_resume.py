@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from gnnplan.cli import app
 from gnnplan.executor import train
 from gnnplan.executor.ranks import checkpoint
-from gnnplan.executor.ranks.checkpoint import Checkpoints, fill, header, latest, stored
+from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, stored
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.train import Metrics
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -326,9 +327,9 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 0, 10)
     with pytest.raises(
         SpecError,
-        match=r"is of another training \(ranks 2 there and 3 here\); resume with the plan",
+        match=r"is of another training \(graph 'abc' there and 'd' here\); resume with a plan of the",
     ):
-        Checkpoints(tmp_path, 0, 10, {**QUESTION, "ranks": 3}).epochs()
+        Checkpoints(tmp_path, 0, 10, {**QUESTION, "graph": "d"}).epochs()
     with pytest.raises(SpecError, match=r"gnnplan '1' there and '2' here"):
         Checkpoints(tmp_path, 0, 10, {**QUESTION, "gnnplan": "2"}).epochs()
     with pytest.raises(

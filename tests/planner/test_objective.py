@@ -364,6 +364,17 @@ def test_runs_are_read_from_their_folders_or_from_a_folder_of_folders(tmp_path: 
     assert read.reached(0.2) == (1, 3) and read.reached(0.9) is None
 
 
+def test_a_run_is_evidence_of_the_plan_that_it_began_with(tmp_path: Path):
+    """Until another went on: what that reached says nothing of either."""
+    rows = [{"epoch": n, "val_accuracy": 0.1 * n} for n in (1, 2, 3, 4)]
+    run = run_of(tmp_path / "run", *rows, strategy="pipegcn")
+    for until, strategy in ((2, "graph_parallel"), (3, "granndis")):
+        kept = run_of(tmp_path / strategy, strategy=strategy) / "plan.json"
+        kept.rename(run / f"plan.until{until}.json")
+    [read] = trainings([run])
+    assert read.strategy == parse("graph_parallel") and read.accuracies == ((1, 0.1), (2, 0.2))
+
+
 @pytest.mark.parametrize("rows", [["text"], [{"epoch": 2}, {"epoch": 1}], [{"val_accuracy": 1.0}]])
 def test_lines_that_are_no_metrics_are_told(tmp_path: Path, rows: list[object]):
     with pytest.raises(SpecError, match=r"metrics\.jsonl: every line needs an epoch"):

@@ -435,3 +435,8 @@ class Worker(base.Worker):
     def state(self) -> dict[str, Tensor]:
         """Weights and history."""
         return super().state() | self.history.state()
+
+    def refill(self, step: int) -> None:
+        """Historical rows are those of the weights, as they are before the first step."""
+        self._whole_graph()
+        self.history.remember(self.varying)

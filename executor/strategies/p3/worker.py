@@ -26,10 +26,10 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.ranks import comm
-from gnnplan.executor.ranks.checkpoint import fill, named
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.ranks.whole import Held, fill, named
 from gnnplan.executor.strategies import base, graph_parallel
 from gnnplan.executor.strategies.p3.columns import Columns
 from gnnplan.executor.strategies.p3.learner import Delayed
@@ -138,6 +138,11 @@ class Worker(base.Worker):
 
     def _is_cut(self, name: str) -> bool:
         return name in {f"layers.1.{own}" for own in self.net.layer(1).by_columns}
+
+    @property
+    def held(self) -> Held:
+        cut = {name: self.columns for name in self.sliced.state_dict() if self._is_cut(name)}
+        return Held(self.sliced, cut, self.learner.optimizer)
 
     def gradients(self, net: Net) -> list[Gradients]:
         """Buffers for the gradient of `net`: of whole weights, and of those cut by columns."""
@@ -411,7 +416,7 @@ class Worker(base.Worker):
         the batches under way, whose body is done, the gradients that `_tail` needs. Layer 1 of
         these batches is computed again.
         """
-        out = named("sliced", self.sliced.state_dict())
+        out = dict(self.sliced.state_dict())
         if self.strategy.pipelined:
             for i, (net, buffers) in enumerate(zip(self.nets, self.buffers, strict=True)):
                 out |= named(f"stash.{i}", net.state_dict()) | {

@@ -80,6 +80,10 @@ class Pipeline(Strategy):
     def exact(self) -> bool:
         return self.chunks == 1
 
+    @property
+    def carries(self) -> str:
+        return "" if self.exact else "historical rows"
+
     def approximates_as(self, other: Strategy) -> bool:
         return isinstance(other, Pipeline) and all(
             getattr(self, trick) == getattr(other, trick) for trick in TRICKS

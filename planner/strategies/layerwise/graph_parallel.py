@@ -125,6 +125,10 @@ class GraphParallel(Strategy):
     def exact(self) -> bool:
         return self.staleness == 0 and self.bits is None
 
+    @property
+    def carries(self) -> str:
+        return "halo rows and gradients of the step before" if self.staleness else ""
+
     def approximates_as(self, other: Strategy) -> bool:
         return (
             isinstance(other, GraphParallel)

@@ -87,6 +87,14 @@ class Slices(Strategy):
     def exact(self) -> bool:
         return not self.pipelined
 
+    @property
+    def carries(self) -> str:
+        return "batches under way" if self.pipelined else ""
+
+    @property
+    def hands_over(self) -> bool:
+        return not self.pipelined  # the gradients of its batches under way would be lost
+
     def approximates_as(self, other: Strategy) -> bool:
         return isinstance(other, Slices) and self.pipelined == other.pipelined
 

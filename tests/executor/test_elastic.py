@@ -1,0 +1,264 @@
+"""A training goes on on other ranks or with another strategy as if it had been theirs from the
+beginning."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Case, ForkServer, Ranks, Result
+
+from gnnplan.cli import app
+from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
+from gnnplan.executor.ranks.optimizer import SGD, Adam
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.whole import Held, Joined, named
+from gnnplan.planner.vocabulary.errors import SpecError
+
+pytestmark = pytest.mark.timeout(110)
+
+FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
+NORMED = {**FULL, "model": "gcn", "norm": "batch"}
+MINI = {**FULL, "mode": "mini", "batch": 8, "fanout": (3, 2), "layers": 2}
+LAST = 7  # epochs
+
+
+def at_night(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
+# strategies and their ranks: of the plan before, and of the one that goes on
+CASES = [
+    ("graph_parallel", 2, "graph_parallel(narrow=True,buckets=2)", 3, NORMED),
+    ("graph_parallel", 2, "graph_parallel", 1, NORMED),
+    at_night("graph_parallel", 1, "graph_parallel", 3, NORMED),
+    ("graph_parallel", 2, "granndis", 2, {**FULL, "servers": 2}),
+    at_night("granndis", 2, "feature_parallel", 3, FULL),
+    ("feature_parallel", 3, "gnnpipe(stages=2,chunks=1)", 2, FULL),
+    ("gnnpipe(stages=2,chunks=1)", 2, "graph_parallel", 3, FULL),
+    at_night("gnnpipe(stages=2,chunks=1)", 2, "offload(chunks=3)", 1, FULL),
+    at_night("graph_parallel", 2, "gnnpipe(stages=2,chunks=1)", 2, {**FULL, "optimizer": "sgd"}),
+    ("data_parallel", 2, "p3", 3, MINI),
+    ("p3", 2, "gsplit", 3, MINI),
+    at_night("p3", 3, "p3", 2, {**MINI, "model": "gat", "heads": 2}),
+    at_night("gsplit", 3, "data_parallel", 2, MINI),
+]
+
+
+def trained(run_ranks: Ranks, world: int, case: Case) -> Result:
+    return run_ranks.alone(case) if world == 1 else run_ranks(world, [case])[0]
+
+
+def losses(run: Result) -> torch.Tensor:
+    return torch.tensor([row["loss"] for row in run.metrics], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("before", "ranks_before", "after", "ranks", "workload"), CASES)
+def test_another_plan_goes_on_as_if_it_had_begun(
+    before: str,
+    ranks_before: int,
+    after: str,
+    ranks: int,
+    workload: dict[str, Any],
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+) -> None:
+    """Checkpoints of epochs 2 and 4, broken off after 5. Adam's moments go on too: begun anew they
+    change the loss by percents."""
+    workload = dict(workload)
+    case = Case(before, graphs["rough"], workload, workload.pop("servers", 1), epochs=5)
+    alone = "data_parallel" if workload.get("mode") == "mini" else "graph_parallel"
+    unbroken = run_ranks.alone(replace(case, strategy=alone, epochs=LAST))
+    broken = trained(run_ranks, ranks_before, replace(case, checkpoint_every=2))
+    onwards = replace(case, strategy=after, epochs=LAST, resume=str(broken.out))
+    resumed = trained(run_ranks, ranks, onwards)
+    torch.testing.assert_close(losses(resumed), losses(unbroken), rtol=1e-5, atol=0)
+    assert [row["epoch"] for row in resumed.metrics] == list(range(1, LAST + 1))
+    for rank in range(ranks):
+        left = resumed.rank(rank)
+        assert [(part["until"], part["ranks"]) for part in left["before"]] == [(4, ranks_before)]
+        assert left["epochs"] == LAST - 4
+
+
+def test_a_trace_begins_with_the_plan(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """However many epochs another has trained: spans are kept of the first 60 steps."""
+    case = Case("graph_parallel", graphs["rough"], FULL, epochs=62, checkpoint_every=62)
+    begun = run_ranks.alone(case)
+    onwards = replace(case, strategy="graph_parallel(narrow=True)", epochs=63)
+    resumed = run_ranks.alone(replace(onwards, resume=str(begun.out)))
+    assert {span.step for span in resumed.spans} == {62}
+
+
+@pytest.mark.parametrize("after", ["pipegcn", "pipegcn(buckets=2,narrow=True)"])
+def test_stale_rows_are_made_of_the_weights_that_go_on(
+    after: str, run_ranks: Ranks, graphs: dict[str, str]
+) -> None:
+    """Without dropout they are those of an exact step: so is the next one, forward and backward.
+    SGD, since Adam makes steps of the rounding of biases before a batch norm."""
+    plain = {**NORMED, "dropout": 0.0, "optimizer": "sgd", "lr": 0.3}
+    case = Case("graph_parallel", graphs["rough"], plain, epochs=4)
+    unbroken = run_ranks.alone(replace(case, epochs=5))
+    broken = run_ranks(2, [replace(case, checkpoint_every=2)])[0]
+    resumed = run_ranks(3, [replace(case, strategy=after, epochs=5, resume=str(broken.out))])[0]
+    for name, weight in unbroken.weights.items():
+        torch.testing.assert_close(resumed.weights[name], weight, rtol=1e-4, atol=1e-6)
+    assert not resumed.rank(0)["staleness"] and resumed.rank(0)["epochs"] == 1
+
+
+def test_history_is_made_of_the_weights_that_go_on(
+    run_ranks: Ranks, graphs: dict[str, str]
+) -> None:
+    """Without dropout the loss of the first epoch after it is exact; initial weights' rows are off."""
+    case = Case("graph_parallel", graphs["rough"], {**FULL, "dropout": 0.0}, epochs=4)
+    unbroken = run_ranks.alone(replace(case, epochs=5))
+    broken = run_ranks(3, [replace(case, checkpoint_every=2)])[0]
+    onwards = replace(case, strategy="gnnpipe(stages=2,chunks=4)", epochs=5)
+    resumed = run_ranks(2, [replace(onwards, resume=str(broken.out))])[0]
+    torch.testing.assert_close(losses(resumed), losses(unbroken), rtol=1e-5, atol=0)
+
+
+def test_both_plans_go_on_until_the_next_has_checkpoints_of_its_own(
+    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path
+) -> None:
+    """Three ranks died in their first epoch: nothing of the two before them is lost, and both can
+    go on. Once the three have two checkpoints, nothing is left of those before."""
+    case = Case("graph_parallel", graphs["rough"], FULL, epochs=LAST)
+    unbroken, broken = run_ranks(2, [case, replace(case, epochs=5, checkpoint_every=2)])
+    died = replace(case, epochs=5, resume=str(broken.out))
+    run_ranks(3, [died])
+    assert last_stored(broken.out, range(3)) == 4
+    again = tmp_path / "again"
+    shutil.copytree(broken.out, again)
+    back = run_ranks(2, [replace(case, resume=str(again))])[0]
+    assert all(torch.equal(back.weights[name], p) for name, p in unbroken.weights.items())
+    assert back.rank(0)["before"] == []
+    on = run_ranks(3, [replace(died, epochs=LAST, checkpoint_every=1)])[0]
+    torch.testing.assert_close(losses(on), losses(unbroken), rtol=1e-5, atol=0)
+    kept = {path.name for path in (broken.out / "checkpoints").iterdir()}
+    assert kept == {f"epoch{epoch}.rank{r}.safetensors" for epoch in (6, 7) for r in range(3)}
+    fewer = replace(case, epochs=9, checkpoint_every=1, resume=str(broken.out))
+    parts = run_ranks.alone(fewer).rank(0)["before"]
+    assert [(part["until"], part["ranks"]) for part in parts] == [(4, 2), (7, 3)]
+    kept = {path.name for path in (broken.out / "checkpoints").iterdir()}
+    assert kept == {"epoch8.rank0.safetensors", "epoch9.rank0.safetensors"}
+
+
+def test_torchrun_ranks_go_on_with_another_plan(tmp_path: Path, fork_server: ForkServer) -> None:
+    """As srun starts them; the plan before is kept, and its options are inherited."""
+    graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
+    out = tmp_path / "run"
+
+    def run(ranks: int, *arguments: str) -> None:
+        words = ["plan", "--graph", graph, "--hidden", "8", "--ranks", str(ranks)]
+        words += ["--strategy", "graph_parallel", "-o", str(tmp_path / f"{ranks}.json")]
+        app(words, standalone_mode=False)
+        command = ["-m", "gnnplan", "run", str(tmp_path / f"{ranks}.json"), *arguments]
+        env = {
+            "SLURM_STEP_NUM_TASKS": str(ranks),
+            "SLURM_NTASKS_PER_NODE": str(ranks),
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NODEID": "0",
+            "SLURM_JOB_ID": str(os.getpid() + ranks),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        started = [
+            fork_server.start(
+                command, env | {"SLURM_PROCID": r, "SLURM_LOCALID": r}, tmp_path / f"stderr{r}"
+            )
+            for r in map(str, range(ranks))
+        ]
+        try:
+            codes = [process.ended(80)[0] for process in started]
+        finally:
+            for process in started:
+                process.close()
+        said = [(tmp_path / f"stderr{r}").read_text() for r in range(ranks)]
+        assert codes == [0] * ranks, said
+
+    run(2, "--out", str(out), "--epochs", "4", "--checkpoint-every", "2", "--eval-every", "3")
+    run(3, "--resume", str(out), "--epochs", "7")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]
+    assert json.loads((out / "plan.until4.json").read_text())["best"]["gpus"] == 2
+    assert json.loads((out / "plan.json").read_text())["best"]["gpus"] == 3
+    told = (
+        "graph_parallel on 2 ranks trained until epoch 4; weights and the optimizer's state go on"
+    )
+    assert f"note: {told}\n" in (tmp_path / "stderr0").read_text()
+    with pytest.raises(SpecError, match=r"several plans \(graph_parallel on 2 ranks until epoch 4"):
+        app(["validate", str(out)], standalone_mode=False)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2, "strategy": "graph_parallel"}
+
+
+def saved(out: Path, *ranks: int, **changed: Any) -> None:
+    """Checkpoints of epoch 10 of these ranks, which train columns of a weight and all of a bias."""
+    question = {**QUESTION, **changed}
+    for rank in ranks:
+        net = torch.nn.Linear(4, 3)
+        net.weight = torch.nn.Parameter(torch.full((3, 2), float(rank)))
+        optimizer = Adam(net.parameters(), 0.1)
+        optimizer.mean[0].fill_(10.0 + rank)
+        held = Held(net, {"weight": range(2 * rank, 2 * rank + 2)}, optimizer)
+        tensors = named("worker", net.state_dict()) | named("optimizer", optimizer.state())
+        process = Rank(rank, 2, torch.device("cpu"), "gloo")
+        checkpoints = Checkpoints(out, rank, 10, question)
+        checkpoints.save(process, 10, tensors, {"before": []}, whole=held.about())
+        checkpoints.wait()
+        process.close()
+
+
+def test_columns_are_put_side_by_side(tmp_path: Path) -> None:
+    saved(tmp_path, 0, 1)
+    ours = Checkpoints(tmp_path, 0, 10, {**QUESTION, "ranks": 1})
+    others = handed_over(tmp_path, ours.question)
+    assert list(others) == [10] and ours.epochs() == []
+    ours.go_on(10, others[10])
+    notes, whole = ours.load_whole()
+    net = torch.nn.Linear(4, 3)
+    optimizer = Adam(net.parameters(), 0.1)
+    Held(net, {}, optimizer).take(whole)
+    assert net.weight.tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3 and notes == {"before": []}
+    assert optimizer.mean[0].tolist() == [[10.0, 10.0, 11.0, 11.0]] * 3
+    # and cut otherwise
+    part = torch.nn.Linear(1, 3)
+    Held(part, {"weight": range(2, 3)}, SGD(part.parameters(), 0.1)).take(whole)
+    assert part.weight.tolist() == [[1.0]] * 3 and torch.equal(part.bias, net.bias)
+    with pytest.raises(SpecError, match=r"checkpoint's weight.weight is torch.float32 \[3, 4\]"):
+        Held(part, {}, SGD([], 0.1)).take(whole)
+
+
+def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path: Path) -> None:
+    ours = {**QUESTION, "ranks": 3}
+    saved(tmp_path, 0)
+    assert handed_over(tmp_path, ours) == {} and last_stored(tmp_path, range(3)) == 0
+    saved(tmp_path, 1)
+    assert list(handed_over(tmp_path, ours)) == [10] and last_stored(tmp_path, range(3)) == 10
+    saved(tmp_path, 1, strategy="granndis")  # of a third plan
+    assert handed_over(tmp_path, ours) == {}
+    saved(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "epoch10.rank1.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert handed_over(tmp_path, ours) == {}
+
+
+def test_what_is_saved_twice_is_read_once() -> None:
+    """Ranks that train the same weights have the same: the first gives them."""
+    read: list[str] = []
+    about = {"weights": {"bias": None}, "optimizer": ["bias"], "kinds": ["mean"]}
+    joined = Joined()
+    for _ in range(3):
+        joined.add(about, lambda name: read.append(name) or torch.ones(2))
+    assert read == ["worker.bias", "optimizer.mean.0"]
+    assert list(joined.tensors()) == ["weight.bias", "mean.bias"]
