@@ -212,7 +212,7 @@ def summing_s(problem: Problem, grid: Grid) -> float:
     def seconds(axis: Axis, numbers: float, passes: int) -> float:
         """Of gathering tensors (passes: 1) or summing them (2) along an axis."""
         size, stride = grid.size(axis), grid.stride(axis)
-        link, groups = cluster.intra_node, 1
+        link, groups = cluster.island or cluster.intra_node, 1
         if size * stride > cluster.gpus_per_server and cluster.inter_node is not None:
             link, groups = cluster.inter_node, min(stride, cluster.gpus_per_server)
         moved = passes * (size - 1) / size * numbers * b * groups
