@@ -72,7 +72,7 @@ class Tensor3D(Strategy):
     executor: ClassVar[str] = "gnnplan.executor.strategies.tensor3d"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("tensor3d(x=2,y=1,z=1)"),
-        Example("tensor3d(x=2,y=1,z=2)", ranks=4),
+        Example("tensor3d(x=1,y=1,z=2)"),
     )
 
     @property
