@@ -26,6 +26,7 @@ DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "pipegcn": ("pipegcn", 2, 2, 2, {}),
     "bns": ("bns", 2, 2, 1, {}),
     "feature_parallel": ("feature_parallel", 2, 2, 1, {}),
+    "tensor3d": ("tensor3d(x=1,y=2,z=2)", 4, 2, 1, {"ranks": (0,)}),
     "offload": ("offload(chunks=2)", 1, 2, 1, {}),
     "granndis": ("granndis(depth=2)", 2, 3, 1, {}),
     "gnnpipe": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import numpy as np
 import scipy.sparse as sp
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Block, SparseRows
+from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids
@@ -119,6 +121,60 @@ def weighted_block(
         is_self = indices == reader  # a vertex has no other edge to itself
         weight *= np.where(is_self, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
     return Block(indptr, indices, src.size, weight.astype(dtype, copy=False))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Edges between some destinations [R] and some sources [S], in CSR both ways.
+
+    Unlike a Block's, its destinations need not be among its sources.
+    """
+
+    forward: tuple[Tensor, Tensor, Tensor]  # indptr [R + 1], indices and weights [E]
+    backward: tuple[Tensor, Tensor, Tensor]  # of the transpose
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Weighted sums over edges: x [S, H] -> [R, H]."""
+        return spmm(*self.forward, x)
+
+    def gather_transposed(self, gradient: Tensor) -> Tensor:
+        """The gradient of `gather`: [R, H] -> [S, H]."""
+        return spmm(*self.backward, gradient)
+
+
+def tile(
+    graph: Graph, edges: str, dst: Ids, src: Ids, workload: Workload, device: torch.device
+) -> Tile:
+    """Edges of a layer's kind ('gcn' or 'mean') from `src` to `dst`, global ids in any order."""
+    assert edges in ("gcn", "mean"), edges
+    degree, count = np.diff(graph.indptr), graph.stats.vertices
+    place = np.full(count, -1, dtype=np.int32)
+    place[src] = np.arange(src.size, dtype=np.int32)
+    whole = sp.csr_matrix(
+        (np.ones(graph.indices.size, dtype=bool), graph.indices, graph.indptr), (count, count)
+    )
+    rows = whole[dst]
+    reader, columns = np.repeat(np.arange(dst.size), np.diff(rows.indptr)), place[rows.indices]
+    reader, columns = reader[columns >= 0], columns[columns >= 0]
+    if edges == "gcn":
+        to_self = np.flatnonzero(place[dst] >= 0)
+        reader = np.append(reader, to_self)
+        columns = np.append(columns, place[dst[to_self]])
+        out_degree = _out_degree(graph, degree)
+        weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[columns])
+    else:
+        weight = (1.0 / np.maximum(degree[dst], 1))[reader]
+    dtype = np.float64 if workload.dtype == "float64" else np.float32
+    there = sp.csr_array((weight.astype(dtype), (reader, columns)), (dst.size, src.size))
+    return Tile(_csr(there, device), _csr(sp.csr_array(there.T), device))
+
+
+def _csr(matrix: sp.csr_array, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """indptr, indices (int32) and values of a matrix."""
+    indptr, indices = (a.astype(np.int32, copy=False) for a in (matrix.indptr, matrix.indices))
+    arrays = (indptr, indices, matrix.data)
+    indptr_, indices_, values = (torch.from_numpy(array).to(device) for array in arrays)
+    return indptr_, indices_, values
 
 
 def _out_degree(graph: Graph, in_degree: NDArray[np.int64]) -> NDArray[np.int64]:

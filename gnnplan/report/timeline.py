@@ -28,6 +28,11 @@ TERMS = {
     "halo": "rows of neighbours that other ranks hold",
     "to_columns": "own rows, cut into columns of all rows",
     "to_rows": "columns of all rows, joined to own rows",
+    "sum_aggregates": "sums over edges, added up along an axis of the grid",
+    "sum_outputs": "products, added up along an axis",
+    "sum_inputs": "gradients of inputs, added up along an axis",
+    "gather_weights": "shares of a tile of the weights, put together",
+    "scatter_weights": "gradients of weights, shared out",
     "pipeline": "rows to the next stage, and their gradients back",
 }
 FINENESS = (16_000, 8_000, 4_000, 2_000, 1_000, 500)  # shares of the window that are not joined

@@ -45,6 +45,11 @@ MOVED = {
     "pipeline": "rows to the next stage",
     "to_columns": "rows, cut into columns",
     "to_rows": "columns, joined to rows",
+    "sum_aggregates": "partial sums over edges",
+    "sum_outputs": "partial products",
+    "sum_inputs": "partial gradients of inputs",
+    "gather_weights": "shares of weights",
+    "scatter_weights": "shares of weights' gradients",
 }
 MEASURE = "the machine's pace or its constants; run `gnnplan measure` and plan again"
 REPORT = "no machine's fault: please report it with the run's folder"

@@ -501,7 +501,7 @@ class Model:
         )
         return forward, backward
 
-    def update(self, weights: int) -> Compute:
+    def update(self, weights: Number) -> Compute:
         """Adam's step: it reads and writes four arrays of the parameters' size."""
         return Compute(0.0, (), 8.0 * weights * self.itemsize, 20, self.itemsize)
 

@@ -12,3 +12,4 @@ BOUNDARY = 5  # boundary node sampling: halo rows that are sent
 EDGES = 6  # link prediction: the order of edges
 HELD_OUT = 7  # link prediction: edges for validation and test, and what they are compared with
 ROUNDING = 8  # rows that cross in few bits: which way their numbers are rounded
+TILES = 9  # tensor3d: the two orders of the vertices

@@ -29,6 +29,7 @@ from gnnplan.planner.strategies.layerwise.feature_parallel import (
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis as GraNNDis
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as GraphParallel
 from gnnplan.planner.strategies.layerwise.offload import Offload as Offload
+from gnnplan.planner.strategies.layerwise.tensor3d import Tensor3D as Tensor3D
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit
 from gnnplan.planner.strategies.p3.p3 import P3 as P3
@@ -41,6 +42,7 @@ FAMILIES: tuple[type[Strategy], ...] = (
     GraNNDis,
     BNS,
     FeatureParallel,
+    Tensor3D,
     Offload,
     DataParallel,
     GSplit,

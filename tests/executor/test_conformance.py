@@ -112,6 +112,9 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (3, 1, "feature_parallel(order='alternating')", "gcn", "rough", 0.0),
     (4, 2, "feature_parallel(order='alternating')", "gcn", "sparse", 0.5),
     (2, 1, "feature_parallel(order='alternating')", "sgc", "islands", 0.5),
+    # tiles of a grid: the sums of layer 1 made in every step, and once; fewer columns than ranks
+    (4, 1, "tensor3d(x=2,y=1,z=2)", "gcn", "rough", 0.5),
+    (2, 1, "tensor3d(x=2,y=1,z=1)", "sage", "multi", 0.0),
     # moments before layers and the decoder
     (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),
     (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),

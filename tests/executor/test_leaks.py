@@ -18,6 +18,7 @@ AT_NIGHT = [
     (2, Case("feature_parallel", GRAPH, SAGE)),
     (4, Case("gnnpipe(stages=2,chunks=4,historical_gradients=True)", GRAPH, DEEP)),
     (2, Case("pipegcn_gf", GRAPH, SAGE)),
+    (2, Case("tensor3d(x=1,y=2,z=1)", GRAPH, SAGE)),
     (2, Case("pipegcn(bits=2)", GRAPH, SAGE)),
     (2, Case("granndis(batches=2)", GRAPH, SAGE, servers=2)),
     (4, Case("graph_parallel", GRAPH, SAGE)),

@@ -270,6 +270,14 @@ RUNS = {
             {"model": "gcn", "layers": 4, "hidden": 138},
         ),
     ),
+    "tiles": (
+        4,
+        Case("tensor3d(x=2,y=1,z=2)", DENSE, {**SAGE, "hidden": 118, "dropout": 0.5}),
+    ),
+    "tiles, sums made once": (
+        2,
+        Case("tensor3d(x=1,y=2,z=1)", DENSE, {"model": "gcn", "layers": 4, "hidden": 142}),
+    ),
     "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
     "few bits": (2, Case("graph_parallel(bits=2)", DENSE, {**SAGE, "hidden": 132})),
     "few bits, late": (

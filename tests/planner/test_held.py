@@ -11,6 +11,7 @@ from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import memory as of_stages
 from gnnplan.planner.strategies.layerwise import chunked as of_chunks
 from gnnplan.planner.strategies.layerwise import holds as of_layers
+from gnnplan.planner.strategies.layerwise import tiles as of_tiles
 from gnnplan.planner.strategies.p3 import memory as of_columns
 from gnnplan.planner.strategies.p3.periods import pipelined
 from gnnplan.planner.strategies.program.held import Held
@@ -63,6 +64,7 @@ def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
     examples = [parse(e.strategy) for family in families(problem) for e in family.examples]
     for room in (of_layers, of_chunks, of_stages, of_columns):
         monkeypatch.setattr(room, "footprint", computed)
+    monkeypatch.setattr(of_tiles, "loss", computed)
     for strategy in (each.settle(problem) for each in examples):
         strategy.predict(problem)
         with pytest.raises(AssertionError):

@@ -152,7 +152,8 @@ def test_what_does_not_fit_is_rejected_with_what_fills_the_memory():
     # some are weighed with checkpoints, not all fit so
     assert {thrifty[name] for name in ranked - fitting} < needs.keys() - fitting
     reasons = dict(found.rejected)
-    assert "not known" in reasons.pop("feature_parallel")  # whatever the memory
+    for name in ("feature_parallel", "tensor3d"):
+        assert "not known" in reasons.pop(name)  # whatever the memory
     assert (
         reasons.keys()
         == needs.keys() - fitting - {thrifty[name] for name in ranked - fitting}

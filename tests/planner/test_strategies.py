@@ -37,6 +37,7 @@ from gnnplan.planner.strategies import (
     Offload,
     Prediction,
     Strategy,
+    Tensor3D,
     named,
     names,
     parse,
@@ -261,6 +262,8 @@ def closed_form_is_the_simulation_within_the_claim(told: Told) -> None:
     elif buckets > 1:
         assert alone * (1 - ROUND) <= closed
         assert abs(closed / contended - 1) <= CLAIM, (closed, contended)
+    elif isinstance(strategy, Tensor3D):  # groups beside each other share their servers' cards
+        assert alone * (1 - ROUND) <= closed
     elif isinstance(strategy, GNNPipe) and strategy.members(problem) > 1:
         # without edges members never meet, and the claim alone holds
         assert not problem.stats.edges or alone * 0.95 <= closed
@@ -879,6 +882,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
             st.sampled_from(["server", "island"]),
         ),
         Offload: st.builds(Offload, numbers),
+        Tensor3D: st.builds(Tensor3D, numbers, numbers, numbers),
         DataParallel: st.builds(
             DataParallel,
             st.integers(0, 9),
@@ -1034,6 +1038,8 @@ def test_words_that_make_no_strategy(text: str, words: str):
         ("graph_parallel(bits=1)", r"8, 4 or 2, or None .* \(bits: 1\); use bits=2"),
         ("granndis(bits=16)", r"\(bits: 16\); use bits=2"),
         ("feature_parallel(order='narrow')", r"'alternating', not 'narrow'; use order='coupled'"),
+        ("tensor3d(x=3)", r"x \* y \* z = 2 ranks, each at least 1 \(x: 3\); .* use tensor3d\(x="),
+        ("tensor3d(x=2,y=2,z=0)", r"\(x: 2, y: 2, z: 0\)"),
         ("bns(bits=0)", r"\(bits: 0\); use bits=2"),
         ("pipegcn_gf(bits=4)", r"smoothing: 'gf', bits: 4\); use pipegcn\(bits=4\) or pipegcn_gf"),
         (
@@ -1069,7 +1075,9 @@ def test_impossible_knobs(text: str, rule: str):
         parse(text).settle(problem).check(problem)
 
 
-@pytest.mark.parametrize("name", ["graph_parallel", "pipegcn", "granndis", "feature_parallel"])
+@pytest.mark.parametrize(
+    "name", ["graph_parallel", "pipegcn", "granndis", "feature_parallel", "tensor3d"]
+)
 def test_more_parts_than_vertices(name: str):
     problem = problem_of(GRAPHS[3], cluster(5, 5), layers=3)
     with pytest.raises(

@@ -21,7 +21,14 @@ from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, soft
 from gnnplan.executor.layers.kernels.block import Block
 from gnnplan.executor.layers.kernels.few_bits import pack, unpack
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
-from gnnplan.executor.layers.kernels.matmul import CODE, Shapes, by_onednn, linear, linear_sum
+from gnnplan.executor.layers.kernels.matmul import (
+    CODE,
+    Shapes,
+    by_onednn,
+    linear,
+    linear_sum,
+    weight_gradient,
+)
 from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator, warm_up
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
 
@@ -49,4 +56,5 @@ __all__ = [
     "softmax_aggregate",
     "unpack",
     "warm_up",
+    "weight_gradient",
 ]

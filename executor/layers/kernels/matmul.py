@@ -130,6 +130,19 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return _product(grad.t(), x.t(), summed=True)
 
 
+def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a weight, called by hand: gradient [R, H_out] transposed times x [R, H_in].
+
+    Like the backward pass of `linear` it goes by blocks of rows, [H_out, H_in] in all.
+    """
+    if not (x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() and gradient.numel()):
+        return gradient.t() @ x
+    out = x.new_zeros(gradient.shape[1], x.shape[1])
+    for part in _row_blocks(len(x), *out.shape):
+        out += _weight_gradient(gradient[part], x[part])
+    return out
+
+
 class _LinearSum(torch.autograd.Function):
     """`linear_sum` of float32 on CPUs.
 

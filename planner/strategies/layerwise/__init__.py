@@ -4,6 +4,8 @@
     bns.py              graph parallelism with a sample of the halo in every epoch
     feature_parallel.py feature parallelism: sums over edges on columns of all rows
     columns.py          the operations of its step
+    tensor3d.py         3D tensor parallelism: a tile of every tensor on each rank of a grid
+    tiles.py            the operations of its step
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
     offload.py          one device, chunk by chunk, with vertex data in the server's memory
     chunked.py          the operations of its step: their program, bytes and memory

@@ -1,0 +1,385 @@
+"""3D tensor parallel: ranks form a grid, and have a tile of every tensor of a layer.
+
+Which axis shares what in which layer is said in planner/strategies/layerwise/tiles.py. Passes are
+called by hand: a layer is a sum over the edges of a tile, whose partial sums an all-reduce adds up,
+and a product with a tile of the weights, whose partial sums another one adds up. A rank trains its
+share of each tile of the weights; before a product, ranks put together the whole tile.
+
+Outputs are on all ranks along the axis of columns: so are the last layer's rows, and the loss,
+which the first of these ranks counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnnplan.executor.layers.blocks import Targets, Tile, features, tile
+from gnnplan.executor.layers.kernels import dropout, dropout_mask, linear, weight_gradient
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.ranks.comm import all_reduce, swap
+from gnnplan.executor.ranks.learner import Gradients, Learner
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies import base
+from gnnplan.planner.graph.sampling import Ids
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Tensor3D
+from gnnplan.planner.strategies.layerwise.columns import spans
+from gnnplan.planner.strategies.layerwise.tiles import AXES, Axis, Tiles, layers_of, orders
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+class Weights:
+    """A layer's tile of the weights [D' tile, m D tile], with the bias where a rank has it.
+
+    Its numbers in a row are shared out along the axis of rows; this rank trains `own` of them.
+    """
+
+    def __init__(self, net: Net, tiles: Tiles, rank: int, place: Mapping[Axis, int]) -> None:
+        grid, axes, layer = tiles.grid, tiles.axes, net.layer(tiles.layer)
+        self.columns = spans(tiles.spec.h_in, grid.size(axes.columns))[place[axes.columns]]
+        self.outputs = spans(tiles.spec.h_out, grid.size(axes.sources))[place[axes.sources]]
+        self.matrices = ["weight", "weight_self"][: tiles.spec.matrices]
+        self.has_bias = tiles.spec.bias and place[axes.columns] == 0
+        self.shape = (self.outputs.stop - self.outputs.start, int(tiles.summed[rank]))
+        self.runs = spans(int(tiles.weights[rank]), grid.size(axes.rows))
+        parts = [layer.get_parameter(name)[self.outputs, self.columns] for name in self.matrices]
+        tensors = [torch.cat(parts, 1).reshape(-1)]
+        if self.has_bias:
+            tensors.append(layer.get_parameter("bias")[self.outputs])
+        self.own = nn.Parameter(torch.cat(tensors).detach()[self.runs[place[axes.rows]]].clone())
+
+    def split(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All numbers of the tile -> the matrix, and the bias if it is here."""
+        numbers = self.shape[0] * self.shape[1]
+        return flat[:numbers].view(self.shape), flat[numbers:] if self.has_bias else None
+
+    @torch.no_grad()
+    def put_into(self, net: Net, layer: int, flat: Tensor) -> None:
+        """Write the tile's numbers to their place in the whole model."""
+        matrix, bias = self.split(flat)
+        width = self.columns.stop - self.columns.start
+        for name, part in zip(self.matrices, torch.split(matrix, width, 1), strict=True):
+            net.layer(layer).get_parameter(name)[self.outputs, self.columns] = part
+        if bias is not None:
+            net.layer(layer).get_parameter("bias")[self.outputs] = bias
+
+
+@dataclass
+class _Kept:
+    """What a layer's forward keeps for its backward, which lets go of it piece by piece."""
+
+    sums: Tensor | None  # [rows, m D tile]
+    stopped: Tensor | None = None  # inputs that ReLU and dropout set to zero; None: none
+    gradient: Tensor | None = None  # of the outputs [rows, D' tile], once it is there
+
+
+class Worker(base.Worker):
+    """One rank. `net` is the whole model, as it began and, after `close`, as it ended."""
+
+    def __init__(self, rank: Rank, problem: Problem, strategy: Tensor3D) -> None:
+        graph, workload, device = problem.graph, problem.workload, rank.device
+        assert graph is not None
+        self.rank, self.problem, self.training = rank, problem, False
+        self.layers = layers_of(problem, strategy.grid)
+        self.grid, model = strategy.grid, self.layers[0].model
+        self.places = {axis: int(self.grid.places(axis)[rank.rank]) for axis in AXES}
+        self.groups: dict[Axis, tuple[int, ...]] = {}
+        for axis in AXES:
+            for group in self.grid.groups(axis):
+                if len(group) > 1:
+                    rank.group(group)
+                if rank.rank in group:
+                    self.groups[axis] = group
+        self.net = Net(model, workload).to(device)
+        self.weights = [Weights(self.net, tiles, rank.rank, self.places) for tiles in self.layers]
+        both = orders(graph.stats.vertices, workload.seed)
+        self.tiles: dict[int, Tile] = {}  # by what layers have in common
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sources: list[Tensor] = []  # vertices of every layer's inputs
+        for tiles in self.layers:
+            src = self._run(both[(tiles.layer - 1) % 2], tiles.axes.sources)
+            dst = self._run(both[tiles.layer % 2], tiles.axes.rows)
+            self.sources.append(torch.from_numpy(src).to(device))
+            key = _key(tiles.layer)
+            if tiles.is_summed and key not in self.tiles:
+                edges = self.net.layer(tiles.layer).edges
+                self.tiles[key] = tile(graph, edges, dst, src, workload, device)
+                if tiles.spec.reads_own:
+                    self.own[key] = self._places(dst, src)
+        last = self.layers[-1]
+        self.turned = last.axes.sources
+        size = self.grid.size(self.turned)
+        self.runs, self.classes = spans(dst.size, size), spans(last.spec.h_out, size)
+        whole = dst[self.runs[self.places[self.turned]]]
+        self.targets = Targets(graph, whole, workload, device)
+        # ranks along the axis of columns have the same logits: the first of them counts
+        self.counting = self.places[last.axes.columns] == 0
+        self.columns = [
+            spans(tiles.spec.h_in, self.grid.size(tiles.axes.columns))[
+                self.places[tiles.axes.columns]
+            ]
+            for tiles in self.layers
+        ]
+        first = self.layers[0]
+        if first.is_summed:
+            src = self._run(both[0], first.axes.sources)
+            self.features = features(graph, src, workload, device)[:, self.columns[0]].clone()
+        else:
+            self.features = self._sum_features(both)
+
+    def _run(self, order: Ids, axis: Axis) -> Ids:
+        """This rank's run of vertices in an order that an axis shares."""
+        return order[spans(order.size, self.grid.size(axis))[self.places[axis]]]
+
+    def _places(self, dst: Ids, src: Ids) -> tuple[Tensor, Tensor]:
+        """Where vertices that are in both are in each."""
+        _, there, here = np.intersect1d(dst, src, assume_unique=True, return_indices=True)
+        device = self.rank.device
+        return torch.from_numpy(there).to(device), torch.from_numpy(here).to(device)
+
+    def _sum_features(self, both: tuple[Ids, Ids]) -> Tensor:
+        """Layer 1's sums [rows, m D tile]; they stay the same. A rank makes its own, run by run."""
+        graph, workload, device = self.problem.graph, self.problem.workload, self.rank.device
+        assert graph is not None
+        first, columns = self.layers[0], self.columns[0]
+        dst, edges = self._run(both[1], first.axes.rows), self.net.layer(1).edges
+        width = columns.stop - columns.start
+        dtype = self.weights[0].own.dtype
+        sums = torch.zeros(dst.size, width * first.spec.matrices, dtype=dtype, device=device)
+        for run in spans(both[0].size, self.grid.size(first.axes.sources)):
+            src = both[0][run]
+            x = features(graph, src, workload, device)[:, columns]
+            sums[:, :width] += tile(graph, edges, dst, src, workload, device).gather(x.contiguous())
+            if first.spec.reads_own:
+                there, here = self._places(dst, src)
+                sums[there, width:] = x[here]
+        return sums
+
+    # -- tensors of several ranks ------------------------------------------------------------------
+
+    def _sum(self, label: Label, tensor: Tensor, axis: Axis) -> Tensor:
+        """Sum a tensor over the ranks along an axis, in place."""
+        all_reduce(self.rank, label, tensor, self.groups[axis])
+        return tensor
+
+    def _exchange(
+        self, label: Label, axis: Axis, outs: list[Tensor], ins: list[Tensor]
+    ) -> list[Tensor]:
+        """Send outs[i] to the i-th rank along an axis, and fill ins[i] with what it sends.
+
+        All are contiguous. What comes, and this rank's own, is on the rank's device.
+        """
+        rank, group, me = self.rank, self.groups[axis], self.places[axis]
+        if len(group) == 1:
+            return [outs[me]]
+        nbytes = sum(out.numel() for i, out in enumerate(outs) if i != me) * outs[me].itemsize
+        nothing = outs[me].new_empty(0)
+        sent, come = [nothing] * rank.world, [nothing] * rank.world
+        with rank.span(label, "comm", rank.count(label, nbytes)):
+            for i, peer in enumerate(group):
+                if peer != rank.rank:
+                    sent[peer] = rank.staged(outs[i])
+                    come[peer] = ins[i].to(rank.wire_device)
+            swap(rank, sent, come, rank.exchange_group)
+            return [
+                outs[me] if i == me else rank.unstaged(come[peer]) for i, peer in enumerate(group)
+            ]
+
+    def _gather_weights(self, step: int, tiles: Tiles, way: str) -> tuple[Tensor, Tensor | None]:
+        """The layer's tile of the weights, and the bias where it is here."""
+        weights, label = (
+            self.weights[tiles.layer - 1],
+            Label("gather_weights", step, way, tiles.layer),
+        )
+        own = weights.own.detach()
+        ins = [own.new_empty(run.stop - run.start) for run in weights.runs]
+        pieces = self._exchange(label, tiles.axes.rows, [own] * len(ins), ins)
+        return weights.split(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def _forward(self, step: int) -> tuple[list[_Kept], Tensor]:
+        """Forward of all layers -> what each keeps, and this rank's tile of the logits."""
+        kept, h = [], self.features
+        for tiles in self.layers:
+            layer, axes = tiles.layer, tiles.axes
+            each = self._aggregate(step, tiles, h) if tiles.is_summed else _Kept(h)
+            del h
+            assert each.sums is not None
+            if tiles.is_summed:
+                self._sum(Label("sum_aggregates", step, "f", layer), each.sums, axes.sources)
+            matrix, bias = self._gather_weights(step, tiles, "f")
+            with self.rank.span(Label("forward", step, layer=layer), "compute"):
+                h = linear(each.sums, matrix, bias)
+                del matrix, bias
+            self._sum(Label("sum_outputs", step, "f", layer), h, axes.columns)
+            if self.training:
+                kept.append(each)
+            del each
+        return kept, h
+
+    def _aggregate(self, step: int, tiles: Tiles, inputs: Tensor) -> _Kept:
+        """Partial sums [rows, m D tile] of the inputs [sources, D tile], which ReLU changes."""
+        layer, relu = tiles.layer, self.net.relu_after(tiles.layer - 1)
+        p = self.problem.workload.dropout if self.training and tiles.spec.drops else 0.0
+        with self.rank.span(Label("aggregate", step, "f", layer), "compute"):
+            if relu:
+                inputs.relu_()
+            seed, first = self.problem.workload.seed, self.columns[layer - 1].start
+            x = dropout(inputs, seed, step, layer, self.sources[layer - 1], p, first)
+            stopped = None
+            if self.training and tiles.varies and relu:
+                stopped = x <= 0
+            elif self.training and tiles.varies and p:
+                which = self.sources[layer - 1]
+                stopped = ~dropout_mask(seed, step, layer, which, x.shape[1], p, first)
+            sums = self.tiles[_key(layer)].gather(x)
+            if tiles.spec.reads_own:
+                width = x.shape[1]
+                both = sums.new_zeros(len(sums), 2 * width)
+                both[:, :width] = sums
+                sums = both
+                there, here = self.own[_key(layer)]
+                sums[:, width:].index_copy_(0, there, x.index_select(0, here))
+        return _Kept(sums, stopped)
+
+    def _backward(self, step: int, tiles: Tiles, kept: _Kept) -> Tensor | None:
+        """From the gradient of the outputs to that of the inputs; None where they are constant.
+
+        Adds the weights' to that of this rank's share.
+        """
+        layer, axes, weights = tiles.layer, tiles.axes, self.weights[tiles.layer - 1]
+        matrix, bias = self._gather_weights(step, tiles, "b")
+        with self.rank.span(Label("backward", step, layer=layer), "compute"):
+            gradient, sums = kept.gradient, kept.sums
+            kept.gradient = kept.sums = None
+            assert gradient is not None and sums is not None
+            to_weights = [weight_gradient(gradient, sums).reshape(-1)]
+            del sums
+            if bias is not None:
+                to_weights.append(gradient.sum(0))
+            flat = torch.cat(to_weights)
+            del to_weights
+            to_sums = None
+            if tiles.varies:
+                to_sums = linear(gradient, matrix.t().contiguous())
+            del matrix, bias, gradient
+        label = Label("scatter_weights", step, "b", layer)
+        outs = [flat[run] for run in weights.runs]
+        ins = [torch.empty_like(weights.own.detach()) for _ in outs]
+        own = weights.own.grad
+        assert own is not None
+        for piece in self._exchange(label, axes.rows, outs, ins):
+            own += piece
+        del flat, outs, ins
+        if to_sums is None:
+            return None
+        self._sum(Label("sum_aggregates", step, "b", layer), to_sums, axes.sources)
+        with self.rank.span(Label("aggregate", step, "b", layer), "compute"):
+            width = to_sums.shape[1] // tiles.spec.matrices
+            there_and_back = self.tiles[_key(layer)]
+            inputs = there_and_back.gather_transposed(to_sums[:, :width].contiguous())
+            if tiles.spec.reads_own:
+                there, here = self.own[_key(layer)]
+                inputs.index_add_(0, here, to_sums[:, width:].index_select(0, there))
+            if kept.stopped is not None:
+                inputs.masked_fill_(kept.stopped, 0.0)
+                if self.problem.workload.dropout and tiles.spec.drops:
+                    inputs *= 1.0 / (1.0 - self.problem.workload.dropout)
+        return self._sum(Label("sum_inputs", step, "b", layer), inputs, axes.rows)
+
+    def _to_rows(self, step: int, own: Tensor) -> Tensor:
+        """Own columns of the logits [rows, C tile] -> some of these rows, whole [R, C]."""
+        outs = [own[run] for run in self.runs]
+        mine = len(outs[self.places[self.turned]])
+        ins = [own.new_empty(mine, each.stop - each.start) for each in self.classes]
+        pieces = self._exchange(Label("to_rows", step, "f"), self.turned, outs, ins)
+        return torch.cat(pieces, 1) if len(pieces) > 1 else own
+
+    def _to_columns(self, step: int, rows: Tensor) -> Tensor:
+        """Back: the gradient of whole rows [R, C] -> that of own columns [rows, C tile]."""
+        if len(self.classes) == 1:
+            return rows
+        outs = [rows[:, each].contiguous() for each in self.classes]
+        width = outs[self.places[self.turned]].shape[1]
+        ins = [rows.new_empty(run.stop - run.start, width) for run in self.runs]
+        del rows
+        return torch.cat(self._exchange(Label("to_columns", step, "b"), self.turned, outs, ins))
+
+    @torch.no_grad()
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a training step; adds gradients to the shares' .grad.
+
+        Returns this rank's part of the loss, and the logits of its rows.
+        """
+        self.training = True
+        kept, h = self._forward(step)
+        logits = self._to_rows(step, h)
+        del h
+        with self.rank.span(Label("loss", step), "compute"), torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            loss = self.targets.loss(leaf)
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss, gradient, leaf.grad = loss.detach(), leaf.grad, None
+        assert gradient is not None
+        kept[-1].gradient = self._to_columns(step, gradient)
+        del leaf, gradient
+        for tiles in reversed(self.layers):
+            gradient = self._backward(step, tiles, kept.pop())
+            if kept:
+                kept[-1].gradient = gradient
+            del gradient
+        return loss if self.counting else torch.zeros_like(loss), logits
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Logits [R, C] without dropout."""
+        self.training = False
+        return self._to_rows(step, self._forward(step)[1])
+
+    def counts(self, logits: Tensor) -> Tensor:
+        found = self.targets.counts(logits)
+        return found if self.counting else torch.zeros_like(found)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def open_learner(self) -> Learner:
+        """Nothing is left to sum: every number of the weights is one rank's."""
+        shares = Gradients([weights.own for weights in self.weights], (self.rank.rank,))
+        self.learner = Learner(self.rank, self.problem.workload, [shares])
+        return self.learner
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"layer{i}": weights.own for i, weights in enumerate(self.weights, 1)}
+
+    def close(self) -> None:
+        """Put the whole model together: ranks write their tiles, and the sum is everybody's."""
+        self.rank.recording = False
+        for tiles, weights in zip(self.layers, self.weights, strict=True):
+            matrix, bias = self._gather_weights(-1, tiles, "f")
+            layer = self.net.layer(tiles.layer)
+            flat = matrix.reshape(-1) if bias is None else torch.cat([matrix.reshape(-1), bias])
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.zero_()
+            if self.places[tiles.axes.rows] == 0:
+                weights.put_into(self.net, tiles.layer, flat)
+            for parameter in layer.parameters():
+                everyone = tuple(range(self.rank.world))
+                all_reduce(self.rank, Label("whole", -1), parameter.data, everyone)
+        self.rank.recording = True
+
+
+def _key(layer: int) -> int:
+    """Layers with an equal key have the same tile of the adjacency: three roles, two orders."""
+    return (layer - 1) % 6
+
+
+def open_worker(rank: Rank, problem: Problem, strategy: Tensor3D, first: int) -> Worker:
+    """This rank's part of the strategy."""
+    return Worker(rank, problem, strategy)

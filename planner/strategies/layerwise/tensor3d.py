@@ -1,0 +1,250 @@
+"""3D tensor parallelism: every tensor of a layer, the adjacency too, is cut in two by two axes.
+
+Ranks form a grid x * y * z. Each has a tile of the adjacency, of rows and of weights, and in every
+layer another two axes cut each of them. A layer's outputs are tiled as the next layer's inputs, so
+ranks only sum tiles along one axis at a time. Nobody has all edges or all rows, and there are no
+parts, no halo and no METIS. Rows and columns are in two random orders, so all tiles have about as
+many edges.
+
+    A [rows, sources]   H [sources, columns]   A H [rows, columns]   W [columns, sources]
+
+    compute  |aggregate 2 f|                  |forward 2|             |aggregate 3 f|  ..
+    reduce                 |sum_aggregates 2 f|         |sum_outputs 2|
+
+Bytes per rank and layer l > 1, with S, C and R ranks along the axes of sources, columns and rows,
+N vertices, widths D and D', w weights with the bias (D D' + D' of GCN), b bytes per number:
+
+    forward    b (2 (S-1)/S N D m/(R C) + 2 (C-1)/C N D'/(R S) + (R-1)/R w/(S C))
+    backward   b (2 (S-1)/S N D m/(R C) + 2 (R-1)/R N D/(S C)  + 2 (R-1)/R w/(S C))
+
+m is 1 for GCN and 2 for GraphSAGE, which sums own rows too. Layer 1 has no gradient of its inputs,
+so of its backward pass the last term alone remains; if its sums are made once, its forward pass has
+no first term either. For the loss ranks along the last S turn columns of the logits into rows and
+back: 2 b (S-1)/S N D'/(R S). Axes rotate: S, C, R are x, y, z in layers 1, 4, ..; z, x, y in 2, 5,
+..; y, z, x in 3, 6, .. .
+
+Exact: the gradient of one process, to rounding; sums are the same in another order.
+
+Layers are those of GCN and GraphSAGE. Attention weighs an edge by all columns of its rows, norms
+read numbers that lie on several ranks, and other layers have several products in a row, whose tiles
+would have to rotate inside of a layer.
+
+Source: Plexus (SC 2025), with its cost of a grid (`performance/comm_model.py`), which trains
+features too and so has more in layer 1; CAGNET (SC 2020) for tiles of the adjacency. Bias,
+GraphSAGE and logits are our derivation.
+
+See also tiles.py (operations), executor/strategies/tensor3d.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+
+from gnnplan.planner.gnn.footprint import RUNTIME
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.layerwise import tiles
+from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
+from gnnplan.planner.strategies.layerwise.tiles import AXES, Axis, Grid
+from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes
+
+
+@dataclass(frozen=True)
+class Tensor3D(Strategy):
+    """Every tensor of a layer in tiles, on a grid of ranks.
+
+    x, y, z: ranks along each axis. None: chosen, so that tiles take the least time to sum.
+    """
+
+    x: int | None = None
+    y: int | None = None
+    z: int | None = None
+
+    family: ClassVar[str] = "tensor3d"
+    claim: ClassVar[float] = 0.2  # ranks with smaller tiles wait for their own groups alone
+    executor: ClassVar[str] = "gnnplan.executor.strategies.tensor3d"
+    examples: ClassVar[tuple[Example, ...]] = (
+        Example("tensor3d(x=2,y=1,z=1)"),
+        Example("tensor3d(x=1,y=1,z=2)"),
+    )
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, Tensor3D)
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        """Where the rate of narrow sums was measured, as of feature_parallel, whose sums are as
+        narrow."""
+        if not cls.absent(problem):
+            yield cls()
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        if problem.ranks == 1:
+            return "one rank has no other to share tiles with"
+        unknown = (
+            "how fast this device sums a few columns is not known; run `gnnplan measure` on it"
+        )
+        return unsuited(problem) or ("" if problem.cluster.device.gather else unknown)
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        """Its bytes beside those of graph parallelism."""
+        if fastest is None:
+            return []
+        ours, halo = fastest.predict(problem).bytes_total, GraphParallel().predict(problem).bytes
+        return [
+            f"{fastest} sums tiles along three axes, which sends {show_bytes(ours)} per epoch;"
+            f" graph_parallel exchanges {show_bytes(halo.get('halo', 0))} of halo rows"
+        ]
+
+    def settle(self, problem: Problem) -> Strategy:
+        """With the grid that takes the least time to sum tiles, of those with the given axes."""
+        if None not in (self.x, self.y, self.z) or unsuited(problem):
+            return self
+        found = [grid for grid in grids(problem.ranks) if self._has_axes(grid)]
+        if not found:
+            return self
+        best = min(found, key=lambda grid: summing_s(problem, grid))
+        return Tensor3D(best.x, best.y, best.z)
+
+    def _has_axes(self, grid: Grid) -> bool:
+        return all(getattr(self, axis) in (None, grid.size(axis)) for axis in AXES)
+
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        if why := unsuited(problem):
+            raise SpecError(f"tensor3d: {why}; use graph_parallel, or another model")
+        given = {axis: size for axis in AXES if (size := getattr(self, axis)) is not None}
+        if len(given) < 3 or min(given.values()) < 1 or self.grid.ranks != problem.ranks:
+            shown = ", ".join(f"{axis}: {size}" for axis, size in given.items())
+            raise SpecError(
+                f"tensor3d needs x * y * z = {problem.ranks} ranks, each at least 1 ({shown});"
+                " leave the axes out to have them chosen, or use"
+                f" {Tensor3D().settle(problem)}"
+            )
+        self.check_vertices(problem)
+
+    @property
+    def grid(self) -> Grid:
+        assert self.x is not None and self.y is not None and self.z is not None
+        return Grid(self.x, self.y, self.z)
+
+    def role(self, problem: Problem, rank: int) -> dict[str, int]:
+        return {axis: int(self.grid.places(axis)[rank]) for axis in AXES}
+
+    def preparation(self, problem: Problem) -> dict[str, float]:
+        return {"partitioning": 0.0, "features": 0.0}  # every rank reads its own
+
+    def program(self, problem: Problem) -> Program:
+        return tiles.program(problem, self.grid)
+
+    def memory(self, problem: Problem) -> Memory:
+        """Bytes per rank by use: tiles of all there is."""
+        model, stats, grid = problem.model, problem.stats, self.grid
+        layers = tiles.layers_of(problem, grid)
+        zero, b, first = np.zeros(problem.ranks), model.itemsize, layers[0]
+        weights = zero + sum(each.kept_weights for each in layers) * b
+        read = 1.0 * first.sources * stats.features * b  # a tile's rows, before they are cut
+        if first.is_summed:
+            features = 1.0 * first.sources * first.h_in * b
+        else:
+            features = 1.0 * first.rows * first.summed * b
+        held = fullest(problem, self.built(problem))
+        different = {(each.layer - 1) % 6: each for each in layers if each.is_summed}
+        both = 16.0 * first.spec.reads_own / stats.vertices  # places of own rows among the inputs
+        ends = [
+            8.0 * (each.rows + each.sources) + both * each.rows * each.sources
+            for each in different.values()
+        ]
+        edges = [2.0 * each.edges * (4 + b) for each in different.values()]
+        use: Memory = {
+            "parameters": weights,
+            "optimizer": (3 if problem.workload.optimizer == "adam" else 1) * weights,
+            "features": zero + features,
+            "activations": held["activations"],
+            "graph": zero + sum(edges, zero) + sum(ends, zero) + 8.0 * layers[-1].rows,
+            "buffers": held["buffers"],
+            "runtime": zero + RUNTIME[problem.cluster.device.kind],
+        }
+        # at set-up: features of all columns, and what is made of them
+        training = use["activations"] + use["buffers"]
+        use["buffers"] = use["buffers"] + np.maximum(read - training, 0.0)
+        use["buffers"] = use["buffers"] + model.weights * b  # the model as it began
+        return use
+
+
+def grids(ranks: int) -> list[Grid]:
+    """All grids of so many ranks.
+
+    >>> len(grids(8)), len(grids(1024)), grids(2)[0]
+    (10, 66, Grid(x=1, y=1, z=2))
+    """
+    return [
+        Grid(x, y, ranks // (x * y))
+        for x in range(1, ranks + 1)
+        if ranks % x == 0
+        for y in range(1, ranks // x + 1)
+        if (ranks // x) % y == 0
+    ]
+
+
+def summing_s(problem: Problem, grid: Grid) -> float:
+    """About how long a step's transfers take on a grid [s], by which grids are compared.
+
+    Groups along an axis that fits into a server use its links. Others share the link between
+    servers with the groups beside them. Source: Plexus, Sec. 4 (its model that knows places).
+    """
+    cluster, b, vertices = problem.cluster, problem.model.itemsize, problem.stats.vertices
+    model = problem.model.aggregating_first
+
+    def seconds(axis: Axis, numbers: float, passes: int) -> float:
+        """Of gathering tensors (passes: 1) or summing them (2) along an axis."""
+        size, stride = grid.size(axis), grid.stride(axis)
+        link, groups = cluster.island or cluster.intra_node, 1
+        if size * stride > cluster.gpus_per_server and cluster.inter_node is not None:
+            link, groups = cluster.inter_node, min(stride, cluster.gpus_per_server)
+        moved = passes * (size - 1) / size * numbers * b * groups
+        return float(moved / link.bandwidth + passes * (size - 1) * link.latency)
+
+    total = 0.0
+    for layer, spec in enumerate(model.layers, 1):
+        axes = tiles.roles(layer)
+        s, c, r = (grid.size(axis) for axis in axes)
+        sums, outputs = vertices * spec.h_in * spec.matrices / (r * c), vertices * spec.h_out
+        total += seconds(axes.sources, sums, 2) * (not model.aggregate_cached(layer))
+        total += seconds(axes.columns, outputs / (r * s), 2)
+        total += 3 * seconds(axes.rows, spec.weights / (s * c), 1)
+        if layer > model.first_varying:
+            total += seconds(axes.sources, sums, 2)
+            total += seconds(axes.rows, vertices * spec.h_in / (s * c), 2)
+    return total + 2 * seconds(axes.sources, outputs / (r * s), 1)
+
+
+def unsuited(problem: Problem) -> str:
+    """Why the model cannot be cut into tiles; '' if it can."""
+    model, kind = problem.model, problem.workload.model
+    if kind not in ("gcn", "sage"):
+        what = "attention" if model.layers[0].heads else "layers of another kind"
+        return f"its tiles are those of gcn and sage, and {kind} has {what}"
+    if model.jump is not None:
+        return "the rows of all layers meet at the end of this model, which needs whole rows"
+    if model.nonzeros:
+        return "sparse features are multiplied before they are summed, which tiles are not"
+    for number, spec in enumerate(model.layers, 1):
+        if spec.activates:
+            return f"layer {number} has a norm ({spec.norm}), of numbers that lie on several ranks"
+        if spec.residual is not None:
+            return f"layer {number} adds its own rows (residual), which lie on other ranks"
+    return ""

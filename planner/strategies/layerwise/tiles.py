@@ -1,0 +1,498 @@
+"""The operations of a step whose ranks form a grid x * y * z, each with a tile of every tensor.
+
+In each layer the axes have roles, which move on by one from layer to layer (`roles`):
+
+    sources   shares the layer's input rows among ranks, and its output columns
+    columns   shares its input columns
+    rows      shares its output rows
+
+So a rank has of the adjacency A a tile [rows, sources], of the inputs H [sources, columns], of the
+sums A H [rows, columns], of the weights W [columns, sources] and of the outputs [rows, sources].
+What a tensor's tile leaves out is on the ranks along the third axis, as copies. Only weights have
+none: their tiles are shared out along `rows`, and put together before they are used.
+
+    compute   |aggregate l f|                    |forward l|                |aggregate l+1 f| ..
+    comm                                         before it: gather_weights
+    reduce                  |sum_aggregates l f|           |sum_outputs l|
+
+    compute   |backward l|                                |aggregate l b|
+    comm      before it: gather_weights; |scatter_weights|
+    reduce                              |sum_aggregates l b|            |sum_inputs l|
+
+The outputs lie where the next layer has its inputs, so nothing else moves; for the loss ranks turn
+columns of the logits into whole rows, and those of their gradient back. The bias is one more row of
+the weights' first tiles. GraphSAGE's own rows are summed with the identity beside A, so its sums
+are twice as wide.
+
+What is read from operations is in strategies/program/. Numbers of layers are those of
+planner/gnn/model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from gnnplan.planner.gnn import passes
+from gnnplan.planner.gnn.footprint import Product, loss
+from gnnplan.planner.gnn.model import MASK, VECTOR, Layer, Model
+from gnnplan.planner.graph.streams import TILES
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.columns import shares
+from gnnplan.planner.strategies.layerwise.step import finish
+from gnnplan.planner.strategies.program.held import Held
+from gnnplan.planner.strategies.program.program import Group, Op, Program
+from gnnplan.planner.vocabulary.schedule import Compute, Gather
+
+Axis = Literal["x", "y", "z"]
+AXES: tuple[Axis, ...] = ("x", "y", "z")
+
+# -- who has what ----------------------------------------------------------------------------------
+
+
+class Roles(NamedTuple):
+    """The axes of a layer by what they share."""
+
+    sources: Axis
+    columns: Axis
+    rows: Axis
+
+
+def roles(layer: int) -> Roles:
+    """Of layer 1, 2, ..: its rows are the next one's sources, its sources the next one's columns.
+
+    >>> roles(1), roles(2).sources, roles(2).columns
+    (Roles(sources='x', columns='y', rows='z'), 'z', 'x')
+    """
+    return (Roles("x", "y", "z"), Roles("z", "x", "y"), Roles("y", "z", "x"))[(layer - 1) % 3]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """x * y * z ranks; y counts fastest and z slowest."""
+
+    x: int
+    y: int
+    z: int
+
+    @property
+    def ranks(self) -> int:
+        return self.x * self.y * self.z
+
+    def size(self, axis: Axis) -> int:
+        """Ranks along an axis."""
+        return {"x": self.x, "y": self.y, "z": self.z}[axis]
+
+    def stride(self, axis: Axis) -> int:
+        """How many ranks there are from one to the next along an axis."""
+        return {"y": 1, "x": self.y, "z": self.x * self.y}[axis]
+
+    def places(self, axis: Axis) -> np.ndarray:
+        """Where each rank is along an axis [ranks]."""
+        return np.arange(self.ranks) // self.stride(axis) % self.size(axis)
+
+    def groups(self, axis: Axis) -> tuple[Group, ...]:
+        """The ranks that differ along this axis alone.
+
+        >>> Grid(2, 2, 1).groups("x")
+        ((0, 2), (1, 3))
+        """
+        along = np.arange(self.size(axis)) * self.stride(axis)
+        first = np.flatnonzero(self.places(axis) == 0)
+        return tuple(tuple((rank + along).tolist()) for rank in first)
+
+    def share(self, total: int, axis: Axis) -> np.ndarray:
+        """How many of so many rows or columns each rank has, shared along an axis [ranks]."""
+        return np.asarray(shares(total, self.size(axis))[self.places(axis)])
+
+
+def orders(vertices: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two orders of the vertices: of the inputs of layers 1, 3, .., and of 2, 4, .. .
+
+    Rows and columns of a tile are in different orders. So an edge is in any tile with the same
+    chance, and the edges of vertices to themselves are in no tiles in particular.
+    """
+    first, second = (
+        np.random.default_rng((TILES, seed, which)).permutation(vertices) for which in (0, 1)
+    )
+    return first, second
+
+
+def edges_of_tiles(problem: Problem, grid: Grid, layer: int) -> np.ndarray:
+    """Edges in each rank's tile of the adjacency, with those of vertices to themselves [ranks].
+
+    Counted where the graph is known; otherwise an equal share.
+    """
+    stats, axes = problem.stats, roles(layer)
+    rows, sources = grid.size(axes.rows), grid.size(axes.sources)
+    to_self = stats.vertices if problem.model.layers[layer - 1].self_edges else 0
+    if problem.graph is None:
+        return np.full(grid.ranks, (stats.edges + to_self) / (rows * sources))
+    graph, seed = problem.graph, problem.workload.seed
+
+    def count() -> np.ndarray:
+        both = orders(stats.vertices, seed)
+        tile_of = [np.empty(stats.vertices, dtype=np.int64) for _ in both]
+        for parts, which, tiles in (
+            (sources, (layer - 1) % 2, tile_of[0]),
+            (rows, layer % 2, tile_of[1]),
+        ):
+            tiles[both[which]] = np.repeat(np.arange(parts), shares(stats.vertices, parts))
+        reader = np.repeat(tile_of[1], np.diff(graph.indptr))
+        tiles = reader * sources + tile_of[0][graph.indices]
+        if to_self:
+            tiles = np.append(tiles, tile_of[1] * sources + tile_of[0])
+        return np.bincount(tiles, minlength=rows * sources)
+
+    asked = ("tiles", rows, sources, layer % 2, to_self, seed, graph)
+    counted = problem.known.answer(asked, count)
+    return np.asarray(counted[grid.places(axes.rows) * sources + grid.places(axes.sources)])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a layer's tiles on every rank [ranks]."""
+
+    problem: Problem
+    model: Model
+    grid: Grid
+    layer: int
+
+    @property
+    def spec(self) -> Layer:
+        return self.model.layers[self.layer - 1]
+
+    @property
+    def axes(self) -> Roles:
+        return roles(self.layer)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the layer sums in every step; otherwise its sums were made once."""
+        return not self.model.aggregate_cached(self.layer)
+
+    @property
+    def varies(self) -> bool:
+        """Whether its inputs have a gradient."""
+        return self.layer > self.model.first_varying
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        return self.grid.share(self.problem.stats.vertices, self.axes.rows)
+
+    @cached_property
+    def sources(self) -> np.ndarray:
+        return self.grid.share(self.problem.stats.vertices, self.axes.sources)
+
+    @cached_property
+    def h_in(self) -> np.ndarray:
+        """Columns of the inputs."""
+        return self.grid.share(self.spec.h_in, self.axes.columns)
+
+    @cached_property
+    def h_out(self) -> np.ndarray:
+        """Columns of the outputs."""
+        return self.grid.share(self.spec.h_out, self.axes.sources)
+
+    @cached_property
+    def summed(self) -> np.ndarray:
+        """Columns of the sums: of neighbours, and of own rows where the layer reads them."""
+        return self.h_in * self.spec.matrices
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Numbers of the weights, with the bias on the first ranks along `columns`."""
+        first = self.grid.places(self.axes.columns) == 0
+        return np.asarray((self.summed + (first & self.spec.bias)) * self.h_out)
+
+    @cached_property
+    def kept_weights(self) -> np.ndarray:
+        """Numbers of the weights that a rank keeps, of those of its tile."""
+        size = self.grid.size(self.axes.rows)
+        return self.weights // size + (self.grid.places(self.axes.rows) < self.weights % size)
+
+    @cached_property
+    def whole_rows(self) -> np.ndarray:
+        """Rows of the outputs where ranks turn their columns into whole rows."""
+        size, place = self.grid.size(self.axes.sources), self.grid.places(self.axes.sources)
+        return self.rows // size + (place < self.rows % size)
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        return edges_of_tiles(self.problem, self.grid, self.layer)
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+def program(problem: Problem, grid: Grid) -> Program:
+    """One step, which all steps are like."""
+    step = list(_step(problem, grid))
+    return Program(lambda: [step], 1, lambda t: step)
+
+
+def layers_of(problem: Problem, grid: Grid) -> list[Tiles]:
+    """The tiles of layers 1 .. L. All sum before they multiply."""
+    model = problem.model.aggregating_first
+    return [Tiles(problem, model, grid, layer) for layer in range(1, len(model.layers) + 1)]
+
+
+def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
+    """The operations of one step, in order."""
+    b, layers = problem.model.itemsize, layers_of(problem, grid)
+    last = layers[-1]
+
+    def along(axis: Axis, op: str, way: str, layer: int, numbers: np.ndarray) -> Iterator[Op]:
+        """All-reduces of tensors of so many numbers [ranks] along an axis."""
+        if grid.size(axis) > 1:
+            groups = grid.groups(axis)
+            sizes = tuple(int(numbers[group[0]]) * b for group in groups)
+            yield Op(op, way, layer, groups=groups, sizes=sizes)
+
+    def exchange(axis: Axis, op: str, way: str, layer: int | None, sent: np.ndarray) -> Op:
+        return Op(op, way, layer, sent=sent * alike(grid, axis), itemsize=b)
+
+    def gather_weights(tiles: Tiles, way: str) -> Iterator[Op]:
+        if grid.size(tiles.axes.rows) > 1:
+            yield exchange(
+                tiles.axes.rows, "gather_weights", way, tiles.layer, tiles.kept_weights[:, None]
+            )
+
+    for tiles in layers:
+        layer, axes, work, holds = tiles.layer, tiles.axes, _Work(tiles), _Holds(tiles)
+        if tiles.is_summed:
+            yield Op("aggregate", "f", layer, work=work.aggregate, holds=holds.aggregate)
+            yield from along(axes.sources, "sum_aggregates", "f", layer, tiles.rows * tiles.summed)
+        yield from gather_weights(tiles, "f")
+        yield Op("forward", layer=layer, work=work.forward, holds=holds.forward)
+        yield from along(axes.columns, "sum_outputs", "f", layer, tiles.rows * tiles.h_out)
+    several = grid.size(last.axes.sources) > 1
+    if several:
+        sent = np.outer(last.h_out, last.whole_rows)
+        yield exchange(last.axes.sources, "to_rows", "f", None, sent)
+    forward, backward = finish(problem, last.whole_rows, None)
+    copied = 2.0 * passes.COPY * last.whole_rows * last.spec.h_out * several * b
+    work_of_loss = forward + backward + Compute(elementwise_bytes=copied, itemsize=b)
+    yield Op("loss", work=work_of_loss, holds=partial(_hold_loss, last))
+    if several:
+        sent = np.outer(last.whole_rows, last.h_out)
+        yield exchange(last.axes.sources, "to_columns", "b", None, sent)
+    for tiles in reversed(layers):
+        layer, axes, work, holds = tiles.layer, tiles.axes, _Work(tiles), _Holds(tiles)
+        yield from gather_weights(tiles, "b")
+        yield Op("backward", layer=layer, work=work.backward, holds=holds.backward)
+        if grid.size(axes.rows) > 1:
+            yield exchange(axes.rows, "scatter_weights", "b", layer, tiles.kept_weights[None, :])
+        if tiles.varies:
+            yield from along(axes.sources, "sum_aggregates", "b", layer, tiles.rows * tiles.summed)
+            work_back = work.aggregate_back
+            yield Op("aggregate", "b", layer, work=work_back, holds=holds.aggregate_back)
+            yield from along(axes.rows, "sum_inputs", "b", layer, tiles.sources * tiles.h_in)
+    kept = sum((tiles.kept_weights for tiles in layers), np.zeros(grid.ranks))
+    yield Op("update", work=problem.model.update(kept), holds=Held.let_go)
+
+
+def alike(grid: Grid, axis: Axis) -> np.ndarray:
+    """Whether two ranks differ along this axis alone [ranks, ranks]."""
+    ranks, place = np.arange(grid.ranks), grid.places(axis)
+    group = ranks - place * grid.stride(axis)
+    return np.asarray((group[:, None] == group[None, :]) & (ranks[:, None] != ranks[None, :]))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a rank computes of a layer [ranks]."""
+
+    tiles: Tiles
+
+    @property
+    def _b(self) -> int:
+        return self.tiles.model.itemsize
+
+    @property
+    def _dropped(self) -> bool:
+        return bool(self.tiles.model.dropout and self.tiles.spec.drops)
+
+    @property
+    def _relu(self) -> bool:
+        return self.tiles.model.relu_after(self.tiles.layer - 1)
+
+    def _gather(self, among: np.ndarray, into: np.ndarray) -> Gather:
+        """A sum over the tile's edges; ranks with fewer columns read as much less."""
+        most = max(int(self.tiles.h_in.max()), 1)
+        return Gather(self.tiles.edges * (self.tiles.h_in / most), most, among, into)
+
+    @property
+    def aggregate(self) -> Compute:
+        """ReLU and dropout of the inputs, and their sums."""
+        t, b = self.tiles, self._b
+        inputs, sums = 1.0 * t.sources * t.h_in, 1.0 * t.rows * t.h_in
+        passed = (passes.RELU[0] + 1) * self._relu * inputs  # ReLU, and which numbers it leaves
+        if t.spec.reads_own:  # both sums beside each other
+            passed = passed + 2 * passes.COPY * sums
+        launches = 4 + (MASK + 3) * self._dropped
+        return Compute(
+            0.0,
+            (self._gather(t.sources, t.rows),),
+            passed * b,
+            launches,
+            b,
+            hash_ops=inputs * self._dropped,
+        )
+
+    @property
+    def forward(self) -> Compute:
+        t = self.tiles
+        put_together = passes.COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * self._b
+        return self._product(1) + Compute(elementwise_bytes=1.0 * put_together, launches=4)
+
+    @property
+    def backward(self) -> Compute:
+        """The gradients of weights and bias, and of the sums where they have one."""
+        t, b = self.tiles, self._b
+        product = self._product(1 + t.varies)
+        flops = 2.0 * t.rows * self._wide(t.summed) * self._wide(t.h_out)
+        passed = (passes.BIAS[1] * t.rows + 2 * passes.COPY * t.summed) * t.h_out * b
+        return Compute(
+            flops * t.varies,
+            elementwise_bytes=1.0 * passed,
+            launches=10,
+            itemsize=b,
+            gemm_bytes=product.gemm_bytes,
+            weight_gradient_flops=flops,
+        )
+
+    @property
+    def aggregate_back(self) -> Compute:
+        """The gradient of the inputs, before it is summed; dropout's and ReLU's come after that."""
+        t, b = self.tiles, self._b
+        inputs = 1.0 * t.sources * t.h_in
+        passed = passes.MASKED * (self._relu or self._dropped) * inputs
+        if t.spec.reads_own:
+            passed = passed + (passes.SUM + passes.COPY) * 1.0 * t.rows * t.h_in
+        return Compute(0.0, (self._gather(t.rows, t.sources),), passed * b, 8, b)
+
+    def _product(self, times: int) -> Compute:
+        t, b = self.tiles, self._b
+        read = 1.0 * t.rows * (t.summed + t.h_out) * b
+        flops = 2.0 * t.rows * self._wide(t.summed) * self._wide(t.h_out)
+        return Compute(times * flops, itemsize=b, gemm_bytes=times * read, tensor_bytes=read)
+
+    @staticmethod
+    def _wide(columns: np.ndarray) -> np.ndarray:
+        """Columns that a product takes as long for."""
+        return np.asarray(np.maximum(columns, VECTOR))
+
+
+# -- bytes held ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Holds:
+    """Bytes that a rank holds of a layer [ranks], as executor/strategies/tensor3d.py does.
+
+    Operations hand on the size of the gradient that they make.
+    """
+
+    tiles: Tiles
+
+    @property
+    def _b(self) -> int:
+        return self.tiles.model.itemsize
+
+    @property
+    def _inputs(self) -> np.ndarray:
+        return np.asarray(1.0 * self.tiles.sources * self.tiles.h_in * self._b)
+
+    @property
+    def _sums(self) -> np.ndarray:
+        """Of neighbours alone."""
+        return np.asarray(1.0 * self.tiles.rows * self.tiles.h_in * self._b)
+
+    @property
+    def _all_sums(self) -> np.ndarray:
+        return np.asarray(1.0 * self.tiles.rows * self.tiles.summed * self._b)
+
+    @property
+    def _own(self) -> np.ndarray:
+        """Own rows that are among the inputs, where the layer reads them."""
+        t = self.tiles
+        among = t.sources / max(t.problem.stats.vertices, 1)
+        return self._sums * among * t.spec.reads_own
+
+    @property
+    def _outputs(self) -> np.ndarray:
+        return np.asarray(1.0 * self.tiles.rows * self.tiles.h_out * self._b)
+
+    @property
+    def _weights(self) -> np.ndarray:
+        return 1.0 * self.tiles.weights * self._b
+
+    @property
+    def _dropped(self) -> bool:
+        return bool(self.tiles.model.dropout and self.tiles.spec.drops)
+
+    @property
+    def _mask(self) -> np.ndarray:
+        """A byte for each input that ReLU or dropout may have set to zero."""
+        t = self.tiles
+        masked = t.varies and (t.model.relu_after(t.layer - 1) or self._dropped)
+        return self._inputs / self._b * masked
+
+    def aggregate(self, held: Held) -> None:
+        t = self.tiles
+        dropped, drop_mask = self._inputs * self._dropped, self._inputs / self._b * self._dropped
+        held.keep(dropped)
+        held.at(drop_mask)
+        held.keep(self._mask, self._all_sums)
+        held.at(np.maximum(self._sums * t.spec.reads_own, self._own))
+        held.free(dropped, self._inputs * t.varies)  # features are no operation's
+
+    def forward(self, held: Held) -> None:
+        t = self.tiles
+        several = t.grid.size(t.axes.rows) > 1
+        held.at(self._weights * (1 + several))
+        held.at(self._weights, self._outputs)
+        held.keep(self._outputs)
+        h_in, h_out = max(int(t.summed.max()), 1), max(int(t.h_out.max()), 1)
+        after = ("bias" if t.spec.bias else "",)
+        held.multiply(Product(t.rows, h_in, h_out, t.varies, after))
+
+    def backward(self, held: Held) -> None:
+        t = self.tiles
+        several = t.grid.size(t.axes.rows) > 1
+        held.at(held.handed_on, self._weights * (1 + several))
+        held.at(held.handed_on, 3 * self._weights)
+        held.free(self._all_sums * t.is_summed)
+        to_sums = self._all_sums * t.varies
+        held.at(held.handed_on, 2 * self._weights, to_sums)
+        held.handed_on = to_sums
+        held.at(held.handed_on, 2 * self._weights)
+
+    def aggregate_back(self, held: Held) -> None:
+        part = self._sums * self.tiles.spec.reads_own
+        held.at(held.handed_on, np.maximum(part, self._own), self._inputs)
+        held.at(self._inputs)
+        held.handed_on = self._inputs
+        held.free(self._mask)
+
+
+def _hold_loss(last: Tiles, held: Held) -> None:
+    """Logits of all classes, of some of the rows, and their gradient."""
+    model, stats, rows = last.model, last.problem.stats, 1.0 * last.whole_rows
+    trained = rows * min(1.0, stats.train_vertices / max(stats.vertices, 1))
+    _, most, gradient = loss(model, rows, trained)
+    own = 1.0 * last.rows * last.h_out * model.itemsize
+    whole = rows * last.spec.h_out * model.itemsize
+    several = last.grid.size(last.axes.sources) > 1
+    held.at(2 * whole * several)
+    held.free(own)
+    held.keep(whole)  # until the step has ended
+    held.at(most)
+    held.at(gradient, gradient * several)
+    held.at(gradient * several, 2 * own * several)
+    held.handed_on = own

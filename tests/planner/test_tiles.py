@@ -1,0 +1,213 @@
+"""tensor3d: its bytes by its paper's formula, what it degenerates to, its grids, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D, parse
+from gnnplan.planner.strategies.layerwise.tensor3d import grids, summing_s
+from gnnplan.planner.strategies.layerwise.tiles import Grid, edges_of_tiles, orders, roles
+from gnnplan.planner.vocabulary.errors import SpecError
+
+N, F, H, C = 576, 24, 48, 72  # shares are equal on the grids below
+LAYERS, B = 4, 4
+WIDTHS = (F, H, H, H, C)
+GRIDS = [
+    *((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1)),
+    *((2, 2, 2), (1, 1, 8), (3, 2, 1), (1, 3, 4), (2, 3, 2), (4, 2, 3)),
+]
+
+
+def problem(
+    grid: tuple[int, ...] = (2, 2, 1), text: str = "edges=6000", **workload: object
+) -> Problem:
+    graph = load(f"synthetic:community?vertices={N}&{text}&features={F}&classes={C}&seed=0")
+    assert isinstance(graph, Graph)
+    asked = Workload(**{"model": "gcn", "layers": LAYERS, "hidden": H, **workload})
+    cluster = Cluster(
+        gpus_per_server=prod(grid),
+        device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10, gather={4: {1e4: 1e10}}),
+        intra_node=Link(bandwidth=1e8, latency=0),
+    )
+    return Problem(graph.stats, graph, asked, cluster)
+
+
+def by_layer(strategy: object, asked: Problem) -> dict[int | None, int]:
+    """Bytes that all ranks send for each layer in a step."""
+    out: dict[int | None, int] = {}
+    for op in strategy.program(asked).at(0):  # type: ignore[attr-defined]
+        moved = 0
+        if op.sent is not None:
+            moved = int(op.sent.sum()) * op.itemsize
+        elif op.lane == "reduce":
+            everyone = tuple(range(asked.ranks))
+            moved = sum(2 * (len(group) - 1) * size for group, size in op.reductions(everyone))
+        out[op.layer] = out.get(op.layer, 0) + moved
+    return out
+
+
+def published(layer: int, grid: tuple[int, ...], matrices: int, d: int, d_out: int) -> float:
+    """Numbers per rank in layer l > 1: Plexus's `comm_model.py` term by term, here with the bias."""
+    size = dict(zip("xyz", grid, strict=True))
+    x, y, z = (size[axis] for axis in ("xyz", "zxy", "yzx")[(layer - 1) % 3])
+    weights = matrices * d * d_out + d_out
+    aggregated = 2 * (x - 1) / x * N * d * matrices / (y * z)
+    output = 2 * (y - 1) / y * N * d_out / (x * z)
+    gathered = (z - 1) / z * weights / (x * y)
+    inputs = 2 * (z - 1) / z * N * d / (x * y)
+    return (aggregated + output + gathered) + (aggregated + 2 * gathered + inputs)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(("model", "matrices"), [("gcn", 1), ("sage", 2)])
+def test_bytes_are_the_papers_formula(grid: tuple[int, ...], model: str, matrices: int):
+    asked = problem(grid, model=model)
+    strategy, ranks = Tensor3D(*grid), prod(grid)
+    found = by_layer(strategy, asked)
+    for layer in range(2, LAYERS + 1):
+        d, d_out = WIDTHS[layer - 1 : layer + 1]
+        assert found[layer] == round(published(layer, grid, matrices, d, d_out) * ranks * B)
+    x, y, z = grid
+    # layer 1: sums are made once, and features have no gradient
+    weights = matrices * F * H + H
+    first = 2 * (y - 1) / y * N * H / (x * z) + 3 * (z - 1) / z * weights / (x * y)
+    assert found[1] == round(first * ranks * B)
+    dropped = by_layer(strategy, problem(grid, model=model, dropout=0.5))
+    sums = 2 * (x - 1) / x * N * F * matrices / (y * z)
+    assert dropped[1] == round((first + sums) * ranks * B)
+    assert [found[layer] for layer in (2, 3, 4)] == [dropped[layer] for layer in (2, 3, 4)]
+    # layer 4 has the roles of layer 1: x shares its classes
+    assert found[None] == 2 * (x - 1) * N // (z * x) * C // x * ranks * B
+    assert sum(found.values()) == strategy.predict(asked).bytes_total
+
+
+def test_on_two_ranks_a_layer_is_graph_parallelism_or_feature_columns():
+    """Layer 2 of equal widths. With its rows shared (y), both ranks need all rows, as halos do where
+    everybody is everybody's neighbour. With its columns shared (x), each sums half of the columns."""
+    asked = problem((2, 1, 1), "edges=331200&mixing=1&skew=100")
+    assert asked.layout().facts(2).taken.sum() == N  # every row is in the other's halo
+    one_dimension = by_layer(GraphParallel(), asked)[2]
+    weights = 3 * (H * H + H) * B  # gathered twice, their gradient scattered once
+    assert by_layer(Tensor3D(1, 2, 1), asked)[2] == one_dimension + weights
+    assert by_layer(Tensor3D(2, 1, 1), asked)[2] == by_layer(FeatureParallel(), asked)[2]
+    # with its sources shared (z) sums cross in both passes
+    assert by_layer(Tensor3D(1, 1, 2), asked)[2] == 2 * one_dimension
+
+
+def test_one_rank_is_one_process():
+    asked = problem((1, 1, 1))
+    assert Tensor3D().settle(asked) == Tensor3D(1, 1, 1)
+    assert Tensor3D(1, 1, 1).predict(asked).bytes_total == 0
+    assert list(Tensor3D.candidates(asked)) == []
+
+
+def test_roles_rotate_so_that_outputs_lie_where_inputs_are_read():
+    for layer in range(1, 8):
+        now, then = roles(layer), roles(layer + 1)
+        assert (then.sources, then.columns) == (now.rows, now.sources)
+        assert set(now) == set("xyz")
+
+
+def test_groups_differ_along_one_axis():
+    grid = Grid(2, 3, 4)
+    for axis in ("x", "y", "z"):
+        groups = grid.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(24))
+        for other in {"x", "y", "z"} - {axis}:
+            assert all(len(set(grid.places(other)[list(group)])) == 1 for group in groups)
+
+
+def test_two_orders_balance_what_one_order_does_not():
+    """A vertex's edge to itself is on the diagonal if rows and columns are in one order. Where
+    vertices have few edges, the tiles there are much fuller."""
+    asked = problem((4, 1, 4), "edges=600&mixing=1")
+    tiles = edges_of_tiles(asked, Grid(4, 1, 4), 1)
+    assert tiles.sum() == asked.stats.edges + N
+    fullest = tiles.max() / tiles.mean()
+    order = orders(N, 0)[0]
+    part = np.empty(N, dtype=int)
+    part[order] = np.arange(N) * 4 // N
+    assert asked.graph is not None
+    reader = np.repeat(np.arange(N), np.diff(asked.graph.indptr))
+    both = np.append(part[reader] * 4 + part[asked.graph.indices], part * 5)
+    counted = np.bincount(both)
+    assert fullest < 1.25 < 1.8 < counted.max() / counted.mean()
+
+
+def test_tiles_by_statistics_are_the_mean_of_counted_ones():
+    asked = problem((2, 2, 2))
+    estimated = replace(asked, graph=None)
+    for layer in (1, 2):
+        grid = Grid(2, 2, 2)
+        counted, expected = (edges_of_tiles(p, grid, layer) for p in (asked, estimated))
+        assert expected == pytest.approx(np.full(8, counted.mean()))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 12])
+def test_the_grid_that_is_chosen_sends_fewest_bytes_where_all_links_are_alike(ranks: int):
+    """Without latency, on one server, the time to sum is bytes per rank over bandwidth."""
+    asked = problem((ranks,), dropout=0.5)
+    found = grids(ranks)
+    assert len({(g.x, g.y, g.z) for g in found}) == len(found)
+    sent = {grid: Tensor3D(grid.x, grid.y, grid.z).predict(asked).bytes_total for grid in found}
+    for grid in found:
+        # three layers of three and a layer of one: shares are equal, but for weights of few numbers
+        assert summing_s(asked, grid) * 1e8 * ranks == pytest.approx(sent[grid], rel=0.02)
+    chosen = Tensor3D().settle(asked)
+    assert isinstance(chosen, Tensor3D)
+    assert sent[chosen.grid] <= min(sent.values()) * 1.02
+    fixed = Tensor3D(x=2).settle(asked)
+    assert isinstance(fixed, Tensor3D) and fixed.x == 2 and fixed.grid.ranks == ranks
+
+
+def test_an_axis_between_servers_is_short_where_their_link_is_slow():
+    """8 ranks on 2 servers: the axis that crosses has 2 ranks."""
+    asked = problem((8,))
+    apart = asked.cluster.model_copy(
+        update={
+            "servers": 2,
+            "gpus_per_server": 4,
+            "intra_node": Link(bandwidth=1e11),
+            "inter_node": Link(bandwidth=1e8),
+        }
+    )
+    chosen = Tensor3D().settle(replace(asked, cluster=apart))
+    assert isinstance(chosen, Tensor3D)
+    assert min(size for size in (chosen.x, chosen.y, chosen.z) if size != 1) == 2  # type: ignore[type-var]
+
+
+def test_a_plan_tries_it_where_narrow_sums_were_measured():
+    asked = problem()
+    assert list(Tensor3D.candidates(asked)) == [Tensor3D()]
+    device = asked.cluster.device.model_copy(update={"gather": {}})
+    unknown = replace(asked, cluster=asked.cluster.model_copy(update={"device": device}))
+    assert list(Tensor3D.candidates(unknown)) == []
+    assert "gnnplan measure" in Tensor3D.absent(unknown)
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        ({"model": "gat"}, "those of gcn and sage, and gat has attention; use graph_parallel"),
+        ({"model": "gin"}, "gin has layers of another kind"),
+        ({"norm": "layer"}, r"layer 2 has a norm \(layer\), of numbers that lie on several ranks"),
+        ({"mode": "mini", "batch": 8}, "trains on the full graph"),
+    ],
+)
+def test_what_does_not_suit_is_refused(workload: dict[str, object], words: str):
+    asked = problem(**workload)
+    with pytest.raises(SpecError, match=words):
+        parse("tensor3d").settle(asked).check(asked)
+    if workload.get("mode") != "mini":
+        assert not list(Tensor3D.candidates(asked))
+        assert re.search(words.split(";")[0], Tensor3D.absent(asked))
