@@ -32,7 +32,13 @@ from gnnplan.executor.launch.checks import (
     trainable,
 )
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.out_of_memory import REMEDY, account, found, ran_out
+from gnnplan.executor.launch.out_of_memory import (
+    REMEDY,
+    account,
+    found,
+    no_more_processes,
+    ran_out,
+)
 from gnnplan.executor.launch.preflight import Asked, can_meet, must_start, predicted_memory
 from gnnplan.executor.launch.roll_call import roll_call
 from gnnplan.executor.launch.scalars import Scalars
@@ -52,7 +58,7 @@ from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
-from gnnplan.planner.vocabulary.errors import GnnplanError
+from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_time
@@ -265,6 +271,8 @@ class _Process:
         spans = getattr(error, "__notes__", [])
         where = spans[0].removeprefix("in ") if spans else str(self.activity)
         reason = _own_words(error)
+        if limit := no_more_processes(error):
+            return self._failure(SpecError.exit_code, limit, where)
         if ran_out(error):
             device = self.rank.device if self.rank else torch.device("cpu")
             if not self.predicted:
@@ -280,7 +288,8 @@ class _Process:
             said = (refused.strerror if error is refused else None) or reason
             if "/dev/shm" in reason:
                 remedy = "give the container more shared memory (--shm-size)"
-            return self._failure(4, f"{where_to}{said}; {remedy}", where)
+            # as a file of ours that cannot be written (cannot_write): a restart would end the same
+            return self._failure(SpecError.exit_code, f"{where_to}{said}; {remedy}", where)
         if isinstance(error, torch.distributed.DistError) or (
             isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
         ):
