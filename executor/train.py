@@ -45,31 +45,8 @@ if TYPE_CHECKING:
 
 TRACED_EPOCHS = 5  # whose spans are kept, at least
 WATCHED_EPOCHS = 3  # whose memory is watched; after these every buffer has been filled
-BACKENDS = {"gloo": "Gloo", "nccl": "NCCL"}
 
 Report = Callable[[dict[str, Any]], None]  # receives a line of metrics.jsonl
-
-
-def device_mismatch(rank: Rank, problem: Problem) -> str | None:
-    """What to tell a user whose plan is for another kind of device than this run has, or None."""
-    planned = problem.cluster.device
-    if rank.device.type == planned.kind:
-        return None
-    name = "" if planned.name == "unnamed" else planned.name
-    if planned.kind == "cuda":
-        there = f"{name or 'CUDA'} GPUs"
-    else:
-        there = f"CPU ranks ({name})" if name not in ("", "CPU") else "CPU ranks"
-    here = (
-        f"{torch.cuda.get_device_name(rank.device)} GPUs"
-        if rank.device.type == "cuda"
-        else "CPU ranks"
-    )
-    return (
-        f"the plan is for {there}, this run is on {here} over {BACKENDS[rank.backend]}: its times"
-        " will not be those predicted; make a plan for this machine with gnnplan plan --cluster"
-        " local"
-    )
 
 
 def train(
@@ -278,7 +255,6 @@ class _Training:
             "rank": rank.rank,
             "backend": rank.backend,
             "device": str(rank.device),
-            "device_mismatch": device_mismatch(rank, self.problem),
             "epochs": len(record.resident_bytes),
             "setup_bytes": self.setup_bytes,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gnnplan.api.planning import Plan as Plan
     from gnnplan.api.planning import load_plan as load_plan
     from gnnplan.api.planning import plan as plan
+    from gnnplan.api.running import Preflight as Preflight
     from gnnplan.api.running import Run as Run
     from gnnplan.api.scaling import Offers as Offers
     from gnnplan.api.scaling import Scale as Scale
@@ -54,7 +55,7 @@ _HOMES = {
     "api.checking": ("Check", "check"),
     "api.measuring": ("measure",),
     "api.planning": ("Answer", "Plan", "load_plan", "plan"),
-    "api.running": ("Run",),
+    "api.running": ("Preflight", "Run"),
     "api.scaling": ("Offers", "Scale", "offers", "scale"),
     "api.simulation": ("Simulation", "Sweep"),
     "api.tuning": ("Tuned", "tune"),

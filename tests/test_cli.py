@@ -1034,9 +1034,8 @@ def test_a_started_rank_says_what_is_wrong(
     answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
     assert answer.code == 2 and not (tmp_path / "out").exists()
     assert re.search(
-        r"error: rank 0 \(server 0, .*\) in start: the plan is for 2 ranks, but 1 were started;"
-        r" start 2, or plan again "
-        "with --ranks 1",
+        r"error: rank 0 \(.*\) in start: ranks: planned 2, here 1 started; start 2, or plan again"
+        r" with --ranks 1",
         answer.err,
     )
     (tmp_path / "old").mkdir()
@@ -1540,6 +1539,10 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
         edited("gnnplan", to="9.9"),
         rf"changed.json was made by gnnplan 9.9, this is {re.escape(__version__)}; plan again",
     ),
+    "run: version": (
+        edited("gnnplan", to="9.9", verb="run"),
+        rf"version: planned gnnplan 9.9, here gnnplan {re.escape(__version__)}; plan again",
+    ),
     "plan: other data": (
         edited("graph", "hash", to="00"),
         "made for other data: .* the plan says 00; plan again",
@@ -1730,16 +1733,40 @@ def test_bad_input(
 def test_more_ranks_than_this_machine_holds(
     plan_file: Path, tmp_path: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
 ):
-    import gnnplan.executor.ranks.memory as module
+    from gnnplan.executor.launch import preflight
 
-    monkeypatch.setattr(module, "free_memory", lambda: 300e6)
+    monkeypatch.setattr(preflight, "free_memory", lambda: 300e6)
     answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
     assert answer.code == 2 and not (tmp_path / "out").exists()
     assert "training" not in answer.err  # refused before it is said to begin
-    assert (
-        "the plan is for 2 ranks, but this machine has memory for 1" in answer.err
-        and "plan again with --ranks" in answer.err
+    assert re.search(
+        r"error: memory: planned 2 ranks with .* each at least, here 300(\.00)? MB free; enough for"
+        r" 1: .* plan again with --ranks",
+        answer.err,
     )
+
+
+def test_a_dry_run_prints_what_the_plan_asks_for(
+    plan_file: Path, tmp_path: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
+):
+    """The table ends with what would happen, and nothing does."""
+    from gnnplan.executor.launch import preflight
+
+    monkeypatch.setattr(preflight, "cores", lambda: 2)
+    call = ("run", plan_file, "--out", tmp_path / "out", "--dry-run")
+    answer = gnnplan(*call)
+    assert answer.code == 0 and answer.out.splitlines()[-1] == "it would run as planned"
+    assert re.search(
+        r"^memory +2 ranks with .* each at least +\S+ GB free .* +ok", answer.out, re.M
+    )
+    monkeypatch.setattr(preflight, "cores", lambda: 1)
+    assert "it would run; 1 line would be printed first" in gnnplan(*call).out
+    monkeypatch.setattr(preflight, "free_memory", lambda: 300e6)
+    answer = gnnplan(*call, "--json")
+    rows = {row.pop("what"): row for row in answer.document["rows"]}
+    assert answer.code == 2 and answer.document["stops"] and rows["memory"]["verdict"] == "stops"
+    assert set(rows["memory"]) == {"planned", "here", "verdict", "says"}
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_old_plan_stays_when_a_new_one_fails(

@@ -146,7 +146,9 @@ def test_too_few_files_are_refused_before_ranks_start(
     run = start(planned, "--epochs", "2", launcher=("-c", LIMITED.format(files)))
     assert run.ended() == 2, run.stderr
     *_, error = run.stderr.splitlines()
-    assert re.fullmatch(rf"error: .* {files} files .*\(ulimit -n \d+\).*", error), run.stderr
+    assert re.fullmatch(rf"error: open files: .*, here {files}; .*\(ulimit -n \d+\)", error), (
+        run.stderr
+    )
     assert "Traceback" not in run.stderr and not run.out.exists()
 
 

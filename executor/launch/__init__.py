@@ -5,9 +5,11 @@ Which file to open:
     launcher.py       starts local ranks and waits for them; the names that the command line uses
     tune.py           runs the few strategies that are within doubt, and plans by what they took
     options.py        how a plan is run: epochs, timeout, checkpoints
-    checks.py         what is refused before any process starts
+    checks.py         what is refused of a run's input: the plan's problem, options, folder
+    preflight.py      what the plan asks for beside what this machine has: a table
     rank_process.py   one rank's process, from its plan to its exit code
-    preflight.py      what all ranks check together before they train
+    together.py       ranks of torchrun and srun tell each other what they refuse
+    agreement.py      what all ranks compare once they have met
     agent.py          local ranks under torch's elastic agent
     emulation.py      local ranks in network namespaces that play servers
     blame.py          which rank failed first, from exit codes and notes

@@ -1,12 +1,11 @@
-"""What is refused before any process starts: the plan, the run's folder, this machine.
+"""What is refused of a run's input: the plan's problem, its options, its folder.
 
-What all ranks check together, once they run, is in preflight.py.
+What the plan asks of this machine is in preflight.py.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,27 +21,29 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
-from gnnplan.planner.vocabulary.units import show_bytes
-
-LEAST_MEMORY = 200e6  # [B] that a process with torch fills
-# that a rank may have open: its own, connections to a peer, and a layer of what a sampler sends it
-FILES, FILES_OF_A_PEER, FILES_OF_A_LAYER = 64, 8, 10
 
 
-def prepare(plan: Path, choice: str | None = None) -> tuple[dict[str, Any], Problem, Strategy]:
-    """Read a plan and check that its problem can be trained.
+def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
+    """The document of a plan that has been checked, its problem and its strategy.
 
-    choice: another candidate of the plan, which takes the place of the best. Returns the plan's
-    document, its problem and its strategy. Raises SpecError, Mismatch.
+    Raises SpecError, Mismatch.
     """
     document = read(plan)
-    problem = question(document)
-    if choice is not None:
-        from gnnplan.planner.decision import alternative
+    return document, *trainable(question(document), chosen(document), str(plan))
 
-        document = alternative.take(document, problem, choice)
-        problem = problem.placed(placement(document))
-    return document, *trainable(problem, chosen(document), str(plan))
+
+def choose(document: dict[str, Any], choice: str | None) -> tuple[dict[str, Any], Problem | None]:
+    """The plan with this candidate in the place of the best, and its problem.
+
+    None chooses nothing, and reads no graph. Raises SpecError, Mismatch.
+    """
+    if choice is None:
+        return document, None
+    from gnnplan.planner.decision import alternative
+
+    problem = question(document)
+    document = alternative.take(document, problem, choice)
+    return document, problem.placed(placement(document))
 
 
 def trainable(problem: Problem, strategy: Strategy, plan: str) -> tuple[Problem, Strategy]:
@@ -96,14 +97,6 @@ def must_be_measurable(options: Options, strategy: Strategy) -> None:
             f" step with several buckets (buckets: {strategy.buckets}); plan with --strategy"
             f' "{replace(strategy, buckets=1)}", whose numbers are the same'
         )
-
-
-def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:
-    """Memory of the fullest rank by use [B], as a plan predicts it.
-
-    Empty if someone has removed the prediction from the plan.
-    """
-    return dict(document["best"].get("predicted", {}).get("memory", {}))
 
 
 def started_by_launcher() -> bool:
@@ -203,25 +196,3 @@ def taken_over(before: Mapping[str, Any], strategy: Strategy, last: int) -> str:
         "gradients are no longer exact" if theirs.exact and not strategy.exact else "",
     ]
     return "; ".join(filter(None, clauses))
-
-
-def must_fit_here(problem: Problem, strategy: Strategy | None = None) -> None:
-    """Raise SpecError if this machine cannot hold a process for each rank."""
-    from gnnplan.executor.ranks.memory import free_memory
-
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    sent = problem.workload.layers * (1 + getattr(strategy, "prefetch", 0))
-    needed = FILES + FILES_OF_A_PEER * problem.ranks + FILES_OF_A_LAYER * sent
-    if 0 <= files < needed:
-        raise SpecError(
-            f"a process may have {files} files open, and a rank of {problem.ranks:,} needs up to"
-            f" {needed:,}: allow more (ulimit -n {max(needed, 4096)})"
-        )
-    free = free_memory()
-    if problem.ranks * LEAST_MEMORY > free:
-        raise SpecError(
-            f"the plan is for {problem.ranks:,} ranks, but this machine has memory for"
-            f" {int(free / LEAST_MEMORY):,} ({show_bytes(free)} free, at least"
-            f" {show_bytes(LEAST_MEMORY)} each); plan again with --ranks, or start it with torchrun"
-            " on several servers"
-        )

@@ -19,9 +19,7 @@ from gnnplan.executor.launch.checks import (
     last_of,
     must_be_measurable,
     must_be_new,
-    must_fit_here,
     must_go_on,
-    predicted_memory,
     prepare,
     started_by_launcher,
     trainable,
@@ -29,6 +27,7 @@ from gnnplan.executor.launch.checks import (
 from gnnplan.executor.launch.heartbeat import Heartbeat
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
+from gnnplan.executor.launch.preflight import Asked, Row, look, must_start, predicted_memory
 from gnnplan.executor.launch.rank_process import follow, leave, work
 from gnnplan.executor.launch.scalars import must_be_installed
 from gnnplan.executor.launch.scratch import scratch
@@ -43,17 +42,20 @@ from gnnplan.planner.vocabulary.files import forget_unfinished, make_folder
 from gnnplan.planner.vocabulary.progress import say
 
 __all__ = [
+    "Asked",
     "Emulated",
     "Options",
+    "Row",
     "begin",
     "follow",
     "last_of",
     "leave",
+    "look",
     "must_be_installed",
     "must_be_measurable",
     "must_be_new",
-    "must_fit_here",
     "must_go_on",
+    "must_start",
     "new_folder",
     "prepare",
     "start",
@@ -87,7 +89,7 @@ def begin(
     """Train with a plan's strategy in a folder that gets all that a run leaves.
 
     `document` is the plan, `strategy` its choice, settled; this machine can hold its ranks
-    (`must_fit_here`). last: the epoch that it goes on from. Raises SpecError, LostRank.
+    (`must_start`). last: the epoch that it goes on from. Raises SpecError, LostRank.
     """
     strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
     make_folder(out)

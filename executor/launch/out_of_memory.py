@@ -1,4 +1,6 @@
-"""What to say when memory runs out in a rank: what the plan predicted, beside what is there."""
+"""What to say when memory runs out in a rank, or the processes that it may start.
+
+Of memory: what the plan predicted, beside what is there."""
 
 from __future__ import annotations
 
@@ -9,16 +11,15 @@ from pathlib import Path
 
 import torch
 
+from gnnplan.executor.ranks.machine import process_room
 from gnnplan.executor.ranks.memory import allocated, free_memory, resident
 from gnnplan.planner.vocabulary.units import show_bytes
 
-# parts of the RuntimeErrors of torch's allocators, and of Python where a stack has no room
-OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "std::bad_alloc",
-    "out of memory",
-    "can't start new thread",
-)
+# Python's RuntimeError where the kernel gives no thread: too many there are, or a stack has no room
+NO_THREAD = "can't start new thread"
+FEW = 32  # processes that are left where their limit is what has stopped a rank
+# parts of the RuntimeErrors of torch's allocators
+OUT_OF_MEMORY = ("can't allocate memory", "std::bad_alloc", "out of memory", NO_THREAD)
 REMEDY = (
     "plan again with more ranks, --set device.memory=.. for what each may fill, or a smaller"
     " workload"
@@ -32,6 +33,16 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(part in str(error) for part in OUT_OF_MEMORY)
+
+
+def no_more_processes(error: BaseException) -> str:
+    """The limit of processes that an error comes from, and the remedy; "" where it is another."""
+    refused = isinstance(error, OSError) and error.errno == errno.EAGAIN  # of fork
+    room = process_room() if refused or NO_THREAD in str(error) else None
+    if room is None or room.left > FEW:
+        return ""
+    said = "Processes and their threads have reached their limit"
+    return f"{said} ({room.limit}): {room.remedy}"
 
 
 def killings() -> int:

@@ -1,148 +1,424 @@
-"""What all ranks check together before they train.
+"""What a plan asks for beside what is here, before a process starts.
 
-Can they meet, will all train the same, does it fit? A message now is better than a hang or a wrong
-gradient later.
+Each check compares one thing and gives a row: equal enough ('ok'), different so that the run is not
+what was predicted ('differs'), or such that it cannot end well ('stops'). All of them look at this
+machine alone; ranks that torchrun or srun has started tell each other (`together.py`).
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
+import re
+import resource
+import shutil
 import socket
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from gnnplan import __version__
-from gnnplan.executor.ranks.checkpoint import fingerprint
-from gnnplan.executor.ranks.gathered import gather_all
-from gnnplan.executor.ranks.memory import free_memory, resident
-from gnnplan.executor.ranks.rank import Rank, as_torchrun_has_it, hosts_the_store
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.ranks.checkpoint import KEPT
+from gnnplan.executor.ranks.machine import cores, device_name, gpus, process_room
+from gnnplan.executor.ranks.memory import free_memory
+from gnnplan.executor.ranks.rank import from_launcher, hosts_the_store
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.plan import BEFORE, chosen, placement, question
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
-from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import GnnplanError, OtherData, SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN
+from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
+LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 # Predictions of memory are off by less than this factor, so what is refused cannot fit.
 SLACK = 1.1
-SHOWN = 4  # differing ranks that a message names
+# that a rank may have open: its own, connections to a peer, and a layer of what a sampler sends it
+FILES, FILES_OF_A_PEER, FILES_OF_A_LAYER = 64, 8, 10
+# of a rank, and of its sampler, at least: their own, their lanes', Gloo's and torch's; a rank of a
+# pipelined P3 has 14
+THREADS, SAMPLER_THREADS = 8, 6
+SHARED_MEMORY = Path("/dev/shm")
+SHOWN = 12  # digits of a graph's hash
+OTHER_TIMES = "times will not be those predicted"
+PLAN_HERE = "make a plan for this machine with gnnplan plan --cluster local"
+Verdict = Literal["ok", "differs", "stops"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was compared."""
+
+    what: str
+    planned: str
+    here: str
+    verdict: Verdict = "ok"
+    says: str = ""  # what a difference means; the remedy of what stops
+
+    def __str__(self) -> str:
+        return f"{self.what}: planned {self.planned}, here {self.here}; {self.says}"
+
+    @property
+    def document(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plan that is to be run, and how.
+
+    launched: torchrun or srun has started this process as a rank. emulated: this machine plays the
+    plan's servers. loaded: the plan's problem, where it is there already.
+    """
+
+    document: dict[str, Any]
+    out: Path
+    options: Options
+    launched: bool = False
+    emulated: bool = False
+    loaded: Problem | None = None
+
+    @cached_property
+    def problem(self) -> Problem:
+        """Raises SpecError, or Mismatch where the data have changed since."""
+        return self.loaded or question(self.document)
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return Cluster.model_validate(self.document["cluster"])
+
+    @cached_property
+    def workload(self) -> Workload:
+        return Workload.model_validate(self.document["workload"])
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        return chosen(self.document)
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """The server of every rank, in the order of their GPUs, as launchers count them."""
+        each = self.cluster.gpus_per_server
+        return tuple(gpu // each for gpu in sorted(placement(self.document)))
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What says where ranks meet."""
+        if self.launched:
+            return {**os.environ, **from_launcher()}
+        name = "GLOO_SOCKET_IFNAME"
+        return {name: os.environ[name]} if name in os.environ else {}
+
+    @property
+    def servers_here(self) -> int:
+        """Servers of the run: real ones, or played by this machine."""
+        planned = len(set(self.servers))
+        if not self.launched:
+            return planned if self.emulated else 1
+        found = self.env.get("GROUP_WORLD_SIZE") or self.env.get("SLURM_STEP_NUM_NODES") or ""
+        return int(found) if found.isdecimal() and int(found) else planned
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of the run on this machine."""
+        ranks = len(self.servers)
+        if not self.launched:
+            return ranks
+        if self.servers_here != len(set(self.servers)):
+            return math.ceil(ranks / self.servers_here)
+        return self.servers.count(self.servers[min(int(self.env["RANK"]), ranks - 1)])
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        return predicted_memory(self.document)
+
+
+def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:
+    """Memory of the fullest rank by use [B], as a plan predicts it.
+
+    Empty if someone has removed the prediction from the plan.
+    """
+    return dict(document["best"].get("predicted", {}).get("memory", {}))
+
+
+def look(asked: Asked) -> list[Row]:
+    """All rows of the table."""
+    return [check(asked) for check in CHECKS] + [check(asked.env) for check in MEETING]
+
+
+def must_start(asked: Asked) -> list[Row]:
+    """The rows that differ. Raises SpecError with all rows that stop the run."""
+    rows = look(asked)
+    _refuse(rows)
+    return [row for row in rows if row.verdict == "differs"]
 
 
 def must_meet() -> None:
     """Check that other ranks can reach this process. Raises SpecError."""
-    wanted = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    present = [name for _, name in socket.if_nameindex()]
-    if missing := [name for name in wanted if name not in present]:
-        raise SpecError(
-            f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but {socket.gethostname()} has"
-            f" {', '.join(present)}; set it to one of these, or unset it"
-        )
-    env = as_torchrun_has_it()
-    if hosts_the_store(env) and "MASTER_PORT" in env:
-        _must_be_free(env["MASTER_PORT"])
-    if "MASTER_ADDR" in env:
-        _must_resolve(env["MASTER_ADDR"])
+    _refuse(_meeting())
 
 
-def _must_resolve(address: str) -> None:
+def can_meet() -> bool:
+    """Whether this process can tell other ranks what it has found."""
+    return all(row.verdict != "stops" for row in _meeting())
+
+
+def _meeting() -> list[Row]:
+    env = {**os.environ, **from_launcher()}
+    return [check(env) for check in MEETING]
+
+
+def _refuse(rows: Sequence[Row]) -> None:
+    """Raise SpecError with all rows that stop, if there are any."""
+    stops = [str(row) for row in rows if row.verdict == "stops"]
+    if len(stops) > 1:
+        raise SpecError("\n  ".join([f"{len(stops)} things stop this run:", *stops]))
+    if stops:
+        raise SpecError(stops[0])
+
+
+# -- what the plan was made by and for -------------------------------------------------------------
+
+
+def _gnnplan(asked: Asked) -> Row:
+    made_by = str(asked.document["gnnplan"])
+    planned, here = f"gnnplan {made_by[:MOST_SHOWN]}", f"gnnplan {__version__}"
+    if made_by == __version__:
+        return Row("version", planned, here)
+    if made_by == BEFORE:
+        says = "its old names are read; plan again for this version's predictions"
+        return Row("version", planned, here, "differs", says)
+    return Row("version", planned, here, "stops", "plan again")
+
+
+def _torch(asked: Asked) -> Row:
+    planned, here = str(asked.document.get("torch", "unknown")), torch.__version__
+    # a laptop's 2.9+cpu and a server's 2.9+cu128 have one code
+    if planned == "unknown" or planned.partition("+")[0] == here.partition("+")[0]:
+        return Row("torch", planned, here)
+    says = f"{OTHER_TIMES}; measure again with gnnplan measure, and plan again"
+    return Row("torch", planned, here, "differs", says)
+
+
+def _graph(asked: Asked) -> Row:
+    about = asked.document["graph"]
+    planned = f"{about['source']}, hash {about['hash'][:SHOWN]}"
     try:
-        socket.getaddrinfo(address, None)
+        return Row("graph", planned, f"hash {asked.problem.stats.hash[:SHOWN]}")
+    except OtherData as error:
+        return Row("graph", planned, error.here, "stops", "it was made for other data: plan again")
+    except GnnplanError as error:
+        return Row("graph", planned, "not read", "stops", str(error))
+
+
+def _device(asked: Asked) -> Row:
+    device, found = asked.cluster.device, gpus()
+    kind = "cuda" if found else "cpu"
+    name = "" if device.name in ("unnamed", "CPU") else device.name
+    here_name = device_name(torch.device(kind))
+    if device.kind == "cuda":
+        planned = f"{name or 'CUDA'} GPUs"
+    else:
+        planned = f"CPU ranks ({name})" if name else "CPU ranks"
+    here = f"{here_name} GPUs" if found else f"CPU ranks ({here_name})"
+    if kind == device.kind and _model_numbers(name) <= _model_numbers(here_name):
+        return Row("device", planned, here)
+    return Row("device", planned, here, "differs", f"{OTHER_TIMES}; {PLAN_HERE}")
+
+
+def _model_numbers(name: str) -> set[str]:
+    """The words of a device's name that tell it from others of its maker.
+
+    >>> sorted(_model_numbers("NVIDIA A100-SXM4-40GB")), _model_numbers("one core of my Xeon")
+    (['a100', 'sxm4'], set())
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return {word for word in words if re.search(r"\d", word) and not re.fullmatch(r"\d+gb", word)}
+
+
+def _places(asked: Asked) -> Row:
+    """GPUs, or cores, of a server."""
+    each = max(asked.servers.count(server) for server in set(asked.servers))
+    if asked.cluster.device.kind == "cuda":
+        found = gpus()
+        planned, here = f"{each} of a server", str(found)
+        # a launcher may show each rank its own GPU alone
+        if found >= each or (asked.launched and found == 1):
+            return Row("GPUs", planned, here)
+        says = "ranks share GPUs" if found else "ranks are on the processor"
+        return Row("GPUs", planned, here, "differs", f"{says} and talk over Gloo")
+    needed = asked.cluster.cores or each
+    if not (asked.launched or asked.cluster.one_machine):
+        needed *= len(set(asked.servers))
+    if cores() >= min(needed, asked.ranks_here):
+        return Row("cores", str(needed), str(cores()))
+    says = f"ranks take turns, which the plan does not know; plan with --set cores={cores()}"
+    return Row("cores", str(needed), str(cores()), "differs", says)
+
+
+def _servers(asked: Asked) -> Row:
+    planned, here = len(set(asked.servers)), asked.servers_here
+    if planned == here:
+        return Row("servers", str(planned), str(here))
+    says = "messages between servers do not cross the plan's links; start it with torchrun or srun"
+    if not asked.launched:
+        says += " there, or play the servers here with --emulate RATE"
+    return Row("servers", str(planned), str(here), "differs", says)
+
+
+def _ranks(asked: Asked) -> Row:
+    planned = len(asked.servers)
+    here = int(asked.env["WORLD_SIZE"]) if asked.launched else planned
+    if here == planned:
+        return Row("ranks", str(planned), str(here))
+    says = f"start {planned}, or plan again with --ranks {here}"
+    return Row("ranks", str(planned), f"{here} started", "stops", says)
+
+
+# -- what ranks take of this machine ---------------------------------------------------------------
+
+
+def _memory(asked: Asked) -> Row:
+    ranks, free = asked.ranks_here, free_memory()
+    each = LEAST_MEMORY
+    if asked.cluster.device.kind == "cpu" and not gpus():
+        each = max(each, sum(asked.predicted.values()) / SLACK)
+    planned = f"{show_count(ranks, 'rank')} with {show_bytes(each)} each at least"
+    here = f"{show_bytes(free)} free"
+    if ranks * each <= free:
+        return Row("memory", planned, here)
+    says = (
+        f"enough for {int(free / each):,}: stop what fills it, plan again with --ranks or for a"
+        " smaller workload, or start it with torchrun on several servers"
+    )
+    return Row("memory", planned, here, "stops", says)
+
+
+def _disk(asked: Asked) -> Row:
+    every, workload = asked.options.checkpoint_every, asked.workload
+    out = asked.out.absolute()
+    place = next(place for place in (out, *out.parents) if place.exists())
+    free = shutil.disk_usage(place).free
+    here = f"{show_bytes(free)} free at {place}"
+    if not 0 < every <= (asked.options.epochs or workload.epochs):
+        return Row("disk", "no checkpoints", here)
+    # weights, with Adam's two moments; what a strategy carries besides is not in a plan
+    one = asked.predicted.get("parameters", 0.0) * (3 if workload.optimizer == "adam" else 1)
+    # one is written while others are kept, which a run that goes on has already
+    needed = asked.ranks_here * one * (1 if asked.options.resume else KEPT + 1)
+    planned = f"{show_bytes(needed)} of checkpoints at least"
+    if needed <= free:
+        return Row("disk", planned, here)
+    says = "free the disk, give another --out, or train with --checkpoint-every 0"
+    return Row("disk", planned, here, "stops", says)
+
+
+def _shared_memory(asked: Asked) -> Row:
+    if not SHARED_MEMORY.is_dir():
+        return Row("shared memory", "as much as there is", "no /dev/shm")
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    here = f"{show_bytes(free)} free at {SHARED_MEMORY}"
+    ahead = getattr(asked.strategy, "prefetch", 0)
+    spread = getattr(asked.strategy, "structure", "") == "spread"
+    if not ahead or spread:  # the blocks of batches are then not told apart from adjacency lists
+        return Row("shared memory", "none that is known", here)
+    blocks = asked.predicted.get("graph", 0.0) * ahead / (1 + ahead)
+    needed = asked.ranks_here * blocks
+    planned = f"{show_bytes(needed)} of batches that wait at least"
+    if needed <= SLACK * free:
+        return Row("shared memory", planned, here)
+    says = "give the container more (docker --shm-size, a larger /dev/shm), or plan with prefetch=0"
+    return Row("shared memory", planned, here, "stops", says)
+
+
+def _files(asked: Asked) -> Row:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ahead, ranks = getattr(asked.strategy, "prefetch", 0), len(asked.servers)
+    sent = asked.workload.layers * (1 + ahead)
+    needed = FILES + FILES_OF_A_PEER * ranks + FILES_OF_A_LAYER * sent
+    planned = f"up to {needed:,} in a rank"
+    if most == resource.RLIM_INFINITY or most >= needed:
+        here = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"
+        return Row("open files", planned, here)
+    says = f"allow more (ulimit -n {max(needed, 4096)})"
+    return Row("open files", planned, f"{most:,}", "stops", says)
+
+
+def _processes(asked: Asked) -> Row:
+    sampler = SAMPLER_THREADS if getattr(asked.strategy, "prefetch", 0) else 0
+    needed = asked.ranks_here * (THREADS + sampler)
+    planned, room = f"at least {needed:,} with their threads", process_room()
+    if room is None:
+        return Row("processes", planned, "any number")
+    here = f"{max(room.left, 0):,} more ({room.limit})"
+    if room.left >= needed:
+        return Row("processes", planned, here)
+    return Row("processes", planned, here, "stops", room.remedy)
+
+
+# -- where ranks meet ------------------------------------------------------------------------------
+
+
+def _interface(env: Mapping[str, str]) -> Row:
+    wanted = [name for name in env.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    present = [name for _, name in socket.if_nameindex()]
+    planned, here = ", ".join(wanted), ", ".join(present)
+    if not wanted:
+        return Row("interface", "any", here)
+    if set(wanted) <= set(present):
+        return Row("interface", f"{planned} (GLOO_SOCKET_IFNAME)", here)
+    says = "set GLOO_SOCKET_IFNAME to one of these, or unset it"
+    return Row("interface", f"{planned} (GLOO_SOCKET_IFNAME)", here, "stops", says)
+
+
+def _address(env: Mapping[str, str]) -> Row:
+    if "MASTER_ADDR" not in env:
+        return Row("address", "loopback", "loopback")
+    planned = f"{env['MASTER_ADDR'][:80]!r} (MASTER_ADDR)"
+    try:
+        socket.getaddrinfo(env["MASTER_ADDR"], None)
     except (OSError, UnicodeError) as error:
-        raise SpecError(
-            f"MASTER_ADDR {address[:80]!r} is no host that {socket.gethostname()} knows"
-            f" ({getattr(error, 'strerror', None) or error}); use the address of rank 0's server"
-        ) from error
+        here = f"no host that is known ({getattr(error, 'strerror', None) or error})"
+        return Row("address", planned, here, "stops", "use the address of rank 0's server")
+    return Row("address", planned, "known")
 
 
-def _must_be_free(port: str) -> None:
+def _port(env: Mapping[str, str]) -> Row:
+    if not (hosts_the_store(env) and "MASTER_PORT" in env):
+        return Row("port", "any", "any")
+    port = env["MASTER_PORT"]
+    planned = f"{port!r:.80} (MASTER_PORT)"
     if not (port.isascii() and port.isdecimal() and len(port) < 9 and int(port) < 1 << 16):
-        raise SpecError(f"MASTER_PORT is {port!r}; a port is a number below 65536, as 29500")
+        return Row("port", planned, "no such port", "stops", "use a number below 65536, as 29500")
     with socket.socket() as probe:
         # as the store does: the port of a server that has just ended may be taken again
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))
         except OSError as error:
-            raise SpecError(
-                f"MASTER_PORT {port} of {socket.gethostname()} is taken ({error.strerror});"
-                " choose another"
-            ) from error
+            return Row("port", planned, f"taken ({error.strerror})", "stops", "choose another")
+    return Row("port", planned, "free")
 
 
-def facts(
-    question: Mapping[str, Any],
-    options: Mapping[str, Any],
-    checkpoints: Sequence[int],
-    handed_over: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """What all ranks must agree in, as a short message, and the checkpoints that this rank has.
-
-    checkpoints: its own. handed_over: those of another plan, of all its ranks.
-
-    question: what decides about the training (ranks/checkpoint.py). Graph and version are told
-    apart from the rest, so that a message can name them.
-    """
-    asked = {name: value for name, value in question.items() if name not in ("gnnplan", "graph")}
-    return {
-        "gnnplan": __version__,
-        "torch": torch.__version__,
-        "data": question["graph"],
-        "plan": fingerprint(asked),
-        "options": json.dumps(dict(options), sort_keys=True),
-        "checkpoints": list(checkpoints),
-        "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in handed_over.items()],
-    }
-
-
-def agree(
-    rank: Rank, problem: Problem, own: Mapping[str, Any], predicted: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """Exchange facts with all ranks, and return every rank's.
-
-    own: this rank's facts. predicted: memory of the fullest rank by use [B]. Raises Mismatch if
-    ranks would train different things, and Infeasible if the prediction does not fit. All ranks
-    raise the same.
-    """
-    facts = {**own, **_room(rank, problem, predicted)}
-    everyone = gather_all(facts, rank.wire_device) if rank.world > 1 else [facts]
-    for name in ("gnnplan", "torch", "data", "plan", "options"):
-        if odd := [r for r, other in enumerate(everyone) if other[name] != everyone[0][name]]:
-            who = ", ".join(
-                f"rank {r} (server {problem.servers[r]}, {everyone[r]['host']})"
-                for r in odd[:SHOWN]
-            )
-            raise Mismatch(
-                f"ranks differ in {name}: {who} has {everyone[odd[0]][name]}, rank 0"
-                f" {everyone[0][name]}; give all the same plan file, options and versions"
-            )
-    places = [(other["host"], other["device"], other["card"]) for other in everyone]
-    for place in dict.fromkeys(places):
-        here = [other for other, at in zip(everyone, places, strict=True) if at == place]
-        needs = sum(other["needs"] for other in here)
-        free = min(other["free"] for other in here)
-        if needs > SLACK * free:
-            raise Infeasible(
-                f"{len(here)} ranks need {show_bytes(needs)} more on {' '.join(place[:2])}, where"
-                f" {show_bytes(free)} are free; stop what fills it, or plan again for more servers"
-                " or a smaller workload"
-            )
-    return everyone
-
-
-def _room(rank: Rank, problem: Problem, predicted: Mapping[str, float]) -> dict[str, Any]:
-    """What this rank will still fill of its device's memory [B], and what is free there [B]."""
-    total, runtime = sum(predicted.values()), predicted.get("runtime", 0.0)
-    if rank.device.type == "cuda":  # the CUDA context is there already
-        needs, free = total - runtime, float(torch.cuda.mem_get_info(rank.device)[0])
-    else:
-        needs, free = total - resident(), free_memory()
-    if rank.device.type != problem.cluster.device.kind:
-        needs = 0.0  # the prediction is for other devices
-    return {
-        "host": socket.gethostname(),
-        "device": str(rank.device),
-        "card": rank.card,  # a launcher may call every rank's GPU cuda:0
-        "needs": max(needs, 0.0),
-        "free": free,
-    }
+CHECKS: tuple[Callable[[Asked], Row], ...] = (
+    _gnnplan,
+    _torch,
+    _graph,
+    _device,
+    _places,
+    _servers,
+    _ranks,
+    _memory,
+    _disk,
+    _shared_memory,
+    _files,
+    _processes,
+)
+# without these a rank cannot even tell the others what it has found
+MEETING: tuple[Callable[[Mapping[str, str]], Row], ...] = (_interface, _address, _port)

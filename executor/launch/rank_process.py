@@ -17,30 +17,49 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS, Failure
 from gnnplan.executor.launch.checks import (
+    choose,
     keep_plan,
     must_be_measurable,
     must_be_new,
     must_go_on,
-    predicted_memory,
     prepare,
     taken_over,
+    trainable,
 )
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.out_of_memory import REMEDY, account, found, ran_out
+from gnnplan.executor.launch.out_of_memory import (
+    REMEDY,
+    account,
+    found,
+    no_more_processes,
+    ran_out,
+)
+from gnnplan.executor.launch.preflight import Asked, can_meet, must_start, predicted_memory
 from gnnplan.executor.launch.roll_call import roll_call
 from gnnplan.executor.launch.scalars import Scalars
+from gnnplan.executor.launch.together import begin_together
 from gnnplan.executor.ranks import activity, turns
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, latest, question
-from gnnplan.executor.ranks.rank import Rank, attempt, die_with_parent, open_rank
+from gnnplan.executor.ranks.rank import (
+    Rank,
+    as_torchrun_has_it,
+    attempt,
+    die_with_parent,
+    hosts_the_store,
+    open_rank,
+    store_of_all,
+)
 from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
 from gnnplan.planner.vocabulary.progress import say
@@ -88,6 +107,18 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
     return 4 if failure.exit_code == FAILED_WITH_OTHERS else failure.exit_code
 
 
+class _Ready(NamedTuple):
+    """What a rank has before it meets the others."""
+
+    document: dict[str, Any]
+    problem: Problem
+    strategy: Strategy
+    checkpoints: Checkpoints
+    stored: list[int]  # epochs of which it has a checkpoint
+    others: dict[int, dict[str, Any]]  # those of all ranks of another plan, and its `question`
+    differs: list[str]  # what its server has that the plan was not made for
+
+
 class _Process:
     """One attempt of a rank to train, and what is known when it fails."""
 
@@ -118,48 +149,31 @@ class _Process:
             return self._unexpected(error)
 
     def _train(self) -> None:
-        # the launcher's own process needs neither of the two
-        from gnnplan.executor.launch.preflight import must_meet
-        from gnnplan.executor.train import device_mismatch, train
+        from gnnplan.executor.train import train  # the launcher's own process does not need it
 
         self.activity.begin("phase", "start")
-        document, problem, strategy = prepare(self.plan, self.choice)
-        must_be_measurable(self.options, strategy)
-        self._take_place(document, problem)
-        asked, every = question(problem, strategy), self.options.checkpoint_every
-        checkpoints = Checkpoints(self.out, self.number, every, asked)
-        # reads all of its files, which takes longer than peers may wait if they are large
-        stored = checkpoints.found() if self.resumes else []
-        others = handed_over(self.out, asked) if self.resumes else {}
-        must_meet()
-        rank = self.rank = open_rank(self.options.timeout_s, problem)
+        ready, store = (self._get_ready(), None) if self.prepared else self._get_ready_together()
+        problem, checkpoints = ready.problem, ready.checkpoints
+        rank = self.rank = open_rank(self.options.timeout_s, problem, store=store)
         rank.gradient_errors, rank.activity = self.options.gradient_errors, self.activity
         # what bounds the one is the other
         rank.staleness_errors = self.options.staleness_errors or rank.gradient_errors
-        if rank.world != problem.ranks:
-            raise SpecError(
-                f"the plan is for {problem.ranks} ranks, but {rank.world} were started; start"
-                f" {problem.ranks}, or plan again with --ranks {rank.world}"
-            )
         epochs = self.options.epochs or problem.workload.epochs
-        first = self._agree(problem, checkpoints, stored, others, epochs)
+        first = self._agree(problem, checkpoints, ready.stored, ready.others, epochs)
         make_folder(self.out)
         # every server may have a disk of its own
         if not self.prepared and os.environ.get("LOCAL_RANK", "0") == "0":
-            keep_plan(self.out, document, first)
-            write(self.out / "plan.json", document)
+            keep_plan(self.out, ready.document, first)
+            write(self.out / "plan.json", ready.document)
             self.options.write(self.out)
-        mismatch = device_mismatch(rank, problem)
-        if mismatch and rank.rank == 0:
-            say(f"note: {mismatch}")
         if checkpoints.before is not None and rank.rank == 0:
-            say(f"note: {taken_over(checkpoints.before, strategy, first)}")
+            say(f"note: {taken_over(checkpoints.before, ready.strategy, first)}")
         self.activity.begin("phase", "set-up")
         with _reports(epochs, first, self.options, rank.rank) as report:
             train(
                 rank,
                 problem,
-                strategy,
+                ready.strategy,
                 self.out,
                 epochs,
                 self.options.eval_every,
@@ -172,6 +186,47 @@ class _Process:
         rank.await_all(None)
         rank.settle()
         rank.close()
+
+    def _get_ready(self) -> _Ready:
+        """Read the plan and the graph, and what there is to go on from; look at this machine."""
+        differs: list[str] = []
+        if self.prepared:
+            document, problem, strategy = prepare(self.plan)
+        else:
+            if not self.resumes:
+                # ranks write only after all of them have met, so what is here is another run's
+                must_be_new(self.out)
+            document, loaded = choose(read(self.plan, of_any_version=True), self.choice)
+            asked = Asked(document, self.out, self.options, launched=True, loaded=loaded)
+            differs = [str(row) for row in must_start(asked)]
+            problem, strategy = trainable(asked.problem, asked.strategy, str(self.plan))
+        must_be_measurable(self.options, strategy)
+        self._take_place(document, problem)
+        every, training = self.options.checkpoint_every, question(problem, strategy)
+        checkpoints = Checkpoints(self.out, self.number, every, training)
+        # reads all of its files, which takes longer than peers may wait if they are large
+        stored = checkpoints.found() if self.resumes else []
+        others = handed_over(self.out, training) if self.resumes else {}
+        return _Ready(document, problem, strategy, checkpoints, stored, others, differs)
+
+    def _get_ready_together(self) -> tuple[_Ready, Store | None]:
+        """`_get_ready` of all ranks, or an error of all; also the store where they have met."""
+        env, ready, refused = as_torchrun_has_it(), None, None
+        is_alone = env["WORLD_SIZE"] == "1"
+        try:
+            ready = self._get_ready()
+        except GnnplanError as error:
+            if is_alone or not can_meet():
+                raise
+            refused = error
+        store = None if is_alone else store_of_all(self.options.timeout_s)
+        differs = ready.differs if ready else []
+        if store is not None:
+            differs = begin_together(store, env, refused, differs, hosts_the_store(env))
+        assert ready is not None  # else it was refused
+        for line in differs:
+            say(f"note: {line}")
+        return ready, store
 
     def _may_train(self, epoch: int) -> bool:
         """Whether an epoch, counted from 0, is to be trained."""
@@ -190,9 +245,6 @@ class _Process:
             make_folder(self.out)
             self.activity = activity.Activity(activity.seen(self.out, self.number))
             self.activity.begin("phase", "start")
-        elif not self.resumes:
-            # ranks write only after all of them have met, so what is here is another run's
-            must_be_new(self.out)
 
     def _agree(
         self,
@@ -207,7 +259,7 @@ class _Process:
         stored: epochs of which this rank has a checkpoint. others: those of which it has the
         checkpoints of all ranks of another plan, and that plan's `question`.
         """
-        from gnnplan.executor.launch.preflight import agree, facts
+        from gnnplan.executor.launch.agreement import agree, facts
 
         rank, options = self.rank, self.options
         assert rank is not None
@@ -237,6 +289,8 @@ class _Process:
         spans = getattr(error, "__notes__", [])
         where = spans[0].removeprefix("in ") if spans else str(self.activity)
         reason = _own_words(error)
+        if limit := no_more_processes(error):
+            return self._failure(SpecError.exit_code, limit, where)
         if ran_out(error):
             device = self.rank.device if self.rank else torch.device("cpu")
             if not self.predicted:
@@ -252,7 +306,8 @@ class _Process:
             said = (refused.strerror if error is refused else None) or reason
             if "/dev/shm" in reason:
                 remedy = "give the container more shared memory (--shm-size)"
-            return self._failure(4, f"{where_to}{said}; {remedy}", where)
+            # as a file of ours that cannot be written (cannot_write): a restart would end the same
+            return self._failure(SpecError.exit_code, f"{where_to}{said}; {remedy}", where)
         if isinstance(error, torch.distributed.DistError) or (
             isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
         ):

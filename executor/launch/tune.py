@@ -14,12 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from gnnplan.executor.launch.checks import LEAST_MEMORY, must_be_trainable, must_fit_here
+from gnnplan.executor.launch.checks import must_be_trainable
 from gnnplan.executor.launch.launcher import Emulated
 from gnnplan.executor.launch.options import MOST as MOST_EPOCHS
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.preflight import LEAST_MEMORY, Asked, must_start
 from gnnplan.executor.launch.turns import InTurns
+from gnnplan.executor.ranks.machine import gpus
 from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
@@ -159,7 +160,14 @@ def tune(
         document["summary"]["tuned"] = str(ahead)
         return {**document, "tuned": {**budget, "why": ahead.why_not, "strategies": []}}
     must_be_trainable(problem)
-    must_fit_here(problem)
+    runs = Asked(
+        plans.for_run(problem, found, exact),
+        out,
+        Options(checkpoint_every=0),
+        emulated=emulate is not None,
+        loaded=problem,
+    )
+    must_start(runs)
     must_be_this_machine(problem, emulate)
     say(str(ahead))
     contenders = [_contender(candidate) for candidate in ahead.candidates]
@@ -199,14 +207,13 @@ def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
             " --emulate RATE to play them here, or run the plan's strategies there with torchrun"
             " and compare them by `gnnplan validate DIR...`"
         )
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    each = problem.cluster.gpus_per_server
-    if kind == "cuda" and gpus < each:
+    found, each = gpus(), problem.cluster.gpus_per_server
+    if kind == "cuda" and found < each:
         raise SpecError(
-            f"the plan is for {show_count(each, 'GPU')} per server, and this machine has {gpus};"
+            f"the plan is for {show_count(each, 'GPU')} per server, and this machine has {found};"
             " make a plan for this machine with gnnplan plan --cluster local"
         )
-    if kind == "cpu" and gpus:
+    if kind == "cpu" and found:
         raise SpecError(
             "the plan is for CPU ranks, and runs on this machine would use its GPUs; set"
             " CUDA_VISIBLE_DEVICES= to tune for the CPU"

@@ -7,7 +7,6 @@ the fit is checked at the sizes between.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean, median
@@ -20,6 +19,7 @@ from scipy.optimize import lsq_linear
 from gnnplan.executor.layers.kernels import CODE, by_onednn
 from gnnplan.executor.measure.computation import FANOUTS, SEEDS
 from gnnplan.executor.measure.rehearsal import held_to
+from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
@@ -35,11 +35,6 @@ MEDIAN_TO_TENTH = 1.9
 PRODUCTS = {"gemm": 2, "weight_gradient": 1}
 HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cluster_of(

@@ -29,9 +29,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.executor.launch.preflight import must_meet
 from gnnplan.executor.layers.kernels import keep_allocator
-from gnnplan.executor.measure.fitting import cluster_of, cores
+from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
 from gnnplan.executor.ranks.gathered import gather_all
+from gnnplan.executor.ranks.machine import cores
 from gnnplan.executor.ranks.meeting import join, on_this_machine, store_of_this_machine
 from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.executor.ranks.rank import (

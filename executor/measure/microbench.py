@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import platform
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,6 +21,7 @@ from gnnplan.executor.measure.computation import (
 from gnnplan.executor.measure.messages import Sent
 from gnnplan.executor.measure.rehearsal import BRIEF, PIECES, Rehearsal
 from gnnplan.executor.measure.timing import usual
+from gnnplan.executor.ranks.machine import device_name
 
 __all__ = ["GRAPHS", "TENSORS", "WIDTHS", "Bench"]
 
@@ -55,7 +53,7 @@ class Bench(Computation):
         }
         for group in itertools.chain(*self.groups.values()):
             self.me.group(group)  # all ranks ask for all groups in the same order
-        found: dict[str, Any] = {"name": self._device_name(), "active": len(self.apart)}
+        found: dict[str, Any] = {"name": device_name(self.device), "active": len(self.apart)}
         # by kind and shape, rounds of a sample per rank
         rounds_by_kind: dict[str, list[list[list[float]]]] = {}
         for _ in range(self.rounds):
@@ -111,12 +109,3 @@ class Bench(Computation):
         place = "inside servers" if where == "intra_node" else "between servers"
         notify(f"{op}s {place}, {len(groups[0])} ranks")
         self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
-
-    def _device_name(self) -> str:
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        with suppress(OSError):
-            for line in Path("/proc/cpuinfo").read_text().splitlines():
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-        return platform.processor() or platform.machine()

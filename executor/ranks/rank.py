@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.ranks.activity import Activity
@@ -382,14 +383,24 @@ def _count(name: str, text: str) -> int:
     return int(text)
 
 
+def store_of_all(timeout_s: float) -> Store:
+    """The store where all ranks of this attempt meet. Raises SpecError if it is another run's."""
+    env = as_torchrun_has_it()
+    return join(env, attempt(), timedelta(seconds=timeout_s), hosts_the_store(env))
+
+
 def open_rank(
-    timeout_s: float = 30.0, problem: Problem | None = None, on_cpu: bool = False
+    timeout_s: float = 30.0,
+    problem: Problem | None = None,
+    on_cpu: bool = False,
+    store: Store | None = None,
 ) -> Rank:
     """This process's rank, from the environment of torchrun or Slurm; without one, rank 0 of 1.
 
     Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU.
     The backend is NCCL if every rank has a GPU of its own. NCCL refuses two ranks on one GPU, so
-    those use Gloo, through host memory. on_cpu: use no GPU.
+    those use Gloo, through host memory. on_cpu: use no GPU. store: `store_of_all`, where it was
+    opened before.
     """
     env = as_torchrun_has_it()
     number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
@@ -407,7 +418,7 @@ def open_rank(
     card = card_of(device)
     rank = Rank(number, size, device, backend_of([card]), timeout_s=timeout_s, card=card)
     if size > 1:
-        _connect(rank)
+        _connect(rank, store or store_of_all(timeout_s))
     rank.streams = rank.backend == "nccl"
     return rank
 
@@ -435,14 +446,13 @@ def backend_of(cards: Sequence[str]) -> str:
     return "nccl" if all(cards) and len(set(cards)) == len(cards) else "gloo"
 
 
-def _connect(rank: Rank) -> None:
+def _connect(rank: Rank, store: Store) -> None:
     """Make the process groups of all ranks: torch's default group, and one for exchanges.
 
     Rank 0 chooses the backend: a launcher may show each rank its own GPU only, or the ranks of one
     server share GPUs and those of another do not.
     """
     limit = timedelta(seconds=rank.timeout_s)
-    store = join(os.environ, attempt(), limit, hosts_the_store(os.environ))
     store.set(f"card {rank.rank}", rank.card)
     if rank.rank == 0:
         cards = [store.get(f"card {other}").decode() for other in range(rank.world)]

@@ -33,7 +33,7 @@ from gnnplan.planner.vocabulary.units import (
 )
 
 if TYPE_CHECKING:
-    from gnnplan.api.running import Run
+    from gnnplan.api.running import Preflight, Run
     from gnnplan.api.simulation import Simulation, Sweep
 
 MOST_LEADERS = 8  # rows of the table
@@ -153,12 +153,13 @@ def answer(
     return Plan(document, question.problem.placed(documents.placement(document)))
 
 
-def load_plan(path: str | Path) -> Plan:
+def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
     """The plan of a file that `Plan.write` or `gnnplan plan -o` made.
 
-    Raises SpecError where it is not a plan, Mismatch where another version made it.
+    of_any_version: leave it to `run` and `preflight` to say that another version made it. Raises
+    SpecError where it is not a plan, Mismatch where another version made it.
     """
-    return Plan(documents.read(path), name=str(path))
+    return Plan(documents.read(path, of_any_version), name=str(path))
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,11 @@ class Plan(View):
         """
         if self._problem is None:
             self._problem = documents.question(self.document)
+        return self._problem
+
+    @property
+    def loaded(self) -> Problem | None:
+        """`problem`, where its graph has been read already."""
         return self._problem
 
     @property
@@ -381,6 +387,23 @@ class Plan(View):
 
         return report(self.document, [Path(run) for run in runs], Path(output), notify)
 
+    def preflight(
+        self,
+        out: str | Path | None = None,
+        *,
+        epochs: int | None = None,
+        checkpoint_every: int = 10,
+        emulate: str | None = None,
+    ) -> Preflight:
+        """What the plan asks for beside what this machine has; `run` looks at it first.
+
+        The arguments are those of `run`. No process is started. Raises SpecError."""
+        from gnnplan.api.running import preflight
+
+        given = {"epochs": epochs, "checkpoint_every": checkpoint_every}
+        folder = None if out is None else Path(out)
+        return preflight(self.document, self.loaded, folder, given, emulate)
+
     def resume(self, out: str | Path, **options: Any) -> Run:
         """Go on with the run in `out` from its last checkpoint, with its options and those of `run`
         that are given; `epochs` may ask for more.
@@ -395,16 +418,7 @@ class Plan(View):
     ) -> Run:
         from gnnplan.api.running import train
 
-        return train(
-            self.document,
-            self.problem,
-            self.strategy,
-            out,
-            given,
-            emulate=emulate,
-            resume=resume,
-            name=self.name,
-        )
+        return train(self.document, self.loaded, out, given, emulate, resume, self.name)
 
     def blocks(self) -> list[str | Table]:
         return [

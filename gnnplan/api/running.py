@@ -1,14 +1,17 @@
-"""`Plan.run`: training for real; the answer is a Run, a folder with all that training left."""
+"""`Plan.run`: training for real; the answer is a Run, a folder with all that training left.
+
+`Plan.preflight`: what is looked at before; the answer is a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api.view import View
+from gnnplan.api.view import Table, View
 from gnnplan.planner.evidence.validate import (
     gradient_error,
     read_run,
@@ -20,13 +23,13 @@ from gnnplan.planner.evidence.validate import (
 from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.graph.arrays import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_count, show_time
 
 if TYPE_CHECKING:
     from gnnplan.api.validation import Validation
+    from gnnplan.executor.launch.preflight import Asked, Row
 
 SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # that are emulated [B/s]
 
@@ -109,40 +112,103 @@ class Run(View):
         return [*lines, f"in {self.out}; next: gnnplan validate {self.out}"]
 
 
-def train(
+class Preflight(View):
+    """What a plan asks for beside what is here: a row per check, and its verdict."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    @property
+    def stops(self) -> bool:
+        """Whether something here keeps the plan from being run."""
+        return any(row.verdict == "stops" for row in self.rows)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What `gnnplan run --dry-run --json` prints."""
+        return {"stops": self.stops, "rows": [row.document for row in self.rows]}
+
+    def blocks(self) -> list[str | Table]:
+        counts = Counter(row.verdict for row in self.rows)
+        if self.stops:
+            last = f"{show_count(counts['stops'], 'line')} would stop the run"
+        elif counts["differs"]:
+            last = f"it would run; {show_count(counts['differs'], 'line')} would be printed first"
+        else:
+            last = "it would run as planned"
+        rows = [
+            [row.what, row.planned, row.here, ": ".join(filter(None, (row.verdict, row.says)))]
+            for row in self.rows
+        ]
+        return [Table("", ["", "the plan", "here", "verdict"], rows, left=4), last]
+
+
+def preflight(
     document: dict[str, Any],
-    problem: Problem,
-    strategy: Strategy,
+    problem: Problem | None,
     out: Path | None,
     given: Mapping[str, Any],
-    *,
+    emulate: str | None = None,
+    resume: bool = False,
+) -> Preflight:
+    """What `train` looks at before it starts a process; the arguments are its.
+
+    Raises SpecError."""
+    from gnnplan.executor.launch import launcher as launch
+
+    return Preflight(launch.look(_asked(document, problem, out, given, emulate, resume)))
+
+
+def _asked(
+    document: dict[str, Any],
+    problem: Problem | None,
+    out: Path | None,
+    given: Mapping[str, Any],
+    emulate: str | None,
+    resume: bool,
+) -> Asked:
+    from gnnplan.executor.launch import launcher as launch
+
+    options = launch.Options.of(out or Path(), given, resume)
+    if out is None:
+        graph = document["graph"].get("name", "graph").split("?")[0]
+        name = f"{graph}-{document['best']['strategy']['name']}"
+        out = launch.new_folder(name.replace(":", "-").replace("/", "-"))
+    return launch.Asked(document, out, options, emulated=emulate is not None, loaded=problem)
+
+
+def train(
+    document: dict[str, Any],
+    problem: Problem | None,
+    out: Path | None,
+    given: Mapping[str, Any],
     emulate: str | None = None,
     resume: bool = False,
     name: str = "the plan",
 ) -> Run:
     """Start a plan's ranks on this machine, and wait for them.
 
-    document, problem, strategy: of the plan. given: options (executor/launch/options.py); None
-    where one was not given. resume: go on in `out`. Raises SpecError, and LostRank when no restart
-    is left."""
+    document: of the plan. problem: the plan's, where its graph has been read. given: options
+    (executor/launch/options.py); None where one was not given. resume: go on in `out`. Raises
+    SpecError, and LostRank when no restart is left."""
     from gnnplan.executor.launch import launcher as launch
 
     servers = None if emulate is None else launch.Emulated(rate_of(emulate))
-    options = launch.Options.of(out or Path(), given, resume)
+    asked = _asked(document, problem, out, given, emulate, resume)
+    out, options = asked.out, asked.options
     if options.tensorboard:
         launch.must_be_installed(options.tensorboard)
-    problem, strategy = launch.trainable(problem, strategy, name)
+    differs = launch.must_start(asked)
+    problem, strategy = launch.trainable(asked.problem, asked.strategy, name)
     launch.must_be_measurable(options, strategy)
-    if out is None:
-        graph = problem.stats.name.split("?")[0].replace(":", "-").replace("/", "-")
-        out = launch.new_folder(f"{graph}-{strategy.name}")
     number, last = options.epochs or problem.workload.epochs, 0
     if resume:
         last, of_another = launch.last_of(out, problem, strategy)
         launch.must_go_on(out, last, number, of_another=of_another)
     else:
         launch.must_be_new(out)
-    launch.must_fit_here(problem, strategy)
+    for row in differs:
+        say(f"note: {row}")
     onwards = f" after {last}" if last else ""
     say(
         f"training {problem.stats.name} with {strategy} on"

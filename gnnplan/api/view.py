@@ -14,11 +14,12 @@ WIDTH = 140  # columns, where no terminal says how many it has
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; the first column is aligned to the left, the others to the right."""
+    """A table of text; the first columns are aligned to the left, the others to the right."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    left: int = 1  # columns that are aligned to the left
 
     def html(self) -> str:
         """The table in HTML."""
@@ -78,7 +79,7 @@ def print_table(table: Table, file: IO[str] | None, width: int | None) -> None:
 
     view = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(table.columns):
-        view.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        view.add_column(column, justify="left" if i < table.left else "right", overflow="fold")
     for row in table.rows:
         view.add_row(*row)
     Console(file=file, width=width, soft_wrap=False).print(view)

@@ -108,16 +108,27 @@ def run(
             " here.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print what the plan asks for beside what is here, and start nothing; exit code 2"
+            " where the run would be refused.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when
     torchrun or Slurm started it.
 
+    First the plan is compared with this machine: versions, the graph, device, ranks, memory, disk,
+    open files and more. What differs is said, and what would stop the run ends it, all at once.
+
     A run that was broken off: gnnplan run --resume DIR. The same run on other ranks or with another
     strategy: gnnplan run NEW.json --resume DIR; weights and the optimizer's state go on. Under
     torchrun restarts are torchrun's (--max-restarts 3), and go on from the last checkpoint too."""
     from gnnplan.api.planning import load_plan
-    from gnnplan.api.running import Run, rate_of, train
+    from gnnplan.api.running import Run, preflight, rate_of, train
     from gnnplan.executor.launch import launcher as launch
     from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -145,6 +156,11 @@ def run(
         "tensorboard": tensorboard and str(tensorboard.absolute()),
     }
     if launch.started_by_launcher():
+        if dry_run:
+            raise SpecError(
+                "--dry-run looks at one machine, and torchrun or srun has started this process as a"
+                " rank; call it alone, on each server"
+            )
         if restarts:
             raise SpecError(
                 "ranks that torchrun or srun has started are started anew by it; use torchrun"
@@ -169,18 +185,24 @@ def run(
         launch.leave(code)
     if emulate is not None:
         rate_of(emulate)  # a typing mistake is told before the graph is read
-    plan = load_plan(plan_file)
+    plan = load_plan(plan_file, of_any_version=True)
     if strategy is not None:
         plan = plan.choose(strategy)
+    if dry_run:
+        found = preflight(plan.document, plan.loaded, out, given, emulate, resume is not None)
+        if as_json:
+            print_json(found.document)
+        else:
+            show(found)
+        raise typer.Exit(2 if found.stops else 0)
     finished = train(
         plan.document,
-        plan.problem,
-        plan.strategy,
+        plan.loaded,
         out,
         given | {"restarts": restarts},
-        emulate=emulate,
-        resume=resume is not None,
-        name=plan.name,
+        emulate,
+        resume is not None,
+        plan.name,
     )
     show_run(finished, as_json)
 

@@ -6,6 +6,7 @@ A plan holds all that it was made for, so that `simulate`, `run` and `validate` 
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Required
 
@@ -23,7 +24,7 @@ from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.inputs import checked, with_new_names
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named
-from gnnplan.planner.vocabulary.errors import Mismatch, SpecError
+from gnnplan.planner.vocabulary.errors import Mismatch, OtherData, SpecError
 from gnnplan.planner.vocabulary.files import (
     MOST_SHOWN,
     dotted,
@@ -75,6 +76,7 @@ def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[
     best = found.best
     return {
         "gnnplan": __version__,
+        "torch": version("torch"),  # by its package: the planner does not import it
         "graph": graph_of(problem),
         "workload": problem.workload.model_dump(mode="json"),
         "cluster": problem.cluster.model_dump(mode="json"),
@@ -228,10 +230,11 @@ class _Document(TypedDict, total=False):
 _READABLE = TypeAdapter(_Document)
 
 
-def read(path: str | Path) -> dict[str, Any]:
+def read(path: str | Path, of_any_version: bool = False) -> dict[str, Any]:
     """The document of a file, with every field checked that is used later.
 
-    Raises SpecError where it is not a plan, Mismatch where another version made it.
+    of_any_version: another version's plan is read too, where it has the same fields. Raises
+    SpecError where it is not a plan, Mismatch where another version made it.
     """
     document: dict[str, Any] = read_json(
         path, MAX_PLAN, "make one with `gnnplan plan -o plan.json`"
@@ -246,14 +249,22 @@ def read(path: str | Path) -> dict[str, Any]:
             f"{path}: not a plan (missing: {', '.join(missing)}); make one with `gnnplan plan -o"
             " plan.json`"
         )
+    other = None
     if document["gnnplan"] not in (__version__, BEFORE):
-        raise Mismatch(
+        other = Mismatch(
             f"{path} was made by gnnplan {str(document['gnnplan'])[:MOST_SHOWN]}, this is"
             f" {__version__}; plan again"
         )
-    if isinstance(document["cluster"], dict):
-        document["cluster"] = with_new_names(document["cluster"], str(path))
-    _inspect(path, document)
+    if other and not of_any_version:
+        raise other
+    try:
+        if isinstance(document["cluster"], dict):
+            document["cluster"] = with_new_names(document["cluster"], str(path))
+        _inspect(path, document)
+    except SpecError as error:
+        if other:  # another version writes other fields
+            raise other from error
+        raise
     return document
 
 
@@ -322,9 +333,10 @@ def question(
     about = document["graph"]
     for name, size in declared(about["source"]).items():  # before it is generated
         if about.get(name, size) != size:
-            raise Mismatch(
+            raise OtherData(
                 f"the plan was made for other data: {about['source']} has {size:,} {name}, the plan"
-                f" says {about[name]:,}; plan again"
+                f" says {about[name]:,}; plan again",
+                here=f"{size:,} {name}, not {about[name]:,}",
             )
     graph = load(about["source"], about["directed"])
     stats = graph.stats if isinstance(graph, Graph) else graph
@@ -338,9 +350,10 @@ def question(
     )
     found = problem.stats.hash  # of link prediction, without the edges that are held out
     if found != about["hash"]:
-        raise Mismatch(
+        raise OtherData(
             f"the plan was made for other data: {about['source']} hashes to {found}, the plan says"
-            f" {about['hash']}; plan again"
+            f" {about['hash']}; plan again",
+            here=f"hash {found[:12]}",
         )
     return problem if cluster else problem.placed(placement(document))
 

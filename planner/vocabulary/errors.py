@@ -45,5 +45,13 @@ class Mismatch(GnnplanError):
     exit_code = 2
 
 
+class OtherData(Mismatch):
+    """A plan was made for other data than are here."""
+
+    def __init__(self, message: str, here: str) -> None:
+        super().__init__(message)
+        self.here = here  # what the data are, in words
+
+
 class Deadlock(GnnplanError):
     """A schedule waits for something that never happens. It is a bug of ours."""

@@ -159,8 +159,8 @@ ENDINGS = {
     "launcher SIGTERM": (128 + signal.SIGTERM,),
     "launcher SIGKILL": (-signal.SIGKILL,),
     "no metrics": (2,),
-    "no files": (2, 4),
-    "full disk": (2, 4),
+    "no files": (2,),
+    "full disk": (2,),
 }
 
 

@@ -1,126 +1,272 @@
-"""What is wrong before training starts is said in words, by all ranks alike."""
+"""What a plan asks for beside what is here: every row, with each of its verdicts; no process starts."""
 
 from __future__ import annotations
 
-import errno
+import json
+import resource
+import shutil
 import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import Case
 
+from gnnplan import __version__
 from gnnplan.executor.launch import preflight
-from gnnplan.executor.launch.out_of_memory import ran_out
-from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.preflight import Asked, Row, look, must_meet, must_start
+from gnnplan.executor.ranks.machine import ProcessRoom
+from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.search import search
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
 
-CASE = Case(
-    "graph_parallel",
-    "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0",
-    servers=2,
-)
-OURS = preflight.facts({"gnnplan": "1", "graph": "abc", "ranks": 2}, {"epochs": 3}, [10, 20])
+GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
+HERE = torch.__version__.partition("+")[0]
+Patch = pytest.MonkeyPatch
+Edit = Callable[[dict[str, Any]], Any]  # of a plan's document
 
 
-def agree(
-    monkeypatch: pytest.MonkeyPatch, problem: Problem, predicted: dict[str, float], **theirs: Any
-) -> list[dict[str, Any]]:
-    """As rank 0, where rank 1 says the same but for `theirs`."""
-    monkeypatch.setattr(preflight, "gather_all", lambda mine, device: [mine, {**mine, **theirs}])
-    return preflight.agree(Rank(0, 2, torch.device("cpu"), "gloo"), problem, OURS, predicted)
+def made(case: Case) -> Asked:
+    problem = case.problem(2)
+    found = search(problem, forced=parse(case.strategy).settle(problem))
+    document = documents.for_run(found.best.problem, found)
+    return Asked(json.loads(json.dumps(document)), Path("runs/new"), Options())
 
 
 @pytest.fixture(scope="module")
-def problem() -> Problem:
-    return CASE.problem(2)
+def asked() -> Asked:
+    """Of two ranks on one server, without a file."""
+    return made(Case("graph_parallel", GRAPH, {"hidden": 8, "layers": 2, "epochs": 50}))
 
 
-def test_ranks_that_agree(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = agree(monkeypatch, problem, {"features": 1e6}, checkpoints=[10])
-    assert [each["checkpoints"] for each in both] == [[10, 20], [10]]
+@pytest.fixture(scope="module")
+def ahead() -> Asked:
+    """Of mini-batches that a sampler makes two steps ahead."""
+    mini = {"mode": "mini", "batch": 30, "fanout": (3, 2), "layers": 2, "hidden": 8}
+    return made(Case("data_parallel(prefetch=2)", GRAPH, mini))
 
 
-@pytest.mark.parametrize("name", ["gnnplan", "torch", "data", "plan", "options"])
-def test_ranks_that_differ(name: str, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        Mismatch,
-        match=(
-            rf"ranks differ in {name}: rank 1 \(server 1, elsewhere\) has other, rank 0 .*; give"
-            r" all the same"
-        ),
+@pytest.fixture(autouse=True)
+def this_machine(monkeypatch: Patch) -> None:
+    """Two cores without a GPU, with room for everything."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(preflight, "gpus", lambda: 0)
+    monkeypatch.setattr(preflight, "cores", lambda: 2)
+    monkeypatch.setattr(preflight, "device_name", lambda device: "AMD EPYC 7763")
+    monkeypatch.setattr(preflight, "free_memory", lambda: 8e9)
+    monkeypatch.setattr(preflight, "process_room", lambda: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**10))
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1024))
+
+
+def row(asked: Asked, what: str) -> Row:
+    return next(row for row in look(asked) if row.what == what)
+
+
+def edited(asked: Asked, edit: Edit, **fields: Any) -> Asked:
+    document = json.loads(json.dumps(asked.document))
+    edit(document)
+    return replace(asked, document=document, **fields)
+
+
+def test_a_plan_for_this_machine_starts_without_a_word(asked: Asked, ahead: Asked) -> None:
+    for plan in (asked, ahead):
+        assert [row for row in look(plan) if row.verdict != "ok"] == []
+        assert must_start(plan) == []
+
+
+def gpu_plan(document: dict[str, Any]) -> None:
+    document["cluster"]["device"] |= {"kind": "cuda", "name": "NVIDIA A100 40GB"}
+
+
+def with_servers(document: dict[str, Any]) -> None:
+    document["cluster"] |= {"servers": 2, "gpus_per_server": 1}
+    document["best"]["placement"] = [
+        {"rank": rank, "server": rank, "gpu": 0} for rank in range(document["best"]["gpus"])
+    ]
+
+
+EDITS: dict[str, tuple[str, Edit, str, str]] = {
+    "an old plan": ("version", lambda d: d.update(gnnplan="0.1.0"), "differs", "old names are"),
+    "another version": ("version", lambda d: d.update(gnnplan="9.9"), "stops", "plan again"),
+    "other torch": ("torch", lambda d: d.update(torch="2.1.0"), "differs", "gnnplan measure"),
+    "torch for CUDA": ("torch", lambda d: d.update(torch=f"{HERE}+cu999"), "ok", ""),
+    "no torch said": ("torch", lambda d: d.pop("torch"), "ok", ""),
+    "other data": ("graph", lambda d: d["graph"].update(hash="00"), "stops", "made for other data"),
+    "other sizes": ("graph", lambda d: d["graph"].update(vertices=7), "stops", "made for other"),
+    "no graph": ("graph", lambda d: d["graph"].update(source="gone.npz"), "stops", "no such file"),
+    "GPUs": ("device", gpu_plan, "differs", "gnnplan plan --cluster local"),
+    "no GPU": ("GPUs", gpu_plan, "differs", "ranks are on the processor and talk over Gloo"),
+    "another processor": (
+        "device",
+        lambda d: d["cluster"]["device"].update(name="AMD EPYC 9654"),
+        "differs",
+        "times will not be those predicted",
+    ),
+    "the same": (
+        "device",
+        lambda d: d["cluster"]["device"].update(name="EPYC 7763 core"),
+        "ok",
+        "",
+    ),
+    "more cores": ("cores", lambda d: d["cluster"].update(cores=4), "ok", ""),  # two ranks use two
+    "two servers": ("servers", with_servers, "differs", "--emulate RATE"),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_what_the_plan_says(case: str, asked: Asked) -> None:
+    what, edit, verdict, says = EDITS[case]
+    found = row(edited(asked, edit), what)
+    assert found.verdict == verdict and says in found.says, found
+
+
+def lacking(monkeypatch: Patch, name: str, value: Any) -> None:
+    monkeypatch.setattr(preflight, name, lambda *_: value)
+
+
+NO_PROCESSES = ProcessRoom(15, "ulimit -u is 20", "allow more processes")
+LACKS: dict[str, tuple[str, Callable[[Patch], Any], str, str]] = {
+    "a core": ("cores", lambda m: lacking(m, "cores", 1), "differs", "--set cores=1"),
+    "a GPU is there": ("device", lambda m: lacking(m, "gpus", 1), "differs", "not be those predi"),
+    "memory": ("memory", lambda m: lacking(m, "free_memory", 300e6), "stops", "enough for 1: stop"),
+    "files": (
+        "open files",
+        lambda m: m.setattr(resource, "getrlimit", lambda what: (99, 99)),
+        "stops",
+        "ulimit -n 4096",
+    ),
+    "processes": (
+        "processes",
+        lambda m: lacking(m, "process_room", NO_PROCESSES),
+        "stops",
+        "allow more processes",
+    ),
+    "enough processes": (
+        "processes",
+        lambda m: lacking(m, "process_room", NO_PROCESSES._replace(left=16)),
+        "ok",
+        "",
+    ),
+    "disk": (
+        "disk",
+        lambda m: m.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**4)),
+        "stops",
+        "free the disk, give another --out, or train with --checkpoint-every 0",
+    ),
+    "interface": (
+        "interface",
+        lambda m: m.setenv("GLOO_SOCKET_IFNAME", "lo,eth77"),
+        "stops",
+        "set GLOO_SOCKET_IFNAME to one of these",
+    ),
+    "the loopback": ("interface", lambda m: m.setenv("GLOO_SOCKET_IFNAME", "lo"), "ok", ""),
+}
+
+
+@pytest.mark.parametrize("case", LACKS)
+def test_what_this_machine_lacks(case: str, asked: Asked, monkeypatch: Patch) -> None:
+    what, lack, verdict, says = LACKS[case]
+    lack(monkeypatch)
+    found = row(asked, what)
+    assert found.verdict == verdict and says in found.says, found
+
+
+def test_a_disk_is_asked_for_as_much_as_checkpoints_take(asked: Asked, monkeypatch: Patch) -> None:
+    """Weights and Adam's moments of two ranks, three times; once more where two are there."""
+    one = asked.predicted["parameters"] * 3
+    for options, needed in (
+        (Options(), 6 * one),
+        (Options(resume=True), 2 * one),
+        (Options(checkpoint_every=0), 0),
+        (Options(checkpoint_every=51), 0),  # of 50 epochs
     ):
-        agree(monkeypatch, problem, {}, **{name: "other", "host": "elsewhere"})
+        for free, verdict in ((needed, "ok"), (needed - 1, "stops")):
+            monkeypatch.setattr(
+                shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free)
+            )
+            if free >= 0:
+                assert row(replace(asked, options=options), "disk").verdict == verdict
 
 
-def test_another_question_is_another_plan() -> None:
-    """Of the data and the version other facts tell."""
-    asked = {"gnnplan": "1", "graph": "abc", "ranks": 2}
-    assert (
-        preflight.facts({**asked, "workload.seed": 1}, {}, [])["plan"]
-        != preflight.facts({**asked, "workload.seed": 2}, {}, [])["plan"]
-    )
-    assert (
-        preflight.facts({**asked, "graph": "abd"}, {}, [])["plan"]
-        == preflight.facts(asked, {}, [])["plan"]
-    )
+def test_shared_memory_holds_the_batches_that_wait(
+    asked: Asked, ahead: Asked, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    assert row(asked, "shared memory").verdict == "ok"
+    found = row(ahead, "shared memory")
+    assert found.verdict == "stops" and "--shm-size" in found.says
+    waiting = 2 * ahead.predicted["graph"] * 2 / 3
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=waiting))
+    assert row(ahead, "shared memory").verdict == "ok"
 
 
-def test_what_cannot_fit_is_refused(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "free_memory", lambda: 100e6)
-    monkeypatch.setattr(preflight, "resident", lambda: 30e6)
-    agree(monkeypatch, problem, {"features": 50e6, "runtime": 30e6})  # twice 50 MB more
-    agree(monkeypatch, problem, {"features": 90e6, "runtime": 30e6}, host="elsewhere")
-    # a launcher that shows each rank its own GPU calls all of them cuda:0
-    agree(monkeypatch, problem, {"features": 90e6, "runtime": 30e6}, card="another")
-    with pytest.raises(
-        Infeasible,
-        match=(
-            r"2 ranks need 180(\.00)? MB more on \S+ cpu, where 100(\.00)? MB are free; stop what"
-            r" fills it"
-        ),
-    ):
-        agree(monkeypatch, problem, {"features": 90e6, "runtime": 30e6})
+def test_gpus_of_a_plan_for_gpus(asked: Asked, monkeypatch: Patch) -> None:
+    """Those of another size and form are the same GPU; too few are shared."""
+    plan = edited(asked, gpu_plan)
+    lacking(monkeypatch, "gpus", 2)
+    lacking(monkeypatch, "device_name", "NVIDIA A100-SXM4-80GB")
+    assert row(plan, "device").verdict == row(plan, "GPUs").verdict == "ok"
+    lacking(monkeypatch, "device_name", "NVIDIA H100 80GB HBM3")
+    assert row(plan, "device").verdict == "differs"
+    lacking(monkeypatch, "gpus", 1)
+    assert row(plan, "GPUs").says == "ranks share GPUs and talk over Gloo"
 
 
-def test_interface_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def launched(asked: Asked, monkeypatch: Patch, **env: str) -> Asked:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **env}
+    for name, value in {"MASTER_PORT": "0", **env}.items():
+        monkeypatch.setenv(name, value)
+    return replace(asked, launched=True)
+
+
+def test_ranks_that_a_launcher_started(asked: Asked, monkeypatch: Patch) -> None:
+    assert must_start(launched(asked, monkeypatch)) == []
+    three = row(launched(asked, monkeypatch, WORLD_SIZE="3"), "ranks")
+    assert (three.verdict, three.says) == ("stops", "start 2, or plan again with --ranks 3")
+    two = launched(edited(asked, with_servers), monkeypatch, GROUP_WORLD_SIZE="2")
+    assert row(two, "servers").verdict == "ok" and two.ranks_here == 1
+    one = launched(edited(asked, with_servers), monkeypatch, GROUP_WORLD_SIZE="1")
+    assert row(one, "servers").verdict == "differs" and one.ranks_here == 2
+
+
+def test_where_ranks_meet(asked: Asked, monkeypatch: Patch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    preflight.must_meet()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    preflight.must_meet()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth77")
-    with pytest.raises(
-        SpecError,
-        match=r"GLOO_SOCKET_IFNAME names eth77, but \S+ has .*lo.*; set it to one of these",
-    ):
-        preflight.must_meet()
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setenv("RANK", "0")
+    plan = launched(asked, monkeypatch)
+    must_meet()
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(SpecError, match=r"MASTER_PORT \d+ of \S+ is taken .*; choose another"):
-            preflight.must_meet()
+        with pytest.raises(SpecError, match=r"port: planned '\d+' .*, here taken .*; choose anoth"):
+            must_meet()
         monkeypatch.setenv("RANK", "1")
-        preflight.must_meet()  # only rank 0 listens
+        must_meet()  # only rank 0 listens
     monkeypatch.setenv("RANK", "0")
-    preflight.must_meet()
+    must_meet()
     monkeypatch.setenv("MASTER_PORT", "http")
-    with pytest.raises(SpecError, match="MASTER_PORT is 'http'"):
-        preflight.must_meet()
+    assert row(replace(plan), "port").verdict == "stops"
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    assert row(replace(plan), "address").says == "use the address of rank 0's server"
 
 
-def test_what_memory_that_ran_out_looks_like() -> None:
-    with pytest.raises(RuntimeError) as too_much:
-        torch.empty(1 << 60)
-    assert (
-        ran_out(too_much.value)
-        and ran_out(MemoryError())
-        and ran_out(OSError(errno.ENOMEM, ""))
-        and ran_out(torch.OutOfMemoryError())
-    )
-    assert not ran_out(RuntimeError("Connection closed by peer")) and not ran_out(
-        OSError(errno.ENOSPC, "")
-    )
+def test_all_that_stops_is_said_at_once(asked: Asked, monkeypatch: Patch) -> None:
+    lacking(monkeypatch, "free_memory", 300e6)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (99, 99))
+    plan = edited(asked, lambda d: d.update(gnnplan="9.9", torch="2.1.0"))
+    with pytest.raises(SpecError) as refused:
+        must_start(plan)
+    first, *stops = str(refused.value).splitlines()
+    assert first == "3 things stop this run:"
+    assert stops == [
+        f"  version: planned gnnplan 9.9, here gnnplan {__version__}; plan again",
+        f"  {row(plan, 'memory')}",
+        "  open files: planned up to 100 in a rank, here 99; allow more (ulimit -n 4096)",
+    ]
