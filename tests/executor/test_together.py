@@ -24,18 +24,27 @@ GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0
 Found = tuple[GnnplanError | None, list[str]]
 
 
+class Slow(PrefixStore):  # type: ignore[misc]
+    """The store as a rank far away reads it."""
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.3)
+        return bytes(super().get(key))
+
+
 def all_begin(*found: Found) -> list[list[str] | GnnplanError]:
     """What every rank gets or raises; the last one is the slowest."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
 
     def begin(rank: int) -> list[str] | GnnplanError:
-        time.sleep(0.2 * (rank == len(found) - 1))
         env = {"RANK": str(rank), "WORLD_SIZE": str(len(found))}
-        own = PrefixStore("run", store)
+        own = (Slow if rank == len(found) - 1 else PrefixStore)("run", store)
         try:
             return together.begin_together(own, env, *found[rank], hosts_store=rank == 0)
         except GnnplanError as error:
+            # the store ends with its host
+            assert rank or own.add("heard", 0) == len(found), "rank 0 left before all had heard"
             return error
 
     with ThreadPoolExecutor(len(found)) as threads:
