@@ -34,8 +34,9 @@ def facts(
 ) -> dict[str, Any]:
     """What all ranks must agree in, as a short message, and the checkpoints that this rank has.
 
-    checkpoints: its own. handed_over: those of another plan, of all its ranks. question: what decides about the training (ranks/checkpoint.py). Graph and version are told
-    apart from the rest, so that a message can name them.
+    question: what decides about the training (ranks/checkpoint.py). Graph and version are told
+    apart from the rest, so that a message can name them. checkpoints: its own. handed_over: those
+    of another plan, of all its ranks.
     """
     asked = {name: value for name, value in question.items() if name not in ("gnnplan", "graph")}
     return {

@@ -26,9 +26,6 @@ from gnnplan.executor.ranks.machine import device_name
 __all__ = ["GRAPHS", "TENSORS", "WIDTHS", "Bench"]
 
 OVERLAPPED_BYTES = 2**23  # moved there and back, beside computation
-# Rounds that took longer than this times the fastest were of a moment in which others had the
-# machine.
-SLOW = 1.15
 WARM_BYTES = 2**29  # that a rank writes before it times anything: the allocator keeps them
 
 
@@ -66,7 +63,7 @@ class Bench(Computation):
         for (op, where), sent in messages.items():
             found[f"{op}.{where}"] = [(size, *usual(rounds)) for size, rounds in sent.items()]
         typical = {
-            kind: [usual(rounds, SLOW) for rounds in rounds_by_shape]
+            kind: [usual(rounds) for rounds in rounds_by_shape]
             for kind, rounds_by_shape in rounds_by_kind.items()
         }
         for product in ("gemm", "weight_gradient"):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,18 +25,15 @@ HURRY = 0.1  # [s] on a number, below which one round is enough
 Group = tuple[int, ...]  # ranks
 
 
-def usual(rounds: Sequence[Sequence[float]], slow: float = np.inf) -> list[float]:
+def usual(rounds: Sequence[Sequence[float]]) -> list[float]:
     """The median over several rounds, of each number by itself.
 
-    Rounds that took more than `slow` times as long as the fastest are left out.
+    Rounds in which others had the machine count too: trainings meet them as often.
 
-    >>> usual([[1.0, 2.0], [1.1, 2.0], [1.5, 2.0]]), usual([[1.0], [1.1], [1.5]], slow=1.15)
-    ([1.1, 2.0], [1.05])
+    >>> usual([[1.0, 2.0], [1.1, 2.0], [1.5, 2.0]])
+    [1.1, 2.0]
     """
-    return [
-        median(sample for sample in samples if sample <= slow * min(samples))
-        for samples in zip(*rounds, strict=True)
-    ]
+    return [median(samples) for samples in zip(*rounds, strict=True)]
 
 
 class Timing:

@@ -104,6 +104,11 @@ def happen(path, fault, where):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "no metrics":
         os.rename(out / "metrics.jsonl", out / "away")
+    elif kind == "no link":
+        # of this rank's server, until all have given up waiting for each other
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        mend = f"sleep {fault['away_s']}; ip link set eth0 up"
+        subprocess.Popen(["sh", "-c", mend], start_new_session=True)
     elif kind == "no files":
         import resource
         limit(resource.RLIMIT_NOFILE, 3)
@@ -210,6 +215,10 @@ class Fault(NamedTuple):
                 rf" {TIMEOUT} s in "
             ),
             "no sampler": rf"{who} was lost in .*: its sampler, a process of its own, (was|exit)",
+            "no link": (
+                rf"ranks do not reach each other: .*{who} in .*{inside}.* waited {TIMEOUT} s\. None"
+                r" of them died"
+            ),
             "no metrics": r"metrics\.jsonl.* put it back",
             "no files": r"Too many open files.* \(ulimit -n 4096\)",
             "full disk": r"No space left on device.* free the disk",
@@ -259,6 +268,7 @@ def train_through(
             "kind": fault.kind,
             "outlived": fault.is_outlived,
             "at": PHASES[fault.phase],
+            "away_s": TIMEOUT + 2,
             # a run that is ended needs a checkpoint to go on from
             "epoch": 1 + EVERY * (place + 2 * (fault.kind in ENDINGS)),
         }

@@ -56,6 +56,7 @@ CHAIN = 5  # faults that hit one training
 CASES = [
     *CASES,
     Case("bns(p=0.5)", GRAPH, FULL),
+    Case("pipegcn", GRAPH, FULL, servers=2),
     Case("data_parallel(prefetch=1)", GRAPH, MINI),
     Case("p3(pipelined=True,prefetch=2)", GRAPH, MINI),
 ]
@@ -72,6 +73,7 @@ KINDS: dict[str, list[str]] = {
     "cut checkpoint": LATE,
     "no trace": LATE,
     "no metrics": AMID,
+    "no link": ["exchange"],
     "no files": LATE,
     "full disk": LATE,
     "launcher SIGINT": AMID,
@@ -98,7 +100,8 @@ def product() -> list[Row]:
         for kind, phases in KINDS.items()
         for phase in phases
         for case in CASES
-        if kind != "no sampler" or "prefetch" in case.strategy
+        if (kind != "no sampler" or "prefetch" in case.strategy)
+        and (kind != "no link" or case.servers > 1)
     ]
 
 

@@ -72,6 +72,18 @@ def test_a_training_that_is_hit_again_and_again_is_the_unbroken_one(
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0, reason="emulates servers, which takes root")
+def test_restarts_outlast_a_link_that_is_down(
+    run_ranks: Ranks, start: Start, tmp_path: Path
+) -> None:
+    """Twice, between servers that it plays: once of each of them."""
+    case, faults = CASES[2], [Fault("no link", "exchange")] * 2
+    whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
+    unbroken = run_ranks(2, [whole])[0]
+    train_through(case, faults, unbroken, start, tmp_path, "--emulate", "unshaped")
+
+
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a small disk, which takes root")
 def test_a_disk_that_fills_amid_a_checkpoint(
     run_ranks: Ranks, start: Start, tmp_path: Path
