@@ -148,7 +148,9 @@ class _Training:
         """
         rank, worker = self.rank, self.worker
         notes, whole = checkpoints.load_whole()
-        worker.held.take(whole)
+        held = worker.held
+        assert held is not None  # else it does not hand over (checkpoint.must_hand_over)
+        held.take(whole)
         recording, rank.recording = rank.recording, False
         measuring, rank.staleness_errors = rank.staleness_errors, False
         worker.refill(self.first * self.steps - 1)
@@ -227,8 +229,9 @@ class _Training:
         optimizer, held = self.learner.optimizer.state(), self.worker.held
         tensors = named(WORKER, self.worker.state()) | named(OPTIMIZER, optimizer)
         first_on_disk = [self.metrics.fileno()] if self.metrics else []
+        about = held.about() if held else None
         self.checkpoints.save(
-            self.rank, epoch + 1, tensors, self.record.notes(), first_on_disk, held.about()
+            self.rank, epoch + 1, tensors, self.record.notes(), first_on_disk, about
         )
 
     def finish(self) -> Net:

@@ -903,10 +903,15 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Ca
     for words, changed, whole in (
         ("does not name its weights, as older versions", {"strategy": "granndis"}, {}),
         (
-            "of p3(pipelined=True) on 2 ranks, and this plan of graph_parallel on 2 ranks: the"
-            " batches under way of p3(pipelined=True) cannot be handed over",
+            "of p3(pipelined=True) on 2 ranks, and this plan of graph_parallel on 2 ranks:"
+            " p3(pipelined=True) neither hands over weights nor takes them over (its batches",
             {"strategy": "p3(pipelined=True)"},
             {"whole": {}},
+        ),
+        (
+            "tensor3d(x=1,y=1,z=2) neither hands over weights nor takes them over; resume with",
+            {"strategy": "tensor3d(x=1,y=1,z=2)"},
+            {},
         ),
         ("use --epochs 11 or more", {"strategy": "granndis"}, {"whole": {}}),
         ("use --epochs 11 or more", {"ranks": 1}, {"whole": {}}),

@@ -104,9 +104,10 @@ def must_hand_over(path: Path, about: Mapping[str, Any], ours: Mapping[str, Any]
     theirs = about["question"]
     for said in (theirs, ours):
         if not (strategy := parse(said["strategy"])).hands_over:
+            carried = f" (its {strategy.carries} would be lost)" if strategy.carries else ""
             raise SpecError(
-                f"{path} is of {plan_of(theirs)}, and this plan of {plan_of(ours)}: the"
-                f" {strategy.carries} of {strategy} cannot be handed over; resume with the plan"
+                f"{path} is of {plan_of(theirs)}, and this plan of {plan_of(ours)}: {strategy}"
+                f" neither hands over weights nor takes them over{carried}; resume with the plan"
                 " that it was made with, or start anew with another --out"
             )
     if "whole" not in about:

@@ -62,8 +62,11 @@ class Worker(ABC):
         return self.learner
 
     @property
-    def held(self) -> Held:
-        """The part of the model that this rank trains, for other plans to go on from."""
+    def held(self) -> Held | None:
+        """The part of the model that this rank trains, for other plans to go on from.
+
+        None where the strategy hands over nothing.
+        """
         assert self.learner is not None
         return Held(self.net, {}, self.learner.optimizer)
 

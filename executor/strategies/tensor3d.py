@@ -354,6 +354,10 @@ class Worker(base.Worker):
         self.learner = Learner(self.rank, self.problem.workload, [shares])
         return self.learner
 
+    @property
+    def held(self) -> None:
+        return None  # a rank's numbers of a weight are a run of a tile, not columns
+
     def state(self) -> dict[str, Tensor]:
         return {f"layer{i}": weights.own for i, weights in enumerate(self.weights, 1)}
 

@@ -42,7 +42,8 @@ def test_tensorboard_reads_what_a_run_recorded(
     reader: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A run of one rank in this process, and its resumption; and the guide's way to follow it."""
-    monkeypatch.delenv("RANK", raising=False)
+    for name, number in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, number)
     plan, out, board = (tmp_path / name for name in ("plan.json", "run", "board"))
     asked = ["plan", "--graph", GRAPH, "--ranks", 1, "--hidden", 8, "--layers", 2, "-o", plan]
     asked += ["--strategy", "graph_parallel"]

@@ -79,6 +79,10 @@ class Tensor3D(Strategy):
     def exact(self) -> bool:
         return True
 
+    @property
+    def hands_over(self) -> bool:
+        return False  # a rank's numbers of a weight are a run of a tile, which no other plan has
+
     def approximates_as(self, other: Strategy) -> bool:
         return isinstance(other, Tensor3D)
 
