@@ -386,8 +386,8 @@ def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) 
 
 def table(study: Study) -> None:
     """Markdown: errors by cluster and by operation, choices, what to doubt."""
-    seen = runs(study)
-    told, even = summarise(seen), summarise(runs(study, steady))
+    seen, on_steady = runs(study), runs(study, steady)
+    told, even = summarise(seen), summarise(on_steady)["step"] if on_steady else {}
 
     def line(what: str, of: dict[str, float] | None) -> str:
         return (
@@ -402,7 +402,7 @@ def table(study: Study) -> None:
     print("| | runs | mean | 95 % have at most | largest |\n|---|--:|--:|--:|--:|")
     for way in ("predicted", "simulated"):
         print(line(f"step, {way}", told["step"][way]))
-        print(line(f"step, {way}, machine steady", even["step"][way]))
+        print(line(f"step, {way}, machine steady", even.get(way)))
     for cluster in dict.fromkeys(run.question.split()[1] for run in seen):
         there = summarise([run for run in seen if run.question.endswith(f" {cluster}")])
         print(line(f"step, predicted, {cluster}", there["step"]["predicted"]))
