@@ -116,7 +116,7 @@ def weighted_block(
         return Block(indptr, indices, src.size, np.repeat((1.0 / count).astype(dtype), row_lengths))
     out_degree = _out_degree(graph, degree) if degrees is None else degrees[1]
     reader = np.repeat(np.arange(dst.size, dtype=np.int32), row_lengths)
-    weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[indices])
+    weight = _gcn_weights(degree[dst], out_degree[src], reader, indices)
     if drawn:
         is_self = indices == reader  # a vertex has no other edge to itself
         weight *= np.where(is_self, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
@@ -161,7 +161,7 @@ def tile(
         reader = np.append(reader, to_self)
         columns = np.append(columns, place[dst[to_self]])
         out_degree = _out_degree(graph, degree)
-        weight = 1.0 / np.sqrt((degree[dst] + 1.0)[reader] * (out_degree[src] + 1.0)[columns])
+        weight = _gcn_weights(degree[dst], out_degree[src], reader, columns)
     else:
         weight = (1.0 / np.maximum(degree[dst], 1))[reader]
     dtype = np.float64 if workload.dtype == "float64" else np.float32
@@ -175,6 +175,16 @@ def _csr(matrix: sp.csr_array, device: torch.device) -> tuple[Tensor, Tensor, Te
     arrays = (indptr, indices, matrix.data)
     indptr_, indices_, values = (torch.from_numpy(array).to(device) for array in arrays)
     return indptr_, indices_, values
+
+
+def _gcn_weights(
+    in_degree: NDArray[np.int64],
+    out_degree: NDArray[np.int64],
+    reader: np.ndarray,
+    read: np.ndarray,
+) -> NDArray[np.float64]:
+    """1 / sqrt((d_in + 1)(d_out + 1)) of edges [E]; degrees of destinations [R], sources [S]."""
+    return np.asarray(1.0 / np.sqrt((in_degree + 1.0)[reader] * (out_degree + 1.0)[read]))
 
 
 def _out_degree(graph: Graph, in_degree: NDArray[np.int64]) -> NDArray[np.int64]:

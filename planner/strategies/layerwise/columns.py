@@ -35,6 +35,21 @@ from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute, Gather, share
 
+
+def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
+    """Why a plan does not try a strategy whose ranks sum a few columns each; '' if it does.
+
+    It does where the rate of narrow sums was measured: of wide rows a roofline is true, of a few
+    columns it promises too much, for each edge has its index and weight to read too.
+
+    shared: what ranks share. unsuited: why the model cannot be summed so, '' if it can.
+    """
+    if problem.ranks == 1:
+        return f"one rank has no other to share {shared} with"
+    unknown = "how fast this device sums a few columns is not known; run `gnnplan measure` on it"
+    return unsuited or ("" if problem.cluster.device.gather else unknown)
+
+
 # -- who has what ----------------------------------------------------------------------------------
 
 

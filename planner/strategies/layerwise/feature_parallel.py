@@ -54,7 +54,13 @@ from gnnplan.planner.gnn.footprint import RUNTIME, block, gathers_linearly
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import columns
-from gnnplan.planner.strategies.layerwise.columns import ByColumns, Courses, arranged, shares
+from gnnplan.planner.strategies.layerwise.columns import (
+    ByColumns,
+    Courses,
+    arranged,
+    shares,
+    why_untried,
+)
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.price import setup_s
@@ -92,8 +98,6 @@ class FeatureParallel(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """Where the rate of narrow sums was measured: of wide rows a roofline is true, of a few
-        columns it promises too much, for each edge has its index and weight to read too."""
         if cls.absent(problem):
             return
         yield cls()
@@ -102,12 +106,7 @@ class FeatureParallel(Strategy):
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
-        if problem.ranks == 1:
-            return "one rank has no other to share columns with"
-        unknown = (
-            "how fast this device sums a few columns is not known; run `gnnplan measure` on it"
-        )
-        return unsuited(problem) or ("" if problem.cluster.device.gather else unknown)
+        return why_untried(problem, "columns", unsuited(problem))
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:

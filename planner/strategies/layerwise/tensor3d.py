@@ -48,6 +48,7 @@ from gnnplan.planner.gnn.footprint import RUNTIME
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import tiles
+from gnnplan.planner.strategies.layerwise.columns import why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.tiles import AXES, Axis, Grid
 from gnnplan.planner.strategies.program.memory import fullest
@@ -88,19 +89,12 @@ class Tensor3D(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """Where the rate of narrow sums was measured, as of feature_parallel, whose sums are as
-        narrow."""
         if not cls.absent(problem):
             yield cls()
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
-        if problem.ranks == 1:
-            return "one rank has no other to share tiles with"
-        unknown = (
-            "how fast this device sums a few columns is not known; run `gnnplan measure` on it"
-        )
-        return unsuited(problem) or ("" if problem.cluster.device.gather else unknown)
+        return why_untried(problem, "tiles", unsuited(problem))
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
