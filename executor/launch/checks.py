@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, latest, plan_of
+from gnnplan.executor.ranks.checkpoint import (
+    Checkpoints,
+    fingerprint,
+    handed_over,
+    onwards,
+    plan_of,
+)
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
 from gnnplan.executor.ranks.rank import from_launcher
-from gnnplan.planner.decision.plan import chosen, placement, question, read
+from gnnplan.planner.decision.plan import chosen, placement, question, read, write
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
@@ -128,10 +134,15 @@ def started_by_launcher() -> bool:
     return True
 
 
-def must_be_new(out: Path) -> None:
-    """Raise SpecError if the folder holds a run already."""
-    left_by_runs = ("metrics.jsonl", "rank0.json", "weights.safetensors")
-    if any((out / name).exists() for name in left_by_runs):
+def must_be_new(out: Path, begun: Mapping[str, Any] | None = None) -> None:
+    """Raise SpecError if the folder holds a run already.
+
+    begun: the plan whose run may be there, since an earlier attempt has begun it.
+    """
+    left_by_runs = ("metrics.jsonl", "rank0.json", "weights.safetensors", "checkpoints")
+    if any((out / name).exists() for name in left_by_runs) and not (
+        begun is not None and _is_plan_of(out, begun)
+    ):
         raise SpecError(
             f"{out} holds a run already; give another --out, go on with it (--resume {out}), or"
             " remove it"
@@ -139,15 +150,16 @@ def must_be_new(out: Path) -> None:
 
 
 def must_go_on(
-    out: Path, last: int, epochs: int, restarted: bool = False, of_another: bool = False
+    out: Path, last: int, epochs: int, may_begin: bool = False, of_another: bool = False
 ) -> None:
     """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
 
-    last: epoch of the last checkpoint that all ranks have, 0 if there is none. A run that its
-    launcher has restarted may begin again from epoch 0; a run that a user resumes may not.
-    of_another: the checkpoint is of another plan, after which this one trains an epoch at least.
+    last: epoch of the last checkpoint that all ranks have, 0 if there is none. may_begin: whether
+    training may begin again from epoch 0, as that of a new run which its launcher has restarted; a
+    run that a user resumes may not. of_another: the checkpoint is of another plan, after which this
+    one trains an epoch at least.
     """
-    if not last and not restarted:
+    if not last and not may_begin:
         raise SpecError(
             f"{out} has no checkpoint that all ranks have finished; they are written every"
             " --checkpoint-every epochs, and another plan needs those of all ranks on every"
@@ -167,19 +179,28 @@ def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]
     SpecError if a checkpoint belongs to another training, or cannot go on with this plan.
     """
     asked = resumed_question(problem, strategy)
-    own = latest(Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks))
-    last = max(own, *handed_over(out, asked), 0)
-    return last, last > own
+    own = [Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks)]
+    others = handed_over(out, asked)
+    return onwards(own, [[(epoch, fingerprint(plan)) for epoch, plan in others.items()]])
 
 
-def keep_plan(out: Path, document: Mapping[str, Any], last: int) -> None:
-    """Keep the plan of a run that goes on from epoch `last` with another: `document`.
+def write_run(out: Path, document: dict[str, Any], options: Options, last: int) -> None:
+    """Write the plan and the options of a run into its folder.
 
-    Its checkpoints go on with it until the other has written its own.
+    The plan before is kept where another goes on from its epoch `last`: its checkpoints go on with
+    it until the other has written its own.
     """
     earlier, kept = out / "plan.json", out / f"plan.until{last}.json"
-    if last and earlier.is_file() and not kept.exists() and read(earlier) != document:
+    if last and earlier.is_file() and not kept.exists() and not _is_plan_of(out, document):
         write_atomically(kept, earlier.read_bytes())
+    write(out / "plan.json", document)
+    options.write(out)
+
+
+def _is_plan_of(out: Path, document: Mapping[str, Any]) -> bool:
+    """Whether the run in the folder is of this plan."""
+    plan = out / "plan.json"
+    return plan.is_file() and read(plan) == document
 
 
 def taken_over(before: Mapping[str, Any], strategy: Strategy, last: int) -> str:

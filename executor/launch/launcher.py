@@ -15,7 +15,6 @@ from typing import Any
 
 from gnnplan.executor.launch.blame import blame
 from gnnplan.executor.launch.checks import (
-    keep_plan,
     last_of,
     must_be_measurable,
     must_be_new,
@@ -23,6 +22,7 @@ from gnnplan.executor.launch.checks import (
     prepare,
     started_by_launcher,
     trainable,
+    write_run,
 )
 from gnnplan.executor.launch.heartbeat import Heartbeat
 from gnnplan.executor.launch.options import Options
@@ -34,7 +34,7 @@ from gnnplan.executor.launch.scratch import scratch
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import last_stored
 from gnnplan.executor.ranks.meeting import loopback_only
-from gnnplan.planner.decision.plan import read, write
+from gnnplan.planner.decision.plan import read
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError
@@ -93,9 +93,7 @@ def begin(
     """
     strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
     make_folder(out)
-    keep_plan(out, document, last)
-    write(out / "plan.json", document)
-    options.write(out)
+    write_run(out, document, options, last)
     start(out / "plan.json", out, options, problem, emulate)
 
 

@@ -25,13 +25,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS, Failure
 from gnnplan.executor.launch.checks import (
     choose,
-    keep_plan,
     must_be_measurable,
     must_be_new,
     must_go_on,
     prepare,
     taken_over,
     trainable,
+    write_run,
 )
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import (
@@ -46,7 +46,7 @@ from gnnplan.executor.launch.roll_call import roll_call
 from gnnplan.executor.launch.scalars import Scalars
 from gnnplan.executor.launch.together import begin_together
 from gnnplan.executor.ranks import activity, turns
-from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, latest, question
+from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, onwards, question
 from gnnplan.executor.ranks.rank import (
     Rank,
     as_torchrun_has_it,
@@ -56,7 +56,7 @@ from gnnplan.executor.ranks.rank import (
     open_rank,
     store_of_all,
 )
-from gnnplan.planner.decision.plan import read, write
+from gnnplan.planner.decision.plan import read
 from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -163,9 +163,7 @@ class _Process:
         make_folder(self.out)
         # every server may have a disk of its own
         if not self.prepared and os.environ.get("LOCAL_RANK", "0") == "0":
-            keep_plan(self.out, ready.document, first)
-            write(self.out / "plan.json", ready.document)
-            self.options.write(self.out)
+            write_run(self.out, ready.document, self.options, first)
         if checkpoints.before is not None and rank.rank == 0:
             say(f"note: {taken_over(checkpoints.before, ready.strategy, first)}")
         self.activity.begin("phase", "set-up")
@@ -193,10 +191,11 @@ class _Process:
         if self.prepared:
             document, problem, strategy = prepare(self.plan)
         else:
-            if not self.resumes:
-                # ranks write only after all of them have met, so what is here is another run's
-                must_be_new(self.out)
             document, loaded = choose(read(self.plan, of_any_version=True), self.choice)
+            if not self.options.resume:
+                # ranks write only after all of them have met, so what is here is another run's,
+                # or of an earlier attempt
+                must_be_new(self.out, document if self.restarted else None)
             asked = Asked(document, self.out, self.options, launched=True, loaded=loaded)
             differs = [str(row) for row in must_start(asked)]
             problem, strategy = trainable(asked.problem, asked.strategy, str(self.plan))
@@ -266,12 +265,13 @@ class _Process:
         mine = facts(checkpoints.question, asdict(options), stored, others)
         everyone = agree(rank, problem, mine, self.predicted)
         self.hosts = [other["host"] for other in everyone]
-        own = latest(other["checkpoints"] for other in everyone)
-        handed = [set(map(tuple, other["handed_over"])) for other in everyone]
-        last: int = max(own, *(epoch for epoch, _ in set.intersection(*handed)), 0)
+        last, of_another = onwards(
+            (other["checkpoints"] for other in everyone),
+            ([(epoch, plan) for epoch, plan in other["handed_over"]] for other in everyone),
+        )
         if self.resumes:
-            must_go_on(self.out, last, epochs, self.restarted, last in others)
-            checkpoints.go_on(last, others.get(last))
+            must_go_on(self.out, last, epochs, not options.resume, of_another)
+            checkpoints.go_on(last, others[last] if of_another else None)
             # a finished run that is to have more epochs has left these
             for path in self.out.glob("rank*.json"):  # of more ranks, too
                 number = path.stem.removeprefix("rank")

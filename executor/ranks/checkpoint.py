@@ -284,8 +284,8 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
         must_agree(first, about["question"], ours)
         must_hand_over(first, about, ours)
         theirs = about["question"]
-        of_all = (header(file_of(folder, epoch, rank)) for rank in range(theirs["ranks"]))
-        if all(about is not None and about["question"] == theirs for about in of_all):
+        of_others = (header(file_of(folder, epoch, rank)) for rank in range(1, theirs["ranks"]))
+        if all(about is not None and about["question"] == theirs for about in of_others):
             found[epoch] = theirs
     return found
 
@@ -353,6 +353,23 @@ def latest(epochs: Iterable[Iterable[int]]) -> int:
     (10, 0)
     """
     return max(set.intersection(*map(set, epochs)), default=0)
+
+
+def onwards(
+    own: Iterable[Iterable[int]], handed_over: Iterable[Iterable[tuple[int, str]]]
+) -> tuple[int, bool]:
+    """The epoch that all ranks go on from (0: none), and whether it is one of another plan.
+
+    own: epochs of which each rank has a checkpoint of this plan. handed_over: those of which it has
+    the checkpoints of all ranks of another, and that plan's `fingerprint`. Of two plans that end
+    with the same epoch it is this one.
+
+    >>> onwards([[10], [10]], [[(20, "a")], [(20, "a")]]), onwards([[10], [10]], [[(10, "a")], []])
+    ((20, True), (10, False))
+    """
+    ours = latest(own)
+    theirs = max((epoch for epoch, _ in set.intersection(*map(set, handed_over))), default=0)
+    return max(ours, theirs), theirs > ours
 
 
 def last_stored(out: Path, ranks: Iterable[int]) -> int:

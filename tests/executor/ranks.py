@@ -349,20 +349,17 @@ class Ranks:
 
 
 def _train(rank: Any, case: Case, out: Path) -> None:
-    from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, latest, question
+    from gnnplan.executor.launch.checks import last_of
+    from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
     from gnnplan.executor.train import train
 
     problem = case.problem(rank.world)
     strategy = case.settled(problem)
-    of_all = [
-        Checkpoints(out, r, case.checkpoint_every, question(problem, strategy))
-        for r in range(rank.world)
-    ]
-    checkpoints = of_all[rank.rank]
+    asked = question(problem, strategy)
+    checkpoints = Checkpoints(out, rank.rank, case.checkpoint_every, asked)
     if case.resume:
-        others = handed_over(out, checkpoints.question)
-        last = max(latest(each.epochs() for each in of_all), *others, 0)
-        checkpoints.go_on(last, others.get(last))
+        last, of_another = last_of(out, problem, strategy)
+        checkpoints.go_on(last, handed_over(out, asked)[last] if of_another else None)
     train(rank, problem, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
 
 

@@ -1,0 +1,127 @@
+"""What torchrun's `--max-restarts` starts anew goes on with its own run, and leaves others alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import ForkServer
+
+from gnnplan.cli import app
+from gnnplan.executor.launch.checks import last_of, must_be_new
+from gnnplan.executor.ranks.checkpoint import onwards
+from gnnplan.planner.decision.plan import chosen, question, read
+from gnnplan.planner.vocabulary.errors import SpecError
+
+pytestmark = pytest.mark.timeout(110)
+
+GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
+Attempt = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> list[Path]:
+    """Two of one training: they go on from each other's checkpoints where a user asks for it."""
+    made = [tmp_path / "one.json", tmp_path / "other.json"]
+    for plan, strategy in zip(made, ("graph_parallel", "granndis"), strict=True):
+        words = ["plan", "--graph", GRAPH, "--hidden", "8", "--ranks", "1"]
+        app([*words, "--strategy", strategy, "-o", str(plan)], standalone_mode=False)
+    return made
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, fork_server: ForkServer) -> Attempt:
+    """Be an attempt of a rank that torchrun started; returns its exit code, and what it said."""
+
+    def run(restarts: int, *arguments: str) -> tuple[int, str]:
+        env = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",  # one rank meets nobody there
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        stderr = tmp_path / "stderr"
+        process = fork_server.start(["-m", "gnnplan", "run", *arguments], env, stderr)
+        try:
+            code, _ = process.ended(80)
+        finally:
+            process.close()
+        return code, stderr.read_text()
+
+    return run
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_a_restart_goes_on_with_its_own_run_alone(
+    plans: list[Path], attempt: Attempt, tmp_path: Path
+) -> None:
+    """The first attempt of the other plan was refused, and the second took over this one's weights:
+    it was no longer a user's `--resume` that allowed it."""
+    one, other = map(str, plans)
+    out = tmp_path / "run"
+    words = ["--out", str(out), "--epochs", "4", "--checkpoint-every", "2"]
+    assert attempt(0, one, *words)[0] == 0
+    there = files(out)
+    for restarts in (0, 1):
+        code, said = attempt(restarts, other, *words)
+        assert (code, files(out)) == (2, there) and "holds a run already" in said
+    # as if it had been lost after its checkpoint of epoch 2
+    (out / "weights.safetensors").unlink()
+    (out / "rank0.json").unlink()
+    (out / "checkpoints" / "epoch4.rank0.safetensors").unlink()
+    assert attempt(1, one, *words)[0] == 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
+    assert files(out)[str(out / "weights.safetensors")] == there[str(out / "weights.safetensors")]
+
+
+def test_a_restarted_resume_without_a_checkpoint_deletes_nothing(
+    plans: list[Path], attempt: Attempt, tmp_path: Path
+) -> None:
+    """A disk that was away for a moment cost all epochs: the restart began from the first."""
+    out = tmp_path / "run"
+    words = ["--epochs", "4", "--checkpoint-every", "2"]
+    assert attempt(0, str(plans[0]), "--out", str(out), *words)[0] == 0
+    for path in (out / "checkpoints").iterdir():
+        os.truncate(path, 8)
+    there = files(out)
+    for restarts in (0, 1):
+        code, said = attempt(restarts, "--resume", str(out), "--epochs", "6")
+        assert (code, files(out)) == (2, there) and "has no checkpoint that all ranks" in said
+
+
+def test_checkpoints_alone_are_a_run(tmp_path: Path) -> None:
+    """Of a server without rank 0. A new run kept these, which are later, and deleted its own."""
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(SpecError, match="holds a run already"):
+        must_be_new(tmp_path)
+
+
+def test_ranks_with_disks_of_their_own_choose_one_plan() -> None:
+    """Rank 0 has epoch 10 of both plans, rank 1 that of this one: each loaded what it had."""
+    assert onwards([[10], [10]], [[(10, "other")], []]) == (10, False)
+    assert onwards([[10], [10]], [[(10, "other")], [(10, "other")]]) == (10, False)
+    assert onwards([[10], [10, 20]], [[(20, "other")], [(20, "other")]]) == (20, True)
+    assert onwards([[10], [10]], [[(20, "other")], [(20, "third")]]) == (10, False)
+    assert onwards([[], [10]], [[(10, "other")], []]) == (0, False)
+
+
+def test_a_plan_that_has_nothing_takes_over_all(
+    plans: list[Path], attempt: Attempt, tmp_path: Path
+) -> None:
+    one, other = plans
+    out = tmp_path / "run"
+    words = ["--out", str(out), "--epochs", "4", "--checkpoint-every", "2"]
+    assert attempt(0, str(one), *words)[0] == 0
+    for plan, of_another in ((one, False), (other, True)):
+        document = read(plan)
+        assert last_of(out, question(document), chosen(document)) == (4, of_another)
