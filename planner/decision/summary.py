@@ -142,7 +142,7 @@ def settling(found: SearchResult) -> str:
 def sources(provenance: dict[str, str]) -> str:
     """Where the numbers of a cluster come from, as '7 datasheet, 3 assumed'."""
     kinds = Counter(
-        text[text.index(FITTED) :].partition(" (")[0] if FITTED in text else _first_word(text)
+        text[text.index(FITTED) :].partition(" (")[0] if FITTED in text else _kind(text)
         for field, text in provenance.items()
         if "." in field  # not of servers=8, which is no rate
     )
@@ -154,9 +154,14 @@ def sources(provenance: dict[str, str]) -> str:
     return words
 
 
-def _first_word(text: str) -> str:
+def _kind(text: str) -> str:
+    """What a provenance says first.
+
+    >>> _kind("as inside the server: measured 2026-11-25"), _kind("from a colleague")
+    ('measured', 'given')
+    """
     known = (GENERIC, "datasheet", "printed", "assumed", "measured", "--set")
-    return next((kind for kind in known if text.startswith(kind)), "measured or given")
+    return min((kind for kind in known if kind in text), key=text.index, default="given")
 
 
 def costs(best: Candidate) -> str:
