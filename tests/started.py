@@ -135,6 +135,8 @@ def starting(folder: Path) -> Iterator[Start]:
                 stderr=stderr,
                 env=os.environ | {name: value} | env,
                 start_new_session=True,
+                # a job in the background ignores it
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         begun.append(Started(process, mark, out, logs))
         return begun[-1]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from signal import SIGCONT, Signals
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -19,7 +19,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import (
     DefaultLogsSpecs,
     PContext,
-    SignalException,
     SubprocessContext,
 )
 from torch.distributed.elastic.rendezvous import (
@@ -126,6 +125,7 @@ def run(
     ]:
         # every logger has a level of its own; our message says what happened
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the launcher's are not torch's
     # torch's default: a rank stays near its GPU
     numa = LaunchConfig(1, 1, ranks, NO_LOGS).numa_options
     meeting = _Here()
@@ -144,10 +144,6 @@ def run(
     try:
         with _grace(GRACE):
             result = agent.run()
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + error.sigval) from None
     finally:
         meeting.shutdown()
     if result.is_failed():
@@ -164,12 +160,12 @@ def _grace(seconds: int) -> Iterator[None]:
     close = PContext.close
 
     def close_soon(
-        self: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30
+        self: SubprocessContext, death_sig: Signals | None = None, timeout: int = 30
     ) -> None:
         for handler in self.subprocess_handlers.values():
             if handler.proc.poll() is None:
                 handler.proc.terminate()
-                handler.proc.send_signal(signal.SIGCONT)
+                handler.proc.send_signal(SIGCONT)
         close(self, death_sig, min(timeout, seconds))
 
     PContext.close = close_soon  # type: ignore[method-assign, assignment]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -243,8 +244,9 @@ def wait(
 ) -> dict[int, End]:
     """Wait until all ranks have ended well or one has failed; return the ends of those that failed.
 
-    After a failure the others have `patience` [s] to notice it; then they are killed. `look` is
-    called now and then.
+    After a failure the others have `patience` [s] to notice it; then they are killed, which their
+    ends call SIGTERM, as torch's agent ends ranks: SIGKILL is the system's. `look` is called now
+    and then.
     """
     ended: dict[int, End] = {}
     limit = float("inf")
@@ -260,7 +262,8 @@ def wait(
             time.sleep(0.05)
     finally:
         for rank, process in enumerate(ranks):
+            code = process.poll()
             process.kill()
             process.wait()
-            ended.setdefault(rank, End(process.returncode, time.time()))
+            ended.setdefault(rank, End(-signal.SIGTERM if code is None else code, time.time()))
     return {rank: end for rank, end in ended.items() if end.exitcode}

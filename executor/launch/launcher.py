@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gnnplan.executor.launch.blame import blame
 from gnnplan.executor.launch.checks import (
@@ -64,6 +67,8 @@ __all__ = [
     "work",
 ]
 
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
 
 def new_folder(name: str) -> Path:
     """The first folder runs/NAME-1, runs/NAME-2 .. that does not exist."""
@@ -95,6 +100,31 @@ def begin(
     make_folder(out)
     write_run(out, document, options, last)
     start(out / "plan.json", out, options, problem, emulate)
+
+
+@contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """Let signals that end this process raise, as Ctrl-C does, so that it leaves nothing behind.
+
+    What its starter had it ignore it ignores: `nohup` goes on when its terminal is closed.
+    """
+    if threading.current_thread() is not threading.main_thread():  # the others may not say
+        yield
+        return
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler == signal.SIG_DFL:
+            signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler == signal.SIG_DFL:
+                signal.signal(number, handler)
 
 
 def start(
@@ -139,7 +169,7 @@ def start(
     program = ["-P", "-m", "gnnplan.executor", "launch"]
     arguments = [*program, str(plan), str(out), json.dumps(asdict(options))]
     try:
-        with scratch(out):
+        with unwound_by_signals(), scratch(out):
             if emulate is None:
                 os.environ |= interfaces
                 agent.run(arguments, len(ranks), options.restarts, explain, announce_restart, watch)

@@ -270,7 +270,9 @@ class _Process:
             ([(epoch, plan) for epoch, plan in other["handed_over"]] for other in everyone),
         )
         if self.resumes:
-            must_go_on(self.out, last, epochs, not options.resume, of_another)
+            # the launcher, if it has prepared this, has seen a checkpoint, on the disk of all ranks
+            may_begin = self.prepared or not options.resume
+            must_go_on(self.out, last, epochs, may_begin, of_another)
             checkpoints.go_on(last, others[last] if of_another else None)
             # a finished run that is to have more epochs has left these
             for path in self.out.glob("rank*.json"):  # of more ranks, too

@@ -83,7 +83,9 @@ def happen(path, fault, where):
     elif kind.startswith("SIG"):
         signal.pthread_kill(threading.get_ident(), getattr(signal, kind))
     elif kind == "raises":
-        raise ZeroDivisionError("injected") if where else SystemExit(1)
+        if not where:  # Python has not begun the program: it would print a traceback of its own
+            os._exit(1)
+        raise ZeroDivisionError("injected")
     elif kind == "starves":
         import resource, torch
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -131,12 +133,15 @@ if "RANK" in os.environ and "FAULTS" in os.environ:
         import gnnplan.executor.ranks.activity as activity
         begin = activity.Activity.begin
 
+        one_at_a_time = threading.Lock()  # a rank has several lanes
+
         def watched(self, lane, what):
             global path, fault
             begin(self, lane, what)
-            if path is not None and path.with_suffix(".done").exists():
-                # what follows a fault that ranks do not outlive is of the next attempt
-                path, fault = due() if fault["outlived"] else (None, {})
+            with one_at_a_time:
+                if path is not None and path.with_suffix(".done").exists():
+                    # what follows a fault that ranks do not outlive is of the next attempt
+                    path, fault = due() if fault["outlived"] else (None, {})
             if path is None or fault["rank"] != mine or not fault["at"]:
                 return
             said = re.fullmatch(r"(?:(.*) of )??((?:the \\w+ of )?epoch (\\d+)|start|set-up|the end)", str(self))
@@ -244,8 +249,8 @@ def planned(case: Case, folder: Path) -> Path:
 
 
 def epochs_of(faults: int) -> int:
-    """Epochs in which so many faults find their moment."""
-    return EVERY * (faults + 2)
+    """Epochs in which so many faults find their moment, and are noticed."""
+    return EVERY * (faults + 3)
 
 
 def train_through(

@@ -133,7 +133,9 @@ def test_training_across_emulated_servers_is_training(tmp_path: Path, run_ranks:
     ],
 )
 def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Signals):
-    mark = f"MARK-{uuid.uuid4().hex}"
+    """A SIGTERM left the folder of the samplers behind: nothing had the launcher unwind."""
+    mark, temporary = f"MARK-{uuid.uuid4().hex}", tmp_path / "tmp"
+    temporary.mkdir()
     command = [
         sys.executable,
         "-m",
@@ -150,7 +152,7 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(
             command,
-            env=os.environ | {"MARK": mark},
+            env=os.environ | {"MARK": mark, "TMPDIR": str(temporary)},
             stdout=said,
             stderr=said,
             start_new_session=True,
@@ -168,8 +170,12 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
         assert process.poll() is None, (tmp_path / "said").read_text()
         assert len(alive(mark)) >= 6  # itself, two ranks, three namespaces
         process.send_signal(signalled)
-        process.wait(timeout=30)
+        code = process.wait(timeout=30)
         assert gone(mark)
+        if signalled == signal.SIGKILL:  # what is left then, the next run removes
+            assert code == -signalled
+        else:
+            assert code == 128 + signalled and not list(temporary.iterdir())
     finally:
         for pid in alive(mark):
             os.kill(pid, signal.SIGKILL)
@@ -249,6 +255,18 @@ def test_emulated_servers_are_measured_apart():
         f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")
     }
     assert any("between servers" in what for what in said)
+
+
+def test_a_rank_that_is_ended_for_another_is_not_blamed(tmp_path: Path):
+    """Rank 0 ended by itself, before it could say why; rank 1 was said to be killed."""
+    ranks = [
+        subprocess.Popen(["sh", "-c", command], text=True) for command in ("exit 1", "sleep 60")
+    ]
+    failed = lab.wait(ranks, patience=0.2)
+    assert {rank: end.exitcode for rank, end in failed.items()} == {0: 1, 1: -signal.SIGTERM}
+    assert "rank 0 (server 0) was lost in start: exit code 1" in str(
+        blame(failed, tmp_path, [0, 1], 4.0)
+    )
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ranks import ForkServer
 
 from gnnplan.cli import app
 from gnnplan.executor.launch.checks import last_of, must_be_new
+from gnnplan.executor.launch.launcher import unwound_by_signals
 from gnnplan.executor.ranks.checkpoint import onwards
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -125,3 +127,17 @@ def test_a_plan_that_has_nothing_takes_over_all(
     for plan, of_another in ((one, False), (other, True)):
         document = read(plan)
         assert last_of(out, question(document), chosen(document)) == (4, of_another)
+
+
+def test_signals_unwind_a_launcher_but_not_what_ignores_them() -> None:
+    """`nohup gnnplan run` ended with its terminal; under emulation SIGTERM left files behind."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as ended, unwound_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.value.code == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
