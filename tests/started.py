@@ -141,11 +141,14 @@ def starting(folder: Path) -> Iterator[Start]:
         begun.append(Started(process, mark, out, logs))
         return begun[-1]
 
-    yield begin
-    left = {pid for started in begun for pid in started.alive()}
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for started in begun:
-        started.process.wait(10)
-    assert not left, f"processes were left behind: {left}"
+    try:
+        yield begin
+    finally:
+        left = {pid for started in begun for pid in started.alive()}
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for started in begun:
+            started.process.wait(10)
+    if left:
+        raise Orphans(f"processes were left behind: {left}")

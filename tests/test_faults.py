@@ -268,6 +268,18 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
             ),
             4,
         ),
+        (
+            {0: Gone(4, 9), 1: Gone(-6, 2)},
+            {0: "memory ran out"},
+            "rank 0 (server 0) was lost in halo: memory ran out",
+            4,
+        ),
+        (
+            {0: Gone(75, 1), 1: Gone(-6, 2)},
+            {0: "Connection closed by peer"},
+            "rank 1 (server 1) was lost in start: killed by SIGABRT",
+            4,
+        ),
         ({0: Gone(1)}, {}, "rank 0 (server 0) was lost in start: exit code 1", 4),
         ({0: Gone(-15), 1: Gone(2)}, {1: "the plan is for 3 ranks"}, "the plan is for 3 ranks", 2),
     ],

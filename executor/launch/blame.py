@@ -107,7 +107,9 @@ class _Case:
         """Sorts ranks: first those that failed by themselves, by a signal, and early."""
         failure = self.failures[rank]
         code = failure.exitcode
-        return code in (FAILED_WITH_OTHERS, -signal.SIGTERM), code >= 0, failure.timestamp
+        # Gloo aborts a rank that receives what its peer should not have sent
+        with_others = (FAILED_WITH_OTHERS, -signal.SIGTERM, -signal.SIGABRT)
+        return code in with_others, code >= 0, failure.timestamp
 
     def nobody_died(self, rank: int) -> bool:
         """Whether even the guiltiest rank only waited, or was ended by the launcher's signal."""

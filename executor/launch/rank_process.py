@@ -80,9 +80,10 @@ def work(plan: Path, out: Path, options: Options) -> int:
     failure = process.run()
     if failure is None:
         return 0
-    with suppress(OSError):  # it may have failed before it knew its place in the plan
+    with suppress(OSError, MemoryError):  # it may have failed before it knew its place in the plan
         activity.leave(activity.seen(out, process.number), failure.note)
-    process.activity.leave(failure.note)
+    with suppress(MemoryError):
+        process.activity.leave(failure.note)
     if failure.exit_code == FAILED_WITH_OTHERS:
         time.sleep(HEAD_START)
     return failure.exit_code

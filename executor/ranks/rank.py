@@ -86,6 +86,7 @@ class Rank:
     watch: MemoryWatch | None = None  # of the memory that it fills
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
+    _failed: dict[str, BaseException] = field(default_factory=dict)  # lane -> its first error
     _streams: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _clock: DeviceClock | None = None
@@ -239,20 +240,34 @@ class Rank:
             return _Enqueued(work(), own, self.device)
 
     def in_thread(self, lane: str, work: Callable[[], T]) -> Future[T]:
-        """Do `work` on the lane's own thread, on CUDA with a stream of its own."""
+        """Do `work` on the lane's own thread, on CUDA with a stream of its own.
+
+        Nothing follows what failed on a lane: peers would take the next message for the one that
+        never came, and Gloo ends a process that receives another length than it expects.
+        """
         if lane not in self._lanes:
             self._lanes[lane] = ThreadPoolExecutor(
                 1, thread_name_prefix=lane, initializer=self._start_lane
             )
+
+        def unless_failed() -> T:
+            if lane in self._failed:
+                raise self._failed[lane]
+            try:
+                return work()
+            except BaseException as error:
+                self._failed[lane] = error
+                raise
+
         if self.device.type != "cuda":
-            return self._lanes[lane].submit(work)
+            return self._lanes[lane].submit(unless_failed)
         here = torch.cuda.current_stream(self.device)
         before = here.record_event()
 
         def on_stream() -> T:
             own = torch.cuda.current_stream(self.device)
             own.wait_event(before)
-            result = work()
+            result = unless_failed()
             own.synchronize()  # also what follows the last span
             _used_on(here, result)
             return result

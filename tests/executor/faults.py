@@ -221,8 +221,8 @@ class Fault(NamedTuple):
             ),
             "no sampler": rf"{who} was lost in .*: its sampler, a process of its own, (was|exit)",
             "no link": (
-                rf"ranks do not reach each other: .*{who} in .*{inside}.* waited {TIMEOUT} s\. None"
-                r" of them died"
+                rf"ranks do not reach each other: .*{who} in .* of epoch.* waited {TIMEOUT} s\. None"
+                r" of them died"  # stale rows are waited for later than they are sent
             ),
             "no metrics": r"metrics\.jsonl.* put it back",
             "no files": r"Too many open files.* \(ulimit -n 4096\)",

@@ -196,13 +196,13 @@ def soak(base: Path, seconds: float, rng: random.Random) -> Counter[tuple[str, s
         folder, began, fell = base / f"chain{number}", time.monotonic(), ""
         folder.mkdir()
         emulate = ["--emulate", "unshaped"] if case.servers > 1 else []
-        with small_disk(folder / "disk") as disk, contextmanager(starting)(folder) as start:
-            whole, out = wholes[case.strategy], disk / "run"
-            try:
+        try:
+            with small_disk(folder / "disk") as disk, contextmanager(starting)(folder) as start:
+                whole, out = wholes[case.strategy], disk / "run"
                 train_through(case, faults, whole, start, folder, *emulate, out=out)
-            except tuple(FALLS) as error:
-                fell = FALLS[type(error)]
-                print(f"{error}\n", flush=True)
+        except tuple(FALLS) as error:
+            fell = FALLS[type(error)]
+            print(f"{error}\n", flush=True)
         done = len(list(folder.glob("faults/*.done")))
         happened = faults[:done] or faults[:1]
         counts.update((fault.kind, "faults") for fault in happened)

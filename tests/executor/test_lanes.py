@@ -34,6 +34,24 @@ def test_lanes_without_threads_work_here_and_now() -> None:
     assert {("comm", False), ("reduce", False)} < set(order(False))
 
 
+def test_nothing_follows_what_failed_on_a_lane() -> None:
+    """Memory ran out before a message was sent. The next one went in its place, of another length,
+    and Gloo ended the peer, which was then named as the rank that was lost."""
+    rank, done = Rank(0, 1, torch.device("cpu"), "gloo"), []
+
+    def fail() -> None:
+        raise MemoryError("the first")
+
+    asked = [rank.submit("comm", fail), rank.submit("comm", lambda: done.append("comm"))]
+    other = rank.submit("disk", lambda: done.append("disk"))
+    for future in asked:
+        with pytest.raises(MemoryError, match="the first"):
+            future.result()
+    other.result()
+    assert done == ["disk"]
+    rank.close()
+
+
 def test_a_checkpoint_keeps_a_thread() -> None:
     """To wait for a disk would look like a lost peer."""
     rank = Rank(0, 1, torch.device("cpu"), "gloo", streams=True)
