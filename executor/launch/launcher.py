@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gnnplan.executor.launch.checks import (
     trainable,
     write_run,
 )
+from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.heartbeat import Heartbeat
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
@@ -68,13 +69,6 @@ __all__ = [
 def new_folder(name: str) -> Path:
     """The first folder runs/NAME-1, runs/NAME-2 .. that does not exist."""
     return next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{name}-{n}").exists())
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """Servers played by this machine, with NICs of `rate` [B/s]; None: unshaped."""
-
-    rate: float | None
 
 
 def begin(

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 from gnnplan import __version__
+from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.ranks.checkpoint import KEPT
 from gnnplan.executor.ranks.machine import cores, device_name, gpus, process_room
@@ -73,15 +74,15 @@ class Row:
 class Asked:
     """A plan that is to be run, and how.
 
-    launched: torchrun or srun has started this process as a rank. emulated: this machine plays the
-    plan's servers. loaded: the plan's problem, where it is there already.
+    launched: torchrun or srun has started this process as a rank. emulate: how this machine plays
+    the plan's servers; None: it does not. loaded: the plan's problem, where it is there already.
     """
 
     document: dict[str, Any]
     out: Path
     options: Options
     launched: bool = False
-    emulated: bool = False
+    emulate: Emulated | None = None
     loaded: Problem | None = None
 
     @cached_property
@@ -120,7 +121,7 @@ class Asked:
         """Servers of the run: real ones, or played by this machine."""
         planned = len(set(self.servers))
         if not self.launched:
-            return planned if self.emulated else 1
+            return 1 if self.emulate is None else planned
         found = self.env.get("GROUP_WORLD_SIZE") or self.env.get("SLURM_STEP_NUM_NODES") or ""
         return int(found) if found.isdecimal() and int(found) else planned
 

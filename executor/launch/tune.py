@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from gnnplan.executor.launch.checks import must_be_trainable
-from gnnplan.executor.launch.launcher import Emulated
+from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.options import MOST as MOST_EPOCHS
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import LEAST_MEMORY, Asked, must_start
@@ -164,7 +164,7 @@ def tune(
         plans.for_run(problem, found, exact),
         out,
         Options(checkpoint_every=0),
-        emulated=emulate is not None,
+        emulate=emulate,
         loaded=problem,
     )
     must_start(runs)

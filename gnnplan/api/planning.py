@@ -35,6 +35,7 @@ from gnnplan.planner.vocabulary.units import (
 if TYPE_CHECKING:
     from gnnplan.api.running import Preflight, Run
     from gnnplan.api.simulation import Simulation, Sweep
+    from gnnplan.executor.launch.preflight import Asked
 
 MOST_LEADERS = 8  # rows of the table
 
@@ -372,7 +373,7 @@ class Plan(View):
             "restarts": restarts,
             "tensorboard": None if tensorboard is None else str(Path(tensorboard).absolute()),
         }
-        return self._train(None if out is None else Path(out), options, emulate)
+        return self._train(self._asked(out, options, emulate))
 
     def report(
         self,
@@ -401,8 +402,7 @@ class Plan(View):
         from gnnplan.api.running import preflight
 
         given = {"epochs": epochs, "checkpoint_every": checkpoint_every}
-        folder = None if out is None else Path(out)
-        return preflight(self.document, self.loaded, folder, given, emulate)
+        return preflight(self._asked(out, given, emulate))
 
     def resume(self, out: str | Path, **options: Any) -> Run:
         """Go on with the run in `out` from its last checkpoint, with its options and those of `run`
@@ -411,14 +411,24 @@ class Plan(View):
         The run may have begun with another plan of the same graph and workload: weights and the
         optimizer's state go on, on this plan's ranks and with its strategy. Raises SpecError,
         LostRank."""
-        return self._train(Path(out), options, options.pop("emulate", None), resume=True)
+        return self._train(self._asked(out, options, options.pop("emulate", None), resume=True))
 
-    def _train(
-        self, out: Path | None, given: dict[str, Any], emulate: str | None, resume: bool = False
-    ) -> Run:
+    def _asked(
+        self,
+        out: str | Path | None,
+        given: Mapping[str, Any],
+        emulate: str | None,
+        resume: bool = False,
+    ) -> Asked:
+        from gnnplan.api.running import asked_of
+
+        folder = None if out is None else Path(out)
+        return asked_of(self.document, self.loaded, folder, given, emulate, resume)
+
+    def _train(self, asked: Asked) -> Run:
         from gnnplan.api.running import train
 
-        return train(self.document, self.loaded, out, given, emulate, resume, self.name)
+        return train(asked, self.name)
 
     def blocks(self) -> list[str | Table]:
         return [
