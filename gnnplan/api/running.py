@@ -148,22 +148,23 @@ def asked_of(
     problem: Problem | None,
     out: Path | None,
     given: Mapping[str, Any],
-    emulate: str | None = None,
     resume: bool = False,
 ) -> Asked:
     """A plan that is to be run, and how; `preflight` and `train` take it.
 
     problem: the plan's, where its graph has been read. out: None: a new folder in runs/. given:
-    options (executor/launch/options.py); None where one was not given. emulate: the rate of NICs of
-    servers that this machine plays. resume: go on in `out`. Raises SpecError."""
+    options (executor/launch/options.py) and `emulate`; None where one was not given. resume: go on
+    in `out`. Raises SpecError."""
     from gnnplan.executor.launch import launcher as launch
 
-    options = launch.Options.of(out or Path(), given, resume)
+    rate = given.get("emulate")
+    servers = None if rate is None else launch.Emulated(rate_of(rate))
+    kept = {name: value for name, value in given.items() if name != "emulate"}
+    options = launch.Options.of(out or Path(), kept, resume)
     if out is None:
         graph = document["graph"].get("name", "graph").split("?")[0]
         name = f"{graph}-{document['best']['strategy']['name']}"
         out = launch.new_folder(name.replace(":", "-").replace("/", "-"))
-    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
     return launch.Asked(document, out, options, emulate=servers, loaded=problem)
 
 
@@ -174,35 +175,24 @@ def preflight(asked: Asked) -> Preflight:
     return Preflight(launch.look(asked))
 
 
-def train(asked: Asked, name: str = "the plan") -> Run:
+def train(asked: Asked) -> Run:
     """Start a plan's ranks on this machine, and wait for them.
 
-    name: of the plan, in errors. Raises SpecError, and LostRank when no restart is left."""
+    Raises SpecError, and LostRank when no restart is left."""
     from gnnplan.executor.launch import launcher as launch
 
-    out, options = asked.out, asked.options
-    if options.tensorboard:
-        launch.must_be_installed(options.tensorboard)
-    differs = launch.must_start(asked)
-    problem, strategy = launch.trainable(asked.problem, asked.strategy, name)
-    launch.must_be_measurable(options, strategy)
-    number, last = options.epochs or problem.workload.epochs, 0
-    if options.resume:
-        last, of_another = launch.last_of(out, problem, strategy)
-        launch.must_go_on(out, last, number, of_another=of_another)
-    else:
-        launch.must_be_new(out)
-    for row in differs:
+    for row in launch.must_start(asked):
         say(f"note: {row}")
+    problem, strategy, out, last = asked.problem, asked.settled, asked.out, asked.last
     onwards = f" after {last}" if last else ""
     say(
-        f"training {problem.stats.name} with {strategy} on"
-        f" {show_count(problem.ranks, 'rank')}, {show_count(number, 'epoch')}{onwards}, into {out}"
+        f"training {problem.stats.name} with {strategy} on {show_count(problem.ranks, 'rank')},"
+        f" {show_count(asked.epochs, 'epoch')}{onwards}, into {out}"
     )
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         say(f"note: {note}")
-    launch.begin(asked.document, problem, strategy, out, options, asked.emulate, last)
+    launch.begin(asked.document, problem, strategy, out, asked.options, asked.emulate, last)
     for note in stand_in:
         say(f"note: {note}")
     return Run(out)

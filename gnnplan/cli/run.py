@@ -177,8 +177,6 @@ def run(
                 " to one folder"
             )
         options = launch.Options.of(out, given, resume is not None)
-        if options.tensorboard:
-            launch.must_be_installed(options.tensorboard)
         code = launch.follow(plan_file, out, options, strategy)
         if code == 0 and os.environ.get("RANK", "0") == "0":
             show_run(Run(out), as_json)
@@ -188,8 +186,8 @@ def run(
     plan = load_plan(plan_file, of_any_version=True)
     if strategy is not None:
         plan = plan.choose(strategy)
-    given |= {"restarts": restarts}
-    asked = asked_of(plan.document, plan.loaded, out, given, emulate, resume is not None)
+    given |= {"restarts": restarts, "emulate": emulate}
+    asked = asked_of(plan.document, plan.loaded, out, given, resume is not None)
     if dry_run:
         found = preflight(asked)
         if as_json:
@@ -197,7 +195,7 @@ def run(
         else:
             show(found)
         raise typer.Exit(2 if found.stops else 0)
-    show_run(train(asked, plan.name), as_json)
+    show_run(train(asked), as_json)
 
 
 def show_run(finished: Run, as_json: bool) -> None:
