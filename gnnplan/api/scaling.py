@@ -4,6 +4,7 @@ clusters side by side, as Offers."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -123,21 +124,33 @@ def offers(
 ) -> Offers:
     """`scale` on each of several clusters, and which of all is best: where to train, what to rent.
 
-    A cluster's name or file may set fields, such as its price: 'l4_box?price=0.80'. All other
-    arguments are those of `scale`. Raises SpecError where the input is wrong, Infeasible where
-    nothing fits on any cluster.
+    A cluster's name or file may set fields, such as its price: 'l4_box?price=0.80'. Each needs a
+    name of its own. All other arguments are those of `scale`. Raises SpecError where the input is
+    wrong, Infeasible where nothing fits on any cluster.
 
     >>> import gnnplan
     >>> offered = ["l4_box?price=0.80", "dgx_a100?price=2.20"]
     >>> gnnplan.offers("flickr", offered, gpus=[1, 8], objective="cost").best
     ('l4_box?price=0.80', 8)
     """
+    named = [(_name(one), one) for one in clusters]
+    if not named:
+        raise SpecError(
+            "offers: clusters is empty, and at least one is compared; give names, files or"
+            " clusters, as ['l4_box', 'dgx_a100']"
+        )
+    counts = Counter(name for name, _ in named)
+    if repeated := [f"{name} ({count} times)" for name, count in counts.items() if count > 1]:
+        raise SpecError(
+            f"offers: each cluster needs a name of its own ({', '.join(repeated)}); rename all but"
+            " one, or leave them out"
+        )
     sizes = gpus if isinstance(gpus, str) else list(gpus)
+    for name in ("evidence", "overrides"):  # every cluster reads them
+        if name in options and not isinstance(options[name], Mapping):
+            options[name] = list(options[name])
     return compared(
-        {
-            _name(one): partial(scale, graph, one, workload, gpus=sizes, **options)
-            for one in clusters
-        }
+        {name: partial(scale, graph, one, workload, gpus=sizes, **options) for name, one in named}
     )
 
 
