@@ -92,7 +92,7 @@ def plan(
     >>> found.best.exact, found.best.gpus <= 8, len(found.table) == len(found.answers)
     (True, True, True)
     """
-    asked = objective_of(objective, target_accuracy, evidence)
+    asked = wanted_objective(objective, target_accuracy, evidence)
     question = ask(
         graph,
         cluster,
@@ -111,7 +111,7 @@ def plan(
     return answer(question, exact, strategy, ranks is None, notify, asked)
 
 
-def objective_of(
+def wanted_objective(
     objective: str = "time",
     target_accuracy: float | None = None,
     evidence: Iterable[str | os.PathLike[str]] = (),

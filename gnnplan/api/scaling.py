@@ -17,7 +17,7 @@ from gnnplan.api.planning import (
     counted_columns,
     describe_question,
     describe_training,
-    objective_of,
+    wanted_objective,
 )
 from gnnplan.api.view import Table, View
 from gnnplan.planner.cluster.spec import Cluster
@@ -79,7 +79,7 @@ def scale(
     ([1, 8, 16], True)
     """
     sizes_of(gpus := gpus if isinstance(gpus, str) else list(gpus))  # before the graph is read
-    asked = objective_of(objective, target_accuracy, evidence)
+    asked = wanted_objective(objective, target_accuracy, evidence)
     question = ask(
         graph,
         cluster,
@@ -189,7 +189,7 @@ class Scale(View):
             "cluster": problem.cluster.model_dump(mode="json"),
             "exact": exact,
             "strategy": strategy,
-            **documents.objective_of(found.best.found),
+            **documents.objective_fields(found.best.found),
             "rows": [_row(found, size) for size in found.sizes],
             "skipped": [{"gpus": gpus, "reason": reason} for gpus, reason in found.skipped],
             "best": found.best.gpus,
