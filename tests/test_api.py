@@ -102,6 +102,22 @@ def test_offers_of_python_are_those_of_the_command_line():
     assert f"\n{CLUSTER} " in apart and "?" not in apart and "cheapest" not in apart
 
 
+def test_offers_need_clusters_that_names_tell_apart():
+    """The second of two clusters of a name replaced the first, and none at all was an empty error."""
+    mine = [{"name": "mine", "servers": servers} for servers in (1, 2)]
+    with pytest.raises(gnnplan.SpecError, match=r"a name of its own \(mine \(2 times\)\); rename"):
+        gnnplan.offers(GRAPH, [*mine, CLUSTER], gpus=[1], **FIELDS)
+    with pytest.raises(gnnplan.SpecError, match=r"clusters is empty, .* at least one .*; give"):
+        gnnplan.offers(GRAPH, [], gpus=[1], **FIELDS)
+
+
+def test_offers_override_all_clusters_from_one_generator():
+    """The first cluster used up the generator, and the others kept their own prices."""
+    prices = (f"price={price}" for price in (3,))
+    found = gnnplan.offers(GRAPH, ["l4_box", CLUSTER], gpus=[1], overrides=prices, **FIELDS)
+    assert [one.document["cluster"]["price"] for one in found.scales.values()] == [3, 3]
+
+
 def test_where_nothing_fits_on_one_cluster_the_others_are_offered():
     large = {"graph": "ogbn-papers100M", "gpus": [4], "exact": True}
     found = gnnplan.offers(clusters=["l4_box", "l4_box?device.memory=320GB"], **large)

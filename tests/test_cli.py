@@ -982,10 +982,11 @@ def test_the_plan_before_is_kept_where_another_goes_on(
 ):
     from gnnplan.api import running
     from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch import preflight
 
     monkeypatch.setattr(launch, "start", lambda *words: None)
     monkeypatch.setattr(running, "Run", lambda out: Lines([]))
-    monkeypatch.setattr(launch, "last_of", lambda *words: (10, True))
+    monkeypatch.setattr(preflight, "last_of", lambda *words: (10, True))
     out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
     out.mkdir()
     (out / "plan.json").write_text(json.dumps(other))
@@ -1644,7 +1645,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     ),
     "run: --out below a file": (
         lambda d: ["run", d.good, "--out", d.good / "x"],
-        "the folder cannot be made .Not a directory",
+        "plan.json: is a file, but a folder is needed; give another place",
     ),
     "run: --epochs 0": (lambda d: ["run", d.good, "--epochs", 0], "--epochs"),
     "run: --timeout 0": (lambda d: ["run", d.good, "--timeout", 0], "--timeout"),
@@ -1772,6 +1773,51 @@ def test_a_dry_run_prints_what_the_plan_asks_for(
     assert answer.code == 2 and answer.document["stops"] and rows["memory"]["verdict"] == "stops"
     assert set(rows["memory"]) == {"planned", "here", "verdict", "says"}
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(
+    plan_file: Path, tmp_path: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
+):
+    """It said `it would run as planned` of folders, options and plans that the run then refused."""
+    from gnnplan.executor.launch import emulation, scalars
+
+    old, board = tmp_path / "old", tmp_path / "board"
+    old.mkdir()
+    (old / "metrics.jsonl").write_text("{}\n")
+    (old / "plan.json").write_bytes(plan_file.read_bytes())
+    unlabelled, bits = unlabelled_plan(Desk(tmp_path, plan_file)), _with_bits(plan_file)
+    monkeypatch.setattr(scalars, "find_spec", lambda _: None)
+    monkeypatch.setattr(emulation.shutil, "which", lambda tool: None)
+    before = everything(tmp_path)
+    for what, words in {
+        "run folder": [plan_file, "--out", old],
+        "run folder: planned new, here": [plan_file, "--out", plan_file],
+        "run folder: planned a checkpoint": ["--resume", old],
+        "training": [unlabelled, "--out", tmp_path / "new"],
+        "training: planned graph_parallel(bits=2)": [
+            bits,
+            "--staleness-errors",
+            "--out",
+            tmp_path / "new",
+        ],
+        "TensorBoard": [plan_file, "--tensorboard", board, "--out", tmp_path / "new"],
+        "servers": [plan_file, "--emulate", "unshaped", "--out", tmp_path / "new"],
+    }.items():
+        dry = gnnplan("run", *words, "--dry-run", "--json")
+        stops = [row for row in dry.document["rows"] if row["verdict"] == "stops"]
+        assert dry.code == 2 and len(stops) == 1, (what, dry)
+        (row,) = stops
+        run = gnnplan("run", *words)
+        said = f"{row['what']}: planned {row['planned']}, here {row['here']}; {row['says']}"
+        assert said.startswith(what) and (run.code, run.err) == (2, f"error: {said}\n"), run
+        assert everything(tmp_path) == before
+
+
+def _with_bits(plan_file: Path) -> Path:
+    plan = json.loads(plan_file.read_text())
+    plan["best"]["strategy"]["bits"] = 2
+    plan_file.with_name("bits.json").write_text(json.dumps(plan))
+    return plan_file.with_name("bits.json")
 
 
 def test_an_old_plan_stays_when_a_new_one_fails(

@@ -110,7 +110,7 @@ def _one(setting: Setting, device: torch.device, strategy: str, model: str) -> R
 def _train_here(plan: gnnplan.Plan, device: torch.device, out: Path) -> None:
     """What a rank of `gnnplan run` does, in this process."""
     document = plan.document
-    problem, strategy = trainable(plan.problem, chosen(document), "the plan")
+    problem, strategy = trainable(plan.problem, chosen(document))
     plan.write(out / "plan.json")
     Options(eval_every=0, checkpoint_every=0).write(out)
     rank: Rank = open_rank(on_cpu=device.type == "cpu")

@@ -35,7 +35,7 @@ def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
     Raises SpecError, Mismatch.
     """
     document = read(plan)
-    return document, *trainable(question(document), chosen(document), str(plan))
+    return document, *trainable(question(document), chosen(document), f"{plan}: ")
 
 
 def choose(document: dict[str, Any], choice: str | None) -> tuple[dict[str, Any], Problem | None]:
@@ -52,12 +52,12 @@ def choose(document: dict[str, Any], choice: str | None) -> tuple[dict[str, Any]
     return document, problem.placed(placement(document))
 
 
-def trainable(problem: Problem, strategy: Strategy, plan: str) -> tuple[Problem, Strategy]:
-    """The problem and the settled strategy of a plan, which errors name `plan`.
+def trainable(problem: Problem, strategy: Strategy, where: str = "") -> tuple[Problem, Strategy]:
+    """The problem and the settled strategy of a plan; `where` says in errors whose they are.
 
     Raises SpecError where it cannot be trained.
     """
-    must_be_trainable(problem, f"{plan}: ")
+    must_be_trainable(problem, where)
     strategy = strategy.settle(problem)
     strategy.check(problem)
     return problem, strategy

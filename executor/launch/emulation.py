@@ -40,6 +40,13 @@ DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
 @dataclass(frozen=True)
+class Emulated:
+    """Servers played by this machine, with NICs of `rate` [B/s]; None: unshaped."""
+
+    rate: float | None
+
+
+@dataclass(frozen=True)
 class Server:
     """A namespace, held by a process that sleeps in it."""
 

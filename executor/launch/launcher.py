@@ -12,27 +12,18 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gnnplan.executor.launch.blame import blame
-from gnnplan.executor.launch.checks import (
-    last_of,
-    must_be_measurable,
-    must_be_new,
-    must_go_on,
-    prepare,
-    started_by_launcher,
-    trainable,
-    write_run,
-)
+from gnnplan.executor.launch.checks import prepare, started_by_launcher, write_run
+from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.heartbeat import Heartbeat
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
 from gnnplan.executor.launch.preflight import Asked, Row, look, must_start, predicted_memory
 from gnnplan.executor.launch.rank_process import follow, leave, work
-from gnnplan.executor.launch.scalars import must_be_installed
 from gnnplan.executor.launch.scratch import scratch
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import last_stored
@@ -51,19 +42,13 @@ __all__ = [
     "Row",
     "begin",
     "follow",
-    "last_of",
     "leave",
     "look",
-    "must_be_installed",
-    "must_be_measurable",
-    "must_be_new",
-    "must_go_on",
     "must_start",
     "new_folder",
     "prepare",
     "start",
     "started_by_launcher",
-    "trainable",
     "work",
 ]
 
@@ -73,13 +58,6 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def new_folder(name: str) -> Path:
     """The first folder runs/NAME-1, runs/NAME-2 .. that does not exist."""
     return next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{name}-{n}").exists())
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """Servers played by this machine, with NICs of `rate` [B/s]; None: unshaped."""
-
-    rate: float | None
 
 
 def begin(

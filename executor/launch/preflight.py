@@ -22,7 +22,17 @@ from typing import Any, Literal
 import torch
 
 from gnnplan import __version__
+from gnnplan.executor.launch import emulation
+from gnnplan.executor.launch.checks import (
+    last_of,
+    must_be_measurable,
+    must_be_new,
+    must_go_on,
+    trainable,
+)
+from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.scalars import must_be_installed
 from gnnplan.executor.ranks.checkpoint import KEPT
 from gnnplan.executor.ranks.machine import cores, device_name, gpus, process_room
 from gnnplan.executor.ranks.memory import free_memory
@@ -33,7 +43,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, OtherData, SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_folder, nearest
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
@@ -62,7 +72,8 @@ class Row:
     says: str = ""  # what a difference means; the remedy of what stops
 
     def __str__(self) -> str:
-        return f"{self.what}: planned {self.planned}, here {self.here}; {self.says}"
+        compared = f"{self.what}: planned {self.planned}, here {self.here}"
+        return "; ".join(filter(None, (compared, self.says)))
 
     @property
     def document(self) -> dict[str, str]:
@@ -73,15 +84,15 @@ class Row:
 class Asked:
     """A plan that is to be run, and how.
 
-    launched: torchrun or srun has started this process as a rank. emulated: this machine plays the
-    plan's servers. loaded: the plan's problem, where it is there already.
+    launched: torchrun or srun has started this process as a rank. emulate: how this machine plays
+    the plan's servers; None: it does not. loaded: the plan's problem, where it is there already.
     """
 
     document: dict[str, Any]
     out: Path
     options: Options
     launched: bool = False
-    emulated: bool = False
+    emulate: Emulated | None = None
     loaded: Problem | None = None
 
     @cached_property
@@ -102,6 +113,32 @@ class Asked:
         return chosen(self.document)
 
     @cached_property
+    def settled(self) -> Strategy:
+        """The strategy with all its knobs. Raises SpecError where it cannot be trained as asked."""
+        _, strategy = trainable(self.problem, self.strategy)
+        must_be_measurable(self.options, strategy)
+        return strategy
+
+    @property
+    def epochs(self) -> int:
+        """Of the whole training."""
+        return self.options.epochs or self.workload.epochs
+
+    @cached_property
+    def last(self) -> int:
+        """The epoch that it goes on from; 0: it begins. Raises SpecError where the folder refuses.
+
+        It is of ranks on this machine alone.
+        """
+        if not self.options.resume:
+            must_be_new(self.out)
+            must_be_folder(self.out)
+            return 0
+        last, of_another = last_of(self.out, self.problem, self.settled)
+        must_go_on(self.out, last, self.epochs, of_another=of_another)
+        return last
+
+    @cached_property
     def servers(self) -> tuple[int, ...]:
         """The server of every rank, in the order of their GPUs, as launchers count them."""
         each = self.cluster.gpus_per_server
@@ -120,7 +157,7 @@ class Asked:
         """Servers of the run: real ones, or played by this machine."""
         planned = len(set(self.servers))
         if not self.launched:
-            return planned if self.emulated else 1
+            return 1 if self.emulate is None else planned
         found = self.env.get("GROUP_WORLD_SIZE") or self.env.get("SLURM_STEP_NUM_NODES") or ""
         return int(found) if found.isdecimal() and int(found) else planned
 
@@ -149,7 +186,21 @@ def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:
 
 def look(asked: Asked) -> list[Row]:
     """All rows of the table."""
-    return [check(asked) for check in CHECKS] + [check(asked.env) for check in MEETING]
+    rows = [_gnnplan(asked), _torch(asked), *_asked_for(asked)]
+    return rows + [check(asked) for check in CHECKS] + [check(asked.env) for check in MEETING]
+
+
+def _asked_for(asked: Asked) -> list[Row]:
+    """What is trained, and into which folder. A row that needs one that stops is left out."""
+    rows = [_graph(asked)]
+    if rows[-1].verdict == "ok":
+        rows.append(_training(asked))
+    # ranks that a launcher started have disks of their own, and compare them when they have met
+    if not asked.launched and (rows[-1].verdict == "ok" or not asked.options.resume):
+        rows.append(_folder(asked))
+    if asked.options.tensorboard:
+        rows.append(_tensorboard(asked))
+    return rows
 
 
 def must_start(asked: Asked) -> list[Row]:
@@ -217,6 +268,38 @@ def _graph(asked: Asked) -> Row:
         return Row("graph", planned, "not read", "stops", str(error))
 
 
+def _training(asked: Asked) -> Row:
+    planned = f"{asked.strategy}, {show_count(asked.epochs, 'epoch')}"
+    try:
+        return Row("training", planned, str(asked.settled))
+    except GnnplanError as error:
+        return _refused("training", planned, error)
+
+
+def _folder(asked: Asked) -> Row:
+    planned = "a checkpoint to go on from" if asked.options.resume else "new"
+    try:
+        here = f"of epoch {asked.last}, in {asked.out}" if asked.last else str(asked.out)
+        return Row("run folder", planned, here)
+    except GnnplanError as error:
+        return _refused("run folder", planned, error)
+
+
+def _tensorboard(asked: Asked) -> Row:
+    planned = str(asked.options.tensorboard)
+    try:
+        must_be_installed(planned)
+        return Row("TensorBoard", planned, "installed")
+    except GnnplanError as error:
+        return _refused("TensorBoard", planned, error)
+
+
+def _refused(what: str, planned: str, error: GnnplanError) -> Row:
+    """The row of an error, which says what is here, and after a semicolon what to do."""
+    here, _, remedy = str(error).partition("; ")
+    return Row(what, planned, here, "stops", remedy)
+
+
 def _device(asked: Asked) -> Row:
     device, found = asked.cluster.device, gpus()
     kind = "cuda" if found else "cpu"
@@ -264,6 +347,11 @@ def _places(asked: Asked) -> Row:
 
 def _servers(asked: Asked) -> Row:
     planned, here = len(set(asked.servers)), asked.servers_here
+    if asked.emulate is not None:
+        try:
+            emulation.check()
+        except SpecError as error:
+            return _refused("servers", str(planned), error)
     if planned == here:
         return Row("servers", str(planned), str(here))
     says = "messages between servers do not cross the plan's links; start it with torchrun or srun"
@@ -302,11 +390,10 @@ def _memory(asked: Asked) -> Row:
 
 def _disk(asked: Asked) -> Row:
     every, workload = asked.options.checkpoint_every, asked.workload
-    out = asked.out.absolute()
-    place = next(place for place in (out, *out.parents) if place.exists())
+    place = nearest(asked.out)
     free = shutil.disk_usage(place).free
     here = f"{show_bytes(free)} free at {place}"
-    if not 0 < every <= (asked.options.epochs or workload.epochs):
+    if not 0 < every <= asked.epochs:
         return Row("disk", "no checkpoints", here)
     # weights, with Adam's two moments; what a strategy carries besides is not in a plan
     one = asked.predicted.get("parameters", 0.0) * (3 if workload.optimizer == "adam" else 1)
@@ -407,9 +494,6 @@ def _port(env: Mapping[str, str]) -> Row:
 
 
 CHECKS: tuple[Callable[[Asked], Row], ...] = (
-    _gnnplan,
-    _torch,
-    _graph,
     _device,
     _places,
     _servers,

@@ -30,7 +30,6 @@ from gnnplan.executor.launch.checks import (
     must_go_on,
     prepare,
     taken_over,
-    trainable,
     write_run,
 )
 from gnnplan.executor.launch.options import Options
@@ -199,7 +198,7 @@ class _Process:
                 must_be_new(self.out, document if self.restarted else None)
             asked = Asked(document, self.out, self.options, launched=True, loaded=loaded)
             differs = [str(row) for row in must_start(asked)]
-            problem, strategy = trainable(asked.problem, asked.strategy, str(self.plan))
+            problem, strategy = asked.problem, asked.settled
         must_be_measurable(self.options, strategy)
         self._take_place(document, problem)
         every, training = self.options.checkpoint_every, question(problem, strategy)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import make_folder
+from gnnplan.planner.vocabulary.files import make_folder, must_be_folder
 
 # a field of metrics.jsonl -> TensorBoard's tag
 TAGS = {
@@ -26,13 +26,10 @@ WITHIN = 5  # [s] in which TensorBoard sees an epoch
 
 
 def must_be_installed(folder: str) -> None:
-    """Raise SpecError where TensorBoard is absent, or cannot have its folder, which is made."""
+    """Raise SpecError where TensorBoard is absent, or cannot have its folder."""
     if find_spec("tensorboard") is None:
-        raise SpecError(
-            "--tensorboard needs TensorBoard, which is not installed; pip install"
-            " 'gnnplan[tensorboard]'"
-        )
-    make_folder(Path(folder))
+        raise SpecError("TensorBoard is not installed; pip install 'gnnplan[tensorboard]'")
+    must_be_folder(Path(folder))
 
 
 class Scalars:

@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gnnplan.executor.launch.checks import must_be_trainable
-from gnnplan.executor.launch.launcher import Emulated
+from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.options import MOST as MOST_EPOCHS
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import LEAST_MEMORY, Asked, must_start
@@ -159,13 +158,12 @@ def tune(
         document = plans.make(problem, found, exact, notify)
         document["summary"]["tuned"] = str(ahead)
         return {**document, "tuned": {**budget, "why": ahead.why_not, "strategies": []}}
-    must_be_trainable(problem)
     runs = Asked(
         plans.for_run(problem, found, exact),
         out,
         Options(checkpoint_every=0),
-        emulated=emulate is not None,
-        loaded=problem,
+        emulate=emulate,
+        loaded=found.best.problem,
     )
     must_start(runs)
     must_be_this_machine(problem, emulate)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.executor.launch.checks import prepare
-from gnnplan.executor.launch.launcher import Emulated, begin
+from gnnplan.executor.launch.emulation import Emulated
+from gnnplan.executor.launch.launcher import begin
 from gnnplan.executor.launch.options import MOST, Options
 from gnnplan.executor.ranks.rank import die_with_parent
 from gnnplan.executor.ranks.turns import FILE

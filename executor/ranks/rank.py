@@ -26,6 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.device_clock import DeviceClock, HostMark, Mark, now
+from gnnplan.executor.ranks.machine import gpus
 from gnnplan.executor.ranks.meeting import join
 from gnnplan.executor.ranks.memory import MemoryWatch
 from gnnplan.planner.problem.problem import Problem
@@ -422,13 +423,13 @@ def open_rank(
     local = int(env.get("LOCAL_RANK", "0"))
     torch.set_num_threads(max(1, _count("GNNPLAN_THREADS", env.get("GNNPLAN_THREADS", "1"))))
     keep_allocator()
-    gpus = torch.cuda.device_count() if not on_cpu and torch.cuda.is_available() else 0
+    found = 0 if on_cpu else gpus()
     if problem is not None and problem.placement and size == problem.ranks:
         number = problem.by_gpu[number]
-        if gpus >= problem.cluster.gpus_per_server:  # this process sees them all
+        if found >= problem.cluster.gpus_per_server:  # this process sees them all
             local = problem.placement[number] % problem.cluster.gpus_per_server
-    device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
-    if gpus:
+    device = torch.device("cuda", local % found) if found else torch.device("cpu")
+    if found:
         torch.cuda.set_device(device)
     card = card_of(device)
     rank = Rank(number, size, device, backend_of([card]), timeout_s=timeout_s, card=card)

@@ -35,6 +35,7 @@ from gnnplan.planner.vocabulary.units import (
 if TYPE_CHECKING:
     from gnnplan.api.running import Preflight, Run
     from gnnplan.api.simulation import Simulation, Sweep
+    from gnnplan.executor.launch.preflight import Asked
 
 MOST_LEADERS = 8  # rows of the table
 
@@ -91,7 +92,7 @@ def plan(
     >>> found.best.exact, found.best.gpus <= 8, len(found.table) == len(found.answers)
     (True, True, True)
     """
-    asked = objective_of(objective, target_accuracy, evidence)
+    asked = wanted_objective(objective, target_accuracy, evidence)
     question = ask(
         graph,
         cluster,
@@ -110,7 +111,7 @@ def plan(
     return answer(question, exact, strategy, ranks is None, notify, asked)
 
 
-def objective_of(
+def wanted_objective(
     objective: str = "time",
     target_accuracy: float | None = None,
     evidence: Iterable[str | os.PathLike[str]] = (),
@@ -159,7 +160,7 @@ def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
     of_any_version: leave it to `run` and `preflight` to say that another version made it. Raises
     SpecError where it is not a plan, Mismatch where another version made it.
     """
-    return Plan(documents.read(path, of_any_version), name=str(path))
+    return Plan(documents.read(path, of_any_version))
 
 
 @dataclass(frozen=True)
@@ -213,11 +214,8 @@ class Answer:
 class Plan(View):
     """The answer to `plan`: `best`, the ranked `answers`, and all that plan.json holds."""
 
-    def __init__(
-        self, document: dict[str, Any], problem: Problem | None = None, name: str = "the plan"
-    ) -> None:
+    def __init__(self, document: dict[str, Any], problem: Problem | None = None) -> None:
         self.document = document  # of plan.json
-        self.name = name  # in errors
         self._problem = problem
 
     @property
@@ -279,7 +277,7 @@ class Plan(View):
         from gnnplan.planner.decision import alternative
 
         document = alternative.take(self.document, self.problem, strategy)
-        return Plan(document, self.problem.placed(documents.placement(document)), self.name)
+        return Plan(document, self.problem.placed(documents.placement(document)))
 
     def simulate(
         self,
@@ -370,9 +368,10 @@ class Plan(View):
             "staleness_errors": staleness_errors,
             "gradient_errors": gradient_errors,
             "restarts": restarts,
+            "emulate": emulate,
             "tensorboard": None if tensorboard is None else str(Path(tensorboard).absolute()),
         }
-        return self._train(None if out is None else Path(out), options, emulate)
+        return self._train(self._asked(out, options))
 
     def report(
         self,
@@ -391,18 +390,16 @@ class Plan(View):
         self,
         out: str | Path | None = None,
         *,
-        epochs: int | None = None,
-        checkpoint_every: int = 10,
-        emulate: str | None = None,
+        resume: bool = False,
+        **options: Any,
     ) -> Preflight:
-        """What the plan asks for beside what this machine has; `run` looks at it first.
+        """What the plan asks for beside what is here; `run` looks at it first.
 
-        The arguments are those of `run`. No process is started. Raises SpecError."""
+        resume: of a run that goes on in `out`. options: those of `run`. No process is started and
+        nothing is written. Raises SpecError."""
         from gnnplan.api.running import preflight
 
-        given = {"epochs": epochs, "checkpoint_every": checkpoint_every}
-        folder = None if out is None else Path(out)
-        return preflight(self.document, self.loaded, folder, given, emulate)
+        return preflight(self._asked(out, options, resume))
 
     def resume(self, out: str | Path, **options: Any) -> Run:
         """Go on with the run in `out` from its last checkpoint, with its options and those of `run`
@@ -411,14 +408,20 @@ class Plan(View):
         The run may have begun with another plan of the same graph and workload: weights and the
         optimizer's state go on, on this plan's ranks and with its strategy. Raises SpecError,
         LostRank."""
-        return self._train(Path(out), options, options.pop("emulate", None), resume=True)
+        return self._train(self._asked(out, options, resume=True))
 
-    def _train(
-        self, out: Path | None, given: dict[str, Any], emulate: str | None, resume: bool = False
-    ) -> Run:
+    def _asked(
+        self, out: str | Path | None, given: Mapping[str, Any], resume: bool = False
+    ) -> Asked:
+        from gnnplan.api.running import asked_of
+
+        folder = None if out is None else Path(out)
+        return asked_of(self.document, self.loaded, folder, given, resume)
+
+    def _train(self, asked: Asked) -> Run:
         from gnnplan.api.running import train
 
-        return train(self.document, self.loaded, out, given, emulate, resume, self.name)
+        return train(asked)
 
     def blocks(self) -> list[str | Table]:
         return [

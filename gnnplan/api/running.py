@@ -143,81 +143,56 @@ class Preflight(View):
         return [Table("", ["", "the plan", "here", "verdict"], rows, left=4), last]
 
 
-def preflight(
+def asked_of(
     document: dict[str, Any],
     problem: Problem | None,
     out: Path | None,
     given: Mapping[str, Any],
-    emulate: str | None = None,
     resume: bool = False,
-) -> Preflight:
-    """What `train` looks at before it starts a process; the arguments are its.
-
-    Raises SpecError."""
-    from gnnplan.executor.launch import launcher as launch
-
-    return Preflight(launch.look(_asked(document, problem, out, given, emulate, resume)))
-
-
-def _asked(
-    document: dict[str, Any],
-    problem: Problem | None,
-    out: Path | None,
-    given: Mapping[str, Any],
-    emulate: str | None,
-    resume: bool,
 ) -> Asked:
+    """A plan that is to be run, and how; `preflight` and `train` take it.
+
+    problem: the plan's, where its graph has been read. out: None: a new folder in runs/. given:
+    options (executor/launch/options.py) and `emulate`; None where one was not given. resume: go on
+    in `out`. Raises SpecError."""
     from gnnplan.executor.launch import launcher as launch
 
-    options = launch.Options.of(out or Path(), given, resume)
+    rate = given.get("emulate")
+    servers = None if rate is None else launch.Emulated(rate_of(rate))
+    kept = {name: value for name, value in given.items() if name != "emulate"}
+    options = launch.Options.of(out or Path(), kept, resume)
     if out is None:
         graph = document["graph"].get("name", "graph").split("?")[0]
         name = f"{graph}-{document['best']['strategy']['name']}"
         out = launch.new_folder(name.replace(":", "-").replace("/", "-"))
-    return launch.Asked(document, out, options, emulated=emulate is not None, loaded=problem)
+    return launch.Asked(document, out, options, emulate=servers, loaded=problem)
 
 
-def train(
-    document: dict[str, Any],
-    problem: Problem | None,
-    out: Path | None,
-    given: Mapping[str, Any],
-    emulate: str | None = None,
-    resume: bool = False,
-    name: str = "the plan",
-) -> Run:
-    """Start a plan's ranks on this machine, and wait for them.
-
-    document: of the plan. problem: the plan's, where its graph has been read. given: options
-    (executor/launch/options.py); None where one was not given. resume: go on in `out`. Raises
-    SpecError, and LostRank when no restart is left."""
+def preflight(asked: Asked) -> Preflight:
+    """What `train` looks at before it starts a process."""
     from gnnplan.executor.launch import launcher as launch
 
-    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
-    asked = _asked(document, problem, out, given, emulate, resume)
-    out, options = asked.out, asked.options
-    if options.tensorboard:
-        launch.must_be_installed(options.tensorboard)
-    differs = launch.must_start(asked)
-    problem, strategy = launch.trainable(asked.problem, asked.strategy, name)
-    launch.must_be_measurable(options, strategy)
-    number, last = options.epochs or problem.workload.epochs, 0
-    if resume:
-        last, of_another = launch.last_of(out, problem, strategy)
-        launch.must_go_on(out, last, number, of_another=of_another)
-    else:
-        launch.must_be_new(out)
-    for row in differs:
+    return Preflight(launch.look(asked))
+
+
+def train(asked: Asked) -> Run:
+    """Start a plan's ranks on this machine, and wait for them.
+
+    Raises SpecError, and LostRank when no restart is left."""
+    from gnnplan.executor.launch import launcher as launch
+
+    for row in launch.must_start(asked):
         say(f"note: {row}")
+    problem, strategy, out, last = asked.problem, asked.settled, asked.out, asked.last
     onwards = f" after {last}" if last else ""
     say(
-        f"training {problem.stats.name} with {strategy} on"
-        f" {show_count(problem.ranks, 'rank')}, {show_count(number, 'epoch')}{onwards}, into {out}"
+        f"training {problem.stats.name} with {strategy} on {show_count(problem.ranks, 'rank')},"
+        f" {show_count(asked.epochs, 'epoch')}{onwards}, into {out}"
     )
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         say(f"note: {note}")
-    launch.begin(document, problem, strategy, out, options, servers, last)
+    launch.begin(asked.document, problem, strategy, out, asked.options, asked.emulate, last)
     for note in stand_in:
         say(f"note: {note}")
     return Run(out)

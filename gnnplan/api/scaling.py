@@ -4,6 +4,7 @@ clusters side by side, as Offers."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from gnnplan.api.planning import (
     counted_columns,
     describe_question,
     describe_training,
-    objective_of,
+    wanted_objective,
 )
 from gnnplan.api.view import Table, View
 from gnnplan.planner.cluster.spec import Cluster
@@ -78,7 +79,7 @@ def scale(
     ([1, 8, 16], True)
     """
     sizes_of(gpus := gpus if isinstance(gpus, str) else list(gpus))  # before the graph is read
-    asked = objective_of(objective, target_accuracy, evidence)
+    asked = wanted_objective(objective, target_accuracy, evidence)
     question = ask(
         graph,
         cluster,
@@ -123,21 +124,33 @@ def offers(
 ) -> Offers:
     """`scale` on each of several clusters, and which of all is best: where to train, what to rent.
 
-    A cluster's name or file may set fields, such as its price: 'l4_box?price=0.80'. All other
-    arguments are those of `scale`. Raises SpecError where the input is wrong, Infeasible where
-    nothing fits on any cluster.
+    A cluster's name or file may set fields, such as its price: 'l4_box?price=0.80'. Each needs a
+    name of its own. All other arguments are those of `scale`. Raises SpecError where the input is
+    wrong, Infeasible where nothing fits on any cluster.
 
     >>> import gnnplan
     >>> offered = ["l4_box?price=0.80", "dgx_a100?price=2.20"]
     >>> gnnplan.offers("flickr", offered, gpus=[1, 8], objective="cost").best
     ('l4_box?price=0.80', 8)
     """
+    named = [(_name(one), one) for one in clusters]
+    if not named:
+        raise SpecError(
+            "offers: clusters is empty, and at least one is compared; give names, files or"
+            " clusters, as ['l4_box', 'dgx_a100']"
+        )
+    counts = Counter(name for name, _ in named)
+    if repeated := [f"{name} ({count} times)" for name, count in counts.items() if count > 1]:
+        raise SpecError(
+            f"offers: each cluster needs a name of its own ({', '.join(repeated)}); rename all but"
+            " one, or leave them out"
+        )
     sizes = gpus if isinstance(gpus, str) else list(gpus)
+    for name in ("evidence", "overrides"):  # every cluster reads them
+        if name in options and not isinstance(options[name], Mapping):
+            options[name] = list(options[name])
     return compared(
-        {
-            _name(one): partial(scale, graph, one, workload, gpus=sizes, **options)
-            for one in clusters
-        }
+        {name: partial(scale, graph, one, workload, gpus=sizes, **options) for name, one in named}
     )
 
 
@@ -176,7 +189,7 @@ class Scale(View):
             "cluster": problem.cluster.model_dump(mode="json"),
             "exact": exact,
             "strategy": strategy,
-            **documents.objective_of(found.best.found),
+            **documents.objective_fields(found.best.found),
             "rows": [_row(found, size) for size in found.sizes],
             "skipped": [{"gpus": gpus, "reason": reason} for gpus, reason in found.skipped],
             "best": found.best.gpus,

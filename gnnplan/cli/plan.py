@@ -170,7 +170,7 @@ def plan(
     --cluster 'l4_box?price=0.80' --cluster 'dgx_a100?price=2.20' compares what you may rent.
     """
     from gnnplan.api.asking import ask
-    from gnnplan.api.planning import answer, objective_of
+    from gnnplan.api.planning import answer, wanted_objective
     from gnnplan.api.scaling import compared, scale_of
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
@@ -179,7 +179,7 @@ def plan(
 
     clusters = list(dict.fromkeys(cluster or ["local"]))
     sizes = _sizes(scale, clusters, output, report, explain, ranks)
-    wanted = objective_of(objective, target_accuracy, evidence or [])
+    wanted = wanted_objective(objective, target_accuracy, evidence or [])
     if output:
         must_be_writable(output)
     if report:

@@ -128,7 +128,7 @@ def run(
     strategy: gnnplan run NEW.json --resume DIR; weights and the optimizer's state go on. Under
     torchrun restarts are torchrun's (--max-restarts 3), and go on from the last checkpoint too."""
     from gnnplan.api.planning import load_plan
-    from gnnplan.api.running import Run, preflight, rate_of, train
+    from gnnplan.api.running import Run, asked_of, preflight, rate_of, train
     from gnnplan.executor.launch import launcher as launch
     from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -177,8 +177,6 @@ def run(
                 " to one folder"
             )
         options = launch.Options.of(out, given, resume is not None)
-        if options.tensorboard:
-            launch.must_be_installed(options.tensorboard)
         code = launch.follow(plan_file, out, options, strategy)
         if code == 0 and os.environ.get("RANK", "0") == "0":
             show_run(Run(out), as_json)
@@ -188,23 +186,16 @@ def run(
     plan = load_plan(plan_file, of_any_version=True)
     if strategy is not None:
         plan = plan.choose(strategy)
+    given |= {"restarts": restarts, "emulate": emulate}
+    asked = asked_of(plan.document, plan.loaded, out, given, resume is not None)
     if dry_run:
-        found = preflight(plan.document, plan.loaded, out, given, emulate, resume is not None)
+        found = preflight(asked)
         if as_json:
             print_json(found.document)
         else:
             show(found)
         raise typer.Exit(2 if found.stops else 0)
-    finished = train(
-        plan.document,
-        plan.loaded,
-        out,
-        given | {"restarts": restarts},
-        emulate,
-        resume is not None,
-        plan.name,
-    )
-    show_run(finished, as_json)
+    show_run(train(asked), as_json)
 
 
 def show_run(finished: Run, as_json: bool) -> None:

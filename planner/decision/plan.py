@@ -82,12 +82,12 @@ def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[
         "cluster": problem.cluster.model_dump(mode="json"),
         "partitioner": problem.method,
         "exact": exact,
-        **objective_of(found),
+        **objective_fields(found),
         "best": {**answer(found, best), "placement": best.strategy.placement(best.problem)},
     }
 
 
-def objective_of(found: SearchResult) -> dict[str, Any]:
+def objective_fields(found: SearchResult) -> dict[str, Any]:
     """What a plan says of its objective, JSON-ready."""
     objective, target = found.objective, found.objective.target
     if target is None:

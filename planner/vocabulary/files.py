@@ -136,6 +136,28 @@ def must_be_writable(path: Path) -> None:
         ) from error
 
 
+def must_be_folder(path: Path) -> None:
+    """Raise SpecError if `path` is no folder and cannot become one; called before long work."""
+    there = nearest(path)
+    if not there.is_dir():
+        raise SpecError(f"{there}: is a file, but a folder is needed; give another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise SpecError(
+            f"{path}: the folder cannot be written ({there} is not writable); choose another place"
+        )
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the nearest of its parents that is there. Raises SpecError."""
+    path = path.absolute()
+    try:
+        return next(place for place in (path, *path.parents) if place.exists())
+    except OSError as error:  # a name that no folder can have
+        raise SpecError(
+            f"{path}: the folder cannot be made ({error.strerror}); choose another place"
+        ) from error
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, unless it exists. Raises SpecError."""
     try:

@@ -6,10 +6,16 @@ In each layer the axes have roles, which move on by one from layer to layer (`ro
     columns   shares its input columns
     rows      shares its output rows
 
-So a rank has of the adjacency A a tile [rows, sources], of the inputs H [sources, columns], of the
-sums A H [rows, columns], of the weights W [columns, sources] and of the outputs [rows, sources].
-What a tensor's tile leaves out is on the ranks along the third axis, as copies. Only weights have
-none: their tiles are shared out along `rows`, and put together before they are used.
+A rank has a tile of every tensor, shared by these axes:
+
+    adjacency A   [rows, sources]
+    inputs H      [sources, columns]
+    sums A H      [rows, columns]
+    weights W     [columns, sources]
+    outputs       [rows, sources]
+
+Ranks along the third axis have copies of a tile. Weights have no copies: ranks along `rows` share
+out a tile, and put it together before they use it.
 
     compute   |aggregate l f|                    |forward l|                |aggregate l+1 f| ..
     comm                                         before it: gather_weights
