@@ -618,17 +618,19 @@ class Worker(base.Worker):
     def refill(self, step: int) -> None:
         """Repeat a step until its stale rows are those of the weights.
 
-        A pass makes the rows right that one more layer reads, forward and then backward.
+        A pass makes the rows right that one more layer reads, forward and then backward. A moving
+        average begins with the last pass's rows: with what came before it would be a share of them.
         """
         if not self.options.staleness:
             return
         learner, self.learner = self.learner, None  # the passes' gradients are of no use
+        gamma, self.gamma = self.gamma, 0.0
         weights = {name: tensor.clone() for name, tensor in super().state().items()}
         for _ in range(2 * len(self.layers)):
             self.step(step)
             self.drain()
         fill(super().state(), weights)  # batch norm's averages have moved
-        self.learner = learner
+        self.learner, self.gamma = learner, gamma
 
 
 def targets_of(

@@ -63,7 +63,8 @@ class Weights:
         """Write the tile's numbers to their place in the whole model."""
         matrix, bias = self.split(flat)
         width = self.columns.stop - self.columns.start
-        for name, part in zip(self.matrices, torch.split(matrix, width, 1), strict=True):
+        for place, name in enumerate(self.matrices):
+            part = matrix[:, place * width : (place + 1) * width]
             net.layer(layer).get_parameter(name)[self.outputs, self.columns] = part
         if bias is not None:
             net.layer(layer).get_parameter("bias")[self.outputs] = bias

@@ -171,7 +171,10 @@ def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
                 )
         target[path[-1]] = value
         if "provenance" in data and path[0] not in ("provenance", "name"):
-            data["provenance"][key] = "--set"
+            # its doubt too is gone, however wide the file has it (cluster/doubt.py names constants)
+            constant = path[0] if path[0] == "host_rates" else ".".join(path[:2])
+            data["provenance"][constant] = "--set"
+            data["ranges"].pop(constant, None)
     changed = checked(type(model), data, "--set ", overrides)
     if isinstance(model, Cluster) and isinstance(changed, Cluster):
         by_hand = {key.rpartition(".")[0].removeprefix("collectives.") for key in overrides}

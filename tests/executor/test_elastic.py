@@ -95,7 +95,7 @@ def test_a_trace_begins_with_the_plan(run_ranks: Ranks, graphs: dict[str, str]) 
     assert {span.step for span in resumed.spans} == {62}
 
 
-@pytest.mark.parametrize("after", ["pipegcn", "pipegcn(buckets=2,narrow=True)"])
+@pytest.mark.parametrize("after", ["pipegcn", "pipegcn_gf(buckets=2,narrow=True)"])
 def test_stale_rows_are_made_of_the_weights_that_go_on(
     after: str, run_ranks: Ranks, graphs: dict[str, str]
 ) -> None:

@@ -55,3 +55,14 @@ def test_it_trains_as_one_process_does(
             assert ours[f"{split}_accuracy"] == pytest.approx(
                 theirs[f"{split}_accuracy"], abs=1e-12
             )
+
+
+def test_an_axis_may_have_more_ranks_than_columns(
+    run_ranks: Ranks, graphs: dict[str, str]
+) -> None:
+    """A tile of GraphSAGE without columns ended the run when its weights were written."""
+    how = {**HOW, "model": "sage", "hidden": 2}
+    case = Case("tensor3d(x=1,y=3,z=1)", graphs["rough"], how)
+    (result,) = run_ranks(3, [case])
+    alone = run_ranks.alone(Case("graph_parallel", graphs["rough"], how))
+    assert difference(result.weights, alone.weights) <= 1e-9

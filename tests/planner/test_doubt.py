@@ -71,6 +71,23 @@ def test_a_constant_is_as_doubtful_as_its_source():
     assert doubt.range_of(told, "device.gemm") == (0.9, 1.5)
 
 
+@pytest.mark.parametrize(
+    ("given", "constant"),
+    [
+        ("device.gemm=5TFLOP/s", "device.gemm"),
+        ("inter_node.bandwidth=3GB/s", "inter_node.bandwidth"),
+        ("collectives.exchange.inter_node.bandwidth=3GB/s", "collectives.exchange.inter_node"),
+        ("host_rates.draw=1e7", "host_rates"),
+    ],
+)
+def test_what_is_set_by_hand_is_in_no_doubt(given: str, constant: str):
+    """A what-if is about this number, whatever range `measure` has found for the one before."""
+    measured = preset("l4_box").model_copy(update={"ranges": {constant: (0.5, 2.0)}})
+    changed = overridden(measured, given)
+    assert doubt.range_of(measured, constant) == (0.5, 2.0)
+    assert doubt.range_of(changed, constant) == (1.0, 1.0)
+
+
 @given(st.floats(0.05, 1.0), st.floats(1.0, 20.0))
 def test_a_tenth_of_the_draws_is_below_a_range_and_a_tenth_above(low: float, high: float):
     cluster = preset("l4_box").model_copy(update={"ranges": {"device.gemm": (low, high)}})
