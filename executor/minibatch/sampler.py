@@ -7,6 +7,9 @@ l = L .. 1:
     ids l     (GSplit) tell owners which of their vertices I have reached; hear which of mine the
               others have reached. My rows of h_{l-1} are those of h_l, then the new ones, sorted
 
+              (where the first layer alone is split) for l = 2 only. Down to h_1 my rows are all
+              that my seeds need; then those that I own of what anyone needs
+
     lay       a block per layer. Who asked for what tells the exchanges of both passes which rows
               to send
 
@@ -95,9 +98,11 @@ class Drawn(NamedTuple):
     below: Ids  # of h_{l-1}: `rows`, then the new ones
     indptr: Ids  # [R + 1]
     columns: NDArray[np.int32]  # global ids of the neighbours drawn, one row's after the other
+    meets: bool  # ranks exchange rows before the layer
     halo: Ids  # rows of h_{l-1} that peers send
     gives: Sequence[Ids]  # for each rank, which rows of h_{l-1} it is sent
     takes: NDArray[np.int64]  # halo rows from each rank [ranks]
+    reads: Ids | None = None  # sources, if not all of `below` and `halo` in this order
 
 
 class Sampler(Dataset[Sampled]):
@@ -117,7 +122,7 @@ class Sampler(Dataset[Sampled]):
         device: torch.device | None = None,
     ) -> None:
         self.graph, self.workload, self.member = batches.graph, batches.workload, batches.member
-        self.steps, self.groups = batches.steps, batches.groups
+        self.steps, self.groups, self.split = batches.steps, batches.groups, batches.split
         self.me, self.edges, self.timeout_s, self.lists = me, edges, timeout_s, lists
         self.group = self.groups[me]
         self.peers = [rank for rank, group in enumerate(self.groups) if group == self.group]
@@ -146,8 +151,8 @@ class Sampler(Dataset[Sampled]):
         items, everyone = self._items_of(epoch, number)
         pairs = pairs_in(self.graph, workload, items, epoch, number)
         rows = items if pairs is None else pairs.ends
-        if len(self.peers) > 1 and self.member is not None:
-            rows = rows[self.member[rows] == self.place]
+        if len(self.peers) > 1:
+            rows = rows[self._owns(rows)]
         made = Sampled(Share(rows, everyone, []))
         if pairs is not None:
             made.share.ends = self._ends(pairs, rows)
@@ -163,10 +168,16 @@ class Sampler(Dataset[Sampled]):
                 indptr, columns = self._draw_together(made, rows, fanout, key, label)
             else:
                 indptr, columns = self._draw(rows, fanout, key)
-            reached = _new(present, [columns])
+            reached, kept, reads = _new(present, [columns]), rows, None
             new, halo = reached, reached[:0]
             gives, takes = [reached[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
-            if splits:
+            meets = splits and (self.split == "all" or layer == 2)
+            if meets:
+                if self.split == "first":  # owners have all that is needed, not new rows alone
+                    reads = reached = np.concatenate([rows, reached])
+                    kept = reads[self._owns(reads)]
+                    present[:] = False
+                    present[kept] = True
                 own, asked = self._by_owner(reached)
                 self._note(made, label, began)
                 wanted = self._swap(made, Label("ids", step, layer=layer), asked, self.peers)
@@ -174,9 +185,12 @@ class Sampler(Dataset[Sampled]):
                 new, halo = _new(present, [own, *wanted]), np.concatenate(asked)
                 for peer, ids, given in zip(self.peers, asked, wanted, strict=True):
                     gives[peer], takes[peer] = given, ids.size
+            elif splits:
+                self._note(made, label, began)
+                began = now()
             present[new] = True
-            below = np.concatenate([rows, new])
-            drawn.append(Drawn(rows, below, indptr, columns, halo, gives, takes))
+            below = np.concatenate([kept, new])
+            drawn.append(Drawn(rows, below, indptr, columns, meets, halo, gives, takes, reads))
             rows = below
         if not splits and not asks:
             self._note(made, Label("draw", step), began)
@@ -213,6 +227,11 @@ class Sampler(Dataset[Sampled]):
             where[away] = own.size + np.arange(away.size, dtype=np.int32)
         places = Pairs(where[pairs.heads].astype(np.int64), where[pairs.tails].astype(np.int64))
         return Ends(places, away, give, take, len(self.peers) > 1)
+
+    def _owns(self, ids: Ids) -> NDArray[np.bool_]:
+        """Whether this rank owns each of these vertices, in a group of several ranks."""
+        assert self.member is not None
+        return np.asarray(self.member[ids] == self.place)
 
     def _by_owner(self, ids: Ids) -> tuple[Ids, list[Ids]]:
         """Vertices that this rank owns, and those of each peer (of itself: none)."""
@@ -285,13 +304,19 @@ class Sampler(Dataset[Sampled]):
         below: Ids,
         indptr: Ids,
         columns: NDArray[np.int32],
+        meets: bool,
         halo: Ids,
         gives: Sequence[Ids],
         takes: NDArray[np.int64],
+        reads: Ids | None = None,
     ) -> Part:
         """One layer's part, from the fields of its Drawn."""
-        where, source = self._where, np.concatenate([below, halo])
+        where, source, picks = self._where, np.concatenate([below, halo]), None
         where[source] = np.arange(source.size, dtype=np.int32)
+        give = [where[ids].astype(np.int64) for ids in gives]
+        if reads is not None:
+            source, picks = reads, where[reads].astype(np.int64)
+            where[source] = np.arange(source.size, dtype=np.int32)
         block = weighted_block(
             self.graph,
             edges,
@@ -303,14 +328,7 @@ class Sampler(Dataset[Sampled]):
             self._degrees,
             drawn=True,
         )
-        return Part(
-            source,
-            below.size,
-            [where[ids].astype(np.int64) for ids in gives],
-            takes,
-            len(self.peers) > 1,
-            block,
-        )
+        return Part(source, below.size, give, takes, meets, block, picks)
 
     def _swap(
         self, made: Sampled, label: Label, asked: Sequence[np.ndarray], among: Sequence[int]

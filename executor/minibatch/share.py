@@ -21,15 +21,17 @@ from gnnplan.planner.ownership.layout import Layout
 class Part:
     """A rank's share of one layer.
 
-    Its source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender.
+    Its source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender; or, with
+    `picks`, some of these in another order.
     """
 
     source: np.ndarray  # global ids [S]
-    local: int  # own rows among them
+    local: int  # the rank's own rows of h_{l-1}
     give: Sequence[np.ndarray]  # for each peer, positions of the own rows of h_{l-1} that it needs
     take: np.ndarray  # halo rows from each peer [ranks]
     meets: bool  # ranks exchange rows before the layer
     block: Block
+    picks: np.ndarray | None = None  # place of each source row among own rows, then the halo [S]
 
 
 @dataclass

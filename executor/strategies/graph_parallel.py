@@ -101,12 +101,17 @@ class Worker(base.Worker):
         self.exchanges: dict[int, Exchange] = {}
         self.silent: dict[int, bool] = {}  # no rank sends anything before this layer
         self.blocks: dict[int, Block] = {}
+        # where a layer reads some of its own rows and halo: their places, and how many there are
+        self.picks: dict[int, tuple[Tensor, int]] = {}
         self.vertices: dict[int, Tensor] = {}
         first_with: dict[int, int] = {}  # by part: the first layer that has it
         for layer, part in zip(self.layers, share.parts, strict=True):
             twin = first_with.setdefault(id(part), layer)
             if twin == layer:
                 self.exchanges[layer] = Exchange(self.rank, part.give, part.take)
+                if part.picks is not None:
+                    there = part.local + int(part.take.sum())
+                    self.picks[layer] = torch.from_numpy(part.picks).to(device), there
                 self.vertices[layer] = torch.from_numpy(part.source).to(device)
                 self.blocks[layer] = part.block.to(device)
             else:
@@ -394,12 +399,9 @@ class Worker(base.Worker):
         return lambda: net(self.blocks[1], x, self._drop(step, 1, self.vertices[1]), None, relu)
 
     def _room(self, layer: int, rows: Tensor) -> Tensor:
-        """A buffer for all source rows [S, width]; the own rows if there are no others."""
-        return (
-            rows
-            if self.blocks[layer].n_src == rows.shape[0]
-            else rows.new_empty(self.blocks[layer].n_src, rows.shape[1])
-        )
+        """A buffer for own rows and halo [S, width]; the own rows if there are no others."""
+        halo = self.exchanges[layer].rows("f")[1]
+        return rows.new_empty(rows.shape[0] + halo, rows.shape[1]) if halo else rows
 
     def _segment(
         self,
@@ -423,6 +425,8 @@ class Worker(base.Worker):
             source[:local] = rows
             if not has_arrived:
                 source[local:] = 0.0 if halo is None else halo
+        if layer in self.picks:
+            source = source.index_select(0, self.picks[layer][0])
         source = entered.source = source.detach().requires_grad_(entered.leaf.requires_grad)
         if entered.projected is not None:
             own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
@@ -459,10 +463,15 @@ class Worker(base.Worker):
         if not entered.leaf.requires_grad:
             return None
         assert entered.source is not None and entered.source.grad is not None
-        local = entered.leaf.shape[0]
-        gradient = entered.source.grad[:local]
+        of_all = entered.source.grad
+        if layer in self.picks:
+            places, there = self.picks[layer]
+            of_all = of_all.new_zeros(there, of_all.shape[1]).index_copy_(0, places, of_all)
+            entered.source.grad = None
+        local = of_all.shape[0] - self.exchanges[layer].rows("f")[1]
+        gradient = of_all[:local]
         if not self.silent[layer]:
-            far = entered.source.grad[local:]
+            far = of_all[local:]
             if self._packs:
                 self._exchange_packed(step, layer, "b", far, gradient)
             elif self.options.staleness:

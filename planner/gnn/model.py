@@ -419,6 +419,13 @@ class Model:
         copied = 1.0 * self.own_laid_out * rows * width * self.itemsize
         return Compute(elementwise_bytes=copied, itemsize=self.itemsize)
 
+    def pick(self, layer: int, rows: Number, present: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of picking the `rows` that a layer reads of those `present`."""
+        width = self.exchanged_width(layer, narrow=False) * self.itemsize
+        forward = Compute(elementwise_bytes=2.0 * rows * width, launches=1, itemsize=self.itemsize)
+        moved = (2.0 * rows + present) * width
+        return forward, Compute(elementwise_bytes=moved, launches=2, itemsize=self.itemsize)
+
     def add_up(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of adding a layer's `rows`, a rank's own, to the sum of all
         layers'.

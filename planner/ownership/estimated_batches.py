@@ -241,7 +241,7 @@ class EstimatedBatch(MiniBatch):
                 reached = population.vertices @ -np.expm1(-times)
                 wanted.append(round(float(reached) / self._size))
             sends = pairs(self.servers, True) * np.array(wanted)[list(self.servers)]
-        return Scored(edges, sends)
+        return Scored(edges, sends, self._size > 1)
 
     def _shared(self, totals: Sequence[float]) -> NDArray[np.int64]:
         """Each rank's share of its group's total, in whole numbers that add up [ranks]."""

@@ -66,6 +66,8 @@ class LayerFacts:
     sources: np.ndarray  # [ranks], rows read: local ones and halo
     edges: np.ndarray  # [ranks], without self edges
     sends: np.ndarray  # [ranks, ranks]: sends[i, j] rows go from i to j before the layer
+    # rows of h_{l-1} that each rank has made, if it made some for other ranks alone [ranks]
+    made: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.sends.setflags(write=False)  # so that what is found out about them can be kept
@@ -74,6 +76,16 @@ class LayerFacts:
     def returned(self) -> np.ndarray:
         """Rows whose gradients go from i to j after the layer: the other way [ranks, ranks]."""
         return self.sends.T
+
+    @cached_property
+    def local(self) -> np.ndarray:
+        """Rows of h_{l-1} that each rank has before the halo comes [ranks]."""
+        return np.asarray(self.sources - self.taken) if self.made is None else self.made
+
+    @property
+    def present(self) -> np.ndarray:
+        """Rows of h_{l-1} that are with each rank when the halo is there, read or not [ranks]."""
+        return np.asarray(self.local + self.taken)
 
     @cached_property
     def given(self) -> np.ndarray:

@@ -10,12 +10,17 @@
 
     hybrid: a group per server, split inside it
 
+    first layer split (DNP): owners compute the rows of h_1; above, ranks compute what they need
+        rank 0    its seeds | all they need of h_2 | its rows of h_1 | all they read of h_0
+        rank 1    its seeds | all they need of h_2 | its rows of h_1 | all they read of h_0
+
 A group has its own seeds, and a frontier around them (graph/sampling.py). In a group every vertex
 has one owner. The owner alone samples its neighbours, loads its features and computes its rows, and
 sends them to the ranks that need them."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +31,7 @@ from gnnplan.planner.graph.batches import items_of, pairs_in, seeds_in
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.links import fetched
 from gnnplan.planner.graph.sampling import Frontier, Ids, frontier
-from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.layout import LayerFacts, Layout
 
 MOST_EDGES = 20_000_000  # sampled in all batches that are looked at one by one
 MOST_BATCHES = 64  # that are looked at one by one
@@ -37,10 +42,11 @@ class Scored:
     """Link prediction: the edges of which each rank computes the loss.
 
     edges: of each rank [ranks]. sends: rows of h_L that rank i sends rank j, who scores edges that
-    end there [ranks, ranks]."""
+    end there [ranks, ranks]. meets: whether ranks of a group send each other such rows."""
 
     edges: np.ndarray
     sends: np.ndarray
+    meets: bool
 
 
 class MiniBatch(Layout):
@@ -107,11 +113,97 @@ class MiniBatch(Layout):
         )
         return np.array([np.count_nonzero(remote) for remote in blocks])
 
-    def meets(self, layer: int) -> bool:
+    @property
+    def splits(self) -> bool:
+        """Whether ranks share a batch."""
         return self.ranks > len(set(self.servers))
+
+    def meets(self, layer: int) -> bool:
+        return self.splits
 
     def preloaded(self) -> np.ndarray:
         return np.zeros((self.ranks, self.ranks), dtype=np.int64)  # every batch loads its own rows
+
+
+class FirstSplit(MiniBatch):
+    """A split batch of which layer 1 alone is split.
+
+    A rank needs what its own seeds need of h_L .. h_1. Owners compute the rows of h_1 that any rank
+    of the group needs, and read all their sources; h_1 crosses, and nothing else does."""
+
+    def __init__(self, whole: MiniBatch) -> None:
+        """whole: the same batch with all layers split."""
+        self.__dict__.update(whole.__dict__)
+        self._clear_caches()
+        self._read: list[Ids] = []  # per rank: its rows of h_0
+        counts = []  # per rank: rows of h_1 .. h_L, edges of layers 2 .. L, needs of h_1 by owner
+        for rank in range(self.ranks):
+            columns, _ = whole._edges(rank, 1)
+            own = whole.rows(rank, 1)
+            self._read.append(np.union1d(own, columns))
+            counts.append(self._needed_above(rank))
+        rows, edges, needs = zip(*counts, strict=True)
+        self._needed, self._edges_above = np.array(rows), np.array(edges)
+        self._needs = np.array(needs)  # [ranks, ranks]: rows of h_1 that i needs of j
+
+    def _needed_above(self, rank: int) -> tuple[list[int], list[int], Ids]:
+        """Of a rank's seeds: rows of h_1 .. h_L, edges of layers 2 .. L, rows of h_1 by owner."""
+        found = self._frontiers[self.servers[rank]]
+        nodes = found.nodes
+        where = np.empty(self.graph.stats.vertices, dtype=np.int32)  # among the group's rows
+        where[nodes[1]] = np.arange(nodes[1].size, dtype=np.int32)
+        needed = np.zeros(nodes[1].size, dtype=bool)
+        seeds = self._places[rank][: self._sizes(self.layers)[rank]]
+        needed[seeds] = True
+        rows, edges = [seeds.size], list[int]()
+        for layer in range(self.layers, 1, -1):
+            indptr, places = found.edges[layer - 1]
+            drawn = np.repeat(needed[: nodes[layer].size], np.diff(indptr))
+            needed[where[self.graph.indices[places[drawn]]]] = True
+            edges.append(int(drawn.sum()))
+            rows.append(int(needed.sum()))
+        by_owner = np.zeros(self.ranks, dtype=np.int64)
+        for peer in range(self.ranks):
+            if self.servers[peer] == self.servers[rank]:
+                own = self._places[peer]
+                by_owner[peer] = needed[own[own < needed.size]].sum()
+        return rows[::-1], edges[::-1], by_owner
+
+    def rows(self, rank: int, h: int) -> np.ndarray:
+        """Rows of h_0 that the rank reads, and of h_1 that it computes; of others, the number."""
+        return self._read[rank] if h == 0 else super().rows(rank, h)
+
+    def row_counts(self, h: int) -> np.ndarray:
+        if h == 0:
+            return np.array([ids.size for ids in self._read])
+        return super().row_counts(1) if h == 1 else self._needed[:, h - 1]
+
+    def kind(self, layer: int) -> object:
+        return layer
+
+    def meets(self, layer: int) -> bool:
+        return layer == 2
+
+    def crossing(self, layer: int) -> np.ndarray:
+        return super().crossing(layer) * (layer == 1)
+
+    def facts(self, layer: int) -> LayerFacts:
+        if layer not in self._facts:
+            nothing = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+            rows = self.row_counts(layer)
+            if layer == 1:
+                edges = np.array([self._edges(rank, 1)[0].size for rank in range(self.ranks)])
+                self._facts[layer] = LayerFacts(rows, self.row_counts(0), edges, nothing)
+            else:
+                sends = self._needs.T * ~np.eye(self.ranks, dtype=bool) if layer == 2 else nothing
+                self._facts[layer] = LayerFacts(
+                    rows,
+                    self._needed[:, layer - 2],
+                    self._edges_above[:, layer - 2],
+                    sends,
+                    made=self.row_counts(1) if layer == 2 else None,
+                )
+        return self._facts[layer]
 
 
 def shares(items: Ids, groups: int) -> list[Ids]:
@@ -140,7 +232,11 @@ class Batches:
     """A workload's mini-batches, and how ranks share them.
 
     The first `known` batches are those that training draws, in the same order. A later batch is
-    taken to be like an earlier one. At most MOST_BATCHES are known, fewer if they are large."""
+    taken to be like an earlier one. At most MOST_BATCHES are known, fewer if they are large.
+
+    split: which layers a group splits, 'all' of them or the 'first' alone."""
+
+    split = "all"
 
     def __init__(
         self,
@@ -158,6 +254,7 @@ class Batches:
             first_varying,
         )
         self._made: dict[int, MiniBatch] = {}
+        self._first_split: dict[MiniBatch, MiniBatch] = {}
         self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last
         self.steps = len(self.items_in(0))
         edges = sum(places.size for found in self._drawn(0) for _, places in found.edges)
@@ -193,10 +290,28 @@ class Batches:
                 edges[rank] = np.count_nonzero(self.member[pairs.heads] == place)
                 wanted = self.member[fetched([pairs], self.member, place)]
                 sends[members, rank] = np.bincount(wanted, minlength=len(members))
-        return Scored(edges, sends)
+        return Scored(edges, sends, self.member is not None)
+
+    def with_first_split(self) -> Batches:
+        """The same batches, of which groups split the first layer alone."""
+        out = copy.copy(self)  # what either draws, both have
+        out.split, out._first_split = "first", {}
+        return out
 
     def at(self, step: int) -> MiniBatch:
         """The batch of a step, counted over epochs."""
+        whole = self._whole(step)
+        if self.split == "all" or not whole.splits:
+            return whole
+        if whole not in self._first_split:
+            self._first_split[whole] = self._split_first(whole)
+        return self._first_split[whole]
+
+    def _split_first(self, whole: MiniBatch) -> MiniBatch:
+        return FirstSplit(whole)
+
+    def _whole(self, step: int) -> MiniBatch:
+        """The batch of a step with all layers split."""
         step = step if step < self.known else step % self.known
         if step not in self._made:
             self._made[step] = MiniBatch(

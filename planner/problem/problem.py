@@ -255,11 +255,13 @@ class Problem:
         splitter: str = "",
         epochs: int = 0,
         imbalance: float = IMBALANCE,
+        split: str = "all",
     ) -> Batches:
         """The workload's mini-batches, and how groups of ranks share them.
 
         splitter: who owns a vertex in a group of several ranks. epochs: of its pre-sampling.
-        imbalance: of its owners' loads; estimates know METIS's default only."""
+        imbalance: of its owners' loads; estimates know METIS's default only. split: which layers a
+        group splits, 'all' or the 'first' alone."""
         first_varying = self.model.first_varying
 
         def make() -> Batches:
@@ -271,9 +273,12 @@ class Problem:
                 member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
             return Batches(self.graph, self.workload, groups, member, first_varying)
 
-        split = (groups, splitter, epochs, imbalance)
-        asked = (*split, self.workload, first_varying, self.graph, self.stats)
-        return self.known.answer(("minibatches", *asked), make)
+        owned = (groups, splitter, epochs, imbalance)
+        asked = (*owned, self.workload, first_varying, self.graph, self.stats)
+        whole = self.known.answer(("minibatches", *asked), make)
+        if split == "all":
+            return whole
+        return self.known.answer(("first split", *asked), whole.with_first_split)
 
     def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:
         """How long it took to make a layout, chunks or batches, partitioning included [s]."""

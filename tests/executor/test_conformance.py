@@ -260,6 +260,8 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
         0.5,
     ),
     (2, 1, "gsplit", "gcn mode=mini batch=60 fanout=3,2,2,1 task=link", "rough", 0.5),
+    (4, 2, "dnp(group='all',cache=480)", "gat mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.5),
+    (2, 1, "dnp(prefetch=1)", "gcn mode=mini batch=60 fanout=3,2,2,1 task=link", "rough", 0.5),
     (
         4,
         2,

@@ -459,6 +459,7 @@ LINKS = {
 BATCHES = {
     "data parallel": Case("data_parallel", WIDE, {**MINI, "model": "sage"}),
     "split": Case("gsplit", WIDE, {**MINI, "model": "sage"}),
+    "first split": Case("dnp(splitter='random')", WIDE, {**MINI, "model": "sage"}),
     "split, narrow": Case("gsplit(narrow=True)", WIDE, {**MINI, "model": "gcn", "hidden": 256}),
     "shared cache": Case(
         "data_parallel(cache=4000000,shared_cache=True)", WIDE, {**MINI, "model": "sage"}

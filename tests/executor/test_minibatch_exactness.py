@@ -44,6 +44,12 @@ SPLITS = [
     (2, 1, "data_parallel(buckets=3)"),
     (3, 1, "gsplit(buckets=2,narrow=True)"),
 ]
+FIRST = [
+    (2, 1, "dnp", "rough", "sage", {"dropout": 0.5}),
+    (3, 1, "dnp(splitter='random',checkpoint=True)", "sparse", "gcn", {"dropout": 0.5}),
+    (4, 2, "dnp(prefetch=1)", "multi", "gat", {"dropout": 0.5}),
+    (4, 2, "dnp(group='all',splitter='random',buckets=2)", "rough", "gin", {}),
+]
 
 
 PAIRS = [
@@ -192,6 +198,23 @@ def test_ranks_train_as_one_process(
 ) -> None:
     world, servers, strategy = split
     graph, model, more = pair
+    case = Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
+    assert_as_one_process(run_ranks, world, [case])
+
+
+@pytest.mark.parametrize(
+    ("world", "servers", "strategy", "graph", "model", "more"), FIRST, ids=lambda v: str(v)
+)
+def test_ranks_that_split_layer_1_alone_train_as_one_process(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    world: int,
+    servers: int,
+    strategy: str,
+    graph: str,
+    model: str,
+    more: dict[str, object],
+) -> None:
     case = Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
     assert_as_one_process(run_ranks, world, [case])
 

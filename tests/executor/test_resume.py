@@ -73,6 +73,7 @@ CASES = [  # those at night are part of others
     at_night(Case("data_parallel(prefetch=2)", "rough", MINI)),
     Case("data_parallel(cache=480)", "rough", MINI),
     Case("gsplit(buckets=2,prefetch=1)", "rough", MINI),
+    Case("dnp(prefetch=1)", "rough", MINI),
     at_night(Case("p3", "rough", MINI)),
     at_night(Case("p3(pipelined=True)", "rough", MINI)),
     at_night(Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2})),

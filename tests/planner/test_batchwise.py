@@ -17,6 +17,7 @@ from gnnplan.planner.decision.search import families, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import frontier
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.p3.slices import UNEVEN
@@ -258,6 +259,65 @@ def test_gsplit_bytes_by_hand():
     weights = problem.model.weights
     assert bytes_["all_reduce"] == strategy.steps(problem) * 2 * 2 * weights * 4
     assert bytes_["halo"] + bytes_["ids"] == split_bytes(remote, (40, 16, 16), 4, ids // 8)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_dnp_bytes_and_reads_by_hand(groups: int):
+    """By frontiers of each rank's own seeds: a rank is sent the rows of h_1 that it needs and others
+    own; owners read the sources of all rows of h_1 that anyone in the group needs, once."""
+    problem = problem_of(GRAPHS[0], groups, 3, fanout=(3, 3, 3))
+    strategy = parse("dnp(splitter='random')")
+    assert isinstance(strategy, GSplit) and isinstance(problem.graph, Graph)
+    batches, w, sent, ranks = strategy.batches(problem), problem.workload, 0, problem.ranks
+    assert batches.member is not None
+    for step in range(strategy.steps(problem)):
+        batch, items = batches.at(step), batches.items_in(0)[step]
+        for group, seeds in enumerate(np.array_split(items, groups)):
+            needs, reads = [], []
+            for seed_owner in range(3):
+                own = seeds[batches.member[seeds] == seed_owner]
+                found = frontier(problem.graph, own, w.fanouts, w.seed, 0, step)
+                needs.append(found)
+                rank, counts = 3 * group + seed_owner, [nodes.size for nodes in found.nodes]
+                assert [batch.facts(layer).rows[rank] for layer in (2, 3)] == counts[2:]
+                assert [batch.facts(layer).sources[rank] for layer in (2, 3)] == counts[1:3]
+                sent += int((batches.member[found.nodes[1]] != seed_owner).sum())
+            for owner in range(3):
+                rows, sources = set(), set()
+                for found in needs:
+                    indptr, places = found.edges[0]
+                    for i, v in enumerate(found.nodes[1].tolist()):
+                        if batches.member[v] == owner:
+                            rows.add(v)
+                            sources |= {
+                                v,
+                                *problem.graph.indices[places[indptr[i] : indptr[i + 1]]],
+                            }
+                rank = 3 * group + owner
+                assert set(batch.rows(rank, 1)) == rows
+                assert set(batch.rows(rank, 0)) == sources
+                reads.append(len(sources))
+                assert batch.facts(1).sources[rank] == batch.row_counts(0)[rank] == reads[-1]
+    bytes_ = strategy.predict(problem).bytes
+    assert bytes_["halo"] == 2 * sent * 16 * 4
+    assert bytes_["ids"] == 8 * (sent + strategy.steps(problem) * ranks * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "error"),
+    [
+        ("gsplit(split='last')", {}, "split is 'all' .* or the 'first' alone .dnp., not 'last'"),
+        ("dnp", {"layers": 1, "fanout": (3,)}, "hands its rows to layer 2 .layers: 1.; use gsplit"),
+        ("dnp", {"model": "gcnii"}, "gcnii reads an encoder's output; use gsplit"),
+        ("dnp(narrow=True)", {}, "as they are.* use narrow=False"),
+        ("dnp(features='spread')", {}, r"features: spread\); use features='everywhere', or gsplit"),
+        ("dnp(structure='spread')", {}, r"structure: spread\); use structure='everywhere'"),
+    ],
+)
+def test_dnp_says_what_it_does_not_take(name: str, workload: dict[str, object], error: str):
+    problem = problem_of(GRAPHS[0], 1, 3, **{"fanout": (3, 3, 3), **workload})
+    with pytest.raises(SpecError, match=error):
+        parse(name).check(problem)
 
 
 @pytest.mark.parametrize(("copies", "servers"), [(1, 4), (2, 4), (4, 4), (2, 2)])

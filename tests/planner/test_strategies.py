@@ -45,6 +45,7 @@ from gnnplan.planner.strategies import (
 from gnnplan.planner.strategies.gnnpipe.balance import balance
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
+from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.strategies.program.flowshop import MANY
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.formulas import hybrid_bytes
@@ -906,6 +907,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
             st.integers(0, 10**12),
             st.sampled_from(HOT),
             st.sampled_from(PLACES),
+            split=st.sampled_from(SPLITS),
         ),
     }
     return of_family.get(family, examples)

@@ -81,5 +81,11 @@ class ColumnSampler(Sampler):
             drawn=True,
         )
         return Pushed(
-            source, source.size, [], np.zeros(0, np.int64), False, merged, counts[:, 1].tolist()
+            source,
+            source.size,
+            [],
+            np.zeros(0, np.int64),
+            False,
+            merged,
+            rows=counts[:, 1].tolist(),
         )

@@ -77,6 +77,7 @@ class Holds:
             held.keep(self._summed)
         held.keep(self._copied(layer))
         held.at(self._crossing(layer, "f") * varies)
+        held.at(self._unpicked(layer))
         held.at(need.forward)
         made = np.asarray(f.rows * spec.h_out * model.itemsize, dtype=float)
         if not self.checkpoint:
@@ -131,11 +132,12 @@ class Holds:
         if layer == len(model.layers) and model.hands_on_initial:
             held.keep(self._initial)  # their gradient
         if layer > model.first_varying:
-            held.at(f.sources * width + self._crossing(layer, "b"))
-            held.handed_on = f.sources * width
+            held.at(f.sources * width + self._unpicked(layer))
+            held.handed_on = f.present * width
+            held.at(held.handed_on + self._crossing(layer, "b"))
             if self.narrow and model.narrow_at(layer):
                 h_in = model.layers[layer - 1].h_in
-                held.handed_on = (f.sources - f.taken) * h_in * model.itemsize
+                held.handed_on = f.local * h_in * model.itemsize
         held.free(self._copied(layer))
 
     @property
@@ -181,8 +183,14 @@ class Holds:
     def _copied(self, layer: int) -> Number:
         """A copy of the layer's source rows, own and halo together."""
         kept = self.checkpoint and self.narrow and self.model.narrow_at(layer)
-        copied = (self._halo(layer) > 0) | kept
+        picked = self._counts(layer).made is not None
+        copied = (self._halo(layer) > 0) | kept | picked
         return np.asarray(self._counts(layer).sources * self._row_bytes(layer) * copied)
+
+    def _unpicked(self, layer: int) -> Number:
+        """Rows that are there, of which the layer reads some."""
+        f = self._counts(layer)
+        return 0.0 if f.made is None else f.present * self._row_bytes(layer)
 
     def _need(self, layer: int) -> Footprint:
         model, f = self.model, self._counts(layer)
@@ -190,6 +198,6 @@ class Holds:
         if key not in self._footprints:
             counts = f.rows, f.sources, f.edges
             self._footprints[key] = footprint(
-                kind, model, layer, *counts, narrow=self.narrow, local=f.sources - f.taken
+                kind, model, layer, *counts, narrow=self.narrow, local=f.local
             )
         return self._footprints[key]

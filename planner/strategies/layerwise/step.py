@@ -128,8 +128,10 @@ def step(
             return done
         if way == "f":  # fresh rows have arrived in their place, others were unpacked there
             arrived = options.staleness == 0 or options.bits is not None
-            rows = f.sources - f.taken if arrived else f.sources
+            rows = f.local if arrived else f.present
             done = done + model.lay_out(layer, rows, options.narrow)
+        if f.made is not None:
+            done = done + model.pick(layer, f.sources, f.present)[0 if way == "f" else 1]
         overlapped: Number = 0.0
         if options.staleness:
             overlapped = np.maximum(moved.sent_bytes.sum(1), moved.sent_bytes.sum(0))
@@ -212,7 +214,7 @@ def step(
         yield Op("forward", layer=layer, work=work(like[layer], "f"), holds=keeps)
     forward, backward = finish(problem, facts[like[layers]].rows, scored)
     ends = None
-    if scored is not None and meets[like[layers]]:
+    if scored is not None and scored.meets:
         ends = scored.sends * model.layers[-1].h_out * model.itemsize
     yield from moments(layers + 1, "f")
     if ends is not None:

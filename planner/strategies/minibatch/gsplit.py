@@ -23,6 +23,15 @@ loaded or computed twice.
     structure  everywhere: lists with every sampler   spread: each list with its vertex's owner,
                which alone samples it; nothing more is sent
 
+With split='first' (APT's DNP) layer 1 alone is split, the others are data parallel. A rank samples
+all that its own seeds need down to h_1, and asks owners for rows of h_1. Owners sample these rows'
+neighbours, read all their features and compute layer 1, once for all who ask:
+
+    host     |draw 3|draw 2|ids 2|draw 1|lay|
+    copy                                     |load|
+    comm                                                     |halo 2|
+    compute                                        |forward 1|      |forward 2|
+
 The positions found while sampling (the shuffle index) serve the exchanges of the forward pass and
 those of the backward pass.
 
@@ -32,6 +41,8 @@ Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weight
 
     sum_{l=0..L-1} r_l H_l b    forward; the same for l >= 1 backward
     8                           per id, and per peer and layer for how many
+    2 r_1 H_1 b + 8 r_1         all of this with split='first'; r_1: rows that a rank needs, not new
+                                ones alone
     2 (M-1) W b                 all-reduce
     2 r_L H_L b                 link prediction: rows of h_L at which edges end that another rank
                                 scores, and their gradients
@@ -39,7 +50,7 @@ Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weight
 Link prediction (graph/links.py): an edge's loss is computed by the owner of the vertex where it
 begins. The rows of other ends cross as before a layer L + 1.
 
-Source: GSplit (arXiv 2303.13775), Sec. 3-5.
+Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP of APT (PPoPP 2025, github.com/kaihaoma/APT).
 
 See also step.py, feature_store.py, adjacency_store.py, host_memory.py, memory.py in this folder;
 layerwise/step.py for the layers; planner/graph/splitting.py for owners;
@@ -49,7 +60,7 @@ executor/strategies/minibatch.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -70,6 +81,7 @@ from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
+SPLITS = ("all", "first")
 
 MOST_PRESAMPLED = 1000  # epochs; all of them are drawn before training
 
@@ -78,6 +90,7 @@ MOST_PRESAMPLED = 1000  # epochs; all of them are drawn before training
 class GSplit(Strategy):
     """GSplit.
 
+    split: which layers are split, 'all', or the 'first' alone (dnp).
     splitter: how vertices get their owners.
     presample: epochs of pre-sampling, for splitters and caches that need it.
     imbalance: share of the mean load that METIS may give an owner beyond it.
@@ -99,11 +112,13 @@ class GSplit(Strategy):
     structure: str = "everywhere"
     imbalance: float = IMBALANCE
     buckets: int = 1
+    split: str = "all"
 
     family: ClassVar[str] = "gsplit"
+    names: ClassVar[Mapping[str, Mapping[str, object]]] = {"dnp": {"split": "first"}}
     mode: ClassVar[str] = "mini"
     executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
-    examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"),)
+    examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"), Example("dnp"))
     # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
     claim: ClassVar[float] = 0.1
 
@@ -164,6 +179,12 @@ class GSplit(Strategy):
         self.check_mode(problem)
         batchwise.check(problem)
         check_buckets(self.name, problem, self.buckets)
+        if self.split not in SPLITS:
+            raise SpecError(
+                f"gsplit: split is 'all' (layers) or the 'first' alone (dnp), not {self.split!r}"
+            )
+        if self.split == "first":
+            self._check_first(problem)
         if self.splitter not in SPLITTERS:
             raise SpecError(
                 f"gsplit: splitter is one of {', '.join(SPLITTERS)}, not {self.splitter!r}; use"
@@ -198,6 +219,35 @@ class GSplit(Strategy):
         check_store(self.name, problem, self.cache, self.hot, self.features)
         check_structure(self.name, problem, self.structure)
 
+    def _check_first(self, problem: Problem) -> None:
+        """Raises SpecError if layer 1 cannot be split alone."""
+        if problem.workload.layers < 2:
+            raise SpecError(
+                "dnp splits layer 1 and hands its rows to layer 2 (layers: 1); use gsplit, or"
+                " --layers 2"
+            )
+        if problem.model.first_varying == 0:
+            raise SpecError(
+                f"dnp splits a layer 1 that reads features, and that of {problem.workload.model}"
+                " reads an encoder's output; use gsplit, which splits any layer"
+            )
+        if problem.graph is None:
+            raise SpecError(
+                f"dnp needs a graph's edges, and of {problem.stats.name} statistics alone are"
+                " known; use gsplit, or --graph with a file"
+            )
+        if self.narrow:
+            raise SpecError(
+                "dnp sends rows of h_1 as they are, for ranks compute layer 2 of vertices whose h_1"
+                " comes from others (narrow: True); use narrow=False"
+            )
+        for knob, where in (("features", self.features), ("structure", self.structure)):
+            if where == "spread":
+                raise SpecError(
+                    f"dnp's ranks read features and lists of each other's vertices ({knob}:"
+                    f" spread); use {knob}='everywhere', or gsplit"
+                )
+
     def steps(self, problem: Problem) -> int:
         return batchwise.steps(problem)
 
@@ -212,7 +262,7 @@ class GSplit(Strategy):
 
     def batches(self, problem: Problem) -> Batches:
         return problem.minibatches(
-            self.groups(problem), self.splitter, self.presample, self.imbalance
+            self.groups(problem), self.splitter, self.presample, self.imbalance, self.split
         )
 
     def store(self, problem: Problem) -> batchwise.Features | None:
@@ -261,7 +311,7 @@ class GSplit(Strategy):
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
-        if len(set(problem.servers)) > 1:
+        if len(set(problem.servers)) > 1 and self.split == "all":
             if self.features == "everywhere":
                 yield replace(self, features="spread")
             # the lists of a group that is a server are all at the server

@@ -76,7 +76,7 @@ def step(
     lists: Lists | None = None,
 ) -> Iterator[Op]:
     """The operations of one step, in order."""
-    splits, layers = batch.meets(1), range(1, problem.workload.layers + 1)
+    splits, layers = batch.splits, range(1, problem.workload.layers + 1)
     edges = {layer: batch.facts(layer).edges for layer in layers}
     in_all = np.sum(list(edges.values()), axis=0)
     if not splits:
@@ -84,8 +84,9 @@ def step(
     for layer in reversed(layers) if splits else ():
         yield Op("draw", layer=layer, host=("draw", edges[layer], 1), ahead=True)
         yield from reading(problem, edges[layer], store, lists, layer)
-        asked, peers = batch.facts(layer).returned, pairs(batch.servers, True)
-        yield from told("ids", asked, peers, layer=layer, ahead=True)
+        if batch.meets(layer):
+            asked, peers = batch.facts(layer).returned, pairs(batch.servers, True)
+            yield from told("ids", asked, peers, layer=layer, ahead=True)
     yield Op("lay", host=("lay", in_all, len(layers)), ahead=True)
     if prefetch:
         # takes no time if the sampler is fast enough
@@ -94,7 +95,7 @@ def step(
         yield Op("load", loaded=loaded_bytes(problem, batch))
     else:
         yield from arrive(problem, batch, store)
-    if splits and problem.model.first_varying == 1:
+    if batch.meets(1) and problem.model.first_varying == 1:
         if isinstance(batch, EstimatedBatch):
             row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
             yield Op("halo", "f", 1, sent=batch.facts(1).sends, itemsize=row_bytes)
