@@ -57,9 +57,7 @@ def test_it_trains_as_one_process_does(
             )
 
 
-def test_an_axis_may_have_more_ranks_than_columns(
-    run_ranks: Ranks, graphs: dict[str, str]
-) -> None:
+def test_an_axis_may_have_more_ranks_than_columns(run_ranks: Ranks, graphs: dict[str, str]) -> None:
     """A tile of GraphSAGE without columns ended the run when its weights were written."""
     how = {**HOW, "model": "sage", "hidden": 2}
     case = Case("tensor3d(x=1,y=3,z=1)", graphs["rough"], how)
