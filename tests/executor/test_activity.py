@@ -60,7 +60,7 @@ def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path: Path) -> None:
     assert read_note(path) == read(path) == ""
 
 
-def test_an_error_of_a_lane_that_went_on_to_other_work(tmp_path: Path) -> None:
+def test_an_error_of_a_lane_while_another_went_on(tmp_path: Path) -> None:
     rank = Rank(0, 2, torch.device("cpu"), "gloo")
     rank.activity.begin("phase", "epoch 1")
 
@@ -69,11 +69,13 @@ def test_an_error_of_a_lane_that_went_on_to_other_work(tmp_path: Path) -> None:
             raise ZeroDivisionError
 
     def goes_on() -> None:
-        with rank.span(Label("halo", 0, "f", 3), "comm"):
+        with rank.span(Label("gradients", 0, "f", 3), "reduce"):
             pass
 
-    failed, _ = rank.submit("comm", fails), rank.submit("comm", goes_on).result()
-    assert str(rank.activity) == "what follows halo:f:l3:s0 of epoch 1"
+    failed = rank.submit("comm", fails)
+    failed.exception()
+    rank.submit("reduce", goes_on).result()
+    assert str(rank.activity) == "halo:f:l2:s0 of epoch 1"
     with pytest.raises(ZeroDivisionError) as caught:
         failed.result()
     assert caught.value.__notes__ == ["in halo:f:l2:s0 of epoch 1"]
