@@ -17,9 +17,9 @@ was, or its members swap places among themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import cycle, permutations
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -272,15 +272,52 @@ def _orders(
     uplinked: tuple[bool, ...],
     hops: tuple[tuple[int, ...], ...],
 ) -> np.ndarray:
-    """`all_placements` as positions among the GPUs; a plan asks for the same ones many times."""
-    orders = np.array(list(permutations(range(len(uplinked)))), dtype=np.int64)
-    a, b = np.triu_indices(len(uplinked), 1)
-    relations = [np.equal.outer(numbers, numbers) for numbers in map(np.asarray, places)]
-    relations += [np.asarray(hops) == distance for distance in sorted(set(sum(hops, ())))[1:]]
-    of_pairs = [relation[orders[:, a], orders[:, b]] for relation in relations]
-    form = np.packbits(np.concatenate([*of_pairs, np.asarray(uplinked)[orders]], axis=1), axis=1)
-    _, first = np.unique(form, axis=0, return_index=True)
-    return orders[np.sort(first)]
+    """`all_placements` as positions among the GPUs; a plan asks for the same ones many times.
+
+    A symmetry moves GPUs such that every two of them stay related as they are. Of orders that
+    symmetries make of one another the first is taken: each of its GPUs is the first that it can be
+    moved to while all GPUs before it stay where they are.
+    """
+    gpus = range(len(uplinked))
+    related = [
+        [
+            (
+                *(numbers[a] == numbers[b] for numbers in places),
+                hops[a][b] if hops else 0,
+                uplinked[a],
+                uplinked[b],
+            )
+            for b in gpus
+        ]
+        for a in gpus
+    ]
+
+    def can_move(moved: dict[int, int], gpu: int, to: int) -> bool:
+        """Whether a symmetry that moves GPUs so moves one more GPU there."""
+        moved = {**moved, gpu: to}
+        if len(set(moved.values())) < len(moved) or any(
+            related[gpu][a] != related[to][b] for a, b in moved.items()
+        ):
+            return False
+        left = next((a for a in gpus if a not in moved), None)
+        return left is None or any(can_move(moved, left, b) for b in gpus)
+
+    @cache
+    def following(before: frozenset[int]) -> list[int]:
+        stay = {gpu: gpu for gpu in before}
+        return [
+            gpu
+            for gpu in gpus
+            if gpu not in before and not any(can_move(stay, gpu, first) for first in range(gpu))
+        ]
+
+    def beginning(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(order) == len(gpus):
+            yield order
+        for gpu in following(frozenset(order)):
+            yield from beginning((*order, gpu))
+
+    return np.array(list(beginning(())))
 
 
 def _neighbourhoods(cluster: Cluster, gpus: Sequence[int]) -> list[tuple[int, int, int]]:

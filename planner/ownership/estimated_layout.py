@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -200,11 +200,11 @@ class EstimatedLayout:
         rows, local = (own + external) / per_server, among / per_server
         if self.recomputed(layer):
             edges = self._kept_edges(own, external) / per_server
-            parts, peers = (local, among), pairs(self.servers, True)
+            parts, groups = (local, among), self.servers
         else:
             edges, among = rows * self._degree, among * servers
-            parts, peers = (self.vertices / ranks, self.vertices), pairs((0,) * ranks, True)
-        sends = _evenly(peers, self._halo(rows, local, among, parts))
+            parts, groups = (self.vertices / ranks, self.vertices), (0,) * ranks
+        sends = _evenly(groups, True, self._halo(rows, local, among, parts))
         ones = np.ones(ranks)
         return LayerFacts(rows * ones, local + sends.sum(0), edges * ones, sends)
 
@@ -229,7 +229,8 @@ class EstimatedLayout:
     def preloaded(self) -> np.ndarray:
         per_server = self.ranks // len(set(self.servers))
         own, external = self._rows(0)
-        return _evenly(pairs(self.servers, False), (own + external - self._own_rows) / per_server)
+        rows = (own + external - self._own_rows) / per_server
+        return _evenly(self.servers, False, rows)
 
     def row_counts(self, h: int) -> np.ndarray:
         return np.full(self.ranks, self.region(h) * len(set(self.servers)) / self.ranks)
@@ -250,6 +251,16 @@ def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
     )
 
 
-def _evenly(peers: np.ndarray, rows: float) -> np.ndarray:
-    """`rows` rows that every rank gets from its peers, equally many from each: [ranks, ranks]."""
-    return peers * round(rows / max(int(peers[0].sum()), 1))
+def _evenly(groups: tuple[int, ...], same: bool, rows: float) -> np.ndarray:
+    """`rows` rows that every rank gets from its peers (`pairs`), equally many from each, in whole
+    rows: [ranks, ranks]."""
+    peers = pairs(groups, same)
+    return _of_each(groups, same, round(rows / max(int(peers[0].sum()), 1)))
+
+
+@lru_cache(maxsize=16)
+def _of_each(groups: tuple[int, ...], same: bool, rows: int) -> np.ndarray:
+    """`rows` rows from every peer: many layouts ask for the same [ranks, ranks]."""
+    out = pairs(groups, same) * rows
+    out.setflags(write=False)
+    return out

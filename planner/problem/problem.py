@@ -198,25 +198,28 @@ class Problem:
         self, layout: Layout | EstimatedLayout, count: int
     ) -> Sequence[Layout | EstimatedLayout]:
         """Layouts of `count` batches of every group's training vertices, drawn once by the seed."""
-        if isinstance(layout, EstimatedLayout):
-            targets = self.stats.train_vertices / len(set(layout.servers)) / count
-            return [replace(layout, depth=layout.layers, targets=targets)] * count
-        assert self.graph is not None
         graph, seed = self.graph, self.workload.seed
 
-        def make() -> list[Layout]:
+        def make() -> Sequence[Layout | EstimatedLayout]:
+            if isinstance(layout, EstimatedLayout):
+                targets = self.stats.train_vertices / len(set(layout.servers)) / count
+                return [replace(layout, depth=layout.layers, targets=targets)] * count
+            assert graph is not None
             batch_of = layout.drawn(graph.train, count, seed)
             return [layout.batch(batch_of == b) for b in range(count)]
 
-        return self.known.answer(("batches", layout, count, seed), make)
+        return self.known.answer(("batches", layout, self.stats, count, seed), make)
 
     def trimmed(self, layout: Layout | EstimatedLayout) -> Layout | EstimatedLayout:
         """The layout of the rows that training vertices need."""
-        if isinstance(layout, EstimatedLayout):
-            return replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)))
-        assert self.graph is not None
-        train = self.graph.train
-        return self.known.answer(("trimmed", layout), lambda: layout.needed(train))
+
+        def make() -> Layout | EstimatedLayout:
+            if isinstance(layout, EstimatedLayout):
+                return replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)))
+            assert self.graph is not None
+            return layout.needed(self.graph.train)
+
+        return self.known.answer(("trimmed", layout, self.stats), make)
 
     @property
     def needed_share(self) -> float:

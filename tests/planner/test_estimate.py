@@ -6,12 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.ownership.profile import halo
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
 
 SERVERS = tuple(rank // 2 for rank in range(8))  # 4 of 2
 
@@ -112,6 +115,19 @@ def test_facts_are_each_layouts_own() -> None:
     before = whole.facts(1).rows.sum()
     assert whole.facts(1) is whole.facts(1)
     assert replace(whole, targets=10.0).facts(1).rows.sum() < before == whole.facts(1).rows.sum()
+
+
+def test_what_training_vertices_need_is_estimated_once() -> None:
+    """Each candidate that trims, or trains in batches, made such layouts anew and counted them
+    again."""
+    stats = load("ogbn-papers100M")
+    assert isinstance(stats, GraphStats)
+    problem = Problem(stats, None, Workload(), read_cluster("dgx_a100"))
+    layout = problem.layout()
+    assert problem.trimmed(layout) is problem.trimmed(problem.layout())
+    assert problem.batches(layout, 2)[0] is problem.batches(problem.layout(), 2)[1]
+    fewer = replace(problem, stats=replace(stats, train_vertices=stats.train_vertices // 2))
+    assert fewer.trimmed(layout).facts(1).rows[0] < problem.trimmed(layout).facts(1).rows[0]
 
 
 def test_mixing_between_and_beyond_what_was_counted() -> None:
