@@ -20,14 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, dtype_of
+from gnnplan.executor.layers.blocks import Targets, dtype_of, weighted_block
 from gnnplan.executor.layers.kernels import (
     Block,
+    Mix,
     SparseRows,
     backward,
     dropout,
     pack,
+    pack_mixed,
     unpack,
+    unpack_mixed,
 )
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.links import LinkTargets
@@ -38,6 +41,7 @@ from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows
+from gnnplan.planner.gnn.few_bits import ADAPTIVE
 from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -89,6 +93,9 @@ class Worker(base.Worker):
     # With staleness: rows and halo gradients under way, by way ('f' or 'b') and layer
     pending: dict[tuple[str, int], Future[Tensor]] = field(default_factory=dict)
     leaving: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # their buffers
+    # Adaptive bits: of rows that leave ('out') and come ('in'), by way and layer
+    mixes: dict[tuple[str, str, int], Mix] = field(default_factory=dict)
+    weights: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # of rows, by end, layer
     # 'f:l2' -> per step ||used - true||^2 and ||true||^2
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     seen: Seen | None = None  # filled in training steps, if it is there
@@ -259,19 +266,45 @@ class Worker(base.Worker):
             positions = exchange.positions if way == "f" else None
             whose = vertices[positions if way == "f" else slice(len(vertices) - len(rows), None)]
             numbers = ROUNDING, self.problem.workload.seed, step, layer, "fb".index(way)
-            return pack(rows, positions, self.options.bits, whose, *numbers)
+            if self.options.bits != ADAPTIVE:
+                return pack(rows, positions, int(self.options.bits), whose, *numbers)
+            packed = pack_mixed(rows, positions, self._mix("out", way, layer), whose, *numbers)
+            self._crossed("out", way, layer, packed)
+            return packed
 
     def _unpack(self, step: int, layer: int, way: str, packed: Tensor | None, into: Tensor) -> None:
         """Of `_exchange_packed`; nothing has come in the first step of a stale exchange."""
-        exchange, bits = self.exchanges[layer], self.options.bits
-        assert bits is not None
+        exchange = self.exchanges[layer]
         with self.rank.span(Label("unpack", step, way, layer), "compute"):
             if way == "f":
                 halo = into[into.shape[0] - exchange.rows("f")[1] :]
-                halo.zero_() if packed is None else unpack(packed, bits, halo)
+                halo.zero_() if packed is None else self._unpacked(packed, way, layer, halo)
             elif packed is not None:
                 received = into.new_empty(packed.shape[0], into.shape[1])
-                exchange.add_home(into, unpack(packed, bits, received))
+                exchange.add_home(into, self._unpacked(packed, way, layer, received))
+            if packed is not None and self.options.bits == ADAPTIVE:
+                self._crossed("in", way, layer, packed)
+
+    def _unpacked(self, packed: Tensor, way: str, layer: int, into: Tensor) -> Tensor:
+        if self.options.bits == ADAPTIVE:
+            return unpack_mixed(packed, self._mix("in", way, layer), into)
+        assert self.options.bits is not None
+        return unpack(packed, int(self.options.bits), into)
+
+    def _mix(self, end: str, way: str, layer: int) -> Mix:
+        """The bits of the rows that leave or come next."""
+        if (end, way, layer) not in self.mixes:
+            sends, receives = self.exchanges[layer].rows(way)
+            count = sends if end == "out" else receives
+            self.mixes[end, way, layer] = Mix.even(count, self.rank.device)
+        return self.mixes[end, way, layer]
+
+    def _crossed(self, end: str, way: str, layer: int, packed: Tensor) -> None:
+        """Rows have left or come: sender and receiver choose alike what comes after them."""
+        exchange = self.exchanges[layer]
+        peers = exchange.gives if (end == "out") == (way == "f") else exchange.take
+        weights = self.weights[end, layer] if way == "f" else None
+        self.mixes[end, way, layer] = self._mix(end, way, layer).after(packed, peers, weights)
 
     def _stale(self, layer: int, way: str) -> Tensor | None:
         """What was sent one step ago and is used in this one; None in the first step."""
@@ -611,10 +644,18 @@ class Worker(base.Worker):
             future.result()
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: weights, and the stale rows that the next step uses."""
-        return super().state() | {
-            f"stale.{way}.{layer}": future.result() for (way, layer), future in self.pending.items()
-        }
+        """What a checkpoint keeps: weights, the next step's stale rows, and adaptive bits."""
+        return (
+            super().state()
+            | {
+                f"stale.{way}.{layer}": future.result()
+                for (way, layer), future in self.pending.items()
+            }
+            | {
+                f"bits.{end}.{way}.{layer}.{mix.left}": mix.bits
+                for (end, way, layer), mix in self.mixes.items()
+            }
+        )
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from another process's state."""
@@ -623,6 +664,10 @@ class Worker(base.Worker):
             if name.startswith("stale."):
                 way, layer = name.split(".")[1], int(name.split(".")[2])
                 self.pending[way, layer] = there(tensor.to(self.rank.device, copy=True))
+            elif name.startswith("bits."):
+                _, end, way, of_layer, left = name.split(".")
+                bits = tensor.to(self.rank.device, copy=True)
+                self.mixes[end, way, int(of_layer)] = Mix(bits, int(left))
 
     def refill(self, step: int) -> None:
         """Repeat a step until its stale rows are those of the weights.
@@ -681,6 +726,8 @@ def worker_on(
     net = net or Net(problem.model, problem.workload).to(rank.device)
     share = whole_share(rank, problem, layout, net, degrees)
     worker = Worker(rank, problem, share, options, net, gamma)
+    if options.bits == ADAPTIVE:
+        worker.weights = variance_weights(worker, layout)
     worker.keep(constant_rows(rank, problem, layout))
     return worker
 
@@ -704,11 +751,13 @@ def trimmed_worker_on(
     def on(rows: Layout, options: ExchangeOptions) -> Worker:
         share = whole_share(rank, problem, rows, net, degrees)
         worker = Worker(rank, problem, share, options, net, gamma)
+        if options.bits == ADAPTIVE:
+            worker.weights = variance_weights(worker, rows)
         worker.features, worker.cached = kept.on_device(kept.of(rows))
         return worker
 
     worker = on(trimmed, options)
-    worker.evaluator = lambda: on(layout, replace(options, staleness=0, smoothing=""))
+    worker.evaluator = lambda: on(layout, replace(options, staleness=0, smoothing="", bits=None))
     return worker
 
 
@@ -722,3 +771,37 @@ def whole_share(rank: Rank, problem: Problem, layout: Layout, net: Net, degrees:
         problem.workload,
         layout.degrees(rank.rank) if degrees == "local" else None,
     )
+
+
+def variance_weights(worker: Worker, layout: Layout) -> dict[tuple[str, int], Tensor]:
+    """How much the rounding of each row that crosses counts, float64, by end and layer.
+
+    It is the sum of squares of what its readers multiply the row by. Sender and reader both count
+    it, from the reader's edges, so that nothing crosses.
+    """
+    rank, ranks, found = worker.rank, range(layout.ranks), {}
+    device, alike = rank.device, {}
+    for layer in worker.layers:
+        edges = worker.net.layer(layer).edges
+        if layer <= worker.shapes.first_varying or worker.silent[layer]:
+            continue
+        if (kind := (layout.kind(layer), edges)) not in alike:
+            pieces = [_squares(worker.problem, layout, reader, layer, edges) for reader in ranks]
+            out = np.concatenate([by_sender[rank.rank] for by_sender in pieces])
+            alike[kind] = out, np.concatenate(pieces[rank.rank])
+        for end, weights in zip(("out", "in"), alike[kind], strict=True):
+            found[end, layer] = torch.from_numpy(weights).to(device)
+    return found
+
+
+def _squares(
+    problem: Problem, layout: Layout, reader: int, layer: int, edges: str
+) -> list[np.ndarray]:
+    """Of a reader's halo before a layer, by sender: sums of squared edge weights."""
+    piece, rows = layout.piece(reader, layer), layout.rows(reader, layer)
+    source = np.concatenate([layout.rows(reader, layer - 1), piece.halo])
+    graph, csr = layout.graph, layout.block(reader, layer)
+    block = weighted_block(graph, edges, rows, source, *csr, problem.workload)
+    weight = np.ones(block.edges) if block.weight is None else block.weight.double().numpy()
+    squares = np.bincount(block.indices.numpy(), weight**2, minlength=source.size)
+    return np.split(squares[piece.local :], np.cumsum(piece.received)[:-1])

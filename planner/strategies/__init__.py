@@ -138,10 +138,10 @@ def _suits(value: object, annotation: str) -> bool:
     """
     if value is None:
         return "None" in annotation
-    kind = annotation.split(" | ")[0]
-    if kind.startswith("tuple"):
+    kinds = annotation.split(" | ")
+    if kinds[0].startswith("tuple"):
         return isinstance(value, (list, tuple)) and all(type(item) is int for item in value)
-    return type(value).__name__ == kind or (kind == "float" and type(value) is int)
+    return type(value).__name__ in kinds or (kinds[0] == "float" and type(value) is int)
 
 
 def parse(text: str) -> Strategy:

@@ -6,6 +6,7 @@ of a function of (stream, seed, step, layer, way, vertex, column)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import GOLDEN, mix
 from gnnplan.executor.layers.kernels.hashed_dropout import vertex_keys
 from gnnplan.planner.graph.streams import ROUNDING
+
+Round = Callable[[Tensor], Tensor]
 
 
 def uniform(rows: Tensor, seed: int, step: int, layer: int, way: str) -> Tensor:
@@ -32,8 +35,8 @@ def coarser(x: np.ndarray, up: bool) -> np.ndarray:
     return (np.ceil if up else np.floor)(x / power) * power
 
 
-def rounded(rows: Tensor, bits: int, u: Tensor) -> Tensor:
-    """What arrives of the rows [N, H]."""
+def levels(rows: Tensor, bits: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest number and spacing of the rows [N, H], both [N, 1]; bits: of all or of each [N, 1]."""
     x = rows.detach().numpy()
     lowest = coarser(x.min(1, keepdims=True), up=False)
     gap = (x.max(1, keepdims=True) - lowest) / (2**bits - 1)
@@ -41,26 +44,88 @@ def rounded(rows: Tensor, bits: int, u: Tensor) -> Tensor:
     nearest = np.where(gap - down < up - gap, down, up)
     above = coarser(nearest * (1 + 2.0**-20), up=True)
     above[gap == 0] = 1.0
+    return lowest, above
+
+
+def rounded(rows: Tensor, bits: int | np.ndarray, u: Tensor) -> Tensor:
+    """What arrives of the rows [N, H]."""
+    x, (lowest, above) = rows.detach().numpy(), levels(rows, bits)
     return torch.from_numpy(lowest + np.floor((x - lowest) / above + u.numpy()) * above)
+
+
+class Adapting:
+    """Bits of every row, by reader, layer and way: 4 in the first exchange; then, anew every ten,
+    those that keep the rounding of what crosses between two parts least in as many bytes."""
+
+    def __init__(self, plain: Plain, part: np.ndarray) -> None:
+        operator = plain.operator.numpy() != 0
+        parts = range(part.max() + 1)
+        # the rows that cross between two parts
+        self.cross = {
+            reader: [
+                np.flatnonzero((part == owner) & operator[part == reader].any(0))
+                for owner in parts
+                if owner != reader
+            ]
+            for reader in parts
+        }
+        self.bits: dict[tuple[int, int, str], np.ndarray] = {}
+        self.exchanges: dict[tuple[int, int, str], int] = {}
+        # of the variance of a row that a part reads: squares of what it is multiplied by
+        squares = plain.operator.numpy() ** 2
+        self.weights = {reader: squares[part == reader].sum(0) for reader in parts}
+
+    def rounded(self, rows: Tensor, u: Tensor, reader: int, layer: int, way: str) -> Tensor:
+        key = reader, layer, way
+        bits = self.bits.setdefault(key, np.full((len(rows), 1), 4))
+        count = self.exchanges[key] = self.exchanges.get(key, 0) + 1
+        if count % 10 == 1:
+            ranges = (levels(rows, bits)[1] * (2.0**bits - 1))[:, 0]
+            if way == "f":
+                ranges = ranges * self.weights[reader] ** 0.5
+            self.bits[key] = np.full((len(rows), 1), 4)
+            for ids in self.cross[reader]:
+                self.bits[key][ids, 0] = cheapest(ranges[ids])
+        return rounded(rows, bits, u)
+
+
+def cheapest(ranges: np.ndarray) -> np.ndarray:
+    """Bits [n] with the least sum of (range / (2^bits - 1))^2 among those where the widest have 8,
+    twice as many narrowest 2 and the others 4."""
+    order, n = np.argsort(-ranges, kind="stable"), len(ranges)
+    options = []
+    for rise in range(n // 3 + 1):
+        bits = np.full(n, 4)
+        bits[order[:rise]], bits[order[n - 2 * rise :]] = 8, 2
+        options.append(bits)
+    return min(options, key=lambda bits: float(((ranges / (2.0**bits - 1)) ** 2).sum()))
 
 
 class Crossing(torch.autograd.Function):
     """Rows of all owners to one reader, and the gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bits: int, forth: Tensor, back: Tensor) -> Tensor:
-        ctx.bits, ctx.back = bits, back
-        return rounded(rows, bits, forth)
+    def forward(ctx: Any, rows: Tensor, forth: Round, back: Round) -> Tensor:
+        ctx.back = back
+        return forth(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return rounded(gradient, ctx.bits, ctx.back), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
 
 
-def crossed(rows: Tensor, bits: int, seed: int, step: int, layer: int) -> Tensor:
+def crossed(
+    rows: Tensor, bits: int | Adapting, seed: int, step: int, layer: int, reader: int = 0
+) -> Tensor:
     """The rows as a reader has them; every reader asks for its own."""
-    ways = (uniform(rows, seed, step, layer, way) for way in "fb")
-    return Crossing.apply(rows, bits, *ways)  # type: ignore[no-untyped-call]
+
+    def over(way: str) -> Round:
+        u = uniform(rows, seed, step, layer, way)
+        if isinstance(bits, Adapting):
+            return lambda x: bits.rounded(x, u, reader, layer, way)
+        return lambda x: rounded(x, bits, u)
+
+    return Crossing.apply(rows, over("f"), over("b"))  # type: ignore[no-untyped-call]
 
 
 def by_reader(operator: Tensor, part: np.ndarray) -> Tensor:
@@ -71,7 +136,9 @@ def by_reader(operator: Tensor, part: np.ndarray) -> Tensor:
     return torch.cat([operator * same, *(operator * ~same * reads for reads in readers)], 1)
 
 
-def reading(plain: Plain, part: np.ndarray, bits: int, step: int, scale: Any = None) -> Read:
+def reading(
+    plain: Plain, part: np.ndarray, bits: int | Adapting, step: int, scale: Any = None
+) -> Read:
     """Rows of other parts in `bits`; `scale(layer)` [N, N] weighs edges."""
 
     def read(layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +146,7 @@ def reading(plain: Plain, part: np.ndarray, bits: int, step: int, scale: Any = N
             return plain.operator, plain.prepare(layer, step, h)
         operator = plain.operator if scale is None else plain.operator * scale(layer)
         seed = plain.workload.seed
-        far = [crossed(h, bits, seed, step, layer) for _ in range(part.max() + 1)]
+        far = [crossed(h, bits, seed, step, layer, reader) for reader in range(part.max() + 1)]
         return by_reader(operator, part), plain.prepare(layer, step, h, *far)
 
     return read

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from crossing import by_reader, crossed, reading, rounded, uniform
+from crossing import Adapting, by_reader, crossed, reading, rounded, uniform
 from plain import Plain, difference
 from ranks import Case, Ranks
 from test_bns import sampled
@@ -39,17 +39,21 @@ def workload(model: str, **more: object) -> dict[str, object]:
         ("gin", 3, 3, "granndis(depth=0,bits=2)"),
         ("sage", 2, 1, "bns(p=0.5,bits=2)"),
         ("gcn", 3, 1, "bns(p=0.3,bits=4)"),
+        ("sage", 3, 1, "graph_parallel(bits='adaptive')"),
     ],
 )
 def test_it_is_training_on_rounded_rows(
     run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, strategy: str
 ) -> None:
     case = Case(strategy, graphs["rough"], workload(model), epochs=4, eval_every=2, servers=servers)
+    if "adaptive" in strategy:  # bits are chosen twice
+        case = replace(case, epochs=13)
     asked, problem = parse(strategy), case.problem(world)
     part, plain, losses = problem.layout().owner, Plain(replace(case, servers=1)), []
+    bits = Adapting(plain, part) if asked.bits == "adaptive" else asked.bits
     for step in range(case.epochs):
         scale = partial(sampled, plain, part, getattr(asked, "p", 1.0), SEED, step)
-        logits, _ = plain.forward(step, reading(plain, part, asked.bits, step, scale))
+        logits, _ = plain.forward(step, reading(plain, part, bits, step, scale))
         loss = plain.loss(logits)
         losses.append(loss.item())
         plain.descend(loss)
@@ -67,29 +71,40 @@ def late(
     return operator, plain.prepare(layer, step, h, *old[layer])
 
 
-@pytest.mark.parametrize(("model", "world", "bits"), [("gcn", 2, 2), ("sage", 3, 4)])
+@pytest.mark.parametrize(
+    ("model", "world", "bits"), [("gcn", 2, 2), ("sage", 3, 4), ("gcn", 3, "adaptive")]
+)
 def test_stale_rows_are_rounded_when_they_leave(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, bits: int
+    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, bits: int | str
 ) -> None:
     """PipeGCN's recursion (test_recursions.py): what is rounded in a step is used in the next."""
-    strategy = f"pipegcn(bits={bits})"
-    case = Case(strategy, graphs["rough"], workload(model), epochs=4, eval_every=2)
+    strategy = f"pipegcn(bits={bits!r})"
+    epochs = 13 if bits == "adaptive" else 4
+    case = Case(strategy, graphs["rough"], workload(model), epochs=epochs, eval_every=2)
     part, plain, losses = case.problem(world).layout().owner, Plain(case), []
     layers, n, parts = (2, 3, 4), len(case.problem(1).graph.y), range(world)
-    sent = {layer: torch.zeros(n, 8, dtype=torch.float64) for layer in layers}
-    home = dict(sent)
+    home = {layer: torch.zeros(n, 8, dtype=torch.float64) for layer in layers}
+    sent = {layer: [home[layer] for _ in parts] for layer in layers}
+    adapting = Adapting(plain, part)
+
+    def over(rows: Tensor, step: int, layer: int, way: str, reader: int) -> Tensor:
+        u = uniform(rows, SEED, step, layer, way)
+        if bits == "adaptive":
+            return adapting.rounded(rows, u, reader, layer, way)
+        return rounded(rows, int(bits), u)
+
     operator = by_reader(plain.operator, part)
     for step in range(case.epochs):
-        old = {layer: [sent[layer].clone().requires_grad_() for _ in parts] for layer in layers}
+        old = {layer: [rows.clone().requires_grad_() for rows in sent[layer]] for layer in layers}
         reads = partial(late, plain, operator, step, old)
         logits, rows = plain.forward(step, reads)
         loss = plain.loss(logits)
         losses.append(loss.item())
         plain.descend(loss + sum((rows[layer - 1] * home[layer]).sum() for layer in layers))
         for layer in layers:
-            forth, back = (uniform(rows[1], SEED, step, layer, way) for way in "fb")
-            sent[layer] = rounded(rows[layer - 1], bits, forth)
-            home[layer] = sum(rounded(each.grad, bits, back) for each in old[layer])
+            sent[layer] = [over(rows[layer - 1], step, layer, "f", reader) for reader in parts]
+            grads = [over(old[layer][reader].grad, step, layer, "b", reader) for reader in parts]
+            home[layer] = sum(grads)
     result = run_ranks(world, [case])[0]
     assert result.losses == pytest.approx(losses, rel=1e-9)
     assert difference(result.weights, plain.state) <= 1e-9

@@ -92,6 +92,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (4, 1, "graph_parallel(bits=4,narrow=True)", "sage", "islands", 0.0),
     (2, 1, "graph_parallel(bits=8,checkpoint=True)", "resgcn norm=batch", "multi", 0.0),
     (2, 1, "pipegcn(bits=2)", "sage", "rough", 0.5),
+    (3, 1, "graph_parallel(bits='adaptive')", "gcn", "rough", 0.5),
     (3, 1, "pipegcn(bits=4,narrow=True)", "gcn", "sparse", 0.0),
     (2, 1, "bns(p=0.5,bits=2)", "gcn", "rough", 0.5),
     (4, 2, "granndis(depth=1,bits=2)", "gcn", "rough", 0.5),

@@ -114,6 +114,6 @@ def test_its_work_is_what_torch_counts(bits: int, dtype: torch.dtype) -> None:
     noted, into = Noted(), torch.empty_like(rows)
     with Notes(noted).during("forward"):
         unpack(packed, bits, into)
-    ours = planned.unpack(count, width, item, added=False).elementwise_bytes
+    ours = planned.unpack(count, width, item, bits, added=False).elementwise_bytes
     assert ours == pytest.approx(noted.forward.elementwise_bytes, rel=0.05)
     assert few_bits.AT_ONCE == planned.AT_ONCE

@@ -280,6 +280,10 @@ RUNS = {
     ),
     "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
     "few bits": (2, Case("graph_parallel(bits=2)", DENSE, {**SAGE, "hidden": 132})),
+    "few bits, each row its own": (
+        2,
+        Case("graph_parallel(bits='adaptive')", DENSE, {**SAGE, "hidden": 136}),
+    ),
     "few bits, late": (
         2,
         Case("pipegcn(bits=8)", DENSE, {**SAGE, "hidden": 134, "dropout": 0.5}),

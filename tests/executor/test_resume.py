@@ -60,6 +60,7 @@ CASES = [  # those at night are part of others
     Case("pipegcn(buckets=3)", "rough", {**FULL, "norm": "batch"}),
     at_night(Case("graph_parallel(bits=2)", "rough", FULL)),
     Case("pipegcn(bits=4)", "rough", FULL),
+    Case("pipegcn(bits='adaptive')", "rough", FULL),
     at_night(Case("bns(p=0.5,bits=2)", "rough", FULL)),
     at_night(Case("gnnpipe(stages=2,chunks=4)", "rough", FULL)),
     Case(

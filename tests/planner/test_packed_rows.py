@@ -32,10 +32,12 @@ def problem(**workload: object) -> Problem:
     return Problem(GRAPH.stats, GRAPH, asked, CLUSTER)
 
 
-@pytest.mark.parametrize(("bits", "nbytes"), [(None, 120), (8, 34), (4, 19), (2, 12)])
+@pytest.mark.parametrize(
+    ("bits", "nbytes"), [(None, 120), (8, 34), (4, 19), (2, 12), ("adaptive", 20)]
+)
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_bytes_are_those_of_packed_rows(bits: int | None, nbytes: int, staleness: int):
-    """Before layers 2 and 3, and back; 30 numbers of 2 bits fill 7.5 bytes."""
+def test_bytes_are_those_of_packed_rows(bits: int | str | None, nbytes: int, staleness: int):
+    """Before layers 2 and 3, and back; 30 numbers of 2 bits fill 7.5 bytes, so a plane has 8."""
     asked = problem()
     rows = int(asked.layout().facts(2).sends.sum())
     predicted = GraphParallel(staleness, bits=bits).predict(asked)
@@ -92,6 +94,7 @@ def test_a_graph_known_by_statistics_is_planned():
 
 PACKED: list[Strategy] = [
     GraphParallel(bits=2),
+    GraphParallel(bits="adaptive"),
     GraphParallel(staleness=1, bits=4),
     BNS(p=1, bits=2),
     GraNNDis(bits=8),
@@ -103,7 +106,7 @@ def test_it_is_lossy_in_a_way_of_its_own(packed: Strategy):
     """So nothing that is known of whole rows, or of other bits, is said of it."""
     assert not packed.exact and parse(str(packed)) == packed
     assert packed.approximates_as(replace(packed, checkpoint=True))
-    for bits in {None, 2, 4, 8} - {packed.knobs()["bits"]}:
+    for bits in {None, 2, 4, 8, "adaptive"} - {packed.knobs()["bits"]}:
         assert not packed.approximates_as(replace(packed, bits=bits))
 
 

@@ -29,6 +29,7 @@ from gnnplan.executor.layers.kernels.matmul import (
     linear_sum,
     weight_gradient,
 )
+from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
 from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator, warm_up
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
 
@@ -37,6 +38,7 @@ __all__ = [
     "GOLDEN",
     "Block",
     "FeatureRows",
+    "Mix",
     "Rows",
     "Shapes",
     "SparseRows",
@@ -53,8 +55,10 @@ __all__ = [
     "linear_sum",
     "mix",
     "pack",
+    "pack_mixed",
     "softmax_aggregate",
     "unpack",
+    "unpack_mixed",
     "warm_up",
     "weight_gradient",
 ]

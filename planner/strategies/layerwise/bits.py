@@ -15,28 +15,40 @@ way, vertex, column): any number of ranks rounds a row alike, and so does a resu
 A layer's sum over neighbours is on average that of its inputs; what ReLU and the loss make of it is
 not unbiased. Each number is off by up to one of 2^bits - 1 spacings, which is the price of 2 bits.
 
-Source: Wan et al., AdaQP (MLSys 2023), Sec. 3.1. There bits are chosen for each row every so many
-epochs, and rows whose neighbours are all local are computed meanwhile; here all rows have the same
-bits.
+With bits='adaptive' rows have 8, 4 or 2 bits, which fill the bytes of 4: 2 ceil(d / 4) + 4 a row.
+Both ends choose them alike, from the ranges of rows that crossed before (mixed_bits.py beside
+few_bits.py).
+
+Source: Wan et al., AdaQP (MLSys 2023), Sec. 3.1 and 3.2. There a program weighs variance against
+seconds, so bytes follow from ranges, and rows whose neighbours are all local are computed
+meanwhile.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from gnnplan.planner.gnn.few_bits import BITS
+from gnnplan.planner.gnn.few_bits import ADAPTIVE, BITS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 
-def check_bits(name: str, bits: int | None) -> None:
-    """Raises SpecError if no row crosses in so many bits per number."""
-    if bits is not None and bits not in BITS:
+def check_bits(name: str, bits: int | str | None, adapts: bool = False) -> None:
+    """Raises SpecError if no row crosses in so many bits per number.
+
+    adapts: the same rows cross in every step, so each may have bits of its own.
+    """
+    if bits == ADAPTIVE and not adapts:
         raise SpecError(
-            f"{name}: bits per number of a row that crosses are 8, 4 or 2, or None for rows as they"
-            f" are (bits: {bits}); use bits=2"
+            f"{name}: adaptive bits follow a row from step to step, and here other rows may cross"
+            f" in each (bits: {bits!r}); use bits=4, or graph_parallel(bits={bits!r})"
+        )
+    if bits is not None and bits not in (*BITS, ADAPTIVE):
+        raise SpecError(
+            f"{name}: bits per number of a row that crosses are 8, 4 or 2, 'adaptive', or None for"
+            f" rows as they are (bits: {bits}); use bits=2"
         )
 
 

@@ -62,7 +62,7 @@ class BNS(Strategy):
     narrow: bool = False
     checkpoint: bool = False
     buckets: int = 1
-    bits: int | None = None
+    bits: int | str | None = None
 
     family: ClassVar[str] = "bns"
     claim: ClassVar[float] = 1e-6

@@ -112,7 +112,7 @@ class GraNNDis(Strategy):
     group: str = "server"
     trim: bool = False
     buckets: int = 1
-    bits: int | None = None
+    bits: int | str | None = None
 
     family: ClassVar[str] = "granndis"
     executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"

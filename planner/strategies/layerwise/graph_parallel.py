@@ -45,7 +45,7 @@ Bytes per epoch, for halos B_i of parts i = 1 .. M, numbers of b bytes and W wei
 
     2 b sum_{l=2..L} H_{l-1} sum_i |B_i|  +  2 (M-1) W b
 
-With `bits`, b H_{l-1} is ceil(H_{l-1} bits / 8) + 4.
+With `bits`, b H_{l-1} is ceil(H_{l-1} bits / 8) + 4; adaptive, 2 ceil(H_{l-1} / 4) + 4.
 
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
@@ -60,6 +60,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+from gnnplan.planner.gnn.few_bits import ADAPTIVE
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -87,7 +88,8 @@ class GraphParallel(Strategy):
     checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
     trim: leave out of each layer the rows that no training vertex needs.
     buckets: all-reduces in which gradients are added up, beside the backward pass if several.
-    bits: of a number that crosses between layers, 8, 4 or 2; None: rows cross as they are.
+    bits: of a number that crosses between layers, 8, 4 or 2; None: rows cross as they are;
+    'adaptive': each row has 8, 4 or 2, which fill the bytes of 4.
     """
 
     staleness: int = 0
@@ -97,7 +99,7 @@ class GraphParallel(Strategy):
     checkpoint: bool = False
     trim: bool = False
     buckets: int = 1
-    bits: int | None = None
+    bits: int | str | None = None
 
     family: ClassVar[str] = "graph_parallel"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -127,7 +129,9 @@ class GraphParallel(Strategy):
 
     @property
     def carries(self) -> str:
-        return "halo rows and gradients of the step before" if self.staleness else ""
+        rows = "halo rows and gradients of the step before" if self.staleness else ""
+        each = "each row's bits" if self.bits == ADAPTIVE else ""
+        return " and ".join(filter(None, (rows, each)))
 
     def approximates_as(self, other: Strategy) -> bool:
         return (
@@ -197,12 +201,12 @@ class GraphParallel(Strategy):
         if self.trim:
             check_trim(problem, self.family)
         check_buckets(self.name, problem, self.buckets)
-        bits.check_bits(self.name, self.bits)
+        bits.check_bits(self.name, self.bits, adapts=True)
         if self.bits is not None and self.smoothing:
             raise SpecError(
                 f"{self.name}: a moving average is of whole rows, and with bits they arrive packed"
                 f" (smoothing: {self.smoothing!r}, bits: {self.bits}); use"
-                f" pipegcn(bits={self.bits}) or {self.name}"
+                f" pipegcn(bits={self.bits!r}) or {self.name}"
             )
         self.check_vertices(problem)
 

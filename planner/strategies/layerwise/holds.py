@@ -52,7 +52,7 @@ class Holds:
     narrow: bool
     checkpoint: bool
     stale: bool
-    bits: int | None = None
+    bits: int | str | None = None
     scored: Scored | None = None
     _footprints: dict[object, Footprint] = field(default_factory=dict)
 
@@ -178,6 +178,9 @@ class Holds:
         packed = (f.given + f.taken) * few_bits.row_bytes(width, b, self.bits)
         leaves = f.given if way == "f" else f.taken
         room = few_bits.room(leaves * width, b, self.problem.cluster.device.kind)
+        if self.bits == few_bits.ADAPTIVE:  # the rows of a kind, packed and unpacked, on the way
+            comes = f.taken if way == "f" else f.given
+            room = np.maximum(room + packed, comes * width * b)
         return np.asarray(packed + (np.maximum(whole, room) if way == "b" else room))
 
     def _copied(self, layer: int) -> Number:

@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 
+from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import RUNTIME, block, footprint
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
@@ -59,6 +60,7 @@ def memory(
         use["features"] = loaded + (features if problem.cluster.device.kind == "cpu" else 0.0)
     for batch in different:
         use["halo"] = use["halo"] + _stale_buffers(problem, batch, options)
+        use["halo"] = use["halo"] + _assigned_bits(problem, batch, options)
         use["graph"] = use["graph"] + blocks(problem, batch, times[id(batch)])
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
     most = _during_setup(problem, program, layout)
@@ -101,6 +103,17 @@ def _stale_buffers(
         rows, gradients = "f" in options.smoothing, "g" in options.smoothing
         smoothed = np.maximum(smoothed, np.maximum(f.taken * rows, f.given * gradients) * width)
     return np.asarray(stays + smoothed)
+
+
+def _assigned_bits(
+    problem: Problem, layout: Layout | EstimatedLayout, options: ExchangeOptions
+) -> np.ndarray:
+    """Bytes of adaptive bits: of rows that leave and come, and of their gradients [ranks]."""
+    stays = np.zeros(problem.ranks)
+    for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
+        f = layout.facts(layer)
+        stays = stays + 2 * (f.taken + f.given) * few_bits.PLACES
+    return stays * (options.bits == few_bits.ADAPTIVE)
 
 
 def _constant(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:

@@ -48,7 +48,7 @@ class ExchangeOptions:
     smoothing: str = ""  # of stale rows ('f'), gradients ('g') or both ('gf')
     checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
     buckets: int = 1  # all-reduces in which gradients are added up (buckets.py)
-    bits: int | None = None  # of a number that crosses; None: rows cross as they are
+    bits: int | str | None = None  # of a number that crosses; None: rows cross as they are
 
     def row_bytes(self, model: Model, layer: int) -> int:
         """Bytes of a row that crosses before the layer."""
@@ -157,7 +157,7 @@ def step(
         assert options.bits is not None
         return (
             few_bits.pack(leaves, width, model.itemsize, options.bits, picked=way == "f"),
-            few_bits.unpack(comes, width, model.itemsize, added=way == "b"),
+            few_bits.unpack(comes, width, model.itemsize, options.bits, added=way == "b"),
         )
 
     def exchange(layer: int, way: str) -> Iterator[Op]:
