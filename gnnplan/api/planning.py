@@ -369,7 +369,7 @@ class Plan(View):
             "gradient_errors": gradient_errors,
             "restarts": restarts,
             "emulate": emulate,
-            "tensorboard": None if tensorboard is None else str(Path(tensorboard).absolute()),
+            "tensorboard": tensorboard,
         }
         return self._train(self._asked(out, options))
 
