@@ -22,7 +22,13 @@ AT_ONCE = 1 << 19  # values of dense features that are converted together
 
 
 def dtype_of(workload: Workload) -> torch.dtype:
-    """The workload's number type, of features and weights."""
+    """The type of a row's numbers."""
+    rows: torch.dtype = getattr(torch, workload.dtype)
+    return rows
+
+
+def weight_dtype_of(workload: Workload) -> torch.dtype:
+    """The type of weights, of their gradients, and of the loss."""
     return torch.float64 if workload.dtype == "float64" else torch.float32
 
 
@@ -35,7 +41,7 @@ def features(
     """
     width, x = graph.stats.features, graph.x
     out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
-    if isinstance(x, np.ndarray) and device.type == "cpu" and out.numpy().dtype == x.dtype:
+    if isinstance(x, np.ndarray) and device.type == "cpu" and out.dtype == torch.float32:
         take_rows(x, rows, out[: rows.size].numpy())
         return out
     for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):
@@ -207,7 +213,8 @@ class Targets:
         """total: training vertices that the loss is the mean over; None: all of the graph."""
         self.multilabel = graph.stats.multilabel
         y = torch.from_numpy(np.array(graph.y[rows]))
-        self.y = y.to(device, dtype_of(workload) if self.multilabel else torch.int64)
+        self.dtype = weight_dtype_of(workload)
+        self.y = y.to(device, self.dtype if self.multilabel else torch.int64)
         self.masks = [
             torch.from_numpy(np.flatnonzero(mask[rows])).to(device)
             for mask in (graph.train, graph.val, graph.test)
@@ -232,8 +239,8 @@ class Targets:
         """This rank's part of the mean loss over all `total` training vertices."""
         train = self.masks[0]
         if not train.numel():
-            return logits.sum() * 0.0
-        chosen, y = logits.index_select(0, train), self.y.index_select(0, train)
+            return logits.sum().to(self.dtype) * 0.0
+        chosen, y = logits.index_select(0, train).to(self.dtype), self.y.index_select(0, train)
         if self.multilabel:
             return F.binary_cross_entropy_with_logits(chosen, y, reduction="sum") / (
                 self.total * y.shape[1]

@@ -96,8 +96,12 @@ def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tens
     """ReLU of the norm of x."""
     if norm is None:
         return x.relu()
-    normed: Tensor = norm(x, moments) if isinstance(norm, BatchNorm) else norm(x)
-    return normed.relu_()
+    if isinstance(norm, BatchNorm):
+        normed: Tensor = norm(x, moments)
+        return normed.relu_()
+    assert isinstance(norm, nn.LayerNorm)
+    weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
+    return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps).relu_()
 
 
 class _SplitLayer(Layer):
@@ -173,7 +177,7 @@ class GCNLayer(_SplitLayer):
     ) -> Tensor:
         if self.weight is not None and not self.projects_first:
             return linear(gathered, self.weight, self.bias, relu)
-        out = gathered if self.bias is None else gathered + self.bias
+        out = gathered if self.bias is None else gathered + self.bias.to(gathered.dtype)
         return out.relu() if relu else out
 
     def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
@@ -376,7 +380,7 @@ class GINLayer(_SplitLayer):
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         if self.projects_first:
-            hidden = (gathered + self.bias).relu_()
+            hidden = (gathered + self.bias.to(gathered.dtype)).relu_()
         else:
             hidden = linear(gathered, self.weight, self.bias, relu=True)
         return linear(hidden, self.weight_out, self.bias_out, relu)

@@ -50,6 +50,7 @@ def explain(
         *tightest(best),
         *nearly_full(best),
         *estimates(problem),
+        *rounded_rows(problem),
         *before_the_first_epoch(best),
         *convergence(best.strategy, problem.workload.model),
         *why_not(found),
@@ -169,6 +170,25 @@ def estimates(problem: Problem) -> list[str]:
     else:
         source = "halo sizes are usual ones"
     return [f"The graph is known by statistics only: {source}, and the plan cannot be run."]
+
+
+def rounded_rows(problem: Problem) -> list[str]:
+    """What rows in bfloat16 are, and what is not known of them; nothing where rows are not."""
+    if problem.workload.dtype != "bfloat16":
+        return []
+    return [
+        "Rows are bfloat16, half the bytes; weights, optimizer and all-reduces are float32;"
+        f" {rounded_products(problem)}; what rounding costs in accuracy is not known either"
+    ]
+
+
+def rounded_products(problem: Problem) -> str:
+    """How products of rows in bfloat16 are priced."""
+    on_cpu = problem.cluster.device.kind == "cpu"
+    slow = " (1/35 to 1/6 of that on a CPU with AVX2)" if on_cpu else ""
+    return (
+        f"products are priced at the float32 rate, for this device's in bfloat16 is not known{slow}"
+    )
 
 
 def before_the_first_epoch(best: Candidate) -> list[str]:

@@ -279,6 +279,10 @@ RUNS = {
         Case("tensor3d(x=1,y=2,z=1)", DENSE, {"model": "gcn", "layers": 4, "hidden": 142}),
     ),
     "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
+    "bfloat16": (
+        2,
+        Case("graph_parallel", DENSE, {**SAGE, "dtype": "bfloat16", "dropout": 0.5}),
+    ),
     "few bits": (2, Case("graph_parallel(bits=2)", DENSE, {**SAGE, "hidden": 132})),
     "few bits, late": (
         2,
