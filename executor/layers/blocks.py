@@ -116,17 +116,19 @@ def weighted_block(
     if edges in ("one", "loop"):
         return Block(indptr, indices, src.size)
     row_lengths = np.diff(indptr)
-    dtype = np.float64 if workload.dtype == "float64" else np.float32
+    dtype = dtype_of(workload)
     if edges == "mean":
         count = np.maximum(taken if drawn else degree[dst], 1)
-        return Block(indptr, indices, src.size, np.repeat((1.0 / count).astype(dtype), row_lengths))
+        of_rows = torch.from_numpy(1.0 / count).to(dtype)
+        weights = of_rows.repeat_interleave(torch.from_numpy(row_lengths))
+        return Block(indptr, indices, src.size, weights)
     out_degree = _out_degree(graph, degree) if degrees is None else degrees[1]
     reader = np.repeat(np.arange(dst.size, dtype=np.int32), row_lengths)
     weight = _gcn_weights(degree[dst], out_degree[src], reader, indices)
     if drawn:
         is_self = indices == reader  # a vertex has no other edge to itself
         weight *= np.where(is_self, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
-    return Block(indptr, indices, src.size, weight.astype(dtype, copy=False))
+    return Block(indptr, indices, src.size, torch.from_numpy(weight).to(dtype))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import cast, overload
 import torch
 from torch import Tensor, nn
 
+from gnnplan.executor.layers.blocks import weight_dtype_of
 from gnnplan.executor.layers.kernels import (
     Block,
     FeatureRows,
@@ -448,7 +449,7 @@ class Net(nn.Module):
                     shapes.layers[number - 1].h_out, self.jumped, bias=number == self.total
                 )
         self.relu = [shapes.relu_after(n) for n in range(self.total + 1)]
-        self.to(torch.float64 if workload.dtype == "float64" else torch.float32)
+        self.to(weight_dtype_of(workload))
         if shapes.nonzeros and 1 in self.which:
             self._store_by_columns()
         if workload.model != "own":  # whose class does so

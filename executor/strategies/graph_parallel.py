@@ -113,7 +113,7 @@ class Worker(base.Worker):
                     there = part.local + int(part.take.sum())
                     self.picks[layer] = torch.from_numpy(part.picks).to(device), there
                 self.vertices[layer] = torch.from_numpy(part.source).to(device)
-                self.blocks[layer] = part.block.to(device, dtype_of(problem.workload))
+                self.blocks[layer] = part.block.to(device)
             else:
                 self.exchanges[layer] = self.exchanges[twin]
                 self.vertices[layer] = self.vertices[twin]

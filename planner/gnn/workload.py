@@ -217,6 +217,12 @@ class Workload(Spec):
                 "batch norm sums all vertices, for which bfloat16's 8 bits are too few (dtype:"
                 " bfloat16, norm: batch); use norm=layer or dtype=float32",
             )
+        if self.task == "link":
+            raise Conflict(
+                ("dtype", "task"),
+                "scores of edges are compared with each other, and bfloat16's 8 bits make many of"
+                " them equal (dtype: bfloat16, task: link); use task=node or dtype=float32",
+            )
         return self
 
     @model_validator(mode="after")

@@ -43,6 +43,11 @@ MOST_NUMBERS = 100_000  # of such a list
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
 # uses that are not of what ranks train with: libraries, and a server's data in a CPU rank's memory
 BESIDE_TRAINING = ("runtime", "host")
+# by mode, who trains with rows in bfloat16 (Strategy.rounds_rows)
+ROUNDING = {
+    "full": "graph_parallel, pipegcn, gnnpipe, granndis, bns, feature_parallel or offload",
+    "mini": "data_parallel, gsplit or dnp",
+}
 Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
 
 
@@ -63,7 +68,7 @@ class Strategy(ABC):
     mode: ClassVar[str] = "full"  # what it trains on: the 'full' graph, or 'mini'-batches
     # published names of variants, and the knobs that each sets
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    rounds_rows: ClassVar[bool] = False  # whether it trains with rows in bfloat16
+    rounds_rows: ClassVar[bool] = False  # whether its rows may be bfloat16; see ROUNDING
     # the module that trains it; it has open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
     examples: ClassVar[tuple[Example, ...]]  # variants that `gnnplan check` and tests train
@@ -151,14 +156,13 @@ class Strategy(ABC):
             return
         if not self.rounds_rows:
             raise SpecError(
-                f"{self.name} has no rows in bfloat16; graph_parallel and pipegcn, which train on"
-                " the full graph, have (dtype: bfloat16); use one of these, or --set dtype=float32"
+                f"{self.name} has no rows in bfloat16 (dtype: bfloat16); use"
+                f" {ROUNDING[self.mode]}, or --dtype float32"
             )
         if problem.model.nonzeros:
             raise SpecError(
                 f"{problem.stats.name} has sparse features, whose columns cross as numbers that"
-                " bfloat16 cannot hold (dtype: bfloat16); use dense features, or --set"
-                " dtype=float32"
+                " bfloat16 cannot hold (dtype: bfloat16); use dense features, or --dtype float32"
             )
 
     def check_vertices(self, problem: Problem) -> None:

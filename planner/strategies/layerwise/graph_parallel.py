@@ -199,18 +199,17 @@ class GraphParallel(Strategy):
         if self.trim:
             check_trim(problem, self.family)
         check_buckets(self.name, problem, self.buckets)
-        bits.check_bits(self.name, self.bits)
+        bits.check_bits(self.name, self.bits, problem)
         if self.bits is not None and self.smoothing:
             raise SpecError(
                 f"{self.name}: a moving average is of whole rows, and with bits they arrive packed"
                 f" (smoothing: {self.smoothing!r}, bits: {self.bits}); use"
                 f" pipegcn(bits={self.bits}) or {self.name}"
             )
-        if problem.workload.dtype == "bfloat16" and (self.smoothing or self.bits is not None):
+        if self.smoothing and problem.workload.dtype == "bfloat16":
             raise SpecError(
-                f"{self.name}: moving averages and packed rows are made of float32 rows (dtype:"
-                f" bfloat16, smoothing: {self.smoothing!r}, bits: {self.bits}); use"
-                f" {'pipegcn' if self.staleness else 'graph_parallel'}, or --set dtype=float32"
+                f"{self.name}: bfloat16's 8 bits are too few for a moving average (smoothing:"
+                f" {self.smoothing!r}, dtype: bfloat16); use pipegcn, or --dtype float32"
             )
         self.check_vertices(problem)
 
