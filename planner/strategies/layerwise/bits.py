@@ -31,8 +31,13 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 
-def check_bits(name: str, bits: int | None) -> None:
+def check_bits(name: str, bits: int | None, problem: Problem) -> None:
     """Raises SpecError if no row crosses in so many bits per number."""
+    if bits is not None and problem.workload.dtype == "bfloat16":
+        raise SpecError(
+            f"{name}: few bits are made of float32 rows (bits: {bits}, dtype: bfloat16); leave bits"
+            " out, or use --dtype float32"
+        )
     if bits is not None and bits not in BITS:
         raise SpecError(
             f"{name}: bits per number of a row that crosses are 8, 4 or 2, or None for rows as they"
