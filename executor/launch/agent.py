@@ -32,6 +32,7 @@ from gnnplan.executor.ranks.meeting import LOOPBACK, store_of_this_machine
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # for logs that nobody has asked for torch would make folders in /tmp, and leave them
 NO_LOGS = DefaultLogsSpecs(os.devnull)
 Blame = Callable[[dict[int, Any]], GnnplanError]  # from torch's failures by process
@@ -125,7 +126,6 @@ def run(
     ]:
         # every logger has a level of its own; our message says what happened
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the launcher's are not torch's
     # torch's default: a rank stays near its GPU
     numa = LaunchConfig(1, 1, ranks, NO_LOGS).numa_options
     meeting = _Here()
@@ -142,9 +142,11 @@ def run(
     )
     agent = _Agent(spec, blame, announce_restart, watch)
     try:
+        os.environ[HANDLED] = ""  # the launcher's are not torch's
         with _grace(GRACE):
             result = agent.run()
     finally:
+        os.environ.pop(HANDLED, None)
         meeting.shutdown()
     if result.is_failed():
         raise agent.error or blame(result.failures)

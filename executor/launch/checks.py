@@ -155,9 +155,9 @@ def must_go_on(
     """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
 
     last: epoch of the last checkpoint that all ranks have, 0 if there is none. may_begin: whether
-    training may begin again from epoch 0, as that of a new run which its launcher has restarted; a
-    run that a user resumes may not. of_another: the checkpoint is of another plan, after which this
-    one trains an epoch at least.
+    training may begin again from epoch 0. A new run may, and so may ranks that our launcher
+    restarts, which has asked for a checkpoint itself; a run that a user resumes may not.
+    of_another: the checkpoint is of another plan, after which this one trains an epoch at least.
     """
     if not last and not may_begin:
         raise SpecError(

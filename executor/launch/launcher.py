@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gnnplan.executor.launch.blame import blame
 from gnnplan.executor.launch.checks import prepare, started_by_launcher, write_run
@@ -52,7 +52,7 @@ __all__ = [
     "work",
 ]
 
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def new_folder(name: str) -> Path:
@@ -81,28 +81,43 @@ def begin(
 
 
 @contextmanager
-def unwound_by_signals() -> Iterator[None]:
-    """Let signals that end this process raise, as Ctrl-C does, so that it leaves nothing behind.
+def unwound_by_signals() -> Iterator[Callable[[], None]]:
+    """Let signals that end this process unwind it, so that it leaves nothing behind.
 
-    What its starter had it ignore it ignores: `nohup` goes on when its terminal is closed.
+    A first signal raises where what is yielded is called, or at the end of the block: raised
+    anywhere it may leave a process half started, or a lock that its end waits for. A second one
+    raises at once. What its starter had it ignore it ignores: `nohup` goes on when its terminal is
+    closed.
     """
+    received: list[int] = []
+
+    def unwind() -> None:
+        if signal.SIGINT in received:
+            raise KeyboardInterrupt
+        if received:
+            raise SystemExit(128 + received[0])
+
+    def receive(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            unwind()
+
     if threading.current_thread() is not threading.main_thread():  # the others may not say
-        yield
+        yield unwind
         return
-
-    def leave(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in ENDING}
-    for number, handler in before.items():
-        if handler == signal.SIG_DFL:
-            signal.signal(number, leave)
+    before = {
+        number: handler
+        for number in ENDING
+        if (handler := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)
+    }
+    for number in before:
+        signal.signal(number, receive)
     try:
-        yield
+        yield unwind
     finally:
         for number, handler in before.items():
-            if handler == signal.SIG_DFL:
-                signal.signal(number, handler)
+            signal.signal(number, handler)
+        unwind()
 
 
 def start(
@@ -110,8 +125,8 @@ def start(
 ) -> None:
     """Start local ranks, in the order of their GPUs, and wait for them.
 
-    With `emulate` every server is a network namespace (emulation.py). No process is left behind.
-    Raises LostRank, naming the rank that failed first, when no restart is left.
+    With `emulate` every server is a network namespace (emulation.py). No process is left behind,
+    also by signals. Raises LostRank, naming the rank that failed first, when no restart is left.
     """
     from gnnplan.executor.launch import agent
     from gnnplan.executor.launch import emulation as lab
@@ -127,19 +142,6 @@ def start(
         by_rank = {ranks[process]: failure for process, failure in failures.items()}
         return blame(by_rank, out, problem.servers, options.timeout_s, starved)
 
-    def announce_restart(error: GnnplanError, left: int) -> None:
-        last = last_stored(out, ranks)
-        where = f"epoch {last}" if last else "the beginning"
-        say(
-            f"{error}\nstarting all ranks anew from {where} (restarts left after this one:"
-            f" {left - 1})"
-        )
-        activity.begin(out, ranks)
-
-    def watch(pids: Sequence[int]) -> Callable[[], None]:
-        by_rank = dict(zip(ranks, pids, strict=True))
-        return Heartbeat(by_rank, dict(enumerate(problem.servers)), out, options.timeout_s).look
-
     interfaces = {
         name: interface for name, interface in loopback_only().items() if name not in os.environ
     }
@@ -147,7 +149,29 @@ def start(
     program = ["-P", "-m", "gnnplan.executor", "launch"]
     arguments = [*program, str(plan), str(out), json.dumps(asdict(options))]
     try:
-        with unwound_by_signals(), scratch(out):
+        with unwound_by_signals() as unwind, scratch(out):
+
+            def announce_restart(error: GnnplanError, left: int) -> None:
+                unwind()  # a signal to all processes has ended the ranks
+                last = last_stored(out, ranks)
+                where = f"epoch {last}" if last else "the beginning"
+                say(
+                    f"{error}\nstarting all ranks anew from {where} (restarts left after this one:"
+                    f" {left - 1})"
+                )
+                activity.begin(out, ranks)
+
+            def watch(pids: Sequence[int]) -> Callable[[], None]:
+                by_rank = dict(zip(ranks, pids, strict=True))
+                servers = dict(enumerate(problem.servers))
+                heartbeat = Heartbeat(by_rank, servers, out, options.timeout_s)
+
+                def look() -> None:
+                    unwind()
+                    heartbeat.look()
+
+                return look
+
             if emulate is None:
                 os.environ |= interfaces
                 agent.run(arguments, len(ranks), options.restarts, explain, announce_restart, watch)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import index
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_bytes, write_atomically
@@ -40,7 +41,8 @@ class Options:
     checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
     resume: bool = False  # go on from the last checkpoint in the run's folder
     restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, when one is lost
-    tensorboard: str | None = None  # folder of TensorBoard's event files
+    # folder of TensorBoard's event files; a resumed run may be called from elsewhere
+    tensorboard: Annotated[str, AfterValidator(os.path.abspath)] | None = None
     quiet: bool = False  # no lines about epochs
     turns: bool = False  # train only as many epochs as the file `turns` in the run's folder says
 
@@ -55,7 +57,7 @@ class Options:
         chosen = {name: value for name, value in given.items() if value is not None}
         try:
             return TypeAdapter(cls).validate_json(
-                json.dumps({**earlier, **chosen, "resume": resume}, default=index), strict=True
+                json.dumps({**earlier, **chosen, "resume": resume}, default=_plain), strict=True
             )
         except ValidationError as error:
             first = error.errors()[0]
@@ -66,6 +68,11 @@ class Options:
     def write(self, out: Path) -> None:
         """Keep the options in the run's folder."""
         write_atomically(out / "options.json", json.dumps(asdict(self)))
+
+
+def _plain(value: Any) -> str | int:
+    """A path, or another library's whole number, as JSON has them."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else index(value)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -22,7 +22,13 @@ AT_ONCE = 1 << 19  # values of dense features that are converted together
 
 
 def dtype_of(workload: Workload) -> torch.dtype:
-    """The workload's number type, of features and weights."""
+    """The type of a row's numbers."""
+    rows: torch.dtype = getattr(torch, workload.dtype)
+    return rows
+
+
+def weight_dtype_of(workload: Workload) -> torch.dtype:
+    """The type of weights, of their gradients, and of the loss."""
     return torch.float64 if workload.dtype == "float64" else torch.float32
 
 
@@ -35,7 +41,7 @@ def features(
     """
     width, x = graph.stats.features, graph.x
     out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
-    if isinstance(x, np.ndarray) and device.type == "cpu" and out.numpy().dtype == x.dtype:
+    if isinstance(x, np.ndarray) and device.type == "cpu" and out.dtype == torch.float32:
         take_rows(x, rows, out[: rows.size].numpy())
         return out
     for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):
@@ -110,17 +116,19 @@ def weighted_block(
     if edges in ("one", "loop"):
         return Block(indptr, indices, src.size)
     row_lengths = np.diff(indptr)
-    dtype = np.float64 if workload.dtype == "float64" else np.float32
+    dtype = dtype_of(workload)
     if edges == "mean":
         count = np.maximum(taken if drawn else degree[dst], 1)
-        return Block(indptr, indices, src.size, np.repeat((1.0 / count).astype(dtype), row_lengths))
+        of_rows = torch.from_numpy(1.0 / count).to(dtype)
+        weights = of_rows.repeat_interleave(torch.from_numpy(row_lengths))
+        return Block(indptr, indices, src.size, weights)
     out_degree = _out_degree(graph, degree) if degrees is None else degrees[1]
     reader = np.repeat(np.arange(dst.size, dtype=np.int32), row_lengths)
     weight = _gcn_weights(degree[dst], out_degree[src], reader, indices)
     if drawn:
         is_self = indices == reader  # a vertex has no other edge to itself
         weight *= np.where(is_self, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
-    return Block(indptr, indices, src.size, weight.astype(dtype, copy=False))
+    return Block(indptr, indices, src.size, torch.from_numpy(weight).to(dtype))
 
 
 @dataclass(frozen=True)
@@ -207,7 +215,8 @@ class Targets:
         """total: training vertices that the loss is the mean over; None: all of the graph."""
         self.multilabel = graph.stats.multilabel
         y = torch.from_numpy(np.array(graph.y[rows]))
-        self.y = y.to(device, dtype_of(workload) if self.multilabel else torch.int64)
+        self.dtype = weight_dtype_of(workload)
+        self.y = y.to(device, self.dtype if self.multilabel else torch.int64)
         self.masks = [
             torch.from_numpy(np.flatnonzero(mask[rows])).to(device)
             for mask in (graph.train, graph.val, graph.test)
@@ -232,8 +241,8 @@ class Targets:
         """This rank's part of the mean loss over all `total` training vertices."""
         train = self.masks[0]
         if not train.numel():
-            return logits.sum() * 0.0
-        chosen, y = logits.index_select(0, train), self.y.index_select(0, train)
+            return logits.sum().to(self.dtype) * 0.0
+        chosen, y = logits.index_select(0, train).to(self.dtype), self.y.index_select(0, train)
         if self.multilabel:
             return F.binary_cross_entropy_with_logits(chosen, y, reduction="sum") / (
                 self.total * y.shape[1]

@@ -16,6 +16,7 @@ from typing import cast, overload
 import torch
 from torch import Tensor, nn
 
+from gnnplan.executor.layers.blocks import weight_dtype_of
 from gnnplan.executor.layers.kernels import (
     Block,
     FeatureRows,
@@ -96,8 +97,12 @@ def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tens
     """ReLU of the norm of x."""
     if norm is None:
         return x.relu()
-    normed: Tensor = norm(x, moments) if isinstance(norm, BatchNorm) else norm(x)
-    return normed.relu_()
+    if isinstance(norm, BatchNorm):
+        normed: Tensor = norm(x, moments)
+        return normed.relu_()
+    assert isinstance(norm, nn.LayerNorm)
+    weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
+    return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps).relu_()
 
 
 class _SplitLayer(Layer):
@@ -173,7 +178,7 @@ class GCNLayer(_SplitLayer):
     ) -> Tensor:
         if self.weight is not None and not self.projects_first:
             return linear(gathered, self.weight, self.bias, relu)
-        out = gathered if self.bias is None else gathered + self.bias
+        out = gathered if self.bias is None else gathered + self.bias.to(gathered.dtype)
         return out.relu() if relu else out
 
     def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
@@ -376,7 +381,7 @@ class GINLayer(_SplitLayer):
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         if self.projects_first:
-            hidden = (gathered + self.bias).relu_()
+            hidden = (gathered + self.bias.to(gathered.dtype)).relu_()
         else:
             hidden = linear(gathered, self.weight, self.bias, relu=True)
         return linear(hidden, self.weight_out, self.bias_out, relu)
@@ -444,7 +449,7 @@ class Net(nn.Module):
                     shapes.layers[number - 1].h_out, self.jumped, bias=number == self.total
                 )
         self.relu = [shapes.relu_after(n) for n in range(self.total + 1)]
-        self.to(torch.float64 if workload.dtype == "float64" else torch.float32)
+        self.to(weight_dtype_of(workload))
         if shapes.nonzeros and 1 in self.which:
             self._store_by_columns()
         if workload.model != "own":  # whose class does so

@@ -46,6 +46,8 @@ SHAPES = (
     (5_000, 64, 64),
     (2_500, 512, 512),
 )
+# Kinds of dense products, and how many of a kind a sample is the time of.
+PRODUCTS = {"gemm": 2, "weight_gradient": 1, "gemm_bfloat16": 2, "weight_gradient_bfloat16": 1}
 # rows, width; for smaller tensors the framework's own time would dominate
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
 LARGE = (400_000, 256)  # on GPUs, whose L2 would hold the others
@@ -96,6 +98,14 @@ class Computation(Messages):
         }
         notify("aggregation")
         found["gather"] = [self.gather(block, width) for block in blocks for width in WIDTHS]
+        if self.dtype == torch.bfloat16:
+            notify("products and aggregation in bfloat16")
+            for product in (self.gemm, self.weight_gradient):
+                name = f"{product.__name__}_bfloat16"
+                found[name] = [product(*shape, torch.bfloat16) for shape in SHAPES]
+            found["gather_bfloat16"] = [
+                self.gather(block, width, torch.bfloat16) for block in blocks for width in WIDTHS
+            ]
         sampled = GRAPHS.index(SAMPLED)
         sums = found["gather"][sampled * len(WIDTHS)]
         found["attention"] = [self.attention(blocks[sampled], sums)]
@@ -109,24 +119,29 @@ class Computation(Messages):
         notify("training steps")
         return found | {"steps": [[self.step(rehearsal)] for rehearsal in rehearsals]}
 
-    def gemm(self, rows: int, h_in: int, h_out: int) -> list[float]:
+    def gemm(
+        self, rows: int, h_in: int, h_out: int, dtype: torch.dtype = torch.float32
+    ) -> list[float]:
         """Seconds of a linear layer's forward and of its inputs' gradient: 2 products."""
-        x = torch.randn(rows, h_in, device=self.device, requires_grad=True)
+        x = torch.randn(rows, h_in, device=self.device, dtype=dtype, requires_grad=True)
         weight = torch.randn(h_out, h_in, device=self.device)
-        grad = torch.randn(rows, h_out, device=self.device)
+        grad = torch.randn(rows, h_out, device=self.device, dtype=dtype)
         return self._time(lambda: torch.autograd.grad(linear(x, weight), x, grad))
 
-    def weight_gradient(self, rows: int, h_in: int, h_out: int) -> list[float]:
+    def weight_gradient(
+        self, rows: int, h_in: int, h_out: int, dtype: torch.dtype = torch.float32
+    ) -> list[float]:
         """Seconds of the gradient of a linear layer's weight: 1 product."""
-        x = torch.randn(rows, h_in, device=self.device)
+        x = torch.randn(rows, h_in, device=self.device, dtype=dtype)
         weight = torch.randn(h_out, h_in, device=self.device, requires_grad=True)
-        out, grad = linear(x, weight), torch.randn(rows, h_out, device=self.device)
+        out, grad = linear(x, weight), torch.randn(rows, h_out, device=self.device, dtype=dtype)
         return self._time(lambda: torch.autograd.grad(out, weight, grad, retain_graph=True))
 
-    def gather(self, block: Block, width: int) -> list[float]:
+    def gather(self, block: Block, width: int, dtype: torch.dtype = torch.float32) -> list[float]:
         """Seconds of aggregation over a graph, forward and backward."""
-        x = torch.randn(block.n_src, width, device=self.device, requires_grad=True)
-        grad = torch.randn(block.n_dst, width, device=self.device)
+        block = block.to(dtype=dtype)
+        x = torch.randn(block.n_src, width, device=self.device, dtype=dtype, requires_grad=True)
+        grad = torch.randn(block.n_dst, width, device=self.device, dtype=dtype)
         return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))
 
     def elementwise(self, rows: int, width: int) -> list[float]:

@@ -17,10 +17,11 @@ import torch
 from scipy.optimize import lsq_linear
 
 from gnnplan.executor.layers.kernels import CODE, by_onednn
-from gnnplan.executor.measure.computation import FANOUTS, SEEDS
+from gnnplan.executor.measure.computation import FANOUTS, PRODUCTS, SEEDS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster.compute import BFLOAT16
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -31,8 +32,12 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent
 LEAST_DOUBT = 0.05
 # Median error of sizes that were not fitted -> a range with 80 % of them, if they are normal.
 MEDIAN_TO_TENTH = 1.9
-# Kinds of dense products, and how many of a kind a sample is the time of.
-PRODUCTS = {"gemm": 2, "weight_gradient": 1}
+# What is measured of dense products: a rate -> the kinds that it is of together.
+RATES = {
+    "gemm": ("gemm",),
+    "weight_gradient": ("weight_gradient",),
+    "gemm_bfloat16": ("gemm_bfloat16", "weight_gradient_bfloat16"),
+}
 HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")
 
@@ -115,7 +120,10 @@ def cluster_of(
 def _scatter(found: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """How far rounds of the same measurement were apart: ranges of rates (cluster/doubt.py)."""
     rounds = {
-        **{f"device.{name}": [samples for *_, samples in found[name]] for name in PRODUCTS},
+        **{
+            f"device.{name}": [samples for *_, samples in found[name]]
+            for name in ("gemm", "weight_gradient")
+        },
         "device.memory_bandwidth": [samples for _, samples in found["elementwise"]],
         "device.gather": [samples for *_, samples in found["gather"]],
         "host_rates": [samples for work in HOST_WORK for _, samples in found[work]],
@@ -244,19 +252,34 @@ def _device(
     plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
     products: dict[str, float] = {}
     provenance = {"device.product_code": "of the library that multiplies there"}
-    for kind, times in PRODUCTS.items():
+    for name, kinds in RATES.items():
         flops, seconds = [], []
-        for rows, h_in, h_out, samples in found[kind]:
-            # as the cost model counts them
-            gemm_bytes, tensor = times * rows * (h_in + h_out) * 4, rows * max(h_in, h_out) * 4
-            reading_s = 0.0 if cuda else gemm_bytes / float(plain.memory_rate(tensor))
-            flops.append(times * 2 * rows * h_in * h_out)
-            seconds.append(max(median(samples) - reading_s, median(samples) / 2))
-        rate = products[kind] = sum(flops) / sum(seconds)  # wide layers decide, as in an epoch
+        b = BFLOAT16 if name == "gemm_bfloat16" else 4
+        for kind in kinds:
+            for rows, h_in, h_out, samples in found.get(kind, ()):
+                # as the cost model counts them
+                times, tensor = PRODUCTS[kind], rows * max(h_in, h_out) * b
+                read = times * rows * (h_in + h_out) * b
+                reading_s = 0.0 if cuda else read / float(plain.memory_rate(tensor))
+                flops.append(times * 2 * rows * h_in * h_out)
+                seconds.append(max(median(samples) - reading_s, median(samples) / 2))
+        if not flops:
+            continue
+        rate = products[name] = sum(flops) / sum(seconds)  # wide layers decide, as in an epoch
         off = [n / s / rate - 1 for n, s in zip(flops, seconds, strict=True)]
-        provenance[f"device.{kind}"] = (
+        provenance[f"device.{name}"] = (
             f"{source}, {len(flops)} shapes together, shapes within"
             f" {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)}"
+        )
+    if "gather_bfloat16" in found:
+        shares = [
+            BFLOAT16 / median(rounded) / (4 / median(whole))
+            for (*_, whole), rounded in zip(found["gather"], found["gather_bfloat16"], strict=True)
+        ]
+        products["gather_bfloat16"] = median(shares)
+        provenance["device.gather_bfloat16"] = (
+            f"{source}, median of {len(shares)} widths and sizes, {min(shares):.2g} to"
+            f" {max(shares):.2g}"
         )
     provenance |= {
         f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering, *core)

@@ -55,10 +55,12 @@ def measure(
     servers: int = 1,
     emulated: float | None = None,
     seconds: float = SECONDS,
+    dtype: str = "float32",
 ) -> Cluster:
     """Measure `ranks` ranks on each of `servers` servers; takes a minute or two.
 
-    progress: called with what is being measured. seconds: spent on each number. Several servers are
+    progress: called with what is being measured. seconds: spent on each number. dtype: 'bfloat16'
+    measures products and aggregation of such rows as well. Several servers are
     emulated on this machine, with NICs of `emulated` [B/s] (None: unshaped; launch/emulation.py).
     Ranks use NCCL if each has a CUDA device of its own, and Gloo on a machine without CUDA.
     """
@@ -75,6 +77,7 @@ def measure(
             f" {torch.cuda.device_count()}); use fewer ranks, or CUDA_VISIBLE_DEVICES= to measure"
             " the processor"
         )
+    check_dtype(dtype)
     notify = progress or (lambda what: None)
     memory = torch.cuda.mem_get_info()[0] if cuda else free_memory() / (ranks * servers)
     if servers == 1:
@@ -99,28 +102,41 @@ def measure(
                 for rank in range(ranks)
             ]
 
-        found = _run_ranks(start, seconds, notify)
+        found = _run_ranks(start, seconds, dtype, notify)
     else:
         with lab.lab(servers, emulated) as made:
             places = [rank // ranks for rank in range(ranks * servers)]
             found = _run_ranks(
                 lambda command, **streams: lab.start(made, places, command, **streams),
                 seconds,
+                dtype,
                 notify,
             )
     return cluster_of(found, servers, ranks, memory, one_machine=True)
 
 
-def measure_as_rank(notify: Callable[[str], None], seconds: float = SECONDS) -> Cluster | None:
+def check_dtype(dtype: str) -> None:
+    """Raises SpecError on rows that are not measured."""
+    if dtype not in ("float32", "bfloat16"):
+        raise SpecError(
+            f"rows are measured in float32, and in bfloat16 as well if asked (dtype: {dtype}); use"
+            " --dtype bfloat16, or leave it out"
+        )
+
+
+def measure_as_rank(
+    notify: Callable[[str], None], seconds: float = SECONDS, dtype: str = "float32"
+) -> Cluster | None:
     """Be one of the ranks that torchrun or srun started on real servers.
 
     Rank 0 returns the cluster that all have measured, the others None. Raises SpecError, LostRank.
     """
+    check_dtype(dtype)
     env = as_torchrun_has_it()
     must_meet()
     memory = free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
     try:
-        found = _attempt(seconds, notify, one_machine=False)
+        found = _attempt(seconds, dtype, notify, one_machine=False)
         memory = found["free_on_gpu"] or memory
         counts = Counter(found["places"])
         if len(set(counts.values())) > 1:
@@ -148,7 +164,10 @@ def measure_as_rank(notify: Callable[[str], None], seconds: float = SECONDS) -> 
 
 
 def _run_ranks(
-    start: Callable[..., list[subprocess.Popen[str]]], seconds: float, notify: Callable[[str], None]
+    start: Callable[..., list[subprocess.Popen[str]]],
+    seconds: float,
+    dtype: str,
+    notify: Callable[[str], None],
 ) -> dict[str, Any]:
     """Start the ranks, and return what rank 0 found: the samples of all ranks.
 
@@ -156,7 +175,8 @@ def _run_ranks(
     """
     with TemporaryDirectory() as folder:
         # -P: a folder named gnnplan in the working directory must not hide the package
-        command = [sys.executable, "-P", "-m", "gnnplan.executor", "measure", folder, str(seconds)]
+        command = [sys.executable, "-P", "-m", "gnnplan.executor", "measure"]
+        command += [folder, str(seconds), dtype]
         started = start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         lines: SimpleQueue[str] = SimpleQueue()
 
@@ -200,7 +220,9 @@ def _lost(started: Sequence[subprocess.Popen[str]], folder: Path) -> str:
     return f"rank {rank} of {len(started)} failed while measuring: exit code {code}"
 
 
-def _attempt(seconds: float, notify: Callable[[str], None], one_machine: bool) -> dict[str, Any]:
+def _attempt(
+    seconds: float, dtype: str, notify: Callable[[str], None], one_machine: bool
+) -> dict[str, Any]:
     """Measure as one rank, and return what all found."""
     torch.set_num_threads(1)
     keep_allocator()
@@ -228,12 +250,13 @@ def _attempt(seconds: float, notify: Callable[[str], None], one_machine: bool) -
         None if cuda else cores(),
         one_machine,
         seconds,
+        getattr(torch, dtype),
     )
     return {"places": places, "free_on_gpu": free, **bench.all(notify)}
 
 
 def main() -> None:
-    """`python -m gnnplan.executor measure FOLDER SECONDS`; a failure is noted in the folder."""
+    """`python -m gnnplan.executor measure FOLDER SECONDS DTYPE`; notes a failure in the folder."""
     folder, seconds, rank = Path(sys.argv[1]), float(sys.argv[2]), int(os.environ["RANK"])
     die_with_parent()
 
@@ -242,7 +265,7 @@ def main() -> None:
             print(json.dumps({"activity": what}), flush=True)
 
     try:
-        found = _attempt(seconds, notify, one_machine=True)
+        found = _attempt(seconds, sys.argv[3], notify, one_machine=True)
         dist.barrier()
         if rank == 0:
             print(json.dumps({"found": found}), flush=True)

@@ -11,6 +11,7 @@ import torch
 
 from gnnplan.executor.measure.computation import (
     GRAPHS,
+    PRODUCTS,
     SAMPLED,
     SEEDS,
     SHAPES,
@@ -66,7 +67,7 @@ class Bench(Computation):
             kind: [usual(rounds) for rounds in rounds_by_shape]
             for kind, rounds_by_shape in rounds_by_kind.items()
         }
-        for product in ("gemm", "weight_gradient"):
+        for product in (kind for kind in PRODUCTS if kind in typical):
             found[product] = [
                 (*shape, samples) for shape, samples in zip(SHAPES, typical[product], strict=True)
             ]
@@ -76,6 +77,8 @@ class Bench(Computation):
                 itertools.product(blocks, WIDTHS), typical["gather"], strict=True
             )
         ]
+        if "gather_bfloat16" in typical:
+            found["gather_bfloat16"] = typical["gather_bfloat16"]
         found["elementwise"] = [
             (rows * width * 4, samples)
             for (rows, width), samples in zip(self.tensors, typical["elementwise"], strict=True)

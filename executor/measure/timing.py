@@ -50,11 +50,14 @@ class Timing:
         cores: int | None,
         one_machine: bool,
         seconds: float,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """places: the server of every rank. cores: that a machine's ranks share; None: a GPU each.
 
         one_machine: all servers are played by one machine. seconds: spent on each number.
+        dtype: of rows that are measured besides those in float32.
         """
+        self.dtype = dtype
         self.rank, self.places, self.device, self.seconds = rank, places, device, seconds
         self.rounds = 1 if seconds < HURRY else ROUNDS
         backend, group = dist.get_backend(), dist.new_group()

@@ -18,13 +18,15 @@ def measure(
     servers: int = 1,
     emulate: str = "unshaped",
     seconds: float = 0.2,
+    dtype: str = "float32",
     output: str | Path | None = None,
     notify: Callable[[str], None] = lambda what: None,
 ) -> Cluster:
     """Measure this machine with all ranks active; takes a minute or two.
 
     ranks: per server. servers: several are emulated on this machine (needs root), with NICs of the
-    rate `emulate`, as '400Mbit/s'. seconds: spent on each of some hundred numbers. output: a YAML
+    rate `emulate`, as '400Mbit/s'. seconds: spent on each of some hundred numbers. dtype:
+    'bfloat16' measures products and aggregation of such rows as well. output: a YAML
     file for the result. One server is also kept as the preset 'local'. notify is told what is
     measured. Raises SpecError, LostRank.
     """
@@ -32,7 +34,7 @@ def measure(
 
     if output:
         must_be_writable(Path(output))
-    found = measured_by_ranks(ranks, notify, servers, rate_of(emulate), seconds)
+    found = measured_by_ranks(ranks, notify, servers, rate_of(emulate), seconds, dtype)
     keep(found, Path(output) if output else None, local=servers == 1)
     return found
 

@@ -70,7 +70,7 @@ def plan(
     - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
     - workload: a YAML file, a preset, a mapping of fields, or a Workload
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
-      negatives, seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live
+      negatives, dtype, seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live
       torch.nn.Module or its class, whose parameters training starts from
     - exact: only exact strategies: they compute the gradient of one process
     - objective: what the best has least of: 'time', 'cost' (needs a price) or 'energy' (needs the
@@ -369,7 +369,7 @@ class Plan(View):
             "gradient_errors": gradient_errors,
             "restarts": restarts,
             "emulate": emulate,
-            "tensorboard": None if tensorboard is None else str(Path(tensorboard).absolute()),
+            "tensorboard": tensorboard,
         }
         return self._train(self._asked(out, options))
 

@@ -35,6 +35,13 @@ def measure(
     seconds: Annotated[
         float, typer.Option(min=0.01, max=60, help="Spent on each of some hundred numbers.")
     ] = 0.2,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="bfloat16: measure products and aggregation of such rows too, for `gnnplan plan"
+            " --dtype bfloat16`. Without AVX-512 BF16 or AMX that takes a core minutes."
+        ),
+    ] = "float32",
     nccl_tests: Annotated[
         list[Path] | None,
         typer.Option(
@@ -71,12 +78,12 @@ def measure(
         found = _read(cluster, nccl_tests or [], topology)
     elif launch.started_by_launcher():
         first = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
-        measured = measuring.measure_as_rank(say if first else lambda what: None, seconds)
+        measured = measuring.measure_as_rank(say if first else lambda what: None, seconds, dtype)
         if measured is None:  # only rank 0 has the result
             launch.leave(0)
         found = measured
     else:
-        found = measuring.measure(ranks, say, servers, rate, seconds)
+        found = measuring.measure(ranks, say, servers, rate, seconds, dtype)
     here = found.servers == 1 and not cluster  # files that are read describe another machine
     api.keep(found, output, local=here)
     if as_json:

@@ -83,6 +83,13 @@ def plan(
         int | None,
         typer.Option(help="Of --task link: vertices that an edge is told from.  [default: 1]"),
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of rows: float32, float64, or bfloat16, half the bytes and memory, with weights"
+            " in float32.  [default: float32]"
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -198,6 +205,7 @@ def plan(
         "batch": batch,
         "fanout": fanout,
         "negatives": negatives,
+        "dtype": dtype,
         "seed": seed,
     }
 

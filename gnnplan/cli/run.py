@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -146,14 +146,14 @@ def run(
         out, plan_file = resume, plan_file or resume / "plan.json"
     if plan_file is None:
         raise SpecError("run takes a PLAN (`gnnplan plan -o plan.json` makes one), or --resume DIR")
-    given = {
+    given: dict[str, Any] = {
         "epochs": epochs,
         "eval_every": eval_every,
         "timeout_s": timeout,
         "checkpoint_every": checkpoint_every,
         "staleness_errors": staleness_errors or None,
         "gradient_errors": gradient_errors or None,
-        "tensorboard": tensorboard and str(tensorboard.absolute()),
+        "tensorboard": tensorboard,
     }
     if launch.started_by_launcher():
         if dry_run:

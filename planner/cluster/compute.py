@@ -28,6 +28,7 @@ RANDOM_ACCESS_SLOWDOWN = 3.0
 # On a CPU core, gathers of rows in no order cost 1.25 to 1.8 times those of rows in an order that
 # keeps neighbours near each other, which rates are measured of.
 SCATTERED_SLOWDOWN = 1.5
+BFLOAT16 = 2  # [B] of a number
 
 
 class Curve(NamedTuple):
@@ -71,8 +72,12 @@ class Roofline:
         for each framework operation that is launched.
         """
         device, bandwidth = self.device, self.memory_rate(work.tensor_bytes)
-        gradient_rate = device.gemm if device.weight_gradient is None else device.weight_gradient
-        multiplying = work.flops / device.gemm + work.weight_gradient_flops / gradient_rate
+        is_rounded = work.itemsize == BFLOAT16
+        gemm = device.gemm
+        gradient_rate = gemm if device.weight_gradient is None else device.weight_gradient
+        if is_rounded and device.gemm_bfloat16 is not None:
+            gemm = gradient_rate = device.gemm_bfloat16
+        multiplying = work.flops / gemm + work.weight_gradient_flops / gradient_rate
         reading = work.gemm_bytes / bandwidth
         # On a GPU some warps compute while others wait for memory. A core does one after the other.
         on_gpu = device.kind == "cuda"
@@ -94,6 +99,8 @@ class Roofline:
                 width, distinct * self._read_at_once(row_bytes), rows / distinct
             )
             slowdown = SCATTERED_SLOWDOWN if work.scattered and not on_gpu else 1.0
+            if is_rounded:
+                slowdown /= device.gather_bfloat16
             seconds = seconds + rows * row_bytes * slowdown / rate
             seconds = seconds + outputs * (
                 device.row_latency

@@ -5,7 +5,7 @@ one of ten above. The file of a cluster may say it (`ranges`). Otherwise the con
 does (RANGES): a number that was measured is known better than one of a datasheet.
 
     constant                          what it multiplies
-    device.gemm                       the rate of products
+    device.gemm                       the rate of products, in bfloat16 too
     device.weight_gradient            that of weights' gradients, where it was measured
     device.memory_bandwidth           rates of element-wise work and of the cache
     device.gather                     rates of aggregation, where they were measured
@@ -125,6 +125,8 @@ def drawn(cluster: Cluster) -> Cluster:
         name: rate * memory for name in rates if (rate := getattr(device, name)) is not None
     }
     scaled["gemm"] = device.gemm * factor("device.gemm")
+    if device.gemm_bfloat16 is not None:
+        scaled["gemm_bfloat16"] = device.gemm_bfloat16 * factor("device.gemm")
     if device.weight_gradient is not None:
         scaled["weight_gradient"] = device.weight_gradient * factor("device.weight_gradient")
     scaled["launch"] = device.launch * factor("device.launch")

@@ -14,6 +14,7 @@ from gnnplan.planner.vocabulary.numbers import Number
 DEVICE = (
     "gemm",
     "weight_gradient",
+    "gemm_bfloat16",
     "memory_bandwidth",
     "cache_bandwidth",
     "hash_rate",

@@ -129,6 +129,8 @@ class Device(Spec):
     gemm: Rate  # dense matrix product, fp32 [flop/s]
     # The same of products whose sums run over rows: gradients of weights. None: as gemm.
     weight_gradient: Rate | None = None
+    # All products of rows in bfloat16 [flop/s]. None: as float32's.
+    gemm_bfloat16: Rate | None = None
     memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s]
     # The same by the size of a tensor. Empty: memory_bandwidth at all sizes.
     memory_rates: Rates = Field(default_factory=dict)
@@ -140,6 +142,8 @@ class Device(Spec):
     gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(
         default_factory=dict
     )
+    # Of rows in bfloat16: how many times as many bytes per second.
+    gather_bfloat16: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
     # For each row that an aggregation makes, in addition to its gathers [s].
     row_latency: Latency = 0.0
     # Writing these rows [B/s]. None: contained in the rate of gathers.

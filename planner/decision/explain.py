@@ -50,6 +50,7 @@ def explain(
         *tightest(best),
         *nearly_full(best),
         *estimates(problem),
+        *rounded_rows(problem),
         *before_the_first_epoch(best),
         *convergence(best.strategy, problem.workload.model),
         *why_not(found),
@@ -169,6 +170,31 @@ def estimates(problem: Problem) -> list[str]:
     else:
         source = "halo sizes are usual ones"
     return [f"The graph is known by statistics only: {source}, and the plan cannot be run."]
+
+
+def rounded_rows(problem: Problem) -> list[str]:
+    """What rows in bfloat16 are, and how they are priced; nothing where rows are not."""
+    if problem.workload.dtype != "bfloat16":
+        return []
+    return [
+        "Rows are bfloat16, half the bytes; weights, optimizer and all-reduces are float32;"
+        f" {rounded_products(problem)}. What rounding cost in accuracy on small graphs:"
+        " docs/reference/convergence.md; on this graph: unknown"
+    ]
+
+
+def rounded_products(problem: Problem) -> str:
+    """How fast the device multiplies rows in bfloat16, beside float32."""
+    device = problem.cluster.device
+    if device.gemm_bfloat16 is None:
+        return (
+            "bfloat16 products are priced at float32's rate, for this device's own is not known"
+            " (`gnnplan measure --dtype bfloat16` measures it)"
+        )
+    ratio = device.gemm_bfloat16 / device.gemm
+    if ratio < 1:
+        return f"bfloat16 products run at {ratio:.2g} of float32's rate here"
+    return f"bfloat16 products run at {ratio:.2g} times float32's rate here"
 
 
 def before_the_first_epoch(best: Candidate) -> list[str]:

@@ -22,6 +22,7 @@ from gnnplan.planner.decision.explain import (
     largest_difference,
     measured_errors,
     nearly_full,
+    rounded_products,
     within_doubt,
 )
 from gnnplan.planner.decision.recommendation import range_of
@@ -126,6 +127,8 @@ def certainty(found: SearchResult) -> str:
             f"{len(errors)} blind epochs of CPU ranks were off by {show_percent(np.median(errors))}"
             f" in the median, {show_percent(max(errors))} at most"
         )
+    if problem.workload.dtype == "bfloat16":
+        words.append(rounded_products(problem))
     if not problem.stats.known:
         words.append("sizes of halos and frontiers are estimated from statistics")
     return "; ".join(words)

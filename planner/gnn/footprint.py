@@ -195,6 +195,7 @@ class LayerPasses:
     ) -> None:
         spec, itemsize = model.layers[layer - 1], model.itemsize
         self.spec, self.itemsize, self.apart, self.local = spec, itemsize, apart, local
+        self.weight_itemsize = model.weight_itemsize
         self.rows, self.sources = rows, sources
         self.edges = edges + rows if spec.self_edges else edges
         self.narrow = narrow and model.narrow_at(layer)
@@ -361,7 +362,9 @@ class LayerPasses:
         block = np.minimum(n, Product(n, h_in, h_out).block) * (
             max(h_in * varies, h_out) + h_out * through_relu
         )
-        return (block + (2 * matrices + 1) * h_in * h_out) * self.itemsize
+        # per matrix its transpose and the sum of its gradients; the gradient of a block
+        of_matrices = matrices * (self.itemsize + self.weight_itemsize) + self.itemsize
+        return block * self.itemsize + h_in * h_out * of_matrices
 
 
 class AggregatesFirst(LayerPasses):
@@ -772,7 +775,8 @@ def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Nu
     Returns (kept until the step ends, the most, the gradient of h_L)."""
     itemsize = model.itemsize
     tape = Tape()
-    logits, chosen = own * model.classes * itemsize, trained * model.classes * itemsize
+    logits = own * model.classes * itemsize
+    chosen = trained * model.classes * model.weight_itemsize  # the loss is not rounded
     if model.decoder is None:
         gradient = logits
         logits = 0.0 * logits  # h_L itself

@@ -107,7 +107,8 @@ class Model:
     encoder: tuple[int, int] | None
     decoder: tuple[int, int] | None
     dropout: float
-    itemsize: int  # [B] of a number
+    itemsize: int  # [B] of a number of a row
+    weight_itemsize: int  # [B] of a weight, and of its gradient
     features: int
     classes: int
     hands_on_initial: bool  # GCNII: every layer reads h_0, so a pipeline stage hands it on as well
@@ -510,7 +511,7 @@ class Model:
 
     def update(self, weights: Number) -> Compute:
         """Adam's step: it reads and writes four arrays of the parameters' size."""
-        return Compute(0.0, (), 8.0 * weights * self.itemsize, 20, self.itemsize)
+        return Compute(0.0, (), 8.0 * weights * self.weight_itemsize, 20, self.weight_itemsize)
 
     def _gathers(
         self, layer: int, rows: Number, edges: Number, among: Number, into: Number
@@ -746,6 +747,7 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         decoder=decoder,
         dropout=workload.dropout,
         itemsize=workload.itemsize,
+        weight_itemsize=workload.weight_itemsize,
         features=features,
         classes=classes,
         hands_on_initial=architecture.hands_on_initial,

@@ -18,6 +18,7 @@ MOST = 10**12  # vertices, seeds of a batch, epochs
 MOST_NEGATIVES = 10_000  # of an edge
 METRICS = {"node": "accuracy", "link": "auc"}  # what is measured, by task
 MOST_LAYERS = 1000  # a plan of so many takes half a minute
+ROUNDED_MODELS = ("gcn", "sage", "gcnii", "sgc", "gin")  # whose rows may be bfloat16
 MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by every layer
 
 
@@ -124,7 +125,9 @@ class Workload(Spec):
     optimizer: Literal["adam", "sgd"] = "adam"
     lr: float = Field(0.01, gt=0.0, le=100.0)
     epochs: int = Field(50, ge=1, le=MOST)
-    dtype: Literal["float32", "float64"] = "float32"
+    # of rows: features, activations, their gradients, messages. Weights, their gradients and the
+    # optimizer's state are float32 where rows are bfloat16.
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     alpha: float = Field(0.1, ge=0.0, le=1.0)  # GCNII: strength of the initial residual
     theta: float = Field(0.5, gt=0.0, le=1e6)  # GCNII: beta_l = log(theta / l + 1)
     heads: int = Field(4, ge=1, le=10_000)  # GAT, GATv2: of hidden layers; the last layer has one
@@ -197,6 +200,32 @@ class Workload(Spec):
         return self
 
     @model_validator(mode="after")
+    def _sums_what_bfloat16_holds(self) -> Workload:
+        if self.dtype != "bfloat16":
+            return self
+        if self.module is not None or self.model not in ROUNDED_MODELS:
+            name = self.module.name if self.module else self.model
+            raise Conflict(
+                ("dtype", "model"),
+                f"rows are bfloat16 in {', '.join(ROUNDED_MODELS)} only: attention sums"
+                " exponentials, and what other layers lose is not known (model:"
+                f" {name}, dtype: bfloat16); use one of these, or dtype=float32",
+            )
+        if self.norm == "batch":
+            raise Conflict(
+                ("dtype", "norm"),
+                "batch norm sums all vertices, for which bfloat16's 8 bits are too few (dtype:"
+                " bfloat16, norm: batch); use norm=layer or dtype=float32",
+            )
+        if self.task == "link":
+            raise Conflict(
+                ("dtype", "task"),
+                "scores of edges are compared with each other, and bfloat16's 8 bits make many of"
+                " them equal (dtype: bfloat16, task: link); use task=node or dtype=float32",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_predict_links(self) -> Workload:
         if self.task == "link" and self.mode == "full":
             raise Conflict(
@@ -231,5 +260,10 @@ class Workload(Spec):
 
     @property
     def itemsize(self) -> int:
-        """[B] of a number."""
-        return 8 if self.dtype == "float64" else 4
+        """[B] of a number of a row."""
+        return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
+    def weight_itemsize(self) -> int:
+        """[B] of a weight, of its gradient, and of each number that the optimizer keeps of it."""
+        return max(self.itemsize, 4)

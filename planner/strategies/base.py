@@ -43,6 +43,11 @@ MOST_NUMBERS = 100_000  # of such a list
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
 # uses that are not of what ranks train with: libraries, and a server's data in a CPU rank's memory
 BESIDE_TRAINING = ("runtime", "host")
+# by mode, who trains with rows in bfloat16 (Strategy.rounds_rows)
+ROUNDING = {
+    "full": "graph_parallel, pipegcn, gnnpipe, granndis, bns, feature_parallel or offload",
+    "mini": "data_parallel, gsplit or dnp",
+}
 Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
 
 
@@ -63,6 +68,7 @@ class Strategy(ABC):
     mode: ClassVar[str] = "full"  # what it trains on: the 'full' graph, or 'mini'-batches
     # published names of variants, and the knobs that each sets
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    rounds_rows: ClassVar[bool] = False  # whether its rows may be bfloat16; see ROUNDING
     # the module that trains it; it has open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
     examples: ClassVar[tuple[Example, ...]]  # variants that `gnnplan check` and tests train
@@ -134,13 +140,29 @@ class Strategy(ABC):
         """Raises SpecError if the knobs do not suit the problem."""
 
     def check_mode(self, problem: Problem) -> None:
-        """Raises SpecError if the workload asks for another mode of training."""
+        """Raises SpecError if the workload asks for another mode of training, or type of rows."""
         if self.mode != problem.workload.mode:
             trains_on = {"mini": "mini-batches", "full": "the full graph"}[self.mode]
             raise SpecError(
                 f"{self.name} trains on {trains_on}, and the workload asks for mode"
                 f" {problem.workload.mode}; use --mode"
                 f" {self.mode}{' with --batch and --fanout' if self.mode == 'mini' else ''}"
+            )
+        self.check_rows(problem)
+
+    def check_rows(self, problem: Problem) -> None:
+        """Raises SpecError if the workload asks for rows in bfloat16, and it has none."""
+        if problem.workload.dtype != "bfloat16":
+            return
+        if not self.rounds_rows:
+            raise SpecError(
+                f"{self.name} has no rows in bfloat16 (dtype: bfloat16); use"
+                f" {ROUNDING[self.mode]}, or --dtype float32"
+            )
+        if problem.model.nonzeros:
+            raise SpecError(
+                f"{problem.stats.name} has sparse features, whose columns cross as numbers that"
+                " bfloat16 cannot hold (dtype: bfloat16); use dense features, or --dtype float32"
             )
 
     def check_vertices(self, problem: Problem) -> None:

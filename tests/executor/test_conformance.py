@@ -281,6 +281,31 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     ),
     (4, 2, "p3(cache=200,prefetch=1)", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.0),
     (2, 1, "p3(cache=300,pipelined=True)", "gcn mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.5),
+    # rows in bfloat16, weights in float32
+    (2, 1, "graph_parallel(narrow=True,buckets=2)", "gcn dtype=bfloat16 norm=layer", "rough", 0.5),
+    (3, 1, "pipegcn", "gcnii dtype=bfloat16", "multi", 0.5),
+    (4, 1, "gnnpipe(stages=2,chunks=3)", "gin dtype=bfloat16", "rough", 0.5),
+    (4, 2, "granndis(batches=2)", "sage dtype=bfloat16", "rough", 0.5),
+    (2, 1, "bns(p=0.5)", "sage dtype=bfloat16", "rough", 0.5),
+    (3, 1, "feature_parallel", "gcn dtype=bfloat16", "multi", 0.5),
+    (1, 1, "offload(chunks=3)", "sgc dtype=bfloat16", "rough", 0.5),
+    (
+        4,
+        2,
+        "data_parallel(cache=480,shared_cache=True,features='spread',prefetch=1)",
+        "gcnii mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16",
+        "rough",
+        0.5,
+    ),
+    (
+        2,
+        1,
+        "gsplit(narrow=True)",
+        "gcn mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16",
+        "rough",
+        0.5,
+    ),
+    (2, 1, "dnp", "sage mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16", "multi", 0.5),
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
     (1, 1, "offload(chunks=4)", "sage", "multi", 0.0),
     (1, 1, "offload(chunks=3)", "gat", "rough", 0.5),
@@ -339,7 +364,7 @@ def option(word: str) -> tuple[str, Any]:
 
 def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
     """A strategy with every knob, of numbers none, one and more; every model, world, graph, and
-    other word of a workload; a family with and without dropout."""
+    other word of a workload; a family with and without dropout, and in bfloat16."""
     world, servers, strategy, workload, graph, dropout = setting
     name, _, words = strategy.partition("(")
     parsed, (model, *more) = parse(strategy), workload.split()
@@ -355,6 +380,7 @@ def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
         (world, servers),
         graph,
         *(word for word in more if not word.startswith(sizes)),
+        *((name, word) for word in more if word.startswith("dtype=")),
     }
 
 

@@ -54,7 +54,7 @@ def one_core() -> Iterator[None]:
 @pytest.mark.usefixtures("one_core", "sizes")
 def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
     said: list[str] = []
-    cluster = measure(2, said.append, seconds=0.02)
+    cluster = measure(2, said.append, seconds=0.02, dtype="bfloat16")
     assert (cluster.servers, cluster.gpus_per_server, cluster.cores) == (1, 2, 1)
     # a step of one layer takes a millisecond
     assert cluster.timeslice_slowdown >= 1 and 0 <= cluster.cold_cache_penalty < 0.1

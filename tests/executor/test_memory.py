@@ -279,6 +279,14 @@ RUNS = {
         Case("tensor3d(x=1,y=2,z=1)", DENSE, {"model": "gcn", "layers": 4, "hidden": 142}),
     ),
     "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
+    "bfloat16": (
+        2,
+        Case("granndis(depth=1)", DENSE, {**SAGE, "dtype": "bfloat16", "hidden": 140}, servers=2),
+    ),
+    "bfloat16, pipeline": (
+        2,
+        Case("gnnpipe(chunks=4)", THIN, {**DEEP, "hidden": 74, "dtype": "bfloat16"}),
+    ),
     "few bits": (2, Case("graph_parallel(bits=2)", DENSE, {**SAGE, "hidden": 132})),
     "few bits, each row its own": (
         2,

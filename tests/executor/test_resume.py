@@ -58,6 +58,8 @@ CASES = [  # those at night are part of others
     Case("pipegcn_gf", "rough", FULL, gradient_errors=True),
     at_night(Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"})),
     Case("pipegcn(buckets=3)", "rough", {**FULL, "norm": "batch"}),
+    Case("pipegcn", "rough", {**FULL, "dtype": "bfloat16"}),  # keeps rows of the step before
+    at_night(Case("gnnpipe(stages=2,chunks=4)", "rough", {**FULL, "dtype": "bfloat16"})),
     at_night(Case("graph_parallel(bits=2)", "rough", FULL)),
     Case("pipegcn(bits=4)", "rough", FULL),
     Case("pipegcn(bits='adaptive')", "rough", FULL),
@@ -74,6 +76,7 @@ CASES = [  # those at night are part of others
     at_night(Case("data_parallel(prefetch=2)", "rough", MINI)),
     Case("data_parallel(cache=480)", "rough", MINI),
     Case("gsplit(buckets=2,prefetch=1)", "rough", MINI),
+    Case("data_parallel(prefetch=1)", "rough", {**MINI, "dtype": "bfloat16"}),
     Case("dnp(prefetch=1)", "rough", MINI),
     at_night(Case("p3", "rough", MINI)),
     at_night(Case("p3(pipelined=True)", "rough", MINI)),

@@ -48,7 +48,8 @@ def test_tensorboard_reads_what_a_run_recorded(
     asked = ["plan", "--graph", GRAPH, "--ranks", 1, "--hidden", 8, "--layers", 2, "-o", plan]
     asked += ["--strategy", "graph_parallel"]
     app([str(word) for word in asked], standalone_mode=False)
-    options = Options(epochs=4, eval_every=3, checkpoint_every=2, tensorboard=str(board))
+    given = {"epochs": 4, "eval_every": 3, "checkpoint_every": 2, "tensorboard": board}
+    options = Options.of(out, given, resume=False)
     assert follow(plan, out, options) == 0
     again = Options(6, 3, checkpoint_every=2, tensorboard=str(board), resume=True)
     assert follow(plan, out, again) == 0

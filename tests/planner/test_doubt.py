@@ -61,6 +61,8 @@ def test_a_constant_is_as_doubtful_as_its_source():
     slow = overridden(a100, "device.weight_gradient=5TFLOP/s")
     slow.provenance["device.weight_gradient"] = "measured here"
     assert "device.weight_gradient" not in doubt.factors(a100)  # as gemm, and as doubtful
+    drawn = doubt.drawn(a100).device  # in bfloat16 too
+    assert drawn.gemm_bfloat16 == pytest.approx(16 * drawn.gemm)
     assert doubt.range_of(slow, "device.weight_gradient") == doubt.RANGES["measured"]
     drawn = doubt.drawn(slow).device
     assert np.allclose(

@@ -17,6 +17,7 @@ from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import explain
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
 from gnnplan.planner.decision.sensitivity import sentences
+from gnnplan.planner.decision.summary import certainty
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import partition
 from gnnplan.planner.graph.graph import Graph
@@ -75,6 +76,31 @@ def test_what_takes_over_really_takes_over() -> None:
         beyond = 0.9 if sentence.startswith("below") else 1.1
         assert first(float(factor) * beyond) == winner != found.best.strategy.name
         assert first(float(factor) / beyond**2) == found.best.strategy.name
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        (None, "are priced at float32's rate, for this device's own is not known"),
+        (0.03, "run at 0.03 of float32's rate here"),
+        (16, "run at 16 times float32's rate here"),
+    ],
+)
+def test_a_plan_says_how_fast_products_in_bfloat16_are(times: float | None, told: str) -> None:
+    problem = question()
+    whole = min(float(c.predicted.epoch_s) for c in search(problem).ranked)
+    device = problem.cluster.device
+    device = device.model_copy(update={"gemm_bfloat16": times and device.gemm * times})
+    rounded = replace(
+        problem,
+        workload=problem.workload.model_copy(update={"dtype": "bfloat16"}),
+        cluster=problem.cluster.model_copy(update={"device": device}),
+    )
+    found = search(rounded)
+    assert f"bfloat16 products {told}" in certainty(found)
+    assert told in explain.rounded_rows(rounded)[0]
+    slower = min(float(c.predicted.epoch_s) for c in found.ranked) > whole
+    assert slower == (times == 0.03)
 
 
 def test_twice_the_link_helps_where_the_link_binds() -> None:

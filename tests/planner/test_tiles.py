@@ -170,6 +170,24 @@ def test_the_grid_that_is_chosen_sends_fewest_bytes_where_all_links_are_alike(ra
     assert isinstance(fixed, Tensor3D) and fixed.x == 2 and fixed.grid.ranks == ranks
 
 
+def test_a_grid_that_fits_is_chosen_before_a_faster_one_that_does_not():
+    """The fastest was chosen whatever it held, and a plan that fits was not found."""
+    asked = problem((8,), dropout=0.5)
+    held = {
+        grid: float(sum(Tensor3D(grid.x, grid.y, grid.z).memory(asked).values()).max())
+        for grid in grids(8)
+    }
+    by_time = sorted(held, key=lambda grid: summing_s(asked, grid))
+    assert held[by_time[0]] > min(held.values())
+    for room in (max(held.values()), np.mean(list(held.values())), min(held.values()), 0.0):
+        device = asked.cluster.device.model_copy(update={"memory": room})
+        tight = replace(asked, cluster=asked.cluster.model_copy(update={"device": device}))
+        chosen = Tensor3D().settle(tight)
+        assert isinstance(chosen, Tensor3D)
+        fit = [grid for grid in by_time if held[grid] <= room]
+        assert chosen.grid == (fit or by_time)[0]
+
+
 def test_an_axis_between_servers_is_short_where_their_link_is_slow():
     """8 ranks on 2 servers: the axis that crosses has 2 ranks."""
     asked = problem((8,))

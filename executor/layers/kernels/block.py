@@ -24,7 +24,11 @@ class Block:
     """
 
     def __init__(
-        self, indptr: np.ndarray, indices: np.ndarray, n_src: int, weight: np.ndarray | None = None
+        self,
+        indptr: np.ndarray,
+        indices: np.ndarray,
+        n_src: int,
+        weight: np.ndarray | Tensor | None = None,
     ) -> None:
         """indptr [R + 1], indices [E] in [0, n_src), weight [E]; None: every edge has weight 1.
 
@@ -50,9 +54,10 @@ class Block:
         self.weight: Tensor | None = None
         self.t_weight: Tensor | None = None
         if weight is not None:
-            self._set_weight(torch.tensor(weight))
+            self._set_weight(weight)
 
-    def _set_weight(self, weight: Tensor) -> None:
+    def _set_weight(self, weight: np.ndarray | Tensor) -> None:
+        weight = weight if isinstance(weight, Tensor) else torch.tensor(weight)
         if weight.shape != (self.edges,):
             raise ValueError(f"{self.edges} edges need as many weights, not {tuple(weight.shape)}")
         self.weight = weight.contiguous().to(self.indptr.device)
@@ -65,7 +70,7 @@ class Block:
     def weighted(self, weight: np.ndarray | Tensor) -> Block:
         """The same edges with weights [E]; the structure is shared."""
         block = copy.copy(self)
-        block._set_weight(weight if isinstance(weight, Tensor) else torch.tensor(weight))
+        block._set_weight(weight)
         return block
 
     def mean(self, dtype: torch.dtype = torch.float32) -> Block:

@@ -20,6 +20,8 @@ from gnnplan.executor.layers.kernels.runtime import apply
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Pattern, SparseRows
 from gnnplan.planner.gnn.footprint import LEAST
 
+BY_BLOCKS = (torch.float32, torch.bfloat16)  # types whose products `_LinearSum` makes on CPUs
+
 
 def linear(
     x: FeatureRows, weight: Tensor, bias: Tensor | None = None, relu: bool = False
@@ -43,11 +45,12 @@ def linear_sum(
     The backward pass reads the gradient once for all of them.
     """
     tensors = [t for term in terms for t in term]
-    if all(t.device.type == "cpu" and t.dtype == torch.float32 and t.numel() for t in tensors):
+    if all(t.device.type == "cpu" and t.dtype in BY_BLOCKS and t.numel() for t in tensors):
         return apply(_LinearSum, bias, relu, *tensors)
-    out = F.linear(*terms[0], bias)
+    dtype = terms[0][0].dtype
+    out = F.linear(terms[0][0], terms[0][1].to(dtype), None if bias is None else bias.to(dtype))
     for x, weight in terms[1:]:
-        out = out + F.linear(x, weight)
+        out = out + F.linear(x, weight.to(dtype))
     return out.relu() if relu else out
 
 
@@ -108,7 +111,7 @@ def _product(
     `summed`: the dimension that may vary is K, otherwise R.
     """
     rest = Shapes.vary and a.shape[summed] < Shapes.least  # that `_pieces` leaves
-    if by_onednn() and not rest:
+    if by_onednn() and a.dtype == torch.float32 and not rest:
         return _onednn(a, b, bias, after)
     out = F.linear(a, b, bias)
     return out.relu_() if after == "relu" else out
@@ -144,7 +147,9 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 class _LinearSum(torch.autograd.Function):
-    """`linear_sum` of float32 on CPUs.
+    """`linear_sum` on CPUs, of rows in float32 or bfloat16; weights are float32.
+
+    Gradients of weights are summed over blocks in float32.
 
     Backward goes by blocks of rows: a block of the gradient stays in cache for everything that is
     computed from it. So a three-layer GraphSAGE of width 256 trains 7 % faster than with whole
@@ -153,7 +158,9 @@ class _LinearSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor | None, relu: bool, *tensors: Tensor) -> Tensor:
-        xs, weights = tensors[::2], tensors[1::2]
+        xs, dtype = tensors[::2], tensors[0].dtype
+        weights = [weight.to(dtype) for weight in tensors[1::2]]
+        bias = None if bias is None else bias.to(dtype)
 
         def compute(part: slice) -> Tensor:
             relu_inside = relu and len(xs) == 1
@@ -185,8 +192,8 @@ class _LinearSum(torch.autograd.Function):
             torch.zeros_like(weight) if needed else None
             for weight, needed in zip(weights, need[1::2], strict=True)
         ]
-        to_bias = grad.new_zeros(grad.shape[1]) if need_bias else None
-        transposed = [weight.t().contiguous() for weight in weights]
+        to_bias = weights[0].new_zeros(grad.shape[1]) if need_bias else None
+        transposed = [weight.to(grad.dtype).t().contiguous() for weight in weights]
         rows, h_out = grad.shape
         for part in _row_blocks(rows, h_out, max(x.shape[1] for x in xs)):
             piece = grad[part]
@@ -198,7 +205,7 @@ class _LinearSum(torch.autograd.Function):
                 if (gradient := to_weight[i]) is not None:
                     gradient += _weight_gradient(piece, x[part])
             if to_bias is not None:
-                to_bias += piece.sum(0)
+                to_bias += piece.sum(0, dtype=to_bias.dtype)
         gradients = [g for pair in zip(to_x, to_weight, strict=True) for g in pair]
         return to_bias, None, *gradients
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, dtype_of
+from gnnplan.executor.layers.blocks import Targets, dtype_of, weight_dtype_of
 from gnnplan.executor.layers.kernels import backward, dropout
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
@@ -115,8 +115,10 @@ class Worker(base.Worker):
         before, behind = self.rank.rank - self.members, self.rank.rank + self.members
         arrivals = self._expect(order, before)
         kept: dict[int, tuple[Passage, dict[int, Kept]]] = {}
-        loss = torch.zeros((), dtype=self.dtype, device=self.rank.device)
-        logits = loss.new_zeros(self.own if self.is_last else 0, self.shapes.classes)
+        device, dtype = self.rank.device, weight_dtype_of(self.problem.workload)
+        loss = torch.zeros((), dtype=dtype, device=device)
+        shape = self.own if self.is_last else 0, self.shapes.classes
+        logits = torch.zeros(shape, dtype=self.dtype, device=device)
         departures: list[Future[None]] = []
         for c in order:
             message = self._receive(arrivals, step, c, "f", before)

@@ -202,7 +202,8 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         forward.append(_message(pipe, problem, stage, "f", shared))
         backward.insert(0, _received(_message(pipe, problem, stage + 1, "b", shared), ranks))
     weights = pipe.weights(problem, stage)
-    ends = [Op("all_reduce", size=weights * b, ranks=ranks)] if g > 1 else []
+    size = weights * problem.model.weight_itemsize
+    ends = [Op("all_reduce", size=size, ranks=ranks)] if g > 1 else []
     return [
         Op("history", work=pipe.refresh_work(problem, stage, shared.kept), ranks=ranks),
         *forward,

@@ -53,10 +53,9 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
     for s in range(pipe.stages):
         at = slice(s * g, s * g + g)  # the stage's ranks
         layers = pipe.shape(problem)[1][s]
-        use["parameters"][at] = pipe.weights(problem, s) * b
-        use["optimizer"][at] = (
-            (3 if problem.workload.optimizer == "adam" else 1) * pipe.weights(problem, s) * b
-        )
+        weights = pipe.weights(problem, s) * model.weight_itemsize
+        use["parameters"][at] = weights
+        use["optimizer"][at] = (3 if problem.workload.optimizer == "adam" else 1) * weights
         varying = sum(model.input_width(layer) for layer in layers if layer > model.first_varying)
         # past rows, the mixed rows that are read, and their gradients
         use["history"][at] = (3 + pipe.historical_gradients) * kept * varying * b
@@ -186,8 +185,9 @@ class Holds:
             most = most - gradient
             self._hand_on(held, gradient)
             held.multiply(Product(rows, *model.decoder))
-        row = model.classes * model.itemsize
-        held.keep(_all_chunks(most) - (trained * row).sum(0), (rows * row).sum(0))
+        chosen = trained * model.classes * model.weight_itemsize
+        logits = rows * model.classes * model.itemsize
+        held.keep(_all_chunks(most) - chosen.sum(0), logits.sum(0))
 
     def _hand_on(self, held: Held, *sizes: Number) -> None:
         held.handed_on = largest(map(_largest_chunk, sizes), held.handed_on)

@@ -67,6 +67,7 @@ class Pipeline(Strategy):
     checkpoint: bool = False
 
     family: ClassVar[str] = "gnnpipe"
+    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.gnnpipe"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("gnnpipe(stages=2,chunks=1)"),

@@ -35,11 +35,16 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 
-def check_bits(name: str, bits: int | str | None, adapts: bool = False) -> None:
+def check_bits(name: str, bits: int | str | None, problem: Problem, adapts: bool = False) -> None:
     """Raises SpecError if no row crosses in so many bits per number.
 
     adapts: the same rows cross in every step, so each may have bits of its own.
     """
+    if bits is not None and problem.workload.dtype == "bfloat16":
+        raise SpecError(
+            f"{name}: few bits are made of float32 rows (bits: {bits!r}, dtype: bfloat16); leave"
+            " bits out, or use --dtype float32"
+        )
     if bits == ADAPTIVE and not adapts:
         raise SpecError(
             f"{name}: adaptive bits follow a row from step to step, and here other rows may cross"

@@ -66,6 +66,7 @@ class BNS(Strategy):
 
     family: ClassVar[str] = "bns"
     claim: ClassVar[float] = 1e-6
+    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.bns"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("bns(p=0.5)"),
@@ -113,7 +114,7 @@ class BNS(Strategy):
                     " another model"
                 )
         check_buckets(self.name, problem, self.buckets)
-        bits.check_bits(self.name, self.bits)
+        bits.check_bits(self.name, self.bits, problem)
         self.check_vertices(problem)
 
     @property

@@ -222,7 +222,7 @@ class ChunkedStep:
     def label_bytes(self, c: int) -> float:
         """Labels of the chunk's rows, and which of them are trained on [B]."""
         n, several = self.counts(len(self.model.layers), c), self.problem.stats.multilabel
-        label = self.model.classes * self.model.itemsize if several else LONG
+        label = self.model.classes * self.model.weight_itemsize if several else LONG
         return n.rows * label + LONG * n.trained
 
     # -- memory ----------------------------------------------------------------------------------

@@ -336,7 +336,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     if encode:
         yield Op("encode", "b", work=encode[1])
     if several:
-        yield Op("all_reduce", size=model.weights * b)
+        yield Op("all_reduce", size=model.weights * model.weight_itemsize)
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
 
 

@@ -83,6 +83,7 @@ class FeatureParallel(Strategy):
 
     family: ClassVar[str] = "feature_parallel"
     claim: ClassVar[float] = 1e-6
+    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.feature_parallel"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("feature_parallel"),
@@ -148,7 +149,7 @@ class FeatureParallel(Strategy):
     def memory(self, problem: Problem) -> Memory:
         """Bytes per rank by use: all edges, and an equal share of all else."""
         model, stats, ranks = problem.model, problem.stats, problem.ranks
-        zero, b, own = np.zeros(ranks), model.itemsize, shares(stats.vertices, ranks)
+        zero, b, own = np.zeros(ranks), model.weight_itemsize, shares(stats.vertices, ranks)
         read = zero + model.features_held(own)
         features, spec = read, model.layers[0]
         if model.aggregate_cached(1):

@@ -115,6 +115,7 @@ class GraNNDis(Strategy):
     bits: int | str | None = None
 
     family: ClassVar[str] = "granndis"
+    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
     examples: ClassVar[tuple[Example, ...]] = (Example("granndis", servers=2),)
     claim: ClassVar[float] = 1e-6
@@ -273,7 +274,7 @@ class GraNNDis(Strategy):
         )
         self._check_group(problem)
         check_buckets(self.name, problem, self.buckets)
-        bits.check_bits(self.name, self.bits)
+        bits.check_bits(self.name, self.bits, problem)
         if self.depth is not None and not 0 <= self.depth <= layers:
             raise SpecError(
                 f"granndis: depth lies between 0 (plain halo) and the layers ({layers}, full"

@@ -45,7 +45,8 @@ Bytes per epoch, for halos B_i of parts i = 1 .. M, numbers of b bytes and W wei
 
     2 b sum_{l=2..L} H_{l-1} sum_i |B_i|  +  2 (M-1) W b
 
-With `bits`, b H_{l-1} is ceil(H_{l-1} bits / 8) + 4; adaptive, 2 ceil(H_{l-1} / 4) + 4.
+With `bits`, b H_{l-1} is ceil(H_{l-1} bits / 8) + 4; adaptive, 2 ceil(H_{l-1} / 4) + 4. Of rows in
+bfloat16 the first b is 2; that of weights stays 4.
 
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
@@ -108,6 +109,7 @@ class GraphParallel(Strategy):
         "pipegcn_g": {"staleness": 1, "smoothing": "g"},
         "pipegcn_gf": {"staleness": 1, "smoothing": "gf"},
     }
+    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("graph_parallel"),
@@ -201,12 +203,17 @@ class GraphParallel(Strategy):
         if self.trim:
             check_trim(problem, self.family)
         check_buckets(self.name, problem, self.buckets)
-        bits.check_bits(self.name, self.bits, adapts=True)
+        bits.check_bits(self.name, self.bits, problem, adapts=True)
         if self.bits is not None and self.smoothing:
             raise SpecError(
                 f"{self.name}: a moving average is of whole rows, and with bits they arrive packed"
                 f" (smoothing: {self.smoothing!r}, bits: {self.bits}); use"
                 f" pipegcn(bits={self.bits!r}) or {self.name}"
+            )
+        if self.smoothing and problem.workload.dtype == "bfloat16":
+            raise SpecError(
+                f"{self.name}: bfloat16's 8 bits are too few for a moving average (smoothing:"
+                f" {self.smoothing!r}, dtype: bfloat16); use pipegcn, or --dtype float32"
             )
         self.check_vertices(problem)
 

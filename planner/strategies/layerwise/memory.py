@@ -37,7 +37,7 @@ def memory(
     The largest batch fills the device. Edges of all batches stay there. Evaluation takes the memory
     of a step or less, but for a single batch, after which it is on the whole layout.
     """
-    model, b = problem.model, problem.model.itemsize
+    model, b = problem.model, problem.model.weight_itemsize
     zero = np.zeros(problem.ranks)
     # estimated batches are one object, many times
     times = Counter(map(id, batches or (layout,)))

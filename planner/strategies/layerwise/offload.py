@@ -62,6 +62,7 @@ class Offload(Strategy):
 
     family: ClassVar[str] = "offload"
     claim: ClassVar[float] = 1e-6
+    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.offload"
     examples: ClassVar[tuple[Example, ...]] = (Example("offload(chunks=3)", ranks=1),)
 
@@ -191,8 +192,8 @@ def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
     model, zero = problem.model, np.zeros(1)
     states = 3 if problem.workload.optimizer == "adam" else 1
     return {
-        "parameters": zero + model.weights * model.itemsize,
-        "optimizer": zero + states * model.weights * model.itemsize,
+        "parameters": zero + model.weights * model.weight_itemsize,
+        "optimizer": zero + states * model.weights * model.weight_itemsize,
         **fullest(problem, step.fullest_program()),
         "runtime": zero + RUNTIME[problem.cluster.device.kind],
     }

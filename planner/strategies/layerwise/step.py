@@ -188,12 +188,12 @@ def step(
     def sums(after: int) -> Iterator[Op]:
         """The all-reduces that begin after a layer's backward pass (0: the encoder's)."""
         for layers, weights, _ in complete.get(after, ()):
-            size = weights * model.itemsize
+            size = weights * model.weight_itemsize
             yield Op("all_reduce", layer=layers.start, size=size, beside=True)
 
     def reduced(after: int) -> float:
         """Bytes that a rank sends in them."""
-        size = sum(bucket.weights for bucket in complete.get(after, ())) * model.itemsize
+        size = sum(bucket.weights for bucket in complete.get(after, ())) * model.weight_itemsize
         return 2 * (problem.ranks - 1) / problem.ranks * size
 
     encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
@@ -234,7 +234,7 @@ def step(
         yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))
         yield from sums(0)
     if problem.ranks > 1 and not complete:
-        yield Op("all_reduce", size=model.weights * model.itemsize)
+        yield Op("all_reduce", size=model.weights * model.weight_itemsize)
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
 
 

@@ -39,7 +39,7 @@ See also tiles.py (operations), executor/strategies/tensor3d.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -108,14 +108,21 @@ class Tensor3D(Strategy):
         ]
 
     def settle(self, problem: Problem) -> Strategy:
-        """With the grid that takes the least time to sum tiles, of those with the given axes."""
+        """With the grid that takes the least time to sum tiles, of those with the given axes that
+        fit; of all with the given axes where none fits."""
         if None not in (self.x, self.y, self.z) or unsuited(problem):
             return self
         found = [grid for grid in grids(problem.ranks) if self._has_axes(grid)]
         if not found:
             return self
-        best = min(found, key=lambda grid: summing_s(problem, grid))
-        return Tensor3D(best.x, best.y, best.z)
+        found.sort(key=lambda grid: summing_s(problem, grid))
+        by_time = [Tensor3D(grid.x, grid.y, grid.z) for grid in found]
+        estimate = replace(problem, graph=None)  # tiles are balanced, and their edges many to count
+        return next((tried for tried in by_time if tried._fits(estimate)), by_time[0])
+
+    def _fits(self, problem: Problem) -> bool:
+        held = sum(self.memory(problem).values(), np.zeros(problem.ranks))
+        return bool(held.max() <= problem.cluster.device.memory)
 
     def _has_axes(self, grid: Grid) -> bool:
         return all(getattr(self, axis) in (None, grid.size(axis)) for axis in AXES)

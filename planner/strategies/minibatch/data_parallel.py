@@ -98,6 +98,7 @@ class DataParallel(Strategy):
 
     family: ClassVar[str] = "data_parallel"
     mode: ClassVar[str] = "mini"
+    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
     examples: ClassVar[tuple[Example, ...]] = (Example("data_parallel"),)
     # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch

@@ -117,6 +117,7 @@ class GSplit(Strategy):
     family: ClassVar[str] = "gsplit"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {"dnp": {"split": "first"}}
     mode: ClassVar[str] = "mini"
+    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
     examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"), Example("dnp"))
     # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch

@@ -41,7 +41,7 @@ def memory(
 
     The graph in a server's memory is not included.
     """
-    model, b = problem.model, problem.model.itemsize
+    model, b = problem.model, problem.model.weight_itemsize
     zero = np.zeros(problem.ranks)
     # estimated batches are one object, many times
     known = list({id(batch): batch for batch in batches.first()}.values())

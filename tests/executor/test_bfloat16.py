@@ -1,0 +1,117 @@
+"""Rows in bfloat16, weights in float32. What every strategy must do with such rows stands with its
+other claims: bytes and order, resume, memory, the losses of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from ranks import Case, Ranks
+from safetensors.torch import load_file
+
+from gnnplan.executor.layers.kernels import Block, aggregate, linear
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.strategies import families, parse
+from gnnplan.planner.strategies.base import ROUNDING
+from gnnplan.planner.vocabulary.errors import SpecError
+
+pytestmark = pytest.mark.timeout(110)
+
+
+def case_of(strategy: str, graph: str, **more: Any) -> Case:
+    workload = {"model": "sage", "layers": 3, "hidden": 16, "dtype": "bfloat16", **more}
+    return Case(strategy, graph, workload, epochs=10, checkpoint_every=5)
+
+
+def test_half_the_bytes_nearly_the_losses_and_weights_in_float32(
+    run_ranks: Ranks, graphs: dict[str, str]
+) -> None:
+    """Losses of ten epochs within 1 % of float32's; weights finer than bfloat16, and moments."""
+    rounded = case_of("graph_parallel", graphs["rough"])
+    half, full = run_ranks(
+        2, [rounded, replace(rounded, workload={**rounded.workload, "dtype": "float32"})]
+    )
+    assert half.losses == pytest.approx(full.losses, rel=0.01) and half.losses != full.losses
+    for ours, theirs in ((half.rank(rank), full.rank(rank)) for rank in range(2)):
+        assert 2 * ours["bytes"]["halo"] == theirs["bytes"]["halo"]
+        assert ours["bytes"]["all_reduce"] == theirs["bytes"]["all_reduce"]
+        assert 2 * sum(ours["setup_bytes"].values()) == sum(theirs["setup_bytes"].values())
+    files = [half.out / "weights.safetensors", *half.out.glob("checkpoints/*.safetensors")]
+    assert len(files) > 1
+    for file in files:
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}, file
+    assert all(not torch.equal(w, w.bfloat16().float()) for w in half.weights.values())
+
+
+def test_sums_of_rows_and_gradients_of_weights_are_rounded_once() -> None:
+    """1003 ones added up in bfloat16 would stay at 256. The nearest number of 8 bits is 1004; a
+    bias's gradient is float32."""
+    rows = 1003
+    block = Block(np.array([0, rows]), np.arange(rows), rows)
+    x = torch.ones(rows, 8, dtype=torch.bfloat16, requires_grad=True)
+    for edges in (block, block.weighted(torch.ones(rows, dtype=torch.bfloat16))):
+        assert aggregate(edges, x).tolist() == [[1004.0] * 8]
+    weight, bias = torch.ones(4, 8, requires_grad=True), torch.zeros(4, requires_grad=True)
+    linear(x, weight, bias).sum().backward()
+    assert weight.grad is not None and weight.grad.unique().tolist() == [1004.0]
+    assert bias.grad is not None and bias.grad.unique().tolist() == [1003.0]
+
+
+def test_rows_take_half_the_memory_and_weights_all_of_it(graphs: dict[str, str]) -> None:
+    half = case_of("graph_parallel", graphs["rough"])
+    full = replace(half, workload={**half.workload, "dtype": "float32"})
+    (rounded, whole) = (
+        case.settled(problem).memory(problem)
+        for case in (half, full)
+        for problem in [case.problem(2)]
+    )
+    weights = half.problem(2).model.weights
+    assert set(rounded["parameters"]) == set(whole["parameters"]) == {4 * weights}
+    assert set(rounded["optimizer"]) == set(whole["optimizer"]) == {12 * weights}
+    assert (2 * rounded["features"] == whole["features"]).all()
+    assert (rounded["activations"] < whole["activations"]).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "refusal"),
+    [
+        ({"model": "gat"}, "attention sums exponentials"),
+        ({"model": "gcn", "norm": "batch"}, "batch norm sums all vertices"),
+        ({"model": "gcn", "mode": "mini", "task": "link"}, "scores of edges are compared"),
+    ],
+)
+def test_workloads_that_need_more_than_8_bits_are_refused(
+    more: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(ValidationError, match=refusal):
+        Workload(dtype="bfloat16", **more)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "graph", "refusal"),
+    [
+        ("tensor3d", "rough", "tensor3d has no rows in bfloat16 .* use graph_parallel, pipegcn, "),
+        ("p3", "rough", "p3 has no rows in bfloat16 .* use data_parallel, gsplit or dnp"),
+        ("graph_parallel(bits=4)", "rough", "few bits are made of float32 rows"),
+        ("pipegcn_gf", "rough", "too few for a moving average"),
+        ("graph_parallel", "sparse", "sparse features"),
+    ],
+)
+def test_what_has_no_such_rows_is_refused(
+    graphs: dict[str, str], strategy: str, graph: str, refusal: str
+) -> None:
+    mini = {"mode": "mini", "batch": 4} if strategy == "p3" else {}
+    problem = case_of(strategy, graphs[graph], model="gcn", **mini).problem(2)
+    with pytest.raises(SpecError, match=refusal):
+        parse(strategy).settle(problem).check(problem)
+
+
+def test_refusals_name_those_that_have_such_rows() -> None:
+    for mode, named in ROUNDING.items():
+        told = {type(parse(name)) for name in named.replace(" or ", ", ").split(", ")}
+        ours = {family for family in families() if family.__module__.startswith("gnnplan.")}
+        assert told == {one for one in ours if one.mode == mode and one.rounds_rows}
