@@ -774,7 +774,7 @@ def whole_share(rank: Rank, problem: Problem, layout: Layout, net: Net, degrees:
 
 
 def variance_weights(worker: Worker, layout: Layout) -> dict[tuple[str, int], Tensor]:
-    """How much the rounding of each row that crosses counts, float64, by end and layer.
+    """How much the rounding of each row that crosses counts, float32, by end and layer.
 
     It is the sum of squares of what its readers multiply the row by. Sender and reader both count
     it, from the reader's edges, so that nothing crosses.
@@ -803,5 +803,6 @@ def _squares(
     graph, csr = layout.graph, layout.block(reader, layer)
     block = weighted_block(graph, edges, rows, source, *csr, problem.workload)
     weight = np.ones(block.edges) if block.weight is None else block.weight.double().numpy()
-    squares = np.bincount(block.indices.numpy(), weight**2, minlength=source.size)
+    sums = np.bincount(block.indices.numpy(), weight**2, minlength=source.size)
+    squares = sums.astype(np.float32)  # rows that count alike do so whatever the order of sums
     return np.split(squares[piece.local :], np.cumsum(piece.received)[:-1])

@@ -7,6 +7,7 @@ of a function of (stream, seed, step, layer, way, vertex, column)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def levels(rows: Tensor, bits: int | np.ndarray) -> tuple[np.ndarray, np.ndarray
     down, up = coarser(gap, up=False), coarser(gap, up=True)
     nearest = np.where(gap - down < up - gap, down, up)
     above = coarser(nearest * (1 + 2.0**-20), up=True)
-    above[gap == 0] = 1.0
+    above[gap == 0] = 2.0**-126  # a row of equal numbers
     return lowest, above
 
 
@@ -73,7 +74,9 @@ class Adapting:
         self.exchanges: dict[tuple[int, int, str], int] = {}
         # of the variance of a row that a part reads: squares of what it is multiplied by
         squares = plain.operator.numpy() ** 2
-        self.weights = {reader: squares[part == reader].sum(0) for reader in parts}
+        self.weights = {
+            reader: squares[part == reader].sum(0).astype(np.float32) for reader in parts
+        }
 
     def rounded(self, rows: Tensor, u: Tensor, reader: int, layer: int, way: str) -> Tensor:
         key = reader, layer, way
@@ -82,7 +85,7 @@ class Adapting:
         if count % 10 == 1:
             ranges = (levels(rows, bits)[1] * (2.0**bits - 1))[:, 0]
             if way == "f":
-                ranges = ranges * self.weights[reader] ** 0.5
+                ranges = ranges * self.weights[reader].astype(float) ** 0.5
             self.bits[key] = np.full((len(rows), 1), 4)
             for ids in self.cross[reader]:
                 self.bits[key][ids, 0] = cheapest(ranges[ids])
@@ -98,7 +101,12 @@ def cheapest(ranges: np.ndarray) -> np.ndarray:
         bits = np.full(n, 4)
         bits[order[:rise]], bits[order[n - 2 * rise :]] = 8, 2
         options.append(bits)
-    return min(options, key=lambda bits: float(((ranges / (2.0**bits - 1)) ** 2).sum()))
+    exact = [Fraction(value) ** 2 for value in ranges.tolist()]  # floats would lose small ones
+
+    def variance(bits: np.ndarray) -> Fraction:
+        return sum(square / (2**b - 1) ** 2 for square, b in zip(exact, bits.tolist(), strict=True))
+
+    return min(options, key=variance)
 
 
 class Crossing(torch.autograd.Function):

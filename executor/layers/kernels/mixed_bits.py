@@ -57,7 +57,7 @@ class Mix:
     def after(self, packed: Tensor, peers: Sequence[int], weights: Tensor | None = None) -> Mix:
         """What the next exchange takes, after one of these rows [R, bytes]; peers: rows of each.
 
-        weights: of each row's variance, float64 [R]; None: 1.
+        weights: of each row's variance, float32 [R]; None: 1.
         """
         if self.left > 1:
             self.left -= 1
@@ -65,7 +65,9 @@ class Mix:
         spacing = packed[:, -2:].clone(memory_format=torch.contiguous_format)
         spacing = spacing.view(torch.bfloat16)[:, 0].double()
         ranges = spacing * (2.0 ** self.bits.double() - 1)
-        return Mix(assigned(ranges if weights is None else ranges * weights.sqrt(), peers), PERIOD)
+        return Mix(
+            assigned(ranges if weights is None else ranges * weights.double().sqrt(), peers), PERIOD
+        )
 
 
 def assigned(ranges: Tensor, peers: Sequence[int]) -> Tensor:
@@ -76,7 +78,9 @@ def assigned(ranges: Tensor, peers: Sequence[int]) -> Tensor:
     """
     bits = torch.full(ranges.shape, 4, dtype=torch.uint8, device=ranges.device)
     risen, fallen = 1 / 15**2 - 1 / 255**2, 1 / 3**2 - 1 / 15**2
-    for of_peer, chosen in zip(ranges.split(list(peers)), bits.split(list(peers)), strict=True):
+    for of_peer, chosen in zip(
+        torch.split(ranges, list(peers)), torch.split(bits, list(peers)), strict=True
+    ):
         widest_first = of_peer.argsort(descending=True, stable=True)
         square, most = of_peer[widest_first].square(), len(of_peer) // 3
         pairs = square.flip(0)[: 2 * most].view(most, 2).sum(1)
@@ -117,4 +121,4 @@ def unpack_mixed(packed: Tensor, mix: Mix, into: Tensor) -> Tensor:
 
 def _planes(packed: Tensor) -> Tensor:
     """The packed rows' codes as planes [R, 2, w]."""
-    return packed[:, :-PARAMETERS].unflatten(1, (2, -1))
+    return packed[:, :-PARAMETERS].view(len(packed), 2, -1)
