@@ -116,8 +116,14 @@ BOUNDARY = {
 }
 FEW_BITS = {
     "one process": (1, "graph_parallel", ()),
-    "graph_parallel(bits=2), 2 parts": (2, "graph_parallel(bits=2)", ()),
-    "pipegcn(bits=2), 2 parts": (2, "pipegcn(bits=2)", ()),
+    **{
+        f"{strategy}, 2 parts": (2, strategy, ())
+        for strategy in (
+            "graph_parallel(bits=2)",
+            "graph_parallel(bits='adaptive')",
+            "pipegcn(bits=2)",
+        )
+    },
 }
 RESGCN = (
     "--model",
@@ -180,7 +186,9 @@ STUDIES = {
     "bns_physics": Study("coauthor_physics", SAGE, 150, 3, BOUNDARY),
     "bns_cs": Study("coauthor_cs", SAGE, 150, 3, BOUNDARY),
     "bns_photo": Study("amazon_photo", SAGE, 150, 3, BOUNDARY),
-    "bits_photo": Study("amazon_photo", SAGE, 150, 3, FEW_BITS),
+    "bits_photo": Study("amazon_photo", SAGE, 150, 5, FEW_BITS),
+    "bits_cs": Study("coauthor_cs", SAGE, 150, 5, FEW_BITS),
+    "bits_physics": Study("coauthor_physics", SAGE, 150, 5, FEW_BITS),
     "mini_sage_physics": Study("coauthor_physics", (*MINI, "--model", "sage"), 30, 5, BATCHES),
     "mini_gat_physics": Study("coauthor_physics", (*MINI, "--model", "gat"), 30, 5, BATCHES),
     "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),
