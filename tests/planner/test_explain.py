@@ -16,7 +16,7 @@ from gnnplan.planner.cluster.doubt import DRAWS
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import explain
 from gnnplan.planner.decision.search import Candidate, SearchResult, search
-from gnnplan.planner.decision.sensitivity import sentences
+from gnnplan.planner.decision.sensitivity import of_depths, sentences
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import partition
 from gnnplan.planner.graph.graph import Graph
@@ -50,7 +50,7 @@ def test_what_takes_over_really_takes_over() -> None:
     every = search(problem, may_use_fewer=False)
     # exact strategies are recommended in doubt, wherever the others take over from each other
     found = SearchResult([c for c in every.ranked if not c.strategy.exact], [])
-    told = [s for s in sentences(found, exact=False) if "between servers (" in s]
+    told = [s for s in sentences(found) if "between servers (" in s]
     assert told
     for sentence in told:
         factor, winner = re.match(
@@ -79,7 +79,7 @@ def test_what_takes_over_really_takes_over() -> None:
 
 def test_twice_the_link_helps_where_the_link_binds() -> None:
     def gain(problem: Problem) -> int:
-        told = sentences(search(problem, may_use_fewer=False), exact=True)
+        told = sentences(search(problem, may_use_fewer=False))
         sentence = next(s for s in told if s.startswith("twice the bandwidth between servers"))
         return int(re.search(r"([+-]\d+) %", sentence).group(1))
 
@@ -89,12 +89,12 @@ def test_twice_the_link_helps_where_the_link_binds() -> None:
 
 def test_fewer_layers_change_the_choice_where_they_do() -> None:
     found = search(question("2GB/s", layers=8), may_use_fewer=False)
-    for sentence in sentences(found, exact=False):
-        if match := re.match(r"at (\d+) layers or (fewer|more) (\w+) wins", sentence):
-            layers, way, name = int(match[1]), match[2], match[3]
-            assert search(question("2GB/s", layers), may_use_fewer=False).best.strategy.name == name
-            before = layers + 1 if way == "fewer" else layers - 1
-            assert search(question("2GB/s", before), may_use_fewer=False).best.strategy.name != name
+    for sentence in of_depths(found, exact=False):
+        match = re.fullmatch(r"at (\d+) layers or (fewer|more) (\w+) wins", sentence)
+        layers, way, name = int(match[1]), match[2], match[3]
+        assert search(question("2GB/s", layers), may_use_fewer=False).best.strategy.name == name
+        before = layers + 1 if way == "fewer" else layers - 1
+        assert search(question("2GB/s", before), may_use_fewer=False).best.strategy.name != name
 
 
 def test_other_depths_may_use_fewer_gpus_too() -> None:
@@ -121,17 +121,16 @@ def test_other_depths_may_use_fewer_gpus_too() -> None:
         and two.best.strategy.name == three.strategy.name
     )
     assert found(3, may_use_fewer=False).best.strategy.name != three.strategy.name
-    assert not any(s.startswith("at 3 layers") for s in sentences(two, exact=False))
+    assert not any(s.startswith("at 3 layers") for s in of_depths(two, exact=False))
 
 
 def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over() -> None:
     """GraNNDis wins at 8 layers, and at more: not news about graph parallel."""
     problem = question("2GB/s", layers=8)
     assert search(problem, may_use_fewer=False).best.strategy.name == "granndis"
-    told = sentences(search(problem, forced=parse("graph_parallel")), exact=False)
-    assert any(s.startswith("twice the bandwidth between servers") for s in told) and not any(
-        " layers or " in s for s in told
-    )
+    found = search(problem, forced=parse("graph_parallel"))
+    assert any(s.startswith("twice the bandwidth between servers") for s in sentences(found))
+    assert not list(of_depths(found, exact=False))
 
 
 def test_close_seconds_are_within_doubt() -> None:
