@@ -35,9 +35,9 @@ def workload(model: str, **more: object) -> dict[str, object]:
         ("gcn", 2, 1, "graph_parallel(bits=2)"),
         ("sage", 3, 1, "graph_parallel(bits=4,buckets=2)"),
         ("gcnii", 3, 1, "graph_parallel(bits=8,checkpoint=True)"),
-        ("gat", 2, 1, "graph_parallel(bits=4)"),
+        pytest.param("gat", 2, 1, "graph_parallel(bits=4)", marks=pytest.mark.nightly),
         ("gin", 3, 3, "granndis(depth=0,bits=2)"),
-        ("sage", 2, 1, "bns(p=0.5,bits=2)"),
+        pytest.param("sage", 2, 1, "bns(p=0.5,bits=2)", marks=pytest.mark.nightly),
         ("gcn", 3, 1, "bns(p=0.3,bits=4)"),
     ],
 )
