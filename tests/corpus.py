@@ -607,8 +607,13 @@ def cases() -> list[Case]:
 
 
 def picked(kinds: Sequence[str], every: int = 1) -> list[Case]:
-    """Of these kinds, every so many-th case; no kinds: of all."""
-    return [case for case in cases() if not kinds or case.kind in kinds][::every]
+    """Of each of these kinds every so many-th case, its first among them; no kinds: of all."""
+    return [
+        case
+        for kind, those in itertools.groupby(cases(), lambda case: case.kind)
+        if not kinds or kind in kinds
+        for case in itertools.islice(those, 0, None, every)
+    ]
 
 
 def warm() -> None:
@@ -631,7 +636,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="default: all")
     parser.add_argument("--json", action="store_true", help="a line per call")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th call alone")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="of a kind every N-th call alone"
+    )
     asked = parser.parse_args()
     warm()
     fell: Counter[str] = Counter()

@@ -65,12 +65,12 @@ def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(tmp_pa
 
 
 def test_a_scale_of_python_is_that_of_the_command_line():
-    words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "--scale", "1..16")
-    found = gnnplan.scale(GRAPH, CLUSTER, gpus="1..16", **FIELDS)
+    words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "--scale", "1..4")
+    found = gnnplan.scale(GRAPH, CLUSTER, gpus="1..4", **FIELDS)
     assert command(*words).rstrip() == str(found)
     assert json.loads(command(*words, "--json")) == json.loads(json.dumps(found.document))
-    listed = gnnplan.scale(GRAPH, CLUSTER, gpus=(n for n in (16, 8, 4, 2, 1)), **FIELDS)
-    assert listed.rows == found.rows and [row["gpus"] for row in found.rows] == [1, 2, 4, 8, 16]
+    listed = gnnplan.scale(GRAPH, CLUSTER, gpus=(n for n in (4, 2, 1)), **FIELDS)
+    assert listed.rows == found.rows and [row["gpus"] for row in found.rows] == [1, 2, 4]
     # a row has the numbers of a plan's answers
     answers = gnnplan.plan(GRAPH, CLUSTER, **FIELDS).table
     assert set(answers[0]) < set(found.rows[0])

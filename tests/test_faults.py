@@ -62,11 +62,12 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
 
 def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
     """The launcher waited for ever: no rank was left to notice that its peers were silent."""
+    world = 2 if NIGHT else 1
     run = start(
-        plan(tmp_path, 2), "--epochs", str(FOREVER), "--timeout", "5", "--checkpoint-every", "0"
+        plan(tmp_path, world), "--epochs", str(FOREVER), "--timeout", "5", "--checkpoint-every", "0"
     )
     run.until_training()
-    ranks = {run.rank(rank) for rank in range(2)}
+    ranks = {run.rank(rank) for rank in range(world)}
     for rank in ranks:
         os.kill(rank, signal.SIGSTOP)
     assert run.ended() == 4, run.stderr
@@ -192,7 +193,7 @@ def parent(pid: int) -> int:
 
 
 def test_interrupted_as_in_a_terminal(tmp_path: Path, start: Start):
-    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER))
+    run = start(plan(tmp_path, 2 if NIGHT else 1), "--epochs", str(FOREVER))
     run.until_training()
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.ended() == 130, run.stderr

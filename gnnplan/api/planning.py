@@ -58,6 +58,7 @@ def plan(
     labels: str | None = None,
     split: str | None = None,
     task: str | None = None,
+    depths: bool = False,
     notify: Notify = silent,
     **fields: Any,
 ) -> Plan:
@@ -83,6 +84,8 @@ def plan(
     - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
     - features, labels, split: what the graph's file lacks, as on the command line
     - task: what is learned: 'node' (labels), 'link' (edges), or 'none', on stand-ins for labels
+    - depths: among the reasons (`Plan.explain`) say at which other numbers of layers another family
+      wins, as --explain does; that takes as long as several plans
     - notify: is told what is being done (`gnnplan.progress`)
 
     Raises SpecError where the input is wrong, Infeasible where nothing fits.
@@ -108,7 +111,7 @@ def plan(
         directed=directed,
         notify=notify,
     )
-    return answer(question, exact, strategy, ranks is None, notify, asked)
+    return answer(question, exact, strategy, ranks is None, notify, asked, depths)
 
 
 def wanted_objective(
@@ -143,14 +146,15 @@ def answer(
     may_use_fewer: bool = True,
     notify: Notify = silent,
     objective: Objective = TIME,
+    depths: bool = False,
 ) -> Plan:
-    """The plan of a question.
+    """The plan of a question; `depths` as of `plan`.
 
     Raises SpecError, Infeasible.
     """
     forced = parse(strategy) if strategy is not None else None
     found = search(question.problem, exact, forced, may_use_fewer, notify, objective)
-    document = documents.make(question.problem, found, exact, notify)
+    document = documents.make(question.problem, found, exact, notify, depths)
     return Plan(document, question.problem.placed(documents.placement(document)))
 
 

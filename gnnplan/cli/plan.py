@@ -154,7 +154,8 @@ def plan(
         bool,
         typer.Option(
             "--explain",
-            help="Print all reasons: what binds, why the others lost, what was rejected.",
+            help="Print all reasons: what binds, why the others lost, what was rejected, and at"
+            " which other numbers of layers another family wins (takes as long as several plans).",
         ),
     ] = False,
     report: Annotated[
@@ -182,7 +183,6 @@ def plan(
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress, say
-    from gnnplan.planner.vocabulary.units import show_count
 
     clusters = list(dict.fromkeys(cluster or ["local"]))
     sizes = _sizes(scale, clusters, output, report, explain, ranks)
@@ -240,7 +240,7 @@ def plan(
         return print_json(scaled.document) if as_json else show(scaled)
     question = questions[clusters[0]]
     with progress() as notify:
-        found = answer(question, exact, strategy, ranks is None, notify, wanted)
+        found = answer(question, exact, strategy, ranks is None, notify, wanted, explain)
     if output:
         found.write(output)
     if report:
@@ -252,10 +252,9 @@ def plan(
     if explain:
         show(found.explain())
     else:
-        reasons, rejected = found.document["explanation"], found.document["rejected"]
+        rejected = found.document["rejected"]
         print(
-            f"--explain prints {show_count(len(reasons), 'reason')}, the placement,"
-            f" and what was rejected ({len(rejected)})"
+            f"--explain prints all reasons, the placement, and what was rejected ({len(rejected)})"
         )
     show_next(output, question.problem)
     if report:

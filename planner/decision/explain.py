@@ -41,7 +41,7 @@ def explain(
     """
     best = found.best
     if turning_points is None:
-        turning_points = sentences(found, exact, notify)
+        turning_points = sentences(found, notify)
     out = [
         f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
         f" {best.predicted.bottleneck}",

@@ -52,22 +52,31 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def make(
-    problem: Problem, found: SearchResult, exact: bool = False, notify: Notify = silent
+    problem: Problem,
+    found: SearchResult,
+    exact: bool = False,
+    notify: Notify = silent,
+    depths: bool = False,
 ) -> dict[str, Any]:
-    """The document of a search result, JSON-ready."""
+    """The document of a search result, JSON-ready.
+
+    depths: among the reasons say at which other numbers of layers another family wins; that takes
+    as long as several plans.
+    """
     # imported here: they take a tenth of a second, and every rank imports this file to read plans
     from gnnplan.planner.decision.explain import explain
-    from gnnplan.planner.decision.sensitivity import sentences
+    from gnnplan.planner.decision.sensitivity import of_depths, sentences
     from gnnplan.planner.decision.summary import summarise
 
-    turning_points = sentences(found, exact, notify)
+    turning_points = sentences(found, notify)
+    reasons = [*turning_points, *(of_depths(found, exact, notify) if depths else ())]
     return {
         **for_run(problem, found, exact),
         "alternatives": [answer(found, candidate) for candidate in found.others],
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(problem, found, turning_points),
-        "explanation": explain(problem, found, exact, notify, turning_points),
+        "explanation": explain(problem, found, exact, notify, reasons),
     }
 
 

@@ -1,8 +1,9 @@
 """What would change the choice: other links, other devices, other depths.
 
-The candidates that were found are predicted again with one number of the cluster multiplied, and
-the search is repeated at other numbers of layers; the plan's objective compares them. Where an
-exact strategy is recommended, links and devices are asked which exact strategy is the best.
+The candidates that were found are predicted again with one number of the cluster multiplied; where
+all reasons are wanted, the search is repeated at other numbers of layers. The plan's objective
+compares them. Where an exact strategy is recommended, links and devices are asked which exact
+strategy is the best.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ MOST_ESTIMATED = 64  # GPUs for which a plan of statistics asks at all; beyond, 
 Scaled = Callable[[Cluster, Number], Cluster]
 
 
-def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list[str]:
-    """What doubling a number gives, and where another family wins.
+def sentences(found: SearchResult, notify: Notify = silent) -> list[str]:
+    """What doubling a number of the cluster gives, and where another family wins.
 
-    As 'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins', 'at 8
-    layers or fewer ..'. Empty for statistics on more than MOST_ESTIMATED GPUs, and where runs have
-    decided otherwise than predictions would.
+    As 'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins'. Empty
+    for statistics on more than MOST_ESTIMATED GPUs, and where runs have decided otherwise than
+    predictions would.
     """
     best = found.best.problem
     cluster = best.cluster
@@ -61,7 +62,7 @@ def sentences(found: SearchResult, exact: bool, notify: Notify = silent) -> list
             bandwidth,
         )
     out += _of(found, "the device's speed", scaled.device, None)
-    return out + list(_depths(found, exact, notify))
+    return out
 
 
 def inside_servers(cluster: Cluster) -> list[str]:
@@ -110,10 +111,16 @@ def best_at(
     return [found.rivals[index] for index in least], values.min(axis=0)
 
 
-def _depths(found: SearchResult, exact: bool, notify: Notify) -> Iterator[str]:
-    """The nearest smaller and larger number of layers at which another family wins."""
+def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iterator[str]:
+    """The nearest smaller and larger number of layers at which another family wins.
+
+    As 'at 8 layers or fewer granndis wins'. Every number that is asked about takes a search, so a
+    plan asks only where all reasons are wanted. Nothing where runs have decided.
+    """
     best = found.best
     problem, layers = best.problem, best.problem.workload.layers
+    if found.measured and found.measured is not recommend(found.ranked):
+        return
     if problem.workload.mode == "mini":
         return  # another depth needs other fanouts, which nobody has given
     if problem.workload.module:

@@ -28,7 +28,7 @@ from gnnplan.planner.vocabulary.trace import (
 
 pytestmark = pytest.mark.timeout(110)
 
-EPOCHS = 3
+EPOCHS = {"full": 3, "mini": 2}  # of mini-batches several steps each
 SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), graph, dropout
     (2, 1, "graph_parallel", "gcn", "rough", 0.0),
     (2, 1, "graph_parallel(narrow=True)", "sage", "rough", 0.5),
@@ -336,7 +336,7 @@ class Played:
     anywhere."""
 
     def __init__(self, result: Result) -> None:
-        self.result, self.world = result, result.world
+        self.result, self.world, self.epochs = result, result.world, result.case.epochs
         problem = result.case.problem(result.world)
         strategy = result.case.settled(problem)
         self.steps = strategy.steps(problem)
@@ -363,8 +363,8 @@ def option(word: str) -> tuple[str, Any]:
 
 
 def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
-    """A strategy with every knob, of numbers none, one and more; every model, world, graph, and
-    other word of a workload; a family with and without dropout, and in bfloat16."""
+    """A strategy with every knob; every value of a knob, of numbers none, one and more; every model,
+    world, graph, and other word of a workload; with and without dropout; a family in bfloat16."""
     world, servers, strategy, workload, graph, dropout = setting
     name, _, words = strategy.partition("(")
     parsed, (model, *more) = parse(strategy), workload.split()
@@ -373,12 +373,13 @@ def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
         for knob, value in parsed.knobs().items()
         if knob in words
     }
-    of_strategy: set[Hashable] = {(name, knob) for knob in (*knobs, dropout > 0)}
+    of_strategy: set[Hashable] = {name, *knobs, *((parsed.family, knob) for knob, _ in knobs)}
     sizes = ("batch=", "fanout=")
     return of_strategy | {
         model,
         (world, servers),
         graph,
+        dropout > 0,
         *(word for word in more if not word.startswith(sizes)),
         *((name, word) for word in more if word.startswith("dtype=")),
     }
@@ -409,8 +410,9 @@ def played(
         }
         # of four ranks
         islands = {1: "[[0, 2], [1, 3]]", 2: "[[0], [1]]"}[servers] if "island'" in strategy else ""
+        epochs = EPOCHS[workload.get("mode", "full")]
         case = Case(
-            strategy, graphs[graph], workload, servers, epochs=EPOCHS, eval_every=1, islands=islands
+            strategy, graphs[graph], workload, servers, epochs=epochs, eval_every=1, islands=islands
         )
         if met := workload.pop("met", ""):
             of, _, dropped = met.partition("-")
@@ -477,9 +479,9 @@ def test_bytes_of_every_operation(played: Played) -> None:
         }
     else:
         assert counted == {
-            op: nbytes * EPOCHS for op, nbytes in played.prediction.bytes.items() if nbytes
+            op: nbytes * played.epochs for op, nbytes in played.prediction.bytes.items() if nbytes
         }
-        assert counted.total() == played.prediction.bytes_total * EPOCHS
+        assert counted.total() == played.prediction.bytes_total * played.epochs
     spans = {(span.rank, span.label): span.nbytes for span in played.spans}
     for task in played.schedule.setup + played.schedule.tasks:
         expected = task.work.nbytes if isinstance(task.work, (Load, Send, Collective)) else 0
@@ -503,7 +505,7 @@ def test_evaluation_is_not_counted(played: Played) -> None:
     steps, tasks = played.steps, played.schedule.tasks
     of_epoch = [
         sum(played.schedule.bytes_by_op(t for t in tasks if t.label.step // steps == e).values())
-        for e in range(EPOCHS)
+        for e in range(played.epochs)
     ]
     assert [row["bytes"] for row in played.result.metrics] == of_epoch
     assert of_epoch[0] == played.prediction.bytes_total

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from examples import NIGHT
 from jumping import jumping
 from pairwise import covered, pairs
 from plain import difference, train_plainly
@@ -164,7 +165,8 @@ TRAININGS = [
     (*NAMES, "model", "dropout", "optimizer"),
     covered(
         TRAININGS,
-        lambda row: {row[:3], row[3:]},
+        # a strategy, its family on each world, and a model in each way
+        lambda row: {row[2], (*row[:2], type(parse(row[2]))), row[3:]},
     ),
 )
 def test_float64_weights(
@@ -239,7 +241,7 @@ SHARED_OUT = [  # three of the five to every setting
 
 @pytest.mark.parametrize(
     (*NAMES, "graph", "directed", "model", "optimizer"),
-    covered(SHARED_OUT, lambda row: {row[:2], (type(parse(row[2])), row[3:])}),
+    covered(SHARED_OUT, lambda row: {(*row[:2], type(parse(row[2]))), row[3:]}),
 )
 def test_awkward_graphs(
     run_ranks: Ranks,
@@ -260,13 +262,17 @@ def test_awkward_graphs(
 # -- sparse features -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [*MODELS, "gat", "resgcn", "sgc", "gin", "gatv2"])
+ALL_MODELS = (*MODELS, "gat", "resgcn", "sgc", "gin", "gatv2")
+
+
+@pytest.mark.parametrize("model", ALL_MODELS)
 def test_sparse_features_in_one_process(
     run_ranks: Ranks, graphs: dict[str, str], model: str
 ) -> None:
-    """Training on dense matrices, dropout's masks included."""
+    """Training on dense matrices, dropout's masks included. By day each model in one way."""
     # wider than the features: multiplied first all the same
-    for dropout, hidden in ((0.0, 8), (0.5, 8), (0.5, 48)):
+    ways = ((0.0, 8), (0.5, 8), (0.5, 48))
+    for dropout, hidden in ways if NIGHT else [ways[ALL_MODELS.index(model) % 3]]:
         case = Case(
             "graph_parallel",
             graphs["sparse"],
@@ -291,7 +297,7 @@ TWO_EACH = [
     (*NAMES, "model", "dropout"),
     covered(
         TWO_EACH,
-        lambda row: {(type(parse(row[2])), value) for value in (row[0], row[3])},
+        lambda row: {(row[0], type(parse(row[2]))), row[3:]},
     ),
 )
 def test_sparse_features_on_ranks(
@@ -351,12 +357,9 @@ def block_id(how: dict[str, object]) -> str:
 def test_one_process_is_plain_training_of_blocks(
     run_ranks: Ranks, graphs: dict[str, str], how: dict[str, object]
 ) -> None:
-    """Batch norm's running moments are among the weights."""
-    for graph, directed, dropout in (
-        ("rough", False, 0.0),
-        ("rough", True, 0.5),
-        ("multi", False, 0.5),
-    ):
+    """Batch norm's running moments are among the weights. By day each in one of the ways."""
+    ways = (("rough", False, 0.0), ("rough", True, 0.5), ("multi", False, 0.5))
+    for graph, directed, dropout in ways if NIGHT else [ways[BLOCKS.index(how) % 3]]:
         work = workload(dtype="float64", dropout=dropout, optimizer=optimizer_for(how), **how)
         case = Case("graph_parallel", graphs[graph], work, directed=directed, eval_every=2)
         losses, weights = train_plainly(case)
@@ -388,7 +391,7 @@ BLOCKS_ON_RANKS = [
     (*NAMES, "how"),
     covered(
         BLOCKS_ON_RANKS,
-        lambda row: {(type(parse(row[2])), row[3].get(what)) for what in ("model", "norm")},
+        lambda row: {(*row[:2], type(parse(row[2]))), block_id(row[3])},
     ),
     ids=lambda value: block_id(value) if isinstance(value, dict) else str(value),
 )

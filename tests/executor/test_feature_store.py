@@ -85,15 +85,15 @@ def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **mor
             "gsplit",
             [
                 f"cache={5 * ROW}",
-                f"features='spread',cache={5 * ROW},hot='degree'",
                 "features='spread'",
+                f"features='spread',cache={5 * ROW},hot='degree'",
             ],
         ),
         pytest.param(
             *(4, 2, "gsplit(group='all')", [f"group='all',features='spread',cache={5 * ROW}"]),
             marks=pytest.mark.nightly,
         ),
-        (4, 2, "p3", [f"cache={ROW}", f"cache={9 * ROW},prefetch=1", "cache=100000"]),
+        (4, 2, "p3", [f"cache={ROW}", "cache=100000", f"cache={9 * ROW},prefetch=1"]),
         (2, 1, "p3(pipelined=True)", [f"pipelined=True,cache={9 * ROW}"]),
     ],
     ids=lambda value: str(value) if isinstance(value, str | int) else "",
@@ -108,8 +108,8 @@ def test_where_rows_come_from_changes_nothing(
     graph: str,
     model: str,
 ) -> None:
-    """By day with two of the stores."""
-    stores = stores if NIGHT else stores[-2:]
+    """By day with the last of the stores, which has most to it."""
+    stores = stores if NIGHT else stores[-1:]
     texts = [plain, *(f"{plain.partition('(')[0]}({knobs})" for knobs in stores)]
     first, *others = run_ranks(world, [case(text, graphs[graph], servers, model) for text in texts])
     for other in others:

@@ -78,21 +78,24 @@ def test_a_run_from_the_folder_above_the_clone(tmp_path: Path) -> None:
     assert "here" not in done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path: Path, start: Start) -> None:
+def test_a_plan_for_gpus_that_runs_on_processors_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A plan for A100s was trained on a laptop without a word: 1.3 ms per epoch predicted, 137
     measured."""
     one = ["--set", "servers=1", "--set", "gpus_per_server=1"]
     plan = planned(tmp_path, "--cluster", "l4_box", *one, "--strategy", "graph_parallel")
-    run = start(plan, "--epochs", "2", CUDA_VISIBLE_DEVICES="")
-    assert run.ended(100) == 0, run.stderr
-    noted = re.findall(
-        r"^note: device: planned NVIDIA L4 GPUs, here CPU ranks .*$", run.stderr, re.M
-    )
-    words = "times will not be those predicted; make a plan for this machine with gnnplan plan"
-    assert len(noted) == 1 and words in noted[0], run.stderr
-    assert "note: GPUs: planned 1 of a server, here 0; ranks are on the processor" in run.stderr
-    assert run.stderr.index(noted[0]) < run.stderr.index("training") < run.stderr.index("epoch 2/2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["run", str(plan), "--epochs", "2", "--out", str(tmp_path / "out")]
+    app(words, standalone_mode=False)
+    said = capfd.readouterr().err
+    noted = re.findall(r"^note: device: planned NVIDIA L4 GPUs, here CPU ranks .*$", said, re.M)
+    advice = "times will not be those predicted; make a plan for this machine with gnnplan plan"
+    assert len(noted) == 1 and advice in noted[0], said
+    assert "note: GPUs: planned 1 of a server, here 0; ranks are on the processor" in said
+    assert said.index(noted[0]) < said.index("training") < said.index("epoch 2/2")
 
 
 @pytest.mark.timeout(120)

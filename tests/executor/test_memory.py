@@ -455,10 +455,10 @@ def test_predicted_memory_of_rows_that_meet_at_the_end(
 
 MINI = {"mode": "mini", "layers": 3, "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}
 WIDE, SLIM = (
-    f"synthetic:community?vertices=20000&edges=400000&features={width}&classes=16&seed=0"
+    f"synthetic:community?vertices=20000&edges=400000&features={width}&classes=16&train=0.2&seed=0"
     for width in (128, 8)
 )
-LINKED = "synthetic:community?vertices=20000&edges=200000&features=32&classes=4&seed=0"
+LINKED = "synthetic:community?vertices=20000&edges=100000&features=32&classes=4&seed=0"
 LINKS = {
     "mode": "mini",
     "task": "link",
@@ -483,7 +483,10 @@ BATCHES = {
     "columns": Case("p3", WIDE, {**MINI, "model": "sage"}),
     "columns, cached": Case("p3(cache=2000000)", WIDE, {**MINI, "model": "sage"}),
     "columns, pipelined": Case(
-        "p3(pipelined=True)", WIDE.replace("classes=16", "classes=128"), {**MINI, "model": "sgc"}
+        "p3(pipelined=True)",
+        # four batches: as many as are under way at once
+        WIDE.replace("classes=16&train=0.2", "classes=128&train=0.4"),
+        {**MINI, "model": "sgc"},
     ),
     "links": Case("data_parallel", LINKED, {**LINKS, "model": "sage"}),
     "links, split": Case("gsplit(splitter='random')", LINKED, {**LINKS, "model": "gcn"}),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from examples import NIGHT
 from ranks import Case, Ranks
 
 from gnnplan.executor.minibatch.sampler import Sampler
@@ -76,8 +77,9 @@ def test_training_is_bit_equal(
     knobs: list[str],
     more: dict[str, object],
 ) -> None:
+    """By day with the last of the knobs, which have most to them."""
     reference = run_ranks(world, [case(plain, graphs["rough"], servers, **more)])[0]
-    for knob in knobs:
+    for knob in knobs if NIGHT else knobs[-1:]:
         strategy = (plain[:-1] + "," + knob + ")").replace("(,", "(")
         result = run_ranks(world, [case(strategy, graphs["rough"], servers, **more)])[0]
         assert result.losses == reference.losses, strategy

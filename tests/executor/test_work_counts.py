@@ -274,8 +274,10 @@ def whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fields_of(case: Case) -> set[Hashable]:
-    """Of its kind of layer."""
-    return {(case.kind, name, value) for name, value in case._asdict().items()}
+    """What is not as usual with its kind of layer, and each value with any kind."""
+    fields, usual = case._asdict(), Case(case.kind)._asdict()
+    unusual = {(case.kind, name) for name, value in fields.items() if value != usual[name]}
+    return {case.kind, *fields.items(), *unusual}
 
 
 @pytest.mark.parametrize("case", covered(CASES, fields_of, several=False), ids=str)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from pairwise import covered
 from scipy.special import pdtr
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -329,16 +330,25 @@ def problems(spread: float = 1.2) -> tuple[Problem, Problem]:
 
 
 @pytest.mark.parametrize(
-    ("cached", "shared"), [(0, False), (500, False), (2_000, False), (2_000, True), (20_000, False)]
+    ("cached", "shared", "features"),
+    covered(
+        [
+            (cached, shared, features)
+            for cached, shared in (
+                *((0, False), (500, False), (2_000, False)),
+                *((2_000, True), (20_000, False)),
+            )
+            for features in ("everywhere", "spread")
+            if cached or features == "spread"
+        ],
+        lambda row: {row[:2], row[2]},
+    ),
 )
-@pytest.mark.parametrize("features", ["everywhere", "spread"])
 def test_rows_that_a_cache_hits(
     cached: int, shared: bool, features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the rows that a batch reads, those of each class: to 5 % of all."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
-    if not cached and (shared or features == "everywhere"):
-        return
     strategy, found = DataParallel(cache=cached * 32, shared_cache=shared, features=features), []
     for problem in problems():
         strategy.check(problem)

@@ -379,7 +379,7 @@ def with_better(problem: Problem, what: str, factor: float) -> Problem:
     st.sampled_from(["intra", "inter", "latency", "gemm", "memory_bandwidth", "launch"]),
     st.floats(1.0, 50.0),
 )
-@some(24)
+@some(15)
 def test_every_strategy_keeps_all_laws(problem: Problem, what: str, factor: float):
     faster = with_better(problem, what, factor)
     for strategy in variants(problem):
@@ -1324,7 +1324,7 @@ def test_predict_broadcasts_over_clusters(
     many = replace(problem, cluster=with_arrays(problem.cluster, rows))
     for strategy in variants(problem):
         together = strategy.predict(many)
-        for i, row in enumerate(rows[:3]):
+        for i, row in [*enumerate(rows)][1:3]:
             alone = strategy.predict(replace(problem, cluster=with_arrays(problem.cluster, [row])))
             one = {
                 part: (
