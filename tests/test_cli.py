@@ -466,6 +466,7 @@ def test_measure_is_kept_and_written(
         servers: int,
         rate: float | None,
         seconds: float,
+        dtype: str,
     ) -> Any:
         progress("matrix products")
         return measured
