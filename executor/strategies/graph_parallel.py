@@ -724,10 +724,7 @@ def worker_on(
     shares with another worker.
     """
     net = net or Net(problem.model, problem.workload).to(rank.device)
-    share = whole_share(rank, problem, layout, net, degrees)
-    worker = Worker(rank, problem, share, options, net, gamma)
-    if options.bits == ADAPTIVE:
-        worker.weights = variance_weights(worker, layout)
+    worker = _worker(rank, problem, layout, options, gamma, degrees, net)
     worker.keep(constant_rows(rank, problem, layout))
     return worker
 
@@ -749,15 +746,29 @@ def trimmed_worker_on(
     kept = ConstantRows(rank, problem, layout, net, degrees)
 
     def on(rows: Layout, options: ExchangeOptions) -> Worker:
-        share = whole_share(rank, problem, rows, net, degrees)
-        worker = Worker(rank, problem, share, options, net, gamma)
-        if options.bits == ADAPTIVE:
-            worker.weights = variance_weights(worker, rows)
+        worker = _worker(rank, problem, rows, options, gamma, degrees, net)
         worker.features, worker.cached = kept.on_device(kept.of(rows))
         return worker
 
     worker = on(trimmed, options)
     worker.evaluator = lambda: on(layout, replace(options, staleness=0, smoothing="", bits=None))
+    return worker
+
+
+def _worker(
+    rank: Rank,
+    problem: Problem,
+    layout: Layout,
+    options: ExchangeOptions,
+    gamma: float,
+    degrees: str,
+    net: Net,
+) -> Worker:
+    """A worker on a layout, without features."""
+    share = whole_share(rank, problem, layout, net, degrees)
+    worker = Worker(rank, problem, share, options, net, gamma)
+    if options.bits == ADAPTIVE:
+        worker.weights = variance_weights(worker, layout)
     return worker
 
 

@@ -39,7 +39,7 @@ def sentences(found: SearchResult, notify: Notify = silent) -> list[str]:
     best = found.best.problem
     cluster = best.cluster
     out: list[str] = []
-    if found.measured and found.measured is not recommend(found.ranked):
+    if _runs_disagree(found):
         return out
     if not best.stats.known and cluster.ranks > MOST_ESTIMATED:
         return out
@@ -111,15 +111,21 @@ def best_at(
     return [found.rivals[index] for index in least], values.min(axis=0)
 
 
+def _runs_disagree(found: SearchResult) -> bool:
+    """Whether runs have decided otherwise than predictions would, of which all here is made."""
+    return bool(found.measured) and found.measured is not recommend(found.ranked)
+
+
 def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iterator[str]:
     """The nearest smaller and larger number of layers at which another family wins.
 
     As 'at 8 layers or fewer granndis wins'. Every number that is asked about takes a search, so a
-    plan asks only where all reasons are wanted. Nothing where runs have decided.
+    plan asks only where all reasons are wanted. Nothing where runs have
+    decided otherwise than predictions would.
     """
     best = found.best
     problem, layers = best.problem, best.problem.workload.layers
-    if found.measured and found.measured is not recommend(found.ranked):
+    if _runs_disagree(found):
         return
     if problem.workload.mode == "mini":
         return  # another depth needs other fanouts, which nobody has given

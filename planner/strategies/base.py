@@ -192,6 +192,11 @@ class Strategy(ABC):
     def memory(self, problem: Problem) -> Memory:
         """Bytes per rank by use, at the fullest moment."""
 
+    def fits(self, problem: Problem) -> bool:
+        """Whether the fullest rank's device holds what it has to."""
+        held = sum(self.memory(problem).values(), np.zeros(problem.ranks))
+        return bool(held.max() <= problem.cluster.device.memory)
+
     def host_memory(self, problem: Problem) -> Memory:
         """Bytes of graph data in each server's memory by use [servers]."""
         return {}

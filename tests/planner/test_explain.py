@@ -32,16 +32,20 @@ MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured"
 DEVICE = {"memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
 
 
+def two_servers(gpus: int, intra_node: str, inter_node: str) -> Cluster:
+    return Cluster(
+        servers=2,
+        gpus_per_server=gpus,
+        device=DEVICE,
+        intra_node={"bandwidth": intra_node},
+        inter_node={"bandwidth": inter_node},
+    )
+
+
 def question(inter_node: str = "100MB/s", layers: int = 2) -> Problem:
     graph = load("synthetic:community?vertices=3000&edges=60000&features=32&classes=4")
     assert isinstance(graph, Graph)
-    cluster = Cluster(
-        servers=2,
-        gpus_per_server=1,
-        device=DEVICE,
-        intra_node={"bandwidth": "10GB/s"},
-        inter_node={"bandwidth": inter_node},
-    )
+    cluster = two_servers(1, "10GB/s", inter_node)
     return Problem(graph.stats, graph, Workload(model="gcn", layers=layers, hidden=64), cluster)
 
 
@@ -120,13 +124,7 @@ def test_twice_the_link_helps_where_the_link_binds() -> None:
 def test_other_depths_change_the_choice_where_they_do(asked: int, way: str) -> None:
     """Nothing was asserted where no depth changed the choice, as none did in the question before."""
     graph = load("synthetic:community?vertices=1000&edges=10000&features=256&classes=4")
-    cluster = Cluster(
-        servers=2,
-        gpus_per_server=2,
-        device=DEVICE,
-        intra_node={"bandwidth": "1GB/s"},
-        inter_node={"bandwidth": "100MB/s"},
-    )
+    cluster = two_servers(2, "1GB/s", "100MB/s")
 
     @cache
     def found(layers: int) -> SearchResult:
@@ -146,13 +144,7 @@ def test_other_depths_may_use_fewer_gpus_too() -> None:
     """The best uses one GPU of four at 2 layers and at 3, where on all four another family would be
     ahead."""
     graph = load("synthetic:community?vertices=1000&edges=10000&features=32&classes=4")
-    cluster = Cluster(
-        servers=2,
-        gpus_per_server=2,
-        device=DEVICE,
-        intra_node={"bandwidth": "10GB/s"},
-        inter_node={"bandwidth": "1GB/s"},
-    )
+    cluster = two_servers(2, "10GB/s", "1GB/s")
 
     def found(layers: int, may_use_fewer: bool = True) -> SearchResult:
         return search(

@@ -8,11 +8,11 @@ A row takes a plane per two bits, and planes follow one another. Wherever a row 
 bits two others of the same peer fall to 2, so a peer's rows end where its bytes end. A row's lowest
 number and spacing (few_bits.py) stay in the row's own place.
 
-`assigned` chooses the bits from ranges. Rounding a number to one of 2^bits levels has a variance of
-at most (range / (2^bits - 1))^2 / 4, on average over numbers a sixth of the spacing's square; so a
-row counts as range^2 / (2^bits - 1)^2, times the sum of squares of what its readers multiply it by
-(gradients are added as they are). Of a peer's rows the j-th widest rises while that lowers the
-sum, with the j-th narrowest pair. Both ends know the ranges of the rows that crossed: they are
+`assigned` chooses the bits from ranges. Rounding a number to one of 2^bits levels has a variance
+that grows with the square of the spacing, range / (2^bits - 1), of which it is a sixth on average.
+So a row counts as range^2 / (2^bits - 1)^2, times the sum of squares of what its readers multiply
+it by (gradients are added as they are). Of a peer's rows the j-th widest rises while that lowers
+the sum, with the j-th narrowest pair. Both ends know the ranges of the rows that crossed: they are
 spacing (2^bits - 1). So both choose alike, and nothing about bits crosses. The first exchange has 4
 bits for all; bits are chosen after it, and then every PERIOD exchanges.
 

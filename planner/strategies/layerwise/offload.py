@@ -229,8 +229,7 @@ def _fits_without(problem: Problem) -> bool:
             least.check(everyone)
         except SpecError:
             return True
-        held = sum(least.memory(everyone).values(), np.zeros(everyone.ranks))
-        return bool(held.max() <= problem.cluster.device.memory)
+        return least.fits(everyone)
 
     device = problem.cluster.device
     asked = (problem.graph, problem.stats, problem.workload, problem.method, everyone.servers)
@@ -240,16 +239,11 @@ def _fits_without(problem: Problem) -> bool:
 
 def _fewest_chunks(problem: Problem) -> int:
     """The least power of two of chunks that fits; 1 where none does by estimates."""
-
-    def fits(problem: Problem, chunks: int) -> bool:
-        held = Offload(chunks).memory(problem)
-        return float(sum(held.values(), np.zeros(1))[0]) <= problem.cluster.device.memory
-
     estimate = replace(problem, graph=None)
     most = min(MOST_CHUNKS, problem.stats.vertices)
     powers = [1 << bit for bit in range(most.bit_length())]
-    first = next((bit for bit, chunks in enumerate(powers) if fits(estimate, chunks)), None)
+    first = next((bit for bit, chunks in enumerate(powers) if Offload(chunks).fits(estimate)), None)
     if first is None:
         return 1
     tried = powers[first : first + TRIES]
-    return next((chunks for chunks in tried if fits(problem, chunks)), tried[-1])
+    return next((chunks for chunks in tried if Offload(chunks).fits(problem)), tried[-1])

@@ -118,11 +118,7 @@ class Tensor3D(Strategy):
         found.sort(key=lambda grid: summing_s(problem, grid))
         by_time = [Tensor3D(grid.x, grid.y, grid.z) for grid in found]
         estimate = replace(problem, graph=None)  # tiles are balanced, and their edges many to count
-        return next((tried for tried in by_time if tried._fits(estimate)), by_time[0])
-
-    def _fits(self, problem: Problem) -> bool:
-        held = sum(self.memory(problem).values(), np.zeros(problem.ranks))
-        return bool(held.max() <= problem.cluster.device.memory)
+        return next((tried for tried in by_time if tried.fits(estimate)), by_time[0])
 
     def _has_axes(self, grid: Grid) -> bool:
         return all(getattr(self, axis) in (None, grid.size(axis)) for axis in AXES)
