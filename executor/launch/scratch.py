@@ -1,8 +1,9 @@
-"""A folder for what samplers leave lying about when they are killed: sockets and shared memory.
+"""A folder for what ranks and samplers leave lying about when they are killed.
 
-Python makes a folder in /tmp for a sampler's sockets, which a killed process leaves there. The
-launcher gives samplers one of its own, and removes it. A sampler also notes its process there, for
-torch names shared memory by it. A launcher that is killed cannot remove anything; so a link in the
+Python makes temporary files for a sampler's sockets, and torch makes some when a sampler is lost; a
+killed process leaves them where they are. The launcher gives its processes a folder of their own
+for temporary files, and removes it. A sampler also notes its process there, for torch names shared
+memory by it. A launcher that is killed cannot remove anything; so a link in the
 run's folder leads there, and whoever resumes the run does it. A disk without links has none."""
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PREFIX = "gnnplan-"
 
 @contextmanager
 def scratch(out: Path) -> Iterator[None]:
-    """Give the samplers of processes that are started within a folder. Raises SpecError."""
+    """Give processes that are started within a folder of temporary files. Raises SpecError."""
     link = out / ".scratch"
     if link.is_symlink():
         earlier = Path(os.readlink(link))
@@ -34,7 +35,8 @@ def scratch(out: Path) -> Iterator[None]:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     except OSError as error:
         raise cannot_write(tempfile.gettempdir(), error) from error
-    os.environ[SCRATCH] = str(folder)
+    before = os.environ.get("TMPDIR")
+    os.environ |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
     with suppress(OSError):
         link.symlink_to(folder)
     try:
@@ -42,7 +44,9 @@ def scratch(out: Path) -> Iterator[None]:
     finally:
         _remove(folder, lambda sampler: True)
         link.unlink(missing_ok=True)
-        del os.environ[SCRATCH]
+        del os.environ[SCRATCH], os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def _remove(folder: Path, is_over: Callable[[str], bool]) -> None:

@@ -33,7 +33,6 @@ import multiprocessing
 import os
 import re
 import signal
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -554,7 +553,6 @@ def _begin(all_forked: Event, worker: int) -> None:
     gc.enable()
     die_with_parent()
     if os.path.isdir(scratch := os.environ.get(SCRATCH, "")):
-        tempfile.tempdir = scratch
         Path(scratch, str(os.getpid())).touch()
     torch.set_num_threads(1)
     all_forked.wait()

@@ -35,7 +35,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
 T = TypeVar("T")
-SCRATCH = "GNNPLAN_SCRATCH"  # the launcher's folder for what killed samplers leave
+SCRATCH = "GNNPLAN_SCRATCH"  # the launcher's folder of temporary files; samplers are noted there
 
 
 class _Enqueued(Future[T]):

@@ -52,7 +52,7 @@ EVERY, TIMEOUT, PATIENCE = 2, 5, 240
 
 PATCH = '''
 """Do to this process, to its sampler, its files or its launcher the first fault that has not happened yet, when its rank begins what the fault waits for."""
-import json, multiprocessing, os, re, signal, subprocess, sys, threading
+import json, multiprocessing, os, re, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 def due():
@@ -75,6 +75,7 @@ def happen(path, fault, where):
     kind, out, me = fault["kind"], Path(sys.orig_argv[-2]), fault["rank"]
     if kind.startswith("launcher "):
         os.kill(os.getppid(), getattr(signal, kind.split()[1]))
+        time.sleep(1)  # else the training may end before the launcher knows
     elif kind == "SIGSTOP":
         stop()
     elif kind == "SIGSTOP and SIGCONT":
