@@ -196,16 +196,24 @@ class Plain:
             + self.w["decoder.bias"]
         )
 
+    def enter(
+        self, layer: int, step: int | None, h: Tensor, x0: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the layer has of h_{l-1} and of the initial rows."""
+        return h, x0
+
     def forward(self, step: int | None, read: Read | None = None) -> tuple[Tensor, list[Tensor]]:
         """(logits, [h_0 .. h_L]). `read` gives other rows than this step's."""
         h, x0 = self.encode(step)
-        rows = [h]
+        rows = []
         for layer in range(1, self.layers + 1):
+            h, x0 = self.enter(layer, step, h, x0)
+            rows.append(h)
             operator, sources = (
                 (self.operator, self.prepare(layer, step, h)) if read is None else read(layer, h)
             )
             h = self.update(layer, self.gather(layer, operator, sources), sources[: len(h)], h, x0)
-            rows.append(h)
+        rows.append(h)
         return self.meet(rows[1:], step) if self.jump else self.decode(h, step), rows
 
     def varies(self, layer: int) -> bool:

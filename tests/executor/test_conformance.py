@@ -97,6 +97,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "bns(p=0.5,bits=2)", "gcn", "rough", 0.5),
     (4, 2, "granndis(depth=1,bits=2)", "gcn", "rough", 0.5),
     (4, 2, "granndis(batches=2,bits=4)", "sage", "rough", 0.0),
+    (4, 1, "gnnpipe(stages=2,chunks=40,bits=2)", "gcnii", "rough", 0.5),  # some hand on nothing
     (
         2,
         1,

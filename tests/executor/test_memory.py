@@ -311,6 +311,7 @@ RUNS = {
         ),
     ),
     "pipeline": (2, Case("gnnpipe(chunks=4)", THIN, DEEP)),
+    "pipeline, few bits": (2, Case("gnnpipe(chunks=4,bits=2)", THIN, {**DEEP, "hidden": 78})),
     "pipeline, checkpoints": (
         2,
         Case("gnnpipe(chunks=3,checkpoint=True)", THIN, {**RES, "hidden": 68}),

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from crossing import crossed
 from jumping import jumping
 from pairwise import covered, pairs
 from plain import Plain, Read, difference
@@ -326,12 +327,17 @@ def test_without_staleness_the_gradient_error_is_zero(
 
 
 def gnnpipe(
-    case: Case, chunk: np.ndarray, shuffle: bool, historical_gradients: bool, period: int
+    case: Case,
+    chunk: np.ndarray,
+    shuffle: bool,
+    historical_gradients: bool,
+    period: int,
+    plain: Plain | None = None,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Algorithm 1. A neighbour whose chunk is later in the step's order than the reader's is
     historical: epoch t = 1, 2, .. reads the rows of epoch period * floor((t - 1) / period); epoch 0
     is an evaluation with the initial weights."""
-    plain = Plain(case)
+    plain = plain or Plain(case)
     chunks, layers = (
         int(chunk.max()) + 1,
         [layer for layer in range(1, plain.layers + 1) if plain.varies(layer)],
@@ -399,6 +405,50 @@ def test_gnnpipe_is_algorithm_1(
     result = run_ranks(world, [case])[0]
     assert result.losses == pytest.approx(losses, rel=1e-9)
     assert difference(result.weights, weights) <= 1e-9
+
+
+class Handed(Plain):
+    """Rows enter a stage in few bits, what goes past all layers beside them, and so do their
+    gradients on the way back. Evaluation has whole rows."""
+
+    def __init__(self, case: Case, starts: set[int], bits: int) -> None:
+        super().__init__(case)
+        self.starts, self.bits = starts, bits
+
+    def enter(
+        self, layer: int, step: int | None, h: Tensor, x0: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if step is None or layer not in self.starts:
+            return h, x0
+        seed, message = self.workload.seed, h if x0 is None else torch.cat([h, x0], 1)
+        message = crossed(message, self.bits, seed, step, layer)
+        return (message, None) if x0 is None else message.tensor_split([h.shape[1]], 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "strategy"),
+    [
+        ("gcn", 2, "gnnpipe(chunks=1,bits=2)"),
+        ("gcnii", 3, "gnnpipe(chunks=5,historical_gradients=True,period=1,bits=8)"),
+        ("sage", 4, "gnnpipe(stages=2,chunks=3,period=1,bits=4)"),
+    ],
+)
+def test_a_stage_hands_on_rounded_rows(
+    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, strategy: str
+) -> None:
+    """And reads them, its own and historical ones."""
+    how = workload(model, 0.5, optimizer="sgd")
+    case = Case(strategy, graphs["rough"], how, epochs=4, eval_every=2)
+    asked = parse(strategy).settle(case.problem(world))
+    _, *stages = asked.shape(case.problem(world))[1]
+    chunk = case.problem(1).chunk_of(asked.chunks)
+    tricks = asked.shuffle, asked.historical_gradients, asked.period
+    plain = Handed(case, {layers.start for layers in stages}, asked.bits)
+    losses, weights = gnnpipe(case, chunk, *tricks, plain)
+    result = run_ranks(world, [case])[0]
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(result.weights, weights) <= 1e-9
+    assert difference(weights, gnnpipe(case, chunk, *tricks)[1]) > 1e-3
 
 
 @pytest.mark.parametrize("model", covered(MODELS, lambda model: {"any"}))

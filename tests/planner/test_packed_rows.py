@@ -15,7 +15,15 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import BNS, GraNNDis, GraphParallel, Strategy, families, parse
+from gnnplan.planner.strategies import (
+    BNS,
+    GNNPipe,
+    GraNNDis,
+    GraphParallel,
+    Strategy,
+    families,
+    parse,
+)
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&seed=0")
 assert isinstance(GRAPH, Graph)
@@ -46,12 +54,38 @@ def test_bytes_are_those_of_packed_rows(bits: int | str | None, nbytes: int, sta
     assert predicted.bytes["all_reduce"] == whole.bytes["all_reduce"]
 
 
+@pytest.mark.parametrize(("bits", "nbytes"), [(None, 120), (8, 34), (4, 19), (2, 12)])
+def test_a_pipeline_hands_on_packed_rows(bits: int | None, nbytes: int):
+    """All 600 rows over three boundaries, and back."""
+    asked = problem(layers=4)
+    pipe = GNNPipe(stages=4, chunks=2, bits=bits).settle(asked)
+    assert pipe.predict(asked).bytes == {"pipeline": 2 * 3 * 600 * nbytes}
+
+
 def test_of_narrow_rows_fewer_numbers_are_packed():
     """The last layer of GCN sends its 4 classes: one byte and two parameters."""
     asked = problem()
     rows = int(asked.layout().facts(2).sends.sum())
     narrow = GraphParallel(narrow=True, bits=2).predict(asked)
     assert narrow.bytes["halo"] == 2 * rows * (12 + 5)
+
+
+def test_a_chunk_is_packed_before_it_is_sent_and_unpacked_once_it_came():
+    asked = problem()
+    pipe = GNNPipe(stages=2, chunks=1, bits=4).settle(asked)
+    ops = [f"{op.op}{op.way}" for op in pipe.program(asked).at(0) if op.ranks == (2, 3)]
+    assert ops[1:5] == ["receivef", "unpackf", "halof", "forward"]
+    assert ops[-5:] == ["halob", "packb", "pipelineb", "all_reduce", "update"]
+    by_op = pipe.predict(asked).by_op
+    packing = {op: float(s) for op, s in by_op.items() if "pack" in op}
+    assert set(packing) == {"pack:f", "pack:b", "unpack:f", "unpack:b"}
+    assert min(packing.values()) > 0
+    fast = CLUSTER.model_copy(update={"inter_node": Link(bandwidth=1e12)})
+    there, here = (
+        [float(GNNPipe(2, 4, bits=each).settle(at).predict(at).epoch_s) for each in (None, 4)]
+        for at in (asked, replace(asked, cluster=fast))
+    )
+    assert there[1] < there[0] and here[1] > here[0]
 
 
 def test_packing_is_work_of_its_own_around_every_exchange():
@@ -97,6 +131,7 @@ PACKED: list[Strategy] = [
     GraphParallel(bits="adaptive"),
     GraphParallel(staleness=1, bits=4),
     BNS(p=1, bits=2),
+    GNNPipe(2, 1, bits=2),
     GraNNDis(bits=8),
 ]
 
@@ -119,13 +154,21 @@ def test_no_search_tries_it_by_itself():
 
 
 @pytest.mark.parametrize(
-    "strategy", [GraphParallel(bits=2), BNS(p=0.5, bits=4), GraNNDis(1, bits=8)], ids=str
+    ("strategy", "op"),
+    [
+        (GraphParallel(bits=2), "halo"),
+        (BNS(p=0.5, bits=4), "halo"),
+        (GraNNDis(1, bits=8), "halo"),
+        (GNNPipe(4, 4, bits=2), "pipeline"),
+    ],
+    ids=str,
 )
-def test_a_plan_that_asks_for_it_says_what_it_saves(strategy: Strategy):
-    asked = problem()
+def test_a_plan_that_asks_for_it_says_what_it_saves(strategy: Strategy, op: str):
+    asked = problem(layers=4)
+    strategy = strategy.settle(asked)
     lines = "\n".join(explain(asked, search(asked, forced=strategy), False))
     few, whole = strategy.predict(asked), replace(strategy, bits=None).predict(asked)
-    assert f"{strategy} sends {few.bytes['halo'] / 1e3:.2f} kB of rows" in lines
-    assert f"{replace(strategy, bits=None)} {whole.bytes['halo'] / 1e3:.2f} kB" in lines
+    assert f"{strategy} sends {few.bytes[op] / 1e3:.2f} kB of rows" in lines
+    assert f"{replace(strategy, bits=None)} {whole.bytes[op] / 1e3:.2f} kB" in lines
     plain = "\n".join(explain(asked, search(asked, forced=GraphParallel()), False))
     assert "to pack" not in plain

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, dtype_of, weight_dtype_of
-from gnnplan.executor.layers.kernels import backward, dropout
+from gnnplan.executor.layers.kernels import backward, dropout, pack, unpack
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.comm import Arrival, send
@@ -29,6 +29,7 @@ from gnnplan.executor.strategies.gnnpipe.layers import (
     layer_backward,
     must_run_in_parts,
 )
+from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
@@ -163,27 +164,60 @@ class Worker(base.Worker):
         """Buffers for what the peer will send, by chunk, in its order."""
         if not 0 <= peer < self.rank.world:
             return {}
-        width = self.strategy.boundary(self.problem, min(peer // self.members, self.stage))
+        width, dtype = self._message_like(peer)
         return {
-            c: Arrival(self.rank, (self.chunks[c].size, width), self.dtype, peer)
+            c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer)
             for c in order
             if self.chunks[c].size
         }
 
+    def _message_like(self, peer: int) -> tuple[int, torch.dtype]:
+        """Columns and type of what this stage and the peer's hand each other."""
+        below = min(peer // self.members, self.stage)
+        if self.strategy.bits is None:
+            return self.strategy.boundary(self.problem, below), self.dtype
+        return self.strategy.handed_bytes(self.problem, below), torch.uint8
+
     def _receive(
         self, arrivals: dict[int, Arrival], step: int, c: int, way: str, peer: int
     ) -> Tensor | None:
-        """The message for chunk c; None if there is none."""
-        if c not in arrivals:
+        """The message for chunk c; None if there is no peer."""
+        if not 0 <= peer < self.rank.world:
             return None
-        with self.rank.span(Label("receive", step, way, chunk=c, peer=peer), "receive"):
-            return arrivals.pop(c).wait()
+        if c in arrivals:
+            with self.rank.span(Label("receive", step, way, chunk=c, peer=peer), "receive"):
+                message = arrivals.pop(c).wait()
+        else:  # an empty sub-chunk
+            width, dtype = self._message_like(peer)
+            message = torch.zeros(0, width, dtype=dtype, device=self.rank.device)
+        return message if self.strategy.bits is None else self._unpack(step, c, way, message)
+
+    def _pack(self, step: int, c: int, way: str, rows: Tensor) -> Tensor:
+        """Chunk c's rows, or their gradients, as bytes [size, handed_bytes]."""
+        # the layer that reads the rows, on the stage after
+        layer = self.layers.stop if way == "f" else self.layers.start
+        assert isinstance(self.strategy.bits, int)
+        numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
+        with self.rank.span(Label("pack", step, way, chunk=c), "compute"):
+            whose = self.vertices[self.chunks[c].rows]
+            return pack(rows, None, self.strategy.bits, whose, *numbers)
+
+    def _unpack(self, step: int, c: int, way: str, message: Tensor) -> Tensor:
+        width = self.strategy.boundary(self.problem, self.stage - (way == "f"))
+        assert isinstance(self.strategy.bits, int)
+        with self.rank.span(Label("unpack", step, way, chunk=c), "compute"):
+            rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
+            return unpack(message, self.strategy.bits, rows)
 
     def _send(
         self, step: int, c: int, way: str, peer: int, rows: Tensor | None
     ) -> list[Future[None]]:
         """Send chunk c's rows on the send lane; nothing if there are no rows or no peer."""
-        if rows is None or not rows.shape[0] or not 0 <= peer < self.rank.world:
+        if rows is None or not 0 <= peer < self.rank.world:
+            return []
+        if self.strategy.bits is not None:
+            rows = self._pack(step, c, way, rows)
+        if not rows.shape[0]:
             return []
         label = Label("pipeline", step, way, chunk=c, peer=peer)
         nbytes = self.rank.count(label, rows.numel() * rows.element_size())
@@ -214,16 +248,14 @@ class Worker(base.Worker):
         """A message's rows, and what travels with them past all layers.
 
         Both are copies where there are two: products of rows that stand apart in memory are slow.
+        And `contiguous` would leave them apart where there are none, of which autograd warns.
         """
         width = message.shape[1] - self.carried_columns
         if not self.carried_columns:
             return message, message[:, width:]
-        return message[:, :width].contiguous(), message[:, width:].contiguous()
-
-    def _empty_message(self, boundary: int) -> Tensor:
-        """What an empty sub-chunk receives from across this boundary between stages."""
-        width = self.strategy.boundary(self.problem, boundary)
-        return torch.zeros(0, width, dtype=self.dtype, device=self.rank.device)
+        rows, carried = message.tensor_split([width], 1)
+        whole = torch.contiguous_format
+        return rows.clone(memory_format=whole), carried.clone(memory_format=whole)
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -258,10 +290,8 @@ class Worker(base.Worker):
         return passage, kept
 
     def _enter(self, message: Tensor | None) -> Passage:
-        if self.is_first:
+        if message is None:
             return Passage(None)
-        if message is None:  # an empty sub-chunk
-            message = self._empty_message(self.stage - 1)
         h, carried = self._split(message)
         if self.net.initial:
             return Passage(h, carried.requires_grad_())
@@ -321,9 +351,7 @@ class Worker(base.Worker):
         before.
         """
         chunk = self.chunks[c]
-        if passage.loss is None:
-            if message is None:  # an empty sub-chunk
-                message = self._empty_message(self.stage)
+        if message is not None:
             passage.gradient, to_carried = self._split(message)
             if passage.x0 is not None:
                 passage.x0.grad = to_carried

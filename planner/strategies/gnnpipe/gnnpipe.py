@@ -39,13 +39,15 @@ Epoch 0 is an evaluation pass with the initial weights. Our choices where the pa
     There are 4 x stages chunks by default.
     Stages get layers by cost, so that the slowest stage is as fast as possible.
 
-Exact: the gradient of one process with one chunk only; else historical rows approximate it.
+Exact: the gradient of one process with one chunk and whole rows only; else historical rows, or few
+bits of a row that a stage hands on, approximate it.
 
 Bytes per epoch, for N vertices, rows of H numbers of b bytes, g ranks per stage and W weights of
 all stages:
 
     2 (stages-1) N H b        chunks between stages; twice for GCNII, which hands initial rows on;
-                              a model whose layers' rows are summed hands the sum on
+                              a model whose layers' rows are summed hands the sum on; with `bits`
+                              such a row of d numbers is ceil(d bits / 8) + 4 bytes (bits.py)
     2 b sum_l H_{l-1} halo    hybrid: over layers whose input varies; halo: rows that other members
                               of the group read, in whichever chunk (formulas.hybrid_bytes)
     2 (g-1) W b               hybrid: all-reduces, each of a stage's weights in its group
@@ -145,6 +147,7 @@ class _Shared:
         self._works: dict[object, tuple[Compute, Compute]] = {}
         self._exchanged: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._handed: dict[int, np.ndarray] = {}
+        self._packing: dict[int, tuple[Compute, Compute]] = {}
 
     def works(self, piece: tuple[int, ...]) -> tuple[Compute, Compute]:
         """Forward and backward work of a piece [chunks * members]."""
@@ -166,6 +169,13 @@ class _Shared:
             self._handed[row_bytes] = self.facts.rows * row_bytes
         return self._handed[row_bytes]
 
+    def packing(self, stage: int) -> tuple[Compute, Compute]:
+        """Work of packing what `stage` hands on, and of unpacking it [chunks * members]."""
+        width = self.pipe.boundary(self.problem, stage)
+        if width not in self._packing:
+            self._packing[width] = self.pipe.packing(self.problem, stage, self.facts)
+        return self._packing[width]
+
 
 def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> list[Op]:
     """A stage's operations in a step.
@@ -174,6 +184,8 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
 
     A chunk:  receive -> [exchange ->] compute ... -> send      forward, from the stage before
               receive -> compute [-> exchange] ... -> send      backward, from the stage after
+
+    With few bits a chunk is packed before it is sent, and unpacked once it is received.
     """
     assert pipe.stages is not None
     ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
@@ -194,13 +206,33 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         )
     backward.reverse()
 
+    def taken(way: Literal["f", "b"]) -> list[Op]:
+        """From the neighbour that comes before on this way."""
+        sender = stage - 1 if way == "f" else stage + 1
+        message = _received(_message(pipe, problem, sender, way, shared), ranks)
+        keeps = holds.receive if way == "f" else None
+        if pipe.bits is None:
+            return [replace(message, holds=keeps)]
+        _, work = shared.packing(min(sender, stage))
+        unpack = Op("unpack", way, work=work, ranks=ranks, chunks=message.chunks, holds=keeps)
+        return [message, unpack]
+
+    def given(way: Literal["f", "b"]) -> list[Op]:
+        """To the neighbour that comes next on this way."""
+        message = _message(pipe, problem, stage, way, shared)
+        if pipe.bits is None:
+            return [message]
+        below = stage if way == "f" else stage - 1
+        work, keeps = shared.packing(below)[0], partial(holds.pack, below)
+        pack = Op("pack", way, work=work, ranks=ranks, chunks=message.chunks, holds=keeps)
+        return [pack, message]
+
     if stage > 0:
-        message = _received(_message(pipe, problem, stage - 1, "f", shared), ranks)
-        forward.insert(0, replace(message, holds=holds.receive))
-        backward.append(_message(pipe, problem, stage, "b", shared))
+        forward = [*taken("f"), *forward]
+        backward = [*backward, *given("b")]
     if stage + 1 < pipe.stages:
-        forward.append(_message(pipe, problem, stage, "f", shared))
-        backward.insert(0, _received(_message(pipe, problem, stage + 1, "b", shared), ranks))
+        forward = [*forward, *given("f")]
+        backward = [*taken("b"), *backward]
     weights = pipe.weights(problem, stage)
     size = weights * problem.model.weight_itemsize
     ends = [Op("all_reduce", size=size, ranks=ranks)] if g > 1 else []
@@ -220,7 +252,7 @@ def _message(
     before."""
     g, ranks = pipe.members(problem), tuple(pipe.group(problem, stage))
     below = stage if way == "f" else stage - 1
-    handed = shared.handed(pipe.boundary(problem, below) * problem.model.itemsize)
+    handed = shared.handed(pipe.handed_bytes(problem, below))
     message = Op("pipeline", way, handed=handed, ranks=ranks)
     if way == "f":
         return replace(message, distance=g, chunks=1)

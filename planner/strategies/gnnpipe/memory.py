@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
     RUNTIME,
     Footprint,
@@ -62,7 +63,7 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         use["features"][at], use["graph"][at] = _constant(pipe, problem, s)
         if s + 1 < pipe.stages:
             # buffers for the gradients that come back
-            use["pipeline"][at] = pipe.facts(problem).rows.sum(0) * pipe.boundary(problem, s) * b
+            use["pipeline"][at] = pipe.facts(problem).rows.sum(0) * pipe.handed_bytes(problem, s)
     use["runtime"] = np.full(problem.ranks, RUNTIME[problem.cluster.device.kind])
     return use
 
@@ -115,6 +116,13 @@ class Holds:
         numbers = self.pipe.boundary(self.problem, self.stage - 1) - passes_on
         held.keep(self._counts[0].sum(0) * numbers * self.model.itemsize)
 
+    def pack(self, below: int, held: Held) -> None:
+        """What packing a chunk needs for the way across the boundary that ends stage `below`."""
+        pipe, problem, rows = self.pipe, self.problem, self._counts[0]
+        numbers, device = rows * pipe.boundary(problem, below), problem.cluster.device.kind
+        room = few_bits.room(numbers, self.model.itemsize, device)
+        held.at(_largest_chunk(room + rows * pipe.handed_bytes(problem, below)))
+
     def forward(self, piece: tuple[int, ...], held: Held) -> None:
         for layer in piece:
             if layer:
@@ -126,8 +134,9 @@ class Holds:
 
     def backward(self, held: Held) -> None:
         numbers = self.model.jumped  # of the sum's gradient
-        if not self.is_last:  # copies of both parts of a message
-            numbers = self.pipe.boundary(self.problem, self.stage) * bool(self.model.carried)
+        if not self.is_last:  # a message that was unpacked, and copies of both its parts
+            copies = (self.pipe.bits is not None) + bool(self.model.carried)
+            numbers = self.pipe.boundary(self.problem, self.stage) * copies
         besides = _largest_chunk(self._counts[0] * numbers * self.model.itemsize)
         held.at(held.handed_on + besides)
 

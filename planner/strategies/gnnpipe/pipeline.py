@@ -12,24 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
+from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Example, Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute
 
-TRICKS = (
-    "shuffle",
-    "historical_gradients",
-    "period",
-)  # knobs of the paper that are lossy
+LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs
 MOST_CHUNKS = 100_000
 # of a candidate, chunks times pairs of a stage's members: more would take too long to predict
 MOST_PAIRS = 2**20
@@ -56,6 +54,7 @@ class Pipeline(Strategy):
     layers_per_stage: None: by cost.
     checkpoint: keep a layer's inputs and gathered rows only, and compute the rest again in the
         backward pass; aggregation is not repeated.
+    bits: of a number that a stage hands on, 8, 4 or 2; None: rows are handed on as they are.
     """
 
     stages: int | None = None
@@ -65,6 +64,7 @@ class Pipeline(Strategy):
     period: int = 23
     layers_per_stage: tuple[int, ...] | None = None
     checkpoint: bool = False
+    bits: int | str | None = None
 
     family: ClassVar[str] = "gnnpipe"
     rounds_rows: ClassVar[bool] = True
@@ -72,6 +72,7 @@ class Pipeline(Strategy):
     examples: ClassVar[tuple[Example, ...]] = (
         Example("gnnpipe(stages=2,chunks=1)"),
         Example("gnnpipe(stages=2,chunks=3)"),
+        Example("gnnpipe(stages=2,chunks=3,bits=4)"),
     )
     # pipelines: 0.05; hybrids inside servers: 0.30, because members with few rows drift apart
     # between exchanges; hybrids over servers share NICs besides
@@ -79,15 +80,15 @@ class Pipeline(Strategy):
 
     @property
     def exact(self) -> bool:
-        return self.chunks == 1
+        return self.chunks == 1 and self.bits is None
 
     @property
     def carries(self) -> str:
-        return "" if self.exact else "historical rows"
+        return "" if self.chunks == 1 else "historical rows"
 
     def approximates_as(self, other: Strategy) -> bool:
         return isinstance(other, Pipeline) and all(
-            getattr(self, trick) == getattr(other, trick) for trick in TRICKS
+            getattr(self, knob) == getattr(other, knob) for knob in LOSSY
         )
 
     @classmethod
@@ -108,8 +109,13 @@ class Pipeline(Strategy):
             f"(layers: {problem.workload.layers}, ranks: {problem.ranks})"
         )
 
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        return bits.sentences(problem, fastest)
+
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
+        bits.check_bits(self.name, self.bits, problem)
         if mistake := self._mistake(problem):
             raise SpecError(mistake)
 
@@ -323,6 +329,21 @@ class Pipeline(Strategy):
         """Numbers per row that `stage` hands to the next stage."""
         model, stages = self.shape(problem)
         return model.input_width(stages[stage + 1].start) + model.carried
+
+    def handed_bytes(self, problem: Problem, stage: int) -> int:
+        """Of such a row, on the way [B]."""
+        width = self.boundary(problem, stage)
+        return few_bits.row_bytes(width, problem.model.itemsize, self.bits)
+
+    def packing(self, problem: Problem, stage: int, facts: ChunkFacts) -> tuple[Compute, Compute]:
+        """Work of packing the rows that `stage` hands to the next, and of unpacking them there;
+        their gradients take the same. Arrays over sub-chunks [chunks * g]."""
+        width, b, rows = self.boundary(problem, stage), problem.model.itemsize, _floats(facts.rows)
+        assert self.bits is not None
+        return (
+            few_bits.pack(rows, width, b, self.bits, picked=False),
+            few_bits.unpack(rows, width, b, self.bits, added=False),
+        )
 
     def refresh_work(self, problem: Problem, stage: int, rows: Number) -> Compute:
         """Work at the start of a step: historical rows are laid out for every layer of the stage.

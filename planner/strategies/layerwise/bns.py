@@ -37,8 +37,8 @@ from gnnplan.planner.graph.streams import BOUNDARY
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
-from gnnplan.planner.strategies.layerwise import bits
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets

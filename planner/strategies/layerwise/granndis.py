@@ -68,9 +68,10 @@ from gnnplan.planner.graph.streams import BATCH_ORDER
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
-from gnnplan.planner.strategies.layerwise import bits, preloading
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import check_trim

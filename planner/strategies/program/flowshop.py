@@ -58,7 +58,7 @@ class _Pass:
     """
 
     chunks: _ChunkTimes  # exchanges included; in the order in which chunks come
-    computed: Number  # seconds of each member, alone [.., g]
+    computed: Mapping[str, Number]  # by operation, seconds of each member, alone [.., g]
     exchanged: Number  # seconds of halo exchanges
     busy: Mapping[Port, Number]  # seconds of each port, by the exchanges
 
@@ -153,7 +153,7 @@ def predict(problem: Problem, program: Program) -> Prediction:
 def _computed(passes: Passes, costs: _StageCosts) -> list[Number]:
     """Of each stage, the seconds that its members compute in a step [.., g]."""
     return [
-        f.computed + b.computed + refresh + update
+        total([*f.computed.values(), *b.computed.values()]) + refresh + update
         for f, b, refresh, update in zip(
             passes["f"], passes["b"], costs.refresh, costs.update, strict=True
         )
@@ -267,9 +267,13 @@ def _port_sharing(passes: Passes, epoch: Number) -> list[Number]:
 def _by_operation(cost: Cost, costs: _StageCosts, passes: Passes, chunks: int) -> dict[str, Number]:
     """Seconds of each kind of operation, in the stage that takes longest for it."""
     full_load = cost.full_load_slowdown
+    computed: dict[str, list[Number]] = {}
+    for way in WAYS:
+        for one in passes[way]:
+            for op, seconds in one.computed.items():
+                computed.setdefault(op, []).append(_slowest_member(seconds) * full_load)
     by_op = {
-        "forward": largest(_slowest_member(one.computed) for one in passes["f"]) * full_load,
-        "backward": largest(_slowest_member(one.computed) for one in passes["b"]) * full_load,
+        **{op: largest(seconds) for op, seconds in computed.items()},
         "history": largest(costs.refresh) * full_load,
         "update": largest(costs.update) * full_load,
         "pipeline": 2 * chunks * largest(costs.link_s),
@@ -318,22 +322,27 @@ class _Pricing:
         out: dict[str, list[_Pass]] = {way: [] for way in WAYS}
         for stage, ops in enumerate(self.stages):
             for way, sign in zip(WAYS, (1, -1), strict=True):
-                works = [op.work for op in ops if op.chunks == sign and op.work is not None]
+                works = [
+                    (_name(op), op.work) for op in ops if op.chunks == sign and op.work is not None
+                ]
                 sent = [op.sent_bytes for op in ops if op.chunks == sign and op.sent is not None]
                 slowed = stage if exchange_slowdown else None
                 met = (self.placed[stage], slowed) if sent else ()
-                key = way, met, *map(id, works), *map(id, sent)
+                key = way, met, *(id(work) for _, work in works), *map(id, sent)
                 if key not in alike:
-                    computing = [self._compute(work) for work in works]
+                    computing = [(name, self._compute(work)) for name, work in works]
                     slowdown = exchange_slowdown[stage] if exchange_slowdown else 1.0
                     exchanging = [self._exchange(stage, each) * slowdown for each in sent]
                     alike[key] = _Pass(
                         _unhindered(
-                            total(each.chunks * compute_slowdown for each in computing)
+                            total(each.chunks * compute_slowdown for _, each in computing)
                             + total(exchanging),
                             way,
                         ),
-                        total(each.members for each in computing),
+                        {
+                            name: total(each.members for op, each in computing if op == name)
+                            for name, _ in computing
+                        },
                         total(map(_sum_of_chunks, exchanging)),
                         {},
                     )
@@ -366,6 +375,11 @@ class _Pricing:
                 self._port_s[key] = whole.busy
             Transfer(0.0, self._port_s[key]).load(ports)
         return ports
+
+
+def _name(op: Op) -> str:
+    """By which seconds are reported; chunks' layers are not apart."""
+    return f"{op.op}:{op.way}" if op.way else op.op
 
 
 def _placed(cost: Cost, group: Group) -> object:

@@ -31,6 +31,7 @@ from dataclasses import replace
 from gnnplan.planner.gnn.few_bits import ADAPTIVE, BITS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
+from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
@@ -38,7 +39,7 @@ from gnnplan.planner.vocabulary.units import show_bytes, show_time
 def check_bits(name: str, bits: int | str | None, problem: Problem, adapts: bool = False) -> None:
     """Raises SpecError if no row crosses in so many bits per number.
 
-    adapts: the same rows cross in every step, so each may have bits of its own.
+    adapts: whether each row may have bits of its own.
     """
     if bits is not None and problem.workload.dtype == "bfloat16":
         raise SpecError(
@@ -47,8 +48,8 @@ def check_bits(name: str, bits: int | str | None, problem: Problem, adapts: bool
         )
     if bits == ADAPTIVE and not adapts:
         raise SpecError(
-            f"{name}: adaptive bits follow a row from step to step, and here other rows may cross"
-            f" in each (bits: {bits!r}); use bits=4, or graph_parallel(bits={bits!r})"
+            f"{name}: only graph_parallel and pipegcn give each row bits of its own (bits:"
+            f" {bits!r}); use bits=4, or graph_parallel(bits={bits!r})"
         )
     if bits is not None and bits not in (*BITS, ADAPTIVE):
         raise SpecError(
@@ -72,8 +73,12 @@ def sentences(problem: Problem, packed: Strategy | None) -> list[str]:
         if op.split(":")[0] in ("pack", "unpack")
     )
     return [
-        f"{packed} sends {show_bytes(few.bytes.get('halo', 0))} of rows and their gradients per"
-        f" epoch, {whole} {show_bytes(all_of.bytes.get('halo', 0))}; to pack and unpack them takes"
-        f" {show_time(packing_s)} of {show_time(float(few.epoch_s))}, and {whole} takes"
-        f" {show_time(float(all_of.epoch_s))}"
+        f"{packed} sends {show_bytes(_rows(few))} of rows and their gradients per epoch, {whole}"
+        f" {show_bytes(_rows(all_of))}; to pack and unpack them takes {show_time(packing_s)} of"
+        f" {show_time(float(few.epoch_s))}, and {whole} takes {show_time(float(all_of.epoch_s))}"
     ]
+
+
+def _rows(prediction: Prediction) -> int:
+    """Bytes of rows, and of their gradients, per epoch."""
+    return sum(prediction.bytes.get(op, 0) for op in ("halo", "pipeline"))
