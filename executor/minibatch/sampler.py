@@ -491,6 +491,9 @@ class Arriving:
             return next(ahead)
         except (RuntimeError, OSError, EOFError, LostRank) as error:
             if not self.is_silent:
+                if isinstance(error, ConnectionError | EOFError):
+                    # a killed sampler's connection may end before the signal comes that tells of it
+                    time.sleep(LOOK_S)
                 raise _lost(error) from None
             with suppress(ValueError):  # torch would tell of the killed sampler once more
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)

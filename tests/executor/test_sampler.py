@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ class Broken(Sampler):
 class Killed(Sampler):
     def __getitem__(self, step: int) -> Sampled:
         if step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(step)
+
+
+class KilledSoon(Sampler):
+    def __getitem__(self, step: int) -> Sampled:
+        if step == 1:
+            time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(step)
 
@@ -73,6 +82,26 @@ def test_a_sampler_that_dies_ends_the_run_with_its_words(
     with pytest.raises((ValueError, LostRank), match=words):
         for step in range(4):
             shares.next(step)
+
+
+def test_a_connection_that_ends_before_the_signal_comes_is_a_lost_sampler(
+    graphs: dict[str, str],
+) -> None:
+    """Once in some hundred faults a rank said ConnectionResetError of its killed sampler."""
+    shares = arriving(KilledSoon, graphs, 1)
+    ahead = shares.ahead
+    assert ahead is not None
+
+    def ends() -> Iterator[Sampled]:
+        yield next(ahead)
+        raise ConnectionResetError("Connection reset by peer")
+
+    shares.ahead = ends()
+    shares.next(0)
+    with pytest.raises(
+        LostRank, match=r"^its sampler, a process of its own, was killed by .*Killed"
+    ):
+        shares.next(1)
 
 
 def test_a_sampler_leaves_what_it_inherits_alone(graphs: dict[str, str], tmp_path: Path) -> None:
