@@ -122,6 +122,7 @@ FEW_BITS = {
             "graph_parallel(bits=2)",
             "graph_parallel(bits='adaptive')",
             "pipegcn(bits=2)",
+            "bns(p=0.1,bits=2)",
         )
     },
 }
@@ -188,6 +189,7 @@ STUDIES = {
     "bns_photo": Study("amazon_photo", SAGE, 150, 3, BOUNDARY),
     "bits_photo": Study("amazon_photo", SAGE, 150, 5, FEW_BITS),
     "bits_cs": Study("coauthor_cs", SAGE, 150, 5, FEW_BITS),
+    "bits_physics": Study("coauthor_physics", SAGE, 150, 5, FEW_BITS),
     "mini_sage_physics": Study("coauthor_physics", (*MINI, "--model", "sage"), 30, 5, BATCHES),
     "mini_gat_physics": Study("coauthor_physics", (*MINI, "--model", "gat"), 30, 5, BATCHES),
     "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),
