@@ -492,8 +492,7 @@ class Arriving:
         except (RuntimeError, OSError, EOFError, LostRank) as error:
             if not self.is_silent:
                 if isinstance(error, ConnectionError | EOFError):
-                    # a killed sampler's connection may end before the signal comes that tells of it
-                    time.sleep(LOOK_S)
+                    time.sleep(LOOK_S)  # the signal of a killed sampler (_hear) says more
                 raise _lost(error) from None
             with suppress(ValueError):  # torch would tell of the killed sampler once more
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -542,7 +541,9 @@ def _hear(
 
 
 def _lost(error: Exception) -> Exception:
-    """LostRank, where torch says of a sampler that it ended; else the sampler's own error."""
+    """LostRank, where the sampler has ended; else the sampler's own error."""
+    if isinstance(error, ConnectionError | EOFError):
+        return LostRank(f"its sampler, a process of its own, was lost: {error or 'no answer'}")
     found = re.search(r"DataLoader worker \(pid.*?[\d, ]+\) (.*)", str(error))
     if found is None:
         return error

@@ -1039,7 +1039,10 @@ def test_words_that_make_no_strategy(text: str, words: str):
         ("pipegcn(gamma=0.3)", r"nothing is smoothed here .gamma: 0.3.; use pipegcn_gf.gamma=0.3."),
         ("pipegcn_g(gamma=-0.1)", r"gamma lies in \[0, 1\) .*not -0.1"),
         ("graph_parallel(bits=1)", r"8, 4 or 2, 'adaptive', or None .* \(bits: 1\); use bits=2"),
-        ("bns(bits='adaptive')", r"only graph_parallel and pipegcn .* use bits=4, or graph_parallel\(bits="),
+        (
+            "bns(bits='adaptive')",
+            r"only graph_parallel and pipegcn .* use bits=4, or graph_parallel\(bits=",
+        ),
         ("granndis(bits=16)", r"\(bits: 16\); use bits=2"),
         ("feature_parallel(order='narrow')", r"'alternating', not 'narrow'; use order='coupled'"),
         ("tensor3d(x=3)", r"x \* y \* z = 2 ranks, each at least 1 \(x: 3\); .* use tensor3d\(x="),
