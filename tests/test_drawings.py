@@ -37,6 +37,7 @@ DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "data_parallel": ("data_parallel", 2, 2, 1, {}),
     "gsplit": ("gsplit(group='all')", 2, 2, 1, {}),
     "dnp": ("dnp(group='all')", 2, 2, 1, {}),
+    "snp": ("snp(group='all')", 2, 2, 1, {}),
     "p3": ("p3", 2, 2, 1, {}),
 }
 

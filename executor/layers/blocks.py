@@ -92,6 +92,7 @@ def weighted_block(
     workload: Workload,
     degrees: tuple[np.ndarray, np.ndarray] | None = None,
     drawn: bool = False,
+    part: tuple[int, np.ndarray] | None = None,
 ) -> Block:
     """A Block with the self edges and weights that a layer's `edges` ask for (models.Layer).
 
@@ -102,33 +103,36 @@ def weighted_block(
     drawn: the edges are a random sample, and each stands for edges of its row that were not drawn.
     Then 'mean' is over the drawn ones, and 'gcn' multiplies by degree / drawn, so that either is on
     average what the whole row would give.
+    part: the edges are a part of those drawn. How many of dst, the first, are among src, and have
+    their self edges here; and how many edges of each row were drawn in all [R].
 
     Raises ValueError on another kind of `edges`.
     """
     if edges not in ("gcn", "mean", "one", "loop"):
         raise ValueError(f"a layer's edges are 'gcn', 'mean', 'one' or 'loop', not {edges!r}")
     degree = np.diff(graph.indptr) if degrees is None else degrees[0]
-    taken = np.diff(indptr)
+    own, taken = part or (dst.size, np.diff(indptr))
     if edges in ("gcn", "loop"):  # self edges come last in every row
-        indices = np.insert(indices, indptr[1:], np.arange(dst.size, dtype=indices.dtype))
-        indptr = indptr + np.arange(dst.size + 1)
+        indices = np.insert(indices, indptr[1 : own + 1], np.arange(own, dtype=indices.dtype))
+        indptr = indptr + np.minimum(np.arange(dst.size + 1), own)
     indptr = indptr.astype(np.int32)  # with int64 scipy would sort indices of 8 bytes
     if edges in ("one", "loop"):
-        return Block(indptr, indices, src.size)
+        return Block(indptr, indices, src.size, own=own)
     row_lengths = np.diff(indptr)
     dtype = dtype_of(workload)
     if edges == "mean":
         count = np.maximum(taken if drawn else degree[dst], 1)
         of_rows = torch.from_numpy(1.0 / count).to(dtype)
         weights = of_rows.repeat_interleave(torch.from_numpy(row_lengths))
-        return Block(indptr, indices, src.size, weights)
+        return Block(indptr, indices, src.size, weights, own)
     out_degree = _out_degree(graph, degree) if degrees is None else degrees[1]
     reader = np.repeat(np.arange(dst.size, dtype=np.int32), row_lengths)
     weight = _gcn_weights(degree[dst], out_degree[src], reader, indices)
     if drawn:
-        is_self = indices == reader  # a vertex has no other edge to itself
+        # a vertex has no other edge to itself
+        is_self = (indices == reader) & (reader < own)
         weight *= np.where(is_self, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
-    return Block(indptr, indices, src.size, torch.from_numpy(weight).to(dtype))
+    return Block(indptr, indices, src.size, torch.from_numpy(weight).to(dtype), own)
 
 
 @dataclass(frozen=True)

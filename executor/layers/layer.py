@@ -9,7 +9,7 @@ A layer is split where ranks may have to talk to each other:
     update    row-wise, on destinations: the rest
 
 A layer with these four methods runs under every strategy but P3, which asks for those of
-`ColumnLayer` in layer 1.
+`ColumnLayer` in layer 1. So does snp, which takes layers of ours alone.
 
 Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 
@@ -101,13 +101,16 @@ class Layer(nn.Module):
 class ColumnLayer(Protocol):
     """P3's calls: a layer whose sums distribute over the columns of its input.
 
+    Sums of gcn, sage and sgc distribute over its rows too, and snp makes them by the same calls.
+
     Such a layer is made for the columns that a rank has; H_in is their number, and `by_columns`
     names the parameters that are cut with them. The names of the calls are those of the P3 paper:
 
     partition   planner/strategies/p3/p3.py: which rank has which columns
     scatter     what each source row sends along its edges
     gather      summed over a block's edges, as in Layer
-    transform   made a partial sum of the output
+    transform   made a partial sum of the output. Where edges are shared out by their sources, only
+                the first destinations may have their own rows here: the others' add nothing
     sync        executor/strategies/p3/: sums the partial sums of all columns, for `apply`; and
                 inside `scatter`, where edges need more than a sum (attention)
     apply       what follows, on the whole sum; not torch's Module.apply, which nothing here calls
@@ -120,10 +123,18 @@ class ColumnLayer(Protocol):
         """[S, width] -> [R, width]."""
 
     def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
-        """[R, width] and the destinations' rows [R, H_in] -> partial sums [R, H_out]."""
+        """[R, width] and the first destinations' rows [., H_in] -> partial sums [R, H_out]."""
 
     def apply(self, summed: Tensor, relu: bool) -> Tensor:
         """[R, H_out] -> h_1."""
+
+
+def partial_sums(
+    layer: ColumnLayer, block: Block, rows: FeatureRows, sync: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A layer's sums over a block's edges [R, H_out], for `apply`; rows [S, H_in] are prepared."""
+    gathered = layer.gather(block, layer.scatter(block, rows, sync))
+    return layer.transform(gathered, rows[: block.own])
 
 
 CALLS = ("scatter", "gather", "transform", "apply")

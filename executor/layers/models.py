@@ -188,7 +188,7 @@ class GCNLayer(_SplitLayer):
         return gathered if self.projects_first else self.project(gathered)
 
     def apply(self, summed: Tensor, relu: bool) -> Tensor:  # type: ignore[override]
-        out = summed if self.bias is None else summed + self.bias
+        out = summed if self.bias is None else summed + self.bias.to(summed.dtype)
         return out.relu_() if relu else out
 
 
@@ -220,13 +220,18 @@ class SAGELayer(_SplitLayer):
         return self.gathers(x)
 
     def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+        if away := gathered.shape[0] - own.shape[0]:
+            of_own, others = torch.split(gathered, [own.shape[0], away])
+            if not self.projects_first:
+                others = self.project(others)
+            return torch.cat([self.transform(of_own, own), others])
         if not self.projects_first:
             assert isinstance(own, Tensor)
             return linear_sum([(own, self.weight_self), (gathered, self.weight)], None, False)
         return linear(own, self.weight_self) + gathered
 
     def apply(self, summed: Tensor, relu: bool) -> Tensor:  # type: ignore[override]
-        out = summed + self.bias
+        out = summed + self.bias.to(summed.dtype)
         return out.relu_() if relu else out
 
 

@@ -167,10 +167,10 @@ class Sampler(Dataset[Sampled]):
                 indptr, columns = self._draw_together(made, rows, fanout, key, label)
             else:
                 indptr, columns = self._draw(rows, fanout, key)
-            reached, kept, reads = _new(present, [columns]), rows, None
+            reached, kept, reads = absent(present, [columns]), rows, None
             new, halo = reached, reached[:0]
             gives, takes = [reached[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
-            meets = splits and (self.split == "all" or layer == 2)
+            meets = splits and (self.split == "all" or (self.split == "first" and layer == 2))
             if meets:
                 if self.split == "first":  # owners have all that is needed, not new rows alone
                     reads = reached = np.concatenate([rows, reached])
@@ -181,7 +181,7 @@ class Sampler(Dataset[Sampled]):
                 self._note(made, label, began)
                 wanted = self._swap(made, Label("ids", step, layer=layer), asked, self.peers)
                 began = now()
-                new, halo = _new(present, [own, *wanted]), np.concatenate(asked)
+                new, halo = absent(present, [own, *wanted]), np.concatenate(asked)
                 for peer, ids, given in zip(self.peers, asked, wanted, strict=True):
                     gives[peer], takes[peer] = given, ids.size
             elif splits:
@@ -392,7 +392,7 @@ class Sampler(Dataset[Sampled]):
             made.sent[label.op] = made.sent.get(label.op, 0) + nbytes
 
 
-def _new(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
+def absent(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
     """Vertices of the parts that are not present [N] yet, sorted, each once."""
     among = np.zeros(present.size, dtype=bool)
     for ids in parts:

@@ -22,7 +22,8 @@ class Part:
     """A rank's share of one layer.
 
     Its source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender; or, with
-    `picks`, some of these in another order.
+    `picks`, some of these in another order; or, with `into` too, sums of some, where own rows and
+    halo are the partial sums of the layer before.
     """
 
     source: np.ndarray  # global ids [S]
@@ -32,6 +33,7 @@ class Part:
     meets: bool  # ranks exchange rows before the layer
     block: Block
     picks: np.ndarray | None = None  # place of each source row among own rows, then the halo [S]
+    into: np.ndarray | None = None  # or of each row picked [P]: the source row that it is added to
 
 
 @dataclass

@@ -32,10 +32,10 @@ from gnnplan.executor.layers.kernels import (
     unpack,
     unpack_mixed,
 )
-from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import BatchNorm, Net
-from gnnplan.executor.minibatch.share import Share, share_of
+from gnnplan.executor.minibatch.share import Part, Share, share_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.ranks.whole import fill
@@ -67,6 +67,43 @@ class _Step:
     out: Tensor | None = None  # None if backward computes it again (checkpoint)
     sums: Tensor | None = None  # batch norm: sums of own rows [2, H_{l-1}]
     moments: Tensor | None = None  # leaf: moments of all ranks' rows [2, H_{l-1}]
+
+
+@dataclass(frozen=True)
+class Picks:
+    """Source rows [S, H] that are some of a rank's own rows and halo [T, H], or sums of some."""
+
+    places: Tensor  # of those picked [P]
+    there: int  # T
+    into: Tensor | None  # the source row that each is added to [P]; None: it is one itself
+    rows: int  # S
+
+    @staticmethod
+    def of(part: Part, device: torch.device) -> Picks | None:
+        """Of a part; None if it reads its own rows and halo as they are."""
+        if part.picks is None:
+            return None
+        into = None if part.into is None else torch.from_numpy(part.into).to(device)
+        there = part.local + int(part.take.sum())
+        return Picks(torch.from_numpy(part.picks).to(device), there, into, part.source.size)
+
+    @property
+    def adds(self) -> bool:
+        """Whether source rows are sums."""
+        return self.into is not None
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """[T, H] -> [S, H]."""
+        picked = rows.index_select(0, self.places)
+        if self.into is None:
+            return picked
+        return picked.new_zeros(self.rows, picked.shape[1]).index_add_(0, self.into, picked)
+
+    def home(self, gradient: Tensor) -> Tensor:
+        """The gradient of source rows [S, H] -> that of own rows and halo [T, H]."""
+        of_picked = gradient if self.into is None else gradient.index_select(0, self.into)
+        home = gradient.new_zeros(self.there, gradient.shape[1])
+        return home.index_copy_(0, self.places, of_picked)
 
 
 @dataclass
@@ -108,17 +145,16 @@ class Worker(base.Worker):
         self.exchanges: dict[int, Exchange] = {}
         self.silent: dict[int, bool] = {}  # no rank sends anything before this layer
         self.blocks: dict[int, Block] = {}
-        # where a layer reads some of its own rows and halo: their places, and how many there are
-        self.picks: dict[int, tuple[Tensor, int]] = {}
+        # where a layer does not read all of its own rows and halo as they are
+        self.picks: dict[int, Picks] = {}
         self.vertices: dict[int, Tensor] = {}
         first_with: dict[int, int] = {}  # by part: the first layer that has it
         for layer, part in zip(self.layers, share.parts, strict=True):
             twin = first_with.setdefault(id(part), layer)
             if twin == layer:
                 self.exchanges[layer] = Exchange(self.rank, part.give, part.take)
-                if part.picks is not None:
-                    there = part.local + int(part.take.sum())
-                    self.picks[layer] = torch.from_numpy(part.picks).to(device), there
+                if (picks := Picks.of(part, device)) is not None:
+                    self.picks[layer] = picks
                 self.vertices[layer] = torch.from_numpy(part.source).to(device)
                 self.blocks[layer] = part.block.to(device)
             else:
@@ -429,7 +465,15 @@ class Worker(base.Worker):
         x = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
         if cached is not None:
             return lambda: net.update(cached, x, x, None, relu)
+        if self._adds_up(2):
+            block, drop = self.blocks[1], self._drop(step, 1, self.vertices[1])
+            by_columns = cast(ColumnLayer, net)
+            return lambda: partial_sums(by_columns, block, net.prepare(x, drop), keep)
         return lambda: net(self.blocks[1], x, self._drop(step, 1, self.vertices[1]), None, relu)
+
+    def _adds_up(self, layer: int) -> bool:
+        """Whether the layer's source rows come as partial sums, without bias and ReLU."""
+        return layer in self.picks and self.picks[layer].adds
 
     def _room(self, layer: int, rows: Tensor) -> Tensor:
         """A buffer for own rows and halo [S, width]; the own rows if there are no others."""
@@ -459,7 +503,7 @@ class Worker(base.Worker):
             if not has_arrived:
                 source[local:] = 0.0 if halo is None else halo
         if layer in self.picks:
-            source = source.index_select(0, self.picks[layer][0])
+            source = self.picks[layer].of_rows(source)
         source = entered.source = source.detach().requires_grad_(entered.leaf.requires_grad)
         if entered.projected is not None:
             own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
@@ -470,6 +514,10 @@ class Worker(base.Worker):
         moments, drop = entered.moments, self._drop(step, layer, self.vertices[layer])
         # the rows are in `source`: no second copy stays
         entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
+        if self._adds_up(layer):
+            below = cast(ColumnLayer, self.net.layer(layer - 1))
+            ends = self.net.relu_after(layer - 1)
+            return lambda: net(block, below.apply(source, ends), drop, x0, relu, moments)
         return lambda: net(block, source, drop, x0, relu, moments)
 
     def _backward(
@@ -498,8 +546,7 @@ class Worker(base.Worker):
         assert entered.source is not None and entered.source.grad is not None
         of_all = entered.source.grad
         if layer in self.picks:
-            places, there = self.picks[layer]
-            of_all = of_all.new_zeros(there, of_all.shape[1]).index_copy_(0, places, of_all)
+            of_all = self.picks[layer].home(of_all)
             entered.source.grad = None
         local = of_all.shape[0] - self.exchanges[layer].rows("f")[1]
         gradient = of_all[:local]

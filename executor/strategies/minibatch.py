@@ -15,6 +15,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Arriving, Sampler, drawing_device
 from gnnplan.executor.minibatch.share import Share
+from gnnplan.executor.minibatch.source_sampler import SourceSampler
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base, graph_parallel
 from gnnplan.executor.strategies.whole import Scored, Whole
@@ -45,7 +46,8 @@ class Worker(base.Worker):
         self.store = FeatureStore(rank, problem, store)
         edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
         device = drawing_device(rank, problem, strategy.prefetch, store, lists)
-        sampler = Sampler(batches, rank.rank, edges, rank.timeout_s, lists, device)
+        kind = SourceSampler if batches.split == "source" else Sampler
+        sampler = kind(batches, rank.rank, edges, rank.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first)
         self.whole: Whole | None = None  # made for the first evaluation
         self.scored: Scored | None = None  # what the last logits are counted by

@@ -304,20 +304,23 @@ class Model:
         edges: Number,
         narrow: bool = False,
         read: Number | None = None,
+        away: Number = 0.0,
     ) -> Compute:
         """Work of a layer's forward pass: R `rows`, S `sources`, and `edges` without self edges.
 
         read: the rows that it gathers from, where other ranks prepared some of them; default:
         `sources`. narrow: without the projection, which was done before the exchange
-        (`project`)."""
+        (`project`). away: destinations whose own row is with another rank, and no source."""
         spec, itemsize = self.layers[layer - 1], self.itemsize
         if spec.counted:
             return self._counted(spec, rows, sources, edges, read)[0]
         sparse = self.reads_sparse(layer)
         narrow = narrow and self.narrow_at(layer)
+        edges = edges - spec.self_edges * away
         multiplied = spec.matrices * rows
         if spec.projects_first:
             multiplied = (0 if narrow else sources) + (spec.matrices - 1) * rows
+        multiplied = multiplied - (spec.matrices > 1) * away
         product = self._product(spec.h_in, spec.multiplied, multiplied, sparse)
         if spec.middle:
             product = product + self._product(spec.middle, spec.h_out, rows)
@@ -350,14 +353,17 @@ class Model:
         edges: Number,
         narrow: bool = False,
         read: Number | None = None,
+        away: Number = 0.0,
     ) -> Compute:
         """Work of a layer's backward pass; arguments as of `forward`.
 
         It makes the gradient of the weights, and that of the inputs where they vary."""
-        forward, spec = self.forward(layer, rows, sources, edges, narrow), self.layers[layer - 1]
+        forward = self.forward(layer, rows, sources, edges, narrow, away=away)
+        spec = self.layers[layer - 1]
         if spec.counted:
             return self._counted(spec, rows, sources, edges, read)[1]
         constant = layer <= self.first_varying
+        edges = edges - spec.self_edges * away
         # over the transposed edges
         aggregated = self._gathers(layer, rows, edges, rows, sources if read is None else read)
         gathers = () if constant and not spec.projects_first else aggregated
@@ -384,7 +390,7 @@ class Model:
         )
         if not self.reads_sparse(layer):
             return work
-        multiplied = sources + (spec.matrices - 1) * rows
+        multiplied = sources + (spec.matrices - 1) * (rows - away)
         work = self._matrix_gradient(spec.h_in, spec.multiplied, multiplied, sparse=True) + work
         if spec.residual and spec.residual.linear:
             work = self._matrix_gradient(spec.h_in, spec.h_out, rows, sparse=True) + work
@@ -426,6 +432,35 @@ class Model:
         forward = Compute(elementwise_bytes=2.0 * rows * width, launches=1, itemsize=self.itemsize)
         moved = (2.0 * rows + present) * width
         return forward, Compute(elementwise_bytes=moved, launches=2, itemsize=self.itemsize)
+
+    def apply(self, layer: int, rows: Number, partial: Number) -> tuple[Compute, Compute]:
+        """Forward and backward work of making h_l: its `rows` are sums of `partial` rows.
+
+        These are picked and added up. Bias and ReLU come then, as `without_ends` has neither."""
+        spec, relu = self.layers[layer - 1], self.relu_after(layer)
+        forward, backward = (
+            bias * spec.bias + of_relu * relu
+            for bias, of_relu in zip(passes.BIAS, passes.RELU, strict=True)
+        )
+        row_bytes = spec.h_out * self.itemsize
+        return (
+            Compute(
+                elementwise_bytes=(5.0 * partial + (1 + forward) * rows) * row_bytes,
+                launches=5,
+                itemsize=self.itemsize,
+            ),
+            Compute(
+                elementwise_bytes=(5.0 * partial + backward * rows) * row_bytes,
+                launches=5,
+                itemsize=self.itemsize,
+            ),
+        )
+
+    def without_ends(self, layer: int) -> Model:
+        """The model whose layer l has no bias and no ReLU: it makes sums, which `apply` adds up."""
+        specs = list(self.layers)
+        specs[layer - 1] = replace(specs[layer - 1], bias=False)
+        return replace(self, relu=False, layers=tuple(specs))
 
     def add_up(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of adding a layer's `rows`, a rank's own, to the sum of all

@@ -68,6 +68,10 @@ class LayerFacts:
     sends: np.ndarray  # [ranks, ranks]: sends[i, j] rows go from i to j before the layer
     # rows of h_{l-1} that each rank has made, if it made some for other ranks alone [ranks]
     made: np.ndarray | None = None
+    # if these are partial sums: how many each rank adds up to the sources that it reads [ranks]
+    added: np.ndarray | None = None
+    # destinations whose own row is with another rank, which adds its part of the sum [ranks]
+    away: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.sends.setflags(write=False)  # so that what is found out about them can be kept

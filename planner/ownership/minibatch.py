@@ -14,6 +14,10 @@
         rank 0    its seeds | all they need of h_2 | its rows of h_1 | all they read of h_0
         rank 1    its seeds | all they need of h_2 | its rows of h_1 | all they read of h_0
 
+    first layer split by sources (SNP): owners of h_0 sum their part of the rows of h_1
+        rank 0    its seeds | all they need of h_2 | sums of h_1 over | its rows of h_0
+        rank 1    its seeds | all they need of h_2 | sums of h_1 over | its rows of h_0
+
 A group has its own seeds, and a frontier around them (graph/sampling.py). In a group every vertex
 has one owner. The owner alone samples its neighbours, loads its features and computes its rows, and
 sends them to the ranks that need them."""
@@ -35,6 +39,7 @@ from gnnplan.planner.ownership.layout import LayerFacts, Layout
 
 MOST_EDGES = 20_000_000  # sampled in all batches that are looked at one by one
 MOST_BATCHES = 64  # that are looked at one by one
+PUSHED = 1  # numbers before pushed edges: of how many rows they are
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,9 @@ class MiniBatch(Layout):
     frontiers: of each group. groups: the group of each rank. member: which member of a group
     (0 .. size - 1) owns each vertex, int [N]; None where every group is one rank. scored: who
     computes the loss of which edges; None: it is of labels."""
+
+    # numbers of edges that rank i pushes to rank j, [ranks, ranks]; None: nobody pushes
+    pushed: np.ndarray | None = None
 
     def __init__(
         self,
@@ -121,62 +129,70 @@ class MiniBatch(Layout):
     def meets(self, layer: int) -> bool:
         return self.splits
 
+    def asks(self, layer: int) -> bool:
+        """Whether ranks tell owners which rows of h_{l-1} they need."""
+        return self.meets(layer)
+
+    def sampled(self, layer: int) -> np.ndarray:
+        """Edges of a layer that each rank draws [ranks]."""
+        return self.facts(layer).edges
+
     def preloaded(self) -> np.ndarray:
         return np.zeros((self.ranks, self.ranks), dtype=np.int64)  # every batch loads its own rows
 
 
-class FirstSplit(MiniBatch):
+class AloneAbove(MiniBatch):
     """A split batch of which layer 1 alone is split.
 
-    A rank needs what its own seeds need of h_L .. h_1. Owners compute the rows of h_1 that any rank
-    of the group needs, and read all their sources; h_1 crosses, and nothing else does."""
+    A rank needs what its own seeds need of h_L .. h_1, and computes layers L .. 2 of it alone.
+    Subclasses say who computes layer 1, and what of it crosses before layer 2."""
+
+    _sends: np.ndarray  # before layer 2: rows that i sends to j [ranks, ranks]
+    _added: np.ndarray | None = None  # LayerFacts.added of layer 2
 
     def __init__(self, whole: MiniBatch) -> None:
         """whole: the same batch with all layers split."""
         self.__dict__.update(whole.__dict__)
         self._clear_caches()
-        self._read: list[Ids] = []  # per rank: its rows of h_0
-        counts = []  # per rank: rows of h_1 .. h_L, edges of layers 2 .. L, needs of h_1 by owner
-        for rank in range(self.ranks):
-            columns, _ = whole._edges(rank, 1)
-            own = whole.rows(rank, 1)
-            self._read.append(np.union1d(own, columns))
-            counts.append(self._needed_above(rank))
-        rows, edges, needs = zip(*counts, strict=True)
-        self._needed, self._edges_above = np.array(rows), np.array(edges)
-        self._needs = np.array(needs)  # [ranks, ranks]: rows of h_1 that i needs of j
+        self._sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        # per rank: rows of h_1 .. h_L, and edges of layers 2 .. L
+        self._needed = np.zeros((self.ranks, self.layers), dtype=np.int64)
+        self._edges_above = np.zeros((self.ranks, self.layers - 1), dtype=np.int64)
+        self._split([self._needed_above(rank) for rank in range(self.ranks)])
 
-    def _needed_above(self, rank: int) -> tuple[list[int], list[int], Ids]:
-        """Of a rank's seeds: rows of h_1 .. h_L, edges of layers 2 .. L, rows of h_1 by owner."""
+    def _split(self, needed: Sequence[np.ndarray]) -> None:
+        """Share out layer 1. needed: which of its group's rows of h_1 each rank needs."""
+        raise NotImplementedError
+
+    def _first(self) -> LayerFacts:
+        """Counts of layer 1."""
+        raise NotImplementedError
+
+    def _group(self, rank: int) -> list[int]:
+        """The ranks that share the rank's batch, itself included."""
+        return [peer for peer in range(self.ranks) if self.servers[peer] == self.servers[rank]]
+
+    def _needed_above(self, rank: int) -> np.ndarray:
+        """Which of its group's rows of h_1 a rank's seeds need, bool; counts rows and edges."""
         found = self._frontiers[self.servers[rank]]
         nodes = found.nodes
         where = np.empty(self.graph.stats.vertices, dtype=np.int32)  # among the group's rows
         where[nodes[1]] = np.arange(nodes[1].size, dtype=np.int32)
         needed = np.zeros(nodes[1].size, dtype=bool)
-        seeds = self._places[rank][: self._sizes(self.layers)[rank]]
-        needed[seeds] = True
-        rows, edges = [seeds.size], list[int]()
+        needed[self._places[rank][: self._sizes(self.layers)[rank]]] = True
         for layer in range(self.layers, 1, -1):
+            self._needed[rank, layer - 1] = needed.sum()
             indptr, places = found.edges[layer - 1]
             drawn = np.repeat(needed[: nodes[layer].size], np.diff(indptr))
             needed[where[self.graph.indices[places[drawn]]]] = True
-            edges.append(int(drawn.sum()))
-            rows.append(int(needed.sum()))
-        by_owner = np.zeros(self.ranks, dtype=np.int64)
-        for peer in range(self.ranks):
-            if self.servers[peer] == self.servers[rank]:
-                own = self._places[peer]
-                by_owner[peer] = needed[own[own < needed.size]].sum()
-        return rows[::-1], edges[::-1], by_owner
-
-    def rows(self, rank: int, h: int) -> np.ndarray:
-        """Rows of h_0 that the rank reads, and of h_1 that it computes; of others, the number."""
-        return self._read[rank] if h == 0 else super().rows(rank, h)
+            self._edges_above[rank, layer - 2] = drawn.sum()
+        self._needed[rank, 0] = needed.sum()
+        return needed
 
     def row_counts(self, h: int) -> np.ndarray:
-        if h == 0:
-            return np.array([ids.size for ids in self._read])
-        return super().row_counts(1) if h == 1 else self._needed[:, h - 1]
+        if h < 2:
+            return np.array([self.rows(rank, h).size for rank in range(self.ranks)])
+        return self._needed[:, h - 1]
 
     def kind(self, layer: int) -> object:
         return layer
@@ -189,21 +205,104 @@ class FirstSplit(MiniBatch):
 
     def facts(self, layer: int) -> LayerFacts:
         if layer not in self._facts:
-            nothing = np.zeros((self.ranks, self.ranks), dtype=np.int64)
-            rows = self.row_counts(layer)
-            if layer == 1:
-                edges = np.array([self._edges(rank, 1)[0].size for rank in range(self.ranks)])
-                self._facts[layer] = LayerFacts(rows, self.row_counts(0), edges, nothing)
-            else:
-                sends = self._needs.T * ~np.eye(self.ranks, dtype=bool) if layer == 2 else nothing
-                self._facts[layer] = LayerFacts(
-                    rows,
-                    self._needed[:, layer - 2],
-                    self._edges_above[:, layer - 2],
-                    sends,
-                    made=self.row_counts(1) if layer == 2 else None,
-                )
+            self._facts[layer] = self._first() if layer == 1 else self._above(layer)
         return self._facts[layer]
+
+    def _above(self, layer: int) -> LayerFacts:
+        meets = self.meets(layer)
+        return LayerFacts(
+            self.row_counts(layer),
+            self._needed[:, layer - 2],
+            self._edges_above[:, layer - 2],
+            self._sends if meets else np.zeros_like(self._sends),
+            made=self.row_counts(1) if meets else None,
+            added=self._added if meets else None,
+        )
+
+
+class FirstSplit(AloneAbove):
+    """Owners compute the rows of h_1 that any rank of the group needs, and read all their sources.
+
+    h_1 crosses, and nothing else does."""
+
+    def _split(self, needed: Sequence[np.ndarray]) -> None:
+        # per rank: its rows of h_0
+        self._read = [
+            np.union1d(self.rows(rank, 1), self._edges(rank, 1)[0]) for rank in range(self.ranks)
+        ]
+        for rank, rows in enumerate(needed):
+            for peer in set(self._group(rank)) - {rank}:
+                own = self._places[peer]
+                self._sends[peer, rank] = rows[own[own < rows.size]].sum()
+
+    def rows(self, rank: int, h: int) -> np.ndarray:
+        """Rows of h_0 that the rank reads, and of h_1 that it computes; of others, the number."""
+        return self._read[rank] if h == 0 else super().rows(rank, h)
+
+    def _first(self) -> LayerFacts:
+        edges = np.array([self._edges(rank, 1)[0].size for rank in range(self.ranks)])
+        nothing = np.zeros_like(self._sends)
+        return LayerFacts(self.row_counts(1), self.row_counts(0), edges, nothing)
+
+
+class SourceSplit(AloneAbove):
+    """Owners sum layer 1 over the edges whose sources are theirs, of all rows that anyone needs.
+
+    A rank draws all edges of the rows of h_1 that it needs, and pushes each edge to its source's
+    owner. Partial sums come back, one of each row and owner of some of its sources or of itself."""
+
+    def _split(self, needed: Sequence[np.ndarray]) -> None:
+        self._partial = [np.zeros(0, np.int64)] * self.ranks  # rows of h_1 that each sums a part of
+        self._summed, self._own, self._added, self._sampled = np.zeros(
+            (4, self.ranks), dtype=np.int64
+        )
+        self.pushed = np.zeros_like(self._sends)
+        for group in set(self.servers):
+            ranks = self._group(self.servers.index(group))
+            owner, edges = self._edges_by_owner(ranks)
+            parts = edges > 0
+            parts[np.arange(owner.size), owner] = True
+            self._own[ranks] = np.bincount(owner, minlength=len(ranks))
+            self._summed[ranks] = edges.sum(0)
+            for place, rank in enumerate(ranks):
+                self._partial[rank] = self._frontiers[group].nodes[1][parts[:, place]]
+                of_others = np.arange(len(ranks)) != place
+                given, drawn = parts[needed[rank]].sum(0), edges[needed[rank]].sum(0)
+                self._sends[ranks, rank] = given * of_others
+                self.pushed[rank, ranks] = (PUSHED + 2 * given + drawn) * of_others
+                self._added[rank], self._sampled[rank] = given.sum(), drawn.sum()
+
+    def _edges_by_owner(self, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Of a group's rows of h_1: which member owns each, and its edges by their sources' owner.
+
+        int [rows] and [rows, members]."""
+        found = self._frontiers[self.servers[ranks[0]]]
+        owner = np.empty(self.graph.stats.vertices, dtype=np.int64)
+        for place, rank in enumerate(ranks):
+            owner[found.nodes[0][self._places[rank]]] = place
+        indptr, places = found.edges[0]
+        rows, members = found.nodes[1].size, len(ranks)
+        reader = np.repeat(np.arange(rows), np.diff(indptr))
+        pair = reader * members + owner[self.graph.indices[places]]
+        edges = np.bincount(pair, minlength=rows * members).reshape(rows, members)
+        return owner[found.nodes[1]], edges
+
+    def rows(self, rank: int, h: int) -> np.ndarray:
+        """Rows of h_0 that the rank owns, and of h_1 that it sums a part of; others: the number."""
+        return self._partial[rank] if h == 1 else super().rows(rank, h)
+
+    def asks(self, layer: int) -> bool:
+        return False
+
+    def sampled(self, layer: int) -> np.ndarray:
+        return self._sampled if layer == 1 else super().sampled(layer)
+
+    def _first(self) -> LayerFacts:
+        rows, nothing = self.row_counts(1), np.zeros_like(self._sends)
+        return LayerFacts(rows, self.row_counts(0), self._summed, nothing, away=rows - self._own)
+
+
+SPLIT = {"first": FirstSplit, "source": SourceSplit}  # how layer 1 alone may be split
 
 
 def shares(items: Ids, groups: int) -> list[Ids]:
@@ -234,7 +333,8 @@ class Batches:
     The first `known` batches are those that training draws, in the same order. A later batch is
     taken to be like an earlier one. At most MOST_BATCHES are known, fewer if they are large.
 
-    split: which layers a group splits, 'all' of them or the 'first' alone."""
+    split: 'all' layers are split in a group, or layer 1 alone: as the 'first', by destinations, or
+    by 'source'."""
 
     split = "all"
 
@@ -254,7 +354,7 @@ class Batches:
             first_varying,
         )
         self._made: dict[int, MiniBatch] = {}
-        self._first_split: dict[MiniBatch, MiniBatch] = {}
+        self._split: dict[MiniBatch, MiniBatch] = {}  # those of which layer 1 alone is split
         self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last
         self.steps = len(self.items_in(0))
         edges = sum(places.size for found in self._drawn(0) for _, places in found.edges)
@@ -292,10 +392,10 @@ class Batches:
                 sends[members, rank] = np.bincount(wanted, minlength=len(members))
         return Scored(edges, sends, self.member is not None)
 
-    def with_first_split(self) -> Batches:
-        """The same batches, of which groups split the first layer alone."""
+    def with_split(self, split: str) -> Batches:
+        """The same batches, of which groups split layer 1 alone, in one of the ways of `SPLIT`."""
         out = copy.copy(self)  # what either draws, both have
-        out.split, out._first_split = "first", {}
+        out.split, out._split = split, {}
         return out
 
     def at(self, step: int) -> MiniBatch:
@@ -303,12 +403,9 @@ class Batches:
         whole = self._whole(step)
         if self.split == "all" or not whole.splits:
             return whole
-        if whole not in self._first_split:
-            self._first_split[whole] = self._split_first(whole)
-        return self._first_split[whole]
-
-    def _split_first(self, whole: MiniBatch) -> MiniBatch:
-        return FirstSplit(whole)
+        if whole not in self._split:
+            self._split[whole] = SPLIT[self.split](whole)
+        return self._split[whole]
 
     def _whole(self, step: int) -> MiniBatch:
         """The batch of a step with all layers split."""

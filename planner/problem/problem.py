@@ -263,8 +263,8 @@ class Problem:
         """The workload's mini-batches, and how groups of ranks share them.
 
         splitter: who owns a vertex in a group of several ranks. epochs: of its pre-sampling.
-        imbalance: of its owners' loads; estimates know METIS's default only. split: which layers a
-        group splits, 'all' or the 'first' alone."""
+        imbalance: of its owners' loads; estimates know METIS's default only. split: that of
+        Batches."""
         first_varying = self.model.first_varying
 
         def make() -> Batches:
@@ -281,7 +281,7 @@ class Problem:
         whole = self.known.answer(("minibatches", *asked), make)
         if split == "all":
             return whole
-        return self.known.answer(("first split", *asked), whole.with_first_split)
+        return self.known.answer((f"split {split}", *asked), lambda: whole.with_split(split))
 
     def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:
         """How long it took to make a layout, chunks or batches, partitioning included [s]."""

@@ -46,7 +46,7 @@ BESIDE_TRAINING = ("runtime", "host")
 # by mode, who trains with rows in bfloat16 (Strategy.rounds_rows)
 ROUNDING = {
     "full": "graph_parallel, pipegcn, gnnpipe, granndis, bns, feature_parallel or offload",
-    "mini": "data_parallel, gsplit or dnp",
+    "mini": "data_parallel, gsplit, dnp or snp",
 }
 Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
 

@@ -95,7 +95,7 @@ def test_workloads_that_need_more_than_8_bits_are_refused(
     ("strategy", "graph", "refusal"),
     [
         ("tensor3d", "rough", "tensor3d has no rows in bfloat16 .* use graph_parallel, pipegcn, "),
-        ("p3", "rough", "p3 has no rows in bfloat16 .* use data_parallel, gsplit or dnp"),
+        ("p3", "rough", "p3 has no rows in bfloat16 .* use data_parallel, gsplit, dnp or snp"),
         ("graph_parallel(bits=4)", "rough", "few bits are made of float32 rows"),
         ("pipegcn_gf", "rough", "too few for a moving average"),
         ("graph_parallel", "sparse", "sparse features"),

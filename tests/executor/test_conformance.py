@@ -267,6 +267,15 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (
         4,
         2,
+        "snp(group='all',cache=480,features='spread')",
+        "gcn mode=mini batch=6 fanout=3,2,2,1",
+        "sparse",
+        0.5,
+    ),
+    (2, 1, "snp(prefetch=1)", "sage mode=mini batch=60 fanout=3,2,2,1 task=link", "rough", 0.5),
+    (
+        4,
+        2,
         "gsplit(splitter='random',narrow=True)",
         "resgcn mode=mini batch=60 fanout=3,2,2,1 task=link",
         "sparse",
@@ -307,6 +316,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
         0.5,
     ),
     (2, 1, "dnp", "sage mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16", "multi", 0.5),
+    (2, 1, "snp", "sage mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16", "multi", 0.5),
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
     (1, 1, "offload(chunks=4)", "sage", "multi", 0.0),
     (1, 1, "offload(chunks=3)", "gat", "rough", 0.5),

@@ -27,6 +27,7 @@ SPLITS = [  # ranks, servers, strategy, and more of the workload
     (3, 1, "data_parallel(prefetch=1)", {"model": "gcnii"}),
     (2, 1, "gsplit", {"batch": 30}),
     (3, 1, "dnp(splitter='random')", {"batch": 30}),
+    (3, 1, "snp(splitter='random')", {"batch": 30}),
     (4, 2, "gsplit(splitter='random',narrow=True)", {"model": "gcn"}),
     (3, 1, "gsplit(splitter='random',checkpoint=True)", {"model": "resgcn"}),
     (2, 2, "p3", {}),

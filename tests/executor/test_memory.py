@@ -473,6 +473,10 @@ BATCHES = {
     "data parallel": Case("data_parallel", WIDE, {**MINI, "model": "sage"}),
     "split": Case("gsplit", WIDE, {**MINI, "model": "sage"}),
     "first split": Case("dnp(splitter='random')", WIDE, {**MINI, "model": "sage"}),
+    "sources split": Case("snp(splitter='random')", WIDE, {**MINI, "model": "sage"}),
+    "sources split, checkpoints": Case(
+        "snp(splitter='random',checkpoint=True)", WIDE, {**MINI, "model": "gcn", "hidden": 256}
+    ),
     "split, narrow": Case("gsplit(narrow=True)", WIDE, {**MINI, "model": "gcn", "hidden": 256}),
     "shared cache": Case(
         "data_parallel(cache=4000000,shared_cache=True)", WIDE, {**MINI, "model": "sage"}

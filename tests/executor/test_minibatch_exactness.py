@@ -45,11 +45,16 @@ SPLITS = [
     (2, 1, "data_parallel(buckets=3)"),
     (3, 1, "gsplit(buckets=2,narrow=True)"),
 ]
+SNP = {"hidden": 12, "norm": "layer"}  # aggregates before it multiplies
 FIRST = [
     (2, 1, "dnp", "rough", "sage", {"dropout": 0.5}),
     (3, 1, "dnp(splitter='random',checkpoint=True)", "sparse", "gcn", {"dropout": 0.5}),
     (4, 2, "dnp(prefetch=1)", "multi", "gat", {"dropout": 0.5}),
     (4, 2, "dnp(group='all',splitter='random',buckets=2)", "rough", "gin", {}),
+    (2, 1, "snp", "rough", "sage", {"dropout": 0.5}),
+    (3, 1, "snp(splitter='random',checkpoint=True)", "sparse", "gcn", {"dropout": 0.5}),
+    (4, 2, "snp(prefetch=1,features='spread')", "multi", "sgc", {"dropout": 0.5}),
+    (4, 2, "snp(group='all',splitter='random',buckets=2)", "multi", "sage", SNP),
 ]
 
 

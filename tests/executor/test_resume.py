@@ -78,6 +78,7 @@ CASES = [  # those at night are part of others
     Case("gsplit(buckets=2,prefetch=1)", "rough", MINI),
     Case("data_parallel(prefetch=1)", "rough", {**MINI, "dtype": "bfloat16"}),
     Case("dnp(prefetch=1)", "rough", MINI),
+    Case("snp(prefetch=1)", "rough", MINI),
     at_night(Case("p3", "rough", MINI)),
     at_night(Case("p3(pipelined=True)", "rough", MINI)),
     at_night(Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2})),

@@ -303,18 +303,80 @@ def test_dnp_bytes_and_reads_by_hand(groups: int):
     assert bytes_["ids"] == 8 * (sent + strategy.steps(problem) * ranks * 2)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_snp_bytes_and_reads_by_hand(groups: int):
+    """By frontiers of each rank's own seeds: a rank pushes each edge of layer 1 to its source's owner,
+    and gets a sum of each row and owner of some of its sources or of itself. Owners make a sum once
+    for all who need it, and read what they own."""
+    problem = problem_of(GRAPHS[0], groups, 3, fanout=(3, 3, 3))
+    strategy = parse("snp(splitter='random')")
+    assert isinstance(strategy, GSplit) and isinstance(problem.graph, Graph)
+    batches, w, ranks = strategy.batches(problem), problem.workload, problem.ranks
+    whole = GSplit(splitter="random").batches(problem)
+    sent = pushed = 0
+    owner_of = batches.member
+    assert owner_of is not None
+    for step in range(strategy.steps(problem)):
+        batch, items = batches.at(step), batches.items_in(0)[step]
+        for group, seeds in enumerate(np.array_split(items, groups)):
+            made: list[dict[int, set[int]]] = [{}, {}, {}]  # by owner: row of h_1 -> sources
+            for reader in range(3):
+                own = seeds[owner_of[seeds] == reader]
+                found = frontier(problem.graph, own, w.fanouts, w.seed, 0, step)
+                rank, counts = 3 * group + reader, [nodes.size for nodes in found.nodes]
+                assert [batch.facts(layer).rows[rank] for layer in (2, 3)] == counts[2:]
+                assert [batch.facts(layer).sources[rank] for layer in (2, 3)] == counts[1:3]
+                assert batch.sampled(1)[rank] == found.edges[0][1].size
+                parts = [0, 0, 0]  # by owner
+                indptr, places = found.edges[0]
+                for i, v in enumerate(found.nodes[1].tolist()):
+                    sources = problem.graph.indices[places[indptr[i] : indptr[i + 1]]].tolist()
+                    for owner in {owner_of[u] for u in (v, *sources)}:
+                        its = [u for u in sources if owner_of[u] == owner]
+                        made[owner].setdefault(v, set(its))
+                        parts[owner] += 1
+                        sent += owner != reader
+                        pushed += (2 + len(its)) * (owner != reader)
+                second = batch.facts(2)
+                assert second.added is not None and second.added[rank] == sum(parts)
+                parts[reader] = 0
+                assert second.sends[3 * group : 3 * group + 3, rank].tolist() == parts
+            for owner, sums in enumerate(made):
+                rank, first = 3 * group + owner, batch.facts(1)
+                assert set(batch.rows(rank, 1)) == set(sums)
+                assert first.rows[rank] == len(sums)
+                assert first.edges[rank] == sum(map(len, sums.values()))
+                assert first.away is not None
+                assert first.away[rank] == sum(owner_of[v] != owner for v in sums)
+                read = {v for v in sums if owner_of[v] == owner}.union(*sums.values())
+                assert set(batch.rows(rank, 0)) == read == set(whole.at(step).rows(rank, 0))
+                assert first.sources[rank] == len(read)
+    bytes_ = strategy.predict(problem).bytes
+    assert bytes_["halo"] == 2 * sent * 16 * 4
+    peers = strategy.steps(problem) * ranks * 2
+    assert bytes_["push"] == 4 * (pushed + peers) + 8 * peers
+    assert "ids" not in bytes_
+
+
 @pytest.mark.parametrize(
     ("name", "workload", "error"),
     [
-        ("gsplit(split='last')", {}, "split is 'all' .* or the 'first' alone .dnp., not 'last'"),
+        ("gsplit(split='last')", {}, "split is 'all' .* the 'first' alone .dnp. .*, not 'last'"),
         ("dnp", {"layers": 1, "fanout": (3,)}, "hands its rows to layer 2 .layers: 1.; use gsplit"),
         ("dnp", {"model": "gcnii"}, "gcnii reads an encoder's output; use gsplit"),
         ("dnp(narrow=True)", {}, "as they are.* use narrow=False"),
         ("dnp(features='spread')", {}, r"features: spread\); use features='everywhere', or gsplit"),
         ("dnp(structure='spread')", {}, r"structure: spread\); use structure='everywhere'"),
+        ("snp", {"layers": 1, "fanout": (3,)}, "snp splits layer 1 and .* use gsplit"),
+        ("snp(narrow=True)", {}, "as they are.* use narrow=False"),
+        ("snp(structure='spread')", {}, "snp's ranks read lists of each other's vertices"),
+        ("snp", {"model": "gat", "heads": 2}, "of gat weighs an edge .*attention.; use dnp"),
+        ("snp", {"model": "gin"}, r"gin is no plain sum \(those of gcn, sage, sgc are\); use dnp"),
     ],
 )
-def test_dnp_says_what_it_does_not_take(name: str, workload: dict[str, object], error: str):
+def test_a_split_of_layer_1_says_what_it_does_not_take(
+    name: str, workload: dict[str, object], error: str
+):
     problem = problem_of(GRAPHS[0], 1, 3, **{"fanout": (3, 3, 3), **workload})
     with pytest.raises(SpecError, match=error):
         parse(name).check(problem)

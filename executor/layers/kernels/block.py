@@ -14,7 +14,8 @@ from torch import Tensor
 class Block:
     """A bipartite piece of the graph in CSR over destinations, and its transpose for backward.
 
-    The first n_dst source rows are the destinations themselves (as in DGL). All arrays are int32:
+    The first n_dst source rows are the destinations themselves (as in DGL), or the first `own` are
+    the first destinations, where the other destinations are no sources. All arrays are int32:
 
         indptr    [R + 1], indices   [E]   the edges by destination: ids of their sources
         t_indptr  [S + 1], t_indices [E]   the same edges by source: ids of their destinations
@@ -29,15 +30,19 @@ class Block:
         indices: np.ndarray,
         n_src: int,
         weight: np.ndarray | Tensor | None = None,
+        own: int | None = None,
     ) -> None:
         """indptr [R + 1], indices [E] in [0, n_src), weight [E]; None: every edge has weight 1.
+
+        own: destinations that are sources; None: all.
 
         Raises ValueError on arrays that do not describe such edges.
         """
         self.n_dst, self.n_src, self.edges = len(indptr) - 1, n_src, len(indices)
-        if not self.n_dst <= n_src:
+        self.own = self.n_dst if own is None else own
+        if not self.own <= min(self.n_dst, n_src):
             raise ValueError(
-                f"the {self.n_dst} destinations must be the first of the {n_src} sources"
+                f"the {self.own} destinations must be the first of the {n_src} sources"
             )
         if self.edges >= 2**31:
             raise ValueError(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import backward, dropout
-from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls
+from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
@@ -216,9 +216,8 @@ class Worker(base.Worker):
             # a user's module may leave its features whole
             p = workload.dropout if problem.model.layers[0].drops else 0.0
             rows = dropout(x, workload.seed, step, 1, vertices, p, self.columns.start)
-            gathered = layer.gather(block, layer.scatter(block, rows, sync))
-            partial = layer.transform(gathered, rows[: block.n_dst])
-        del x, rows, gathered  # autograd keeps what it needs of them
+            partial = partial_sums(layer, block, rows, sync)
+        del x, rows  # autograd keeps what it needs of them
         ends = np.cumsum(part.rows)
         place = self.rail.index(rank.rank)
         own_rows = part.rows[place]

@@ -78,10 +78,10 @@ class Holds:
         held.keep(self._copied(layer))
         held.at(self._crossing(layer, "f") * varies)
         held.at(self._unpicked(layer))
-        held.at(need.forward)
+        held.at(need.forward, self._applied(layer))
         made = np.asarray(f.rows * spec.h_out * model.itemsize, dtype=float)
         if not self.checkpoint:
-            held.keep(need.kept)
+            held.keep(need.kept, self._applied(layer))
         else:
             held.keep(made)
             if self.narrow and model.narrow_at(layer):
@@ -124,15 +124,17 @@ class Holds:
         held.at(held.handed_on, added.backward)
         gradient = np.maximum(held.handed_on, added.gradient)
         if self.checkpoint:
-            held.at(gradient, need.forward)
-            held.at(gradient, need.backward)
+            held.at(gradient, need.forward, self._applied(layer))
+            held.at(gradient, need.backward, self._applied(layer))
         else:
             held.at(gradient, need.backward - need.kept)
             held.free(need.kept)
+            held.at(2 * self._applied(layer))  # gradients of what is applied, after and before
+            held.free(self._applied(layer))
         if layer == len(model.layers) and model.hands_on_initial:
             held.keep(self._initial)  # their gradient
         if layer > model.first_varying:
-            held.at(f.sources * width + self._unpicked(layer))
+            held.at(gradient, f.sources * width + self._unpicked(layer))
             held.handed_on = f.present * width
             held.at(held.handed_on + self._crossing(layer, "b"))
             if self.narrow and model.narrow_at(layer):
@@ -191,15 +193,25 @@ class Holds:
         return np.asarray(self._counts(layer).sources * self._row_bytes(layer) * copied)
 
     def _unpicked(self, layer: int) -> Number:
-        """Rows that are there, of which the layer reads some."""
+        """Rows that are there, of which the layer reads some, and those that it adds up."""
         f = self._counts(layer)
-        return 0.0 if f.made is None else f.present * self._row_bytes(layer)
+        rows = 0.0 if f.made is None else f.present
+        return (rows if f.added is None else rows + f.added) * self._row_bytes(layer)
+
+    def _applied(self, layer: int) -> Number:
+        """The layer's source rows with their bias, beside the sums that they are made of."""
+        f = self._counts(layer)
+        if f.added is None or not self.model.layers[layer - 2].bias:
+            return 0.0
+        return f.sources * self._row_bytes(layer)
 
     def _need(self, layer: int) -> Footprint:
         model, f = self.model, self._counts(layer)
         kind, key = self.problem.workload.model, (self.like[layer], model.relu_after(layer))
         if key not in self._footprints:
             counts = f.rows, f.sources, f.edges
+            if f.away is not None:
+                model = model.without_ends(layer)
             self._footprints[key] = footprint(
                 kind, model, layer, *counts, narrow=self.narrow, local=f.local
             )

@@ -81,6 +81,8 @@ def blocks(problem: Problem, layout: Layout | EstimatedLayout, count: int = 1) -
         if (alike := layout.kind(layer)) not in seen:  # such layers share their blocks
             seen.add(alike)
             structure = block(kind, model, spec, f.rows, f.sources, f.edges) + 8 * f.given
+            if f.made is not None:  # places of what is picked, and what it is added to
+                structure = structure + 8 * (f.sources if f.added is None else 2 * f.added)
             total = total + count * structure
     return np.asarray(total + count * 16 * f.rows)
 

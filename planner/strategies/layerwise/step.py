@@ -130,7 +130,9 @@ def step(
             arrived = options.staleness == 0 or options.bits is not None
             rows = f.local if arrived else f.present
             done = done + model.lay_out(layer, rows, options.narrow)
-        if f.made is not None:
+        if f.added is not None:
+            done = done + model.apply(layer - 1, f.sources, f.added)[0 if way == "f" else 1]
+        elif f.made is not None:
             done = done + model.pick(layer, f.sources, f.present)[0 if way == "f" else 1]
         overlapped: Number = 0.0
         if options.staleness:
@@ -140,8 +142,9 @@ def step(
     def computation(layer: int, way: str) -> Compute:
         """The layer, and the next layer's projection if that is done before its exchange."""
         f, forward_or_backward = facts[layer], 0 if way == "f" else 1
-        work = (model.forward, model.backward)[forward_or_backward](
-            layer, f.rows, f.sources, f.edges, options.narrow
+        its, away = (model, 0.0) if f.away is None else (model.without_ends(layer), f.away)
+        work = (its.forward, its.backward)[forward_or_backward](
+            layer, f.rows, f.sources, f.edges, options.narrow, away=away
         )
         work = work + model.add_up(layer, facts[like[layers]].rows)[forward_or_backward]
         if options.narrow:

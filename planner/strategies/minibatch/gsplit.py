@@ -32,6 +32,15 @@ neighbours, read all their features and compute layer 1, once for all who ask:
     comm                                                     |halo 2|
     compute                                        |forward 1|      |forward 2|
 
+With split='source' (APT's SNP) it is split by its sources. A rank samples all that its own seeds
+need, and pushes layer 1's edges to their sources' owners. Owners read their own features, and sum
+them over these edges; readers add the sums up, with bias and ReLU, where layer 2 begins:
+
+    host     |draw 3|draw 2|draw 1|push|lay|
+    copy                                    |load|
+    comm                                                    |halo 2|
+    compute                                       |forward 1|      |forward 2|
+
 The positions found while sampling (the shuffle index) serve the exchanges of the forward pass and
 those of the backward pass.
 
@@ -43,6 +52,8 @@ Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weight
     8                           per id, and per peer and layer for how many
     2 r_1 H_1 b + 8 r_1         all of this with split='first'; r_1: rows that a rank needs, not new
                                 ones alone
+    2 p H_1 b + 4 (2 p + e)     all of this with split='source', and 12 per peer: p sums that a rank
+                                needs of others, of e edges
     2 (M-1) W b                 all-reduce
     2 r_L H_L b                 link prediction: rows of h_L at which edges end that another rank
                                 scores, and their gradients
@@ -50,7 +61,8 @@ Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weight
 Link prediction (graph/links.py): an edge's loss is computed by the owner of the vertex where it
 begins. The rows of other ends cross as before a layer L + 1.
 
-Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP of APT (PPoPP 2025, github.com/kaihaoma/APT).
+Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP and SNP of APT (PPoPP 2025,
+github.com/kaihaoma/APT).
 
 See also step.py, feature_store.py, adjacency_store.py, host_memory.py, memory.py in this folder;
 layerwise/step.py for the layers; planner/graph/splitting.py for owners;
@@ -81,7 +93,9 @@ from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
-SPLITS = ("all", "first")
+SPLITS = ("all", "first", "source")
+# models whose layer 1 is a sum over sources, but for its bias and ReLU
+SUMS = ("gcn", "sage", "sgc")
 
 MOST_PRESAMPLED = 1000  # epochs; all of them are drawn before training
 
@@ -90,7 +104,7 @@ MOST_PRESAMPLED = 1000  # epochs; all of them are drawn before training
 class GSplit(Strategy):
     """GSplit.
 
-    split: which layers are split, 'all', or the 'first' alone (dnp).
+    split: 'all' layers, or layer 1 alone: the 'first' by destinations (dnp), or by 'source' (snp).
     splitter: how vertices get their owners.
     presample: epochs of pre-sampling, for splitters and caches that need it.
     imbalance: share of the mean load that METIS may give an owner beyond it.
@@ -115,11 +129,14 @@ class GSplit(Strategy):
     split: str = "all"
 
     family: ClassVar[str] = "gsplit"
-    names: ClassVar[Mapping[str, Mapping[str, object]]] = {"dnp": {"split": "first"}}
+    names: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "dnp": {"split": "first"},
+        "snp": {"split": "source"},
+    }
     mode: ClassVar[str] = "mini"
     rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
-    examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"), Example("dnp"))
+    examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"), Example("dnp"), Example("snp"))
     # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
     claim: ClassVar[float] = 0.1
 
@@ -182,10 +199,11 @@ class GSplit(Strategy):
         check_buckets(self.name, problem, self.buckets)
         if self.split not in SPLITS:
             raise SpecError(
-                f"gsplit: split is 'all' (layers) or the 'first' alone (dnp), not {self.split!r}"
+                "gsplit: split is 'all' (layers), the 'first' alone (dnp) or its 'source' rows"
+                f" (snp), not {self.split!r}"
             )
-        if self.split == "first":
-            self._check_first(problem)
+        if self.split != "all":
+            self._check_alone(problem)
         if self.splitter not in SPLITTERS:
             raise SpecError(
                 f"gsplit: splitter is one of {', '.join(SPLITTERS)}, not {self.splitter!r}; use"
@@ -220,34 +238,41 @@ class GSplit(Strategy):
         check_store(self.name, problem, self.cache, self.hot, self.features)
         check_structure(self.name, problem, self.structure)
 
-    def _check_first(self, problem: Problem) -> None:
+    def _check_alone(self, problem: Problem) -> None:
         """Raises SpecError if layer 1 cannot be split alone."""
+        name, by_source = self.name, self.split == "source"
         if problem.workload.layers < 2:
             raise SpecError(
-                "dnp splits layer 1 and hands its rows to layer 2 (layers: 1); use gsplit, or"
+                f"{name} splits layer 1 and hands its rows to layer 2 (layers: 1); use gsplit, or"
                 " --layers 2"
             )
         if problem.model.first_varying == 0:
             raise SpecError(
-                f"dnp splits a layer 1 that reads features, and that of {problem.workload.model}"
+                f"{name} splits a layer 1 that reads features, and that of {problem.workload.model}"
                 " reads an encoder's output; use gsplit, which splits any layer"
             )
         if problem.graph is None:
             raise SpecError(
-                f"dnp needs a graph's edges, and of {problem.stats.name} statistics alone are"
+                f"{name} needs a graph's edges, and of {problem.stats.name} statistics alone are"
                 " known; use gsplit, or --graph with a file"
             )
         if self.narrow:
             raise SpecError(
-                "dnp sends rows of h_1 as they are, for ranks compute layer 2 of vertices whose h_1"
-                " comes from others (narrow: True); use narrow=False"
+                f"{name} sends rows of h_1 as they are, for ranks compute layer 2 of vertices whose"
+                " h_1 comes from others (narrow: True); use narrow=False"
             )
-        for knob, where in (("features", self.features), ("structure", self.structure)):
-            if where == "spread":
+        read = "lists" if by_source else "features and lists"
+        for knob in ("structure",) if by_source else ("features", "structure"):
+            if getattr(self, knob) == "spread":
                 raise SpecError(
-                    f"dnp's ranks read features and lists of each other's vertices ({knob}:"
-                    f" spread); use {knob}='everywhere', or gsplit"
+                    f"{name}'s ranks read {read} of each other's vertices ({knob}: spread); use"
+                    f" {knob}='everywhere', or gsplit"
                 )
+        if by_source and (why := _why_no_sum(problem)):
+            raise SpecError(
+                f"snp adds layer 1 up from parts, and that of {problem.workload.model} {why}; use"
+                " dnp, which computes a row of layer 1 at one rank"
+            )
 
     def steps(self, problem: Problem) -> int:
         return batchwise.steps(problem)
@@ -312,11 +337,11 @@ class GSplit(Strategy):
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
-        if len(set(problem.servers)) > 1 and self.split == "all":
+        if len(set(problem.servers)) > 1 and self.split != "first":
             if self.features == "everywhere":
                 yield replace(self, features="spread")
             # the lists of a group that is a server are all at the server
-            if self.structure == "everywhere" and self.group == "all":
+            if self.structure == "everywhere" and self.group == "all" and self.split == "all":
                 yield replace(self, features="spread", structure="spread")
 
     def program(self, problem: Problem) -> Program:
@@ -328,3 +353,15 @@ class GSplit(Strategy):
             self.store(problem),
             self.lists(problem),
         )
+
+
+def _why_no_sum(problem: Problem) -> str:
+    """Why layer 1 is no sum over its sources that `apply` can follow; '' if it is."""
+    kind, first = problem.workload.model, problem.model.layers[0]
+    if first.heads:
+        return "weighs an edge by all edges of its row (attention)"
+    if kind not in SUMS:
+        return f"is no plain sum (those of {', '.join(SUMS)} are)"
+    if first.residual is not None:
+        return "adds a residual to its sum"
+    return "hands its rows to the last sum of all layers too" if problem.model.jump else ""

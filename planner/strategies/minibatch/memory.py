@@ -148,7 +148,7 @@ def _sampling(problem: Problem, batch: MiniBatch) -> np.ndarray:
     """The most bytes that a sampler holds [ranks]: all drawn edges while it lays out a layer."""
     facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
     return np.asarray(
-        4 * np.sum([f.edges for f in facts], axis=0)
+        4 * np.sum([batch.sampled(layer) for layer, _ in enumerate(facts, 1)], axis=0)
         + 2 * problem.stats.vertices
         + laying(problem, list(zip(facts, problem.model.layers, strict=True)))
     )

@@ -14,6 +14,8 @@
     draw     a layer's edges are sampled
     ids      owners are told how many of their vertices the frontier has reached (8 bytes per
              peer), and then which (8 bytes each)
+    push     where layer 1 is split by sources: its edges go to their sources' owners (4 bytes a
+             number)
     lay      edges are laid out as blocks
     wait     with `prefetch` p, sampling may be p batches ahead; a rank records its wait for it
 
@@ -81,12 +83,15 @@ def step(
     in_all = np.sum(list(edges.values()), axis=0)
     if not splits:
         yield from drawing(problem, batch, in_all, lists, store)
+    peers = pairs(batch.servers, True)
     for layer in reversed(layers) if splits else ():
-        yield Op("draw", layer=layer, host=("draw", edges[layer], 1), ahead=True)
-        yield from reading(problem, edges[layer], store, lists, layer)
-        if batch.meets(layer):
-            asked, peers = batch.facts(layer).returned, pairs(batch.servers, True)
-            yield from told("ids", asked, peers, layer=layer, ahead=True)
+        drawn = batch.sampled(layer)
+        yield Op("draw", layer=layer, host=("draw", drawn, 1), ahead=True)
+        yield from reading(problem, drawn, store, lists, layer)
+        if batch.asks(layer):
+            yield from told("ids", batch.facts(layer).returned, peers, layer=layer, ahead=True)
+    if batch.pushed is not None:
+        yield from told("push", batch.pushed, peers, ahead=True, itemsize=NEIGHBOUR)
     yield Op("lay", host=("lay", in_all, len(layers)), ahead=True)
     if prefetch:
         # takes no time if the sampler is fast enough
