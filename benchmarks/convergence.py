@@ -6,7 +6,7 @@
     table       prints tables of what is there
     document    writes the tables into docs/reference/convergence.md
     staleness   traces/convergence/staleness.csv: how far stale rows are from true ones
-    summary     traces/quoted/convergence.csv, which a plan quotes
+    summary     traces/quoted/convergence.csv and rounding.csv, which a plan quotes
     figures     docs/figures/*.png (pip install matplotlib)
 
 Every run is `gnnplan plan` and `gnnplan run`, as a user would call them. Seeds are paired: variants
@@ -194,6 +194,8 @@ STUDIES = {
     "mini_gat_physics": Study("coauthor_physics", (*MINI, "--model", "gat"), 30, 5, BATCHES),
     "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),
 }
+# Rows in float32 and in bfloat16: file -> graph, model. traces/README.md says what made them.
+ROUNDING = {"rounding_tolokers": ("tolokers", "sage"), "rounding_photo": ("amazon_photo", "sage")}
 
 
 def run(name: str) -> None:
@@ -324,9 +326,7 @@ def table(name: str) -> str:
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for variant, of in found.items():
-        gaps = [
-            outcome.test - reference[seed].test for seed, outcome in of.items() if seed in reference
-        ]
+        gaps = _gaps(of, reference)
         cells = [
             _with_error([o.test for o in of.values()]),
             _with_error(gaps),
@@ -377,11 +377,42 @@ def _reached(of: dict[str, Outcome]) -> str:
     return f"{mean(epochs):.0f}{some}"
 
 
+def _gaps(of: dict[str, Outcome], reference: dict[str, Outcome]) -> list[float]:
+    """Paired differences in test accuracy [points]."""
+    return [
+        outcome.test - reference[seed].test for seed, outcome in of.items() if seed in reference
+    ]
+
+
+def rounding() -> list[dict[str, str]]:
+    """What rows in bfloat16 cost in accuracy, a row per graph, for plans to quote."""
+    rows = []
+    for name, (graph, model) in ROUNDING.items():
+        found = outcomes(name)
+        gaps = _gaps(found["bfloat16"], found["float32"])
+        rows.append(
+            {
+                "graph": graph,
+                "model": model,
+                "seeds": str(len(gaps)),
+                "points": f"{mean(gaps):.2f}",
+                "two_errors": _two_errors(gaps),
+            }
+        )
+    return rows
+
+
 def summarise() -> None:
-    """Write what every variant costs in accuracy and in epochs, for plans to quote.
+    """Write what variants and rounded rows cost in accuracy and in epochs, for plans to quote.
 
     Variants of fewer than ENOUGH seeds are left out.
     """
+    rounded = rounding()
+    path = TRACES.parent.parent / "traces" / "quoted" / "rounding.csv"
+    with path.open("w", newline="") as file:
+        quoted = csv.DictWriter(file, rounded[0])
+        quoted.writeheader()
+        quoted.writerows(rounded)
     path = TRACES.parent.parent / "traces" / "quoted" / "convergence.csv"
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
@@ -408,7 +439,7 @@ def summarise() -> None:
                 pairs = [(of[seed], reference[seed]) for seed in of if seed in reference]
                 if len(pairs) < ENOUGH:
                     continue
-                gaps = [ours.test - theirs.test for ours, theirs in pairs]
+                gaps = _gaps(of, reference)
                 ratios = [
                     ours.reached / theirs.reached
                     for ours, theirs in pairs
@@ -416,7 +447,6 @@ def summarise() -> None:
                 ]
                 # empty: some seed never gets there
                 ratio = f"{mean(ratios):.2f}" if len(ratios) == len(pairs) else ""
-                error = f"{2 * stdev(gaps) / sqrt(len(gaps)):.2f}"
                 model = study.workload[study.workload.index("--model") + 1]
                 ranks, strategy, _ = study.variants[variant]
                 writer.writerow(
@@ -428,7 +458,7 @@ def summarise() -> None:
                         ranks,
                         len(gaps),
                         f"{mean(gaps):.2f}",
-                        error,
+                        _two_errors(gaps),
                         ratio,
                     ]
                 )
@@ -436,8 +466,12 @@ def summarise() -> None:
 
 def _with_error(values: list[float], digits: int = 2) -> str:
     """Mean and two standard errors."""
-    error = f" ± {2 * stdev(values) / sqrt(len(values)):.{digits}f}" if len(values) > 1 else ""
+    error = f" ± {_two_errors(values, digits)}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{error}"
+
+
+def _two_errors(values: list[float], digits: int = 2) -> str:
+    return f"{2 * stdev(values) / sqrt(len(values)):.{digits}f}"
 
 
 def staleness(epochs: int = 150) -> None:

@@ -1218,6 +1218,23 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     ),
     "--batch -1": (ask("--batch", -1), "--batch: must be greater"),
     "--seed -1": (ask("--seed", -1), "--seed: must be greater"),
+    "--dtype float16": (
+        ask("--dtype", "float16"),
+        "--dtype: must be 'float32', 'float64' or 'bfloat16'",
+    ),
+    "--dtype auto --scale": (
+        ask("--dtype", "auto", "--scale", "1,2"),
+        "--dtype: auto is no type: only a plan on one number of GPUs chooses one",
+    ),
+    "--dtype auto --set dtype": (
+        ask("--dtype", "auto", "--set", "dtype=bfloat16"),
+        "--set dtype=bfloat16 names a type of rows, and --dtype auto leaves it to the plan",
+    ),
+    "workload: dtype auto": (
+        lambda d: ["plan", "--workload", d.text("w.yaml", "layers: 2\ndtype: auto\n")],
+        r"w.yaml:2: dtype: auto is no type: .*; use float32, float64 or bfloat16 here",
+    ),
+    "plan: dtype auto": (edited("workload", "dtype", to="auto"), "workload.dtype: auto is no type"),
     "--hidden 1e9": (ask("--hidden", 10**9), "--hidden: must be less than or equal to 1000000"),
     # numbers of GPUs
     "--scale 0": (

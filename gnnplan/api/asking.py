@@ -13,7 +13,7 @@ from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.papers.presets import read_fitted
-from gnnplan.planner.gnn.workload import METRICS, Workload
+from gnnplan.planner.gnn.workload import AUTO, METRICS, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
@@ -38,6 +38,7 @@ class Question:
 
     problem: Problem
     notes: tuple[str, ...]
+    chooses_dtype: bool = False  # the plan does, of the problem's rows (decision/dtypes.py)
 
 
 def ask(
@@ -54,11 +55,12 @@ def ask(
     ranks: int | None = None,
     partitioner: str = "metis",
     directed: bool = False,
+    may_choose_dtype: bool = False,
     notify: Notify = silent,
 ) -> Question:
     """The question that the arguments describe; see `gnnplan.plan` for each.
 
-    Raises SpecError.
+    may_choose_dtype: the field dtype may be 'auto'. Raises SpecError.
     """
     if task in METRICS:  # what is learned; 'none' says that there is nothing to learn from
         fields, task = {**fields, "task": task}, None
@@ -66,11 +68,19 @@ def ask(
         raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*METRICS, 'none'))}")
     name = source_name(graph)
     notify(f"reading {name}")
+    settings = settings_of(overrides)
+    chooses_dtype = may_choose_dtype and fields.get("dtype") == AUTO
+    if chooses_dtype:
+        if named := next((one for one in settings if _field_of(one) == "dtype"), None):
+            raise SpecError(
+                f"--set {named} names a type of rows, and --dtype {AUTO} leaves it to the plan;"
+                " leave one out"
+            )
+        fields = {**fields, "dtype": "float32"}  # the plan asks with others too
     own = fields.get("model")
     live: Any = None if isinstance(own, str) else own  # a module, or its class
     wanted = workload_of(workload, {**fields, "model": None} if live else fields)
     asked, module = wanted.workload, live or wanted.module
-    settings = settings_of(overrides)
     machine, fitted = _cluster_of(cluster, asked.model)
     source = source_of(name, features, labels, split, task)
     made: list[str] = []
@@ -79,13 +89,14 @@ def ask(
         from gnnplan.executor.layers.own import with_user_model
 
         notify("reading the model")
-        given = (setting.partition("=")[0].strip() for setting in settings)
+        given = map(_field_of, settings)
         problem, made = with_user_model(problem, module, [*wanted.given, *given])
         if problem.workload.model != asked.model:  # constants of a testbed may be its own
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)
             problem = replace(problem, cluster=with_ranks(machine, ranks))
-    return Question(problem, (*problem.stats.notes, *made, *([fitted] if fitted else [])))
+    notes = (*problem.stats.notes, *made, *([fitted] if fitted else []))
+    return Question(problem, notes, chooses_dtype)
 
 
 def source_name(graph: Any) -> str:
@@ -159,6 +170,10 @@ def settings_of(overrides: Overrides) -> list[str]:
     if isinstance(overrides, Mapping):
         return [f"{field}={value}" for field, value in overrides.items()]
     return list(overrides)
+
+
+def _field_of(setting: str) -> str:
+    return setting.partition("=")[0].strip()
 
 
 def problem_of(

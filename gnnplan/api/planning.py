@@ -14,7 +14,7 @@ from gnnplan.api.view import Lines, Table, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import LEAST, TIME, Objective, Target
-from gnnplan.planner.decision.search import search
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
@@ -72,8 +72,10 @@ def plan(
     - workload: a YAML file, a preset, a mapping of fields, or a Workload
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
       negatives, dtype, seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live
-      torch.nn.Module or its class, whose parameters training starts from
-    - exact: only exact strategies: they compute the gradient of one process
+      torch.nn.Module or its class, whose parameters training starts from. dtype='auto' leaves
+      float32 or bfloat16 to the plan
+    - exact: only exact strategies: they compute the gradient of one process. With dtype='auto'
+      rows are float32
     - objective: what the best has least of: 'time', 'cost' (needs a price) or 'energy' (needs the
       device's power), per epoch
     - target_accuracy: compare until this validation accuracy instead, as 0.93. Epochs to it are
@@ -109,6 +111,7 @@ def plan(
         ranks=ranks,
         partitioner=partitioner,
         directed=directed,
+        may_choose_dtype=True,
         notify=notify,
     )
     return answer(question, exact, strategy, ranks is None, notify, asked, depths)
@@ -153,9 +156,24 @@ def answer(
     Raises SpecError, Infeasible.
     """
     forced = parse(strategy) if strategy is not None else None
-    found = search(question.problem, exact, forced, may_use_fewer, notify, objective)
-    document = documents.make(question.problem, found, exact, notify, depths)
-    return Plan(document, question.problem.placed(documents.placement(document)))
+
+    def find(problem: Problem) -> SearchResult:
+        return search(problem, exact, forced, may_use_fewer, notify, objective)
+
+    def made(problem: Problem, found: SearchResult) -> dict[str, Any]:
+        return documents.make(problem, found, exact, notify, depths)
+
+    problem = question.problem
+    if question.chooses_dtype:
+        # imported here: it takes a tenth of a second, which a run need not wait
+        from gnnplan.planner.decision.dtypes import choose
+
+        choice = choose(problem, find, exact)
+        problem = choice.problem
+        document = choice.told_in(made(problem, choice.found))
+    else:
+        document = made(problem, find(problem))
+    return Plan(document, problem.placed(documents.placement(document)))
 
 
 def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:

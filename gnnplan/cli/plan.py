@@ -87,7 +87,8 @@ def plan(
         str | None,
         typer.Option(
             help="Of rows: float32, float64, or bfloat16, half the bytes and memory, with weights"
-            " in float32.  [default: float32]"
+            " in float32; auto compares float32 and bfloat16, and takes bfloat16 only where it is"
+            " surely faster or alone fits.  [default: float32]"
         ),
     ] = None,
     seed: Annotated[
@@ -223,6 +224,7 @@ def plan(
             ranks=ranks,
             partitioner=partitioner,
             directed=directed,
+            may_choose_dtype=not sizes,
             notify=notify,
         )
 

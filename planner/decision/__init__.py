@@ -2,6 +2,7 @@
 
     search.py          all candidates, ranked; what would make one fit
     recommendation.py  which of them is recommended, and how sure that is
+    dtypes.py          rows in float32 or in bfloat16 (--dtype auto)
     summary.py         the five lines that a plan opens with
     explain.py         all reasons
     sensitivity.py     which links, devices and depths would change the choice

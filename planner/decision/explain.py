@@ -10,6 +10,7 @@ import csv
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
@@ -178,9 +179,35 @@ def rounded_rows(problem: Problem) -> list[str]:
         return []
     return [
         "Rows are bfloat16, half the bytes; weights, optimizer and all-reduces are float32;"
-        f" {rounded_products(problem)}. What rounding cost in accuracy on small graphs:"
-        " docs/reference/convergence.md; on this graph: unknown"
+        f" {rounded_products(problem)}; {rounding_cost()}"
     ]
+
+
+def rounding_runs() -> list[dict[str, Any]]:
+    """What rows in bfloat16 cost in test accuracy where that was measured, JSON-ready.
+
+    points: minus float32, ± two_errors (two standard errors of paired differences) [points].
+    """
+    return [
+        {
+            "graph": row["graph"],
+            "model": row["model"],
+            "seeds": int(row["seeds"]),
+            "points": float(row["points"]),
+            "two_errors": float(row["two_errors"]),
+        }
+        for row in _rows("rounding.csv")
+    ]
+
+
+def rounding_cost() -> str:
+    """The same in words."""
+    measured = [
+        f"{run['points']:+.2f} ± {run['two_errors']:.2f} points on {run['graph']}"
+        f" ({run['model']}, {run['seeds']} seeds)"
+        for run in rounding_runs()
+    ]
+    return f"what rounding cost in test accuracy: {', '.join([*measured, 'on this graph unknown'])}"
 
 
 def rounded_products(problem: Problem) -> str:

@@ -121,7 +121,8 @@ class Candidate:
             most=1,
         )[1]
         epoch_s = strategy.predict(there).epoch_s
-        misses = missed(cluster.device.kind, strategy.family, strategy.exact)
+        dtype = problem.workload.dtype
+        misses = missed(cluster.device.kind, strategy.family, strategy.exact, dtype)
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
 
     def chance_faster(self, other: Candidate) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.vocabulary.spec import Spec
@@ -19,6 +19,7 @@ MOST_NEGATIVES = 10_000  # of an edge
 METRICS = {"node": "accuracy", "link": "auc"}  # what is measured, by task
 MOST_LAYERS = 1000  # a plan of so many takes half a minute
 ROUNDED_MODELS = ("gcn", "sage", "gcnii", "sgc", "gin")  # whose rows may be bfloat16
+AUTO = "auto"  # what --dtype may say besides types: the plan chooses one (decision/dtypes.py)
 MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by every layer
 
 
@@ -136,6 +137,17 @@ class Workload(Spec):
     norm: Literal["none", "layer", "batch"] | None = None
     # the user's own model. The fields above say what it is, as far as they can.
     module: Module | None = None
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _is_chosen(cls, dtype: object) -> object:
+        if dtype == AUTO:
+            raise ValueError(
+                f"{AUTO} is no type: only a plan on one number of GPUs chooses one (`gnnplan plan"
+                f" --dtype {AUTO}`, gnnplan.plan(..., dtype='{AUTO}')); use float32, float64 or"
+                " bfloat16 here"
+            )
+        return dtype
 
     @model_validator(mode="after")
     def _is_the_module(self) -> Workload:

@@ -1,0 +1,155 @@
+"""Rows in float32 or in bfloat16 (`--dtype auto`): the question asked with both, and one choice.
+
+Rows in bfloat16 are lossy. So they are recommended as a lossy strategy is (recommendation.py): if
+they are surely better than rows in float32, or if nothing fits in float32. With --exact they are
+not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gnnplan.planner.decision.explain import rounded_products, rounding_cost, rounding_runs
+from gnnplan.planner.decision.plan import answer
+from gnnplan.planner.decision.recommendation import SURE_SHARE, recommended
+from gnnplan.planner.decision.search import Candidate, SearchResult
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.problem.inputs import checked
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import check_features
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
+
+PLAIN, ROUNDED = "float32", "bfloat16"
+DTYPES = (PLAIN, ROUNDED)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answers to a question by the type of its rows, and the type that is recommended."""
+
+    problem: Problem  # with rows of the chosen type
+    answers: Mapping[str, SearchResult]
+    refused: Mapping[str, str]  # why a type has no answer
+    why: str  # this type
+
+    @property
+    def chosen(self) -> str:
+        """The type of rows that is recommended."""
+        return self.problem.workload.dtype
+
+    @property
+    def found(self) -> SearchResult:
+        """The answer with rows of the chosen type."""
+        return self.answers[self.chosen]
+
+    @property
+    def chance_faster(self) -> float | None:
+        """That rows in bfloat16 have less of the objective; None where one type has no answer."""
+        if self.refused:
+            return None
+        return self.answers[ROUNDED].best.chance_faster(self.answers[PLAIN].best)
+
+    @property
+    def line(self) -> str:
+        """The type and why; of two that fit also what each takes; what rounding costs."""
+        words = [f"{self.chosen}, since {self.why}"]
+        if not self.refused:
+            words += [taken(dtype, found.best) for dtype, found in self.answers.items()]
+        if ROUNDED in self.answers:
+            words.append(rounding_cost())
+        return "; ".join(words)
+
+    def told_in(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The plan with what it says of both types; `document`: of `found`, from plan.make."""
+        return {
+            **document,
+            "dtypes": {
+                "chosen": self.chosen,
+                "why": self.why,
+                "answers": {
+                    dtype: answer(found, found.best) for dtype, found in self.answers.items()
+                },
+                "refused": dict(self.refused),
+                "chance_bfloat16_faster": self.chance_faster,
+                "accuracy": rounding_runs(),
+            },
+            "summary": {**document["summary"], "dtype": self.line},
+            "explanation": [f"--dtype auto chose {self.line}", *document["explanation"]],
+        }
+
+
+def choose(problem: Problem, ask: Callable[[Problem], SearchResult], exact: bool = False) -> Choice:
+    """The choice for a problem, whatever the type of its rows.
+
+    ask: the search; exact: what --exact says. Raises SpecError or Infeasible where there is no
+    answer with either type.
+    """
+    answers, refused = dict[str, SearchResult](), dict[str, SpecError | Infeasible]()
+    for dtype in DTYPES:
+        try:
+            if exact and dtype == ROUNDED:
+                raise SpecError("--exact leaves out what is lossy, and so rows that are rounded")
+            answers[dtype] = ask(with_rows(problem, dtype))
+        except (SpecError, Infeasible) as error:
+            refused[dtype] = error
+    if not answers:
+        if all(isinstance(error, Infeasible) for error in refused.values()):
+            raise Infeasible(f"{refused[ROUNDED]} (rows in {ROUNDED}; {PLAIN} needs more)")
+        raise refused[PLAIN]
+    reasons = {dtype: in_a_line(error) for dtype, error in refused.items()}
+    if refused:
+        [chosen], [(other, reason)] = answers, reasons.items()
+        why = f"{other} is refused: {reason}"
+    else:
+        chosen, why = of_two(answers[PLAIN].best, answers[ROUNDED].best)
+    return Choice(with_rows(problem, chosen), answers, reasons, why)
+
+
+def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
+    """The type of rows that is recommended of two that fit, and why."""
+    objective, products = plain.objective, rounded_products(rounded.problem)
+    if rounded.problem.cluster.device.gemm_bfloat16 is None:
+        return PLAIN, products  # nothing is surely faster at a rate that nobody knows
+    is_measured = objective.target is not None  # runs have shown what rounding costs
+    drawn = np.stack([plain.drawn, rounded.drawn])
+    choice = DTYPES[recommended(drawn, [True, is_measured])]
+    gain, loss = plain.value / rounded.value - 1, rounded.value / plain.value - 1
+    why = (
+        f"{ROUNDED} is {show_percent(max(gain, loss), 1)}"
+        f" {objective.less if gain > 0 else objective.more} by prediction, and {objective.less}"
+        f" with a chance of {show_percent(rounded.chance_faster(plain))}"
+    )
+    if not is_measured:
+        why += f" (what is lossy needs {show_percent(SURE_SHARE)})"
+    return choice, why if choice == ROUNDED else f"{why}; {products}"
+
+
+def taken(dtype: str, best: Candidate) -> str:
+    """What the best strategy takes with rows of a type."""
+    return (
+        f"{dtype}: {best.strategy}, {show_time(float(best.predicted.epoch_s))} per epoch,"
+        f" {show_bytes(best.memory_bytes)} on the fullest rank"
+    )
+
+
+def with_rows(problem: Problem, dtype: str) -> Problem:
+    """The problem with rows of a type.
+
+    Raises SpecError where the model, its norm, the task or the features do not allow it.
+    """
+    if problem.workload.dtype == dtype:
+        return problem
+    fields = problem.workload.model_dump() | {"dtype": dtype}
+    there = replace(problem, workload=checked(Workload, fields, "", ["dtype"]))
+    check_features(there)
+    return there
+
+
+def in_a_line(error: SpecError | Infeasible) -> str:
+    """The rule of an error, without the field in front, and the candidates and remedies behind."""
+    return str(error).splitlines()[0].removeprefix("dtype: ").rstrip(":")
