@@ -410,7 +410,7 @@ def summarise() -> None:
     rounded = rounding()
     path = TRACES.parent.parent / "traces" / "quoted" / "rounding.csv"
     with path.open("w", newline="") as file:
-        quoted = csv.DictWriter(file, rounded[0])
+        quoted = csv.DictWriter(file, rounded[0], lineterminator="\n")
         quoted.writeheader()
         quoted.writerows(rounded)
     path = TRACES.parent.parent / "traces" / "quoted" / "convergence.csv"
