@@ -57,6 +57,7 @@ def test_a_users_module_has_one_process_gradients_on_every_exact_strategy(tmp_pa
     found = {each["strategy"]: each for each in document["strategies"]}
     assert list(found) == [example.strategy for _, example in checking.tried()]
     packed = {"graph_parallel(bits=2)", "pipegcn(bits=4)", "bns(p=0.5,bits=4)"}
+    packed.add("gnnpipe(stages=2,chunks=3,bits=4)")
     lossy = {"pipegcn", "gnnpipe(stages=2,chunks=3)", "bns(p=0.5)", *packed}
     for name in ("tensor3d(x=2,y=1,z=1)", "tensor3d(x=1,y=1,z=2)"):  # its layers have a norm
         assert (each := found.pop(name))["answer"] == "cannot" and "norm" in each["reason"], each
