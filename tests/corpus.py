@@ -26,7 +26,7 @@ from string import Template
 from typing import Any, NoReturn
 
 GRAPH = "synthetic:community?vertices=60&edges=240&features=4&classes=3"
-SECONDS = 10.0  # of work that a call may take
+SECONDS = 10.0  # that a call may take, by the clock and in work
 PATIENCE = 30.0  # [s] with a busy machine
 MEMORY = 1e9  # [B] that it may hold
 SPARSE = 5 * 10**8  # [B] of files that are all zeros, or all newlines
@@ -90,10 +90,10 @@ def call(case: Case, folder: Path) -> End:
             ended = os.wait4(pid, 0)
             break
         time.sleep(0.01)
-    _, status, used = ended
+    elapsed, (_, status, used) = time.monotonic() - started, ended
     code = os.waitstatus_to_exitcode(status)
-    # work counts: a busy machine is nobody's fault
-    seconds = used.ru_utime + used.ru_stime
+    # a busy machine is nobody's fault, and ranks on several cores do more work than time passes
+    seconds = min(elapsed, used.ru_utime + used.ru_stime)
     return End(
         code,
         max(seconds, SECONDS + 1) if code in (-signal.SIGKILL, -signal.SIGXCPU) else seconds,

@@ -14,11 +14,11 @@ PROMPT = ("nccl-tests", "topology", "devices and pipes", "YAML", "names", "plan.
 
 
 def parts() -> list[object]:
-    """By day of each of the PROMPT kinds every fortieth call; at night a kind each, all of its
+    """By day of each of the PROMPT kinds every hundredth call; at night a kind each, all of its
     calls."""
     kinds = dict.fromkeys(case.kind for case in corpus.cases())
     by_night = [pytest.param([kind], 1, id=kind, marks=pytest.mark.nightly) for kind in kinds]
-    return [pytest.param(PROMPT, 40, id="every fortieth"), *by_night]
+    return [pytest.param(PROMPT, 100, id="every hundredth"), *by_night]
 
 
 @pytest.mark.processes

@@ -78,13 +78,8 @@ def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
     run.check_metrics()
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "p3(pipelined=True,prefetch=2)",
-        pytest.param("gsplit(prefetch=1)", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["p3(pipelined=True,prefetch=2)", "gsplit(prefetch=1)"])
 def test_samplers_that_all_stop_end_the_run(tmp_path: Path, start: Start, strategy: str):
     """Those of a pipelined P3 were waited for for ever, and those of others three times as long as
     the user had allowed."""
@@ -167,6 +162,7 @@ def test_too_few_files_amid_training(tmp_path: Path, start: Start):
     assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
 def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path: Path, start: Start):
     """Training goes on where nobody reads of its progress; an answer that is lost is said."""

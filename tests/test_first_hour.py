@@ -260,6 +260,7 @@ def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan: Verb, cluster: Pa
     assert np.sum(parts, axis=0) == pytest.approx(total, abs=half_a_digit * len(rows))
 
 
+@pytest.mark.nightly
 def test_what_is_close_is_one_line(gnnplan: Verb) -> None:
     """Four strategies with all their knobs and reasons filled three lines."""
     ask = ("plan", "--graph", "reddit", "--cluster", "dgx_a100", "--model", "gcn", "--layers", 64)

@@ -98,6 +98,7 @@ def test_a_plan_for_gpus_that_runs_on_processors_is_noted(
     assert said.index(noted[0]) < said.index("training") < said.index("epoch 2/2")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks in /proc")
 def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(

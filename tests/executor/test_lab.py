@@ -122,16 +122,8 @@ def test_training_across_emulated_servers_is_training(tmp_path: Path, run_ranks:
 
 
 @needs_namespaces
-@pytest.mark.parametrize(
-    "signalled",
-    [
-        signal.SIGKILL,
-        *(
-            pytest.param(each, marks=pytest.mark.nightly)
-            for each in (signal.SIGINT, signal.SIGTERM)
-        ),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Signals):
     """A SIGTERM left the folder of the samplers behind: nothing had the launcher unwind."""
     mark, temporary = f"MARK-{uuid.uuid4().hex}", tmp_path / "tmp"

@@ -49,6 +49,7 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, several)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux has it")
 @pytest.mark.usefixtures("one_core", "sizes")

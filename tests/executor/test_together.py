@@ -73,6 +73,7 @@ def test_what_one_refuses_all_refuse(refusing: int) -> None:
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path: Path) -> None:

@@ -118,9 +118,8 @@ def test_twice_the_link_helps_where_the_link_binds() -> None:
     assert gain(question("100GB/s")) in (-1, 0)
 
 
-@pytest.mark.parametrize(
-    ("asked", "way"), [(4, "more"), pytest.param(8, "fewer", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("asked", "way"), [(4, "more"), (8, "fewer")])
 def test_other_depths_change_the_choice_where_they_do(asked: int, way: str) -> None:
     """Nothing was asserted where no depth changed the choice, as none did in the question before."""
     graph = load("synthetic:community?vertices=1000&edges=10000&features=256&classes=4")
