@@ -3,8 +3,9 @@
 Python makes temporary files for a sampler's sockets, and torch makes some when a sampler is lost; a
 killed process leaves them where they are. The launcher gives its processes a folder of their own
 for temporary files, and removes it. A sampler also notes its process there, for torch names shared
-memory by it. A launcher that is killed cannot remove anything; so a link in the
-run's folder leads there, and whoever resumes the run does it. A disk without links has none."""
+memory by it. A launcher that is killed cannot remove anything; so a link in the run's folder leads
+there, and whoever resumes the run with the same TMPDIR does it. On a disk without links the folder
+stays."""
 
 from __future__ import annotations
 

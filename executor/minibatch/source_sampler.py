@@ -1,8 +1,8 @@
 """Batches whose layer 1 is split by sources (SNP).
 
-They are drawn as in data parallel: a rank draws all that its own seeds need. Then it pushes every
-edge of layer 1 to the owner of its source. The owner of a row hears of the row in any case, for it
-has the row's own part. A sum that several ranks need is made once.
+They are drawn as in data parallel: a rank draws all that its own seeds need. Then it pushes the
+edges of layer 1 whose sources others own to these owners. A row's owner is always told of it, for
+the row's own part. A sum that several ranks need is made once.
 """
 
 from __future__ import annotations

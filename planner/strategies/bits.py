@@ -10,12 +10,12 @@ A row of d numbers takes ceil(d bits / 8) + 4 bytes. Every number is rounded at 
 2^bits levels between its row's lowest and highest, so that its mean over draws is the number itself
 (executor/layers/kernels/few_bits.py). Both passes do it. Evaluation, all-reduces, and the rows at
 the ends of pairs (link prediction) are left as they are. Draws are a hash of (seed, step, layer,
-way, vertex, column): any number of ranks rounds a row alike, and so does a resumed run.
+way, vertex, column): any number of ranks draws alike for a row, and so does a resumed run.
 
 A layer's sum over neighbours is on average that of its inputs; what ReLU and the loss make of it is
 not unbiased. Each number is off by up to one of 2^bits - 1 spacings, which is the price of 2 bits.
 
-With bits='adaptive' rows have 8, 4 or 2 bits, which fill the bytes of 4: 2 ceil(d / 4) + 4 a row.
+With bits='adaptive' rows have 8, 4 or 2 bits, 4 on average: 2 ceil(d / 4) + 4 a row.
 Both ends choose them alike, from the ranges of rows that crossed before (mixed_bits.py beside
 few_bits.py).
 
