@@ -27,7 +27,8 @@ class Exchange:
 
     give: for each peer the positions of the rows that it needs (int64). take: rows that come from
     each peer [ranks]. Received rows are grouped by peer, as in layout.Piece.halo. group: the ranks
-    that take part, if not all; `Rank.group` must have been called for it.
+    that take part, if not all; `Rank.group` must have been called for it. at: where the rows are
+    that are given, if not on the rank's device.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Exchange:
         give: Sequence[np.ndarray],
         take: np.ndarray,
         group: tuple[int, ...] | None = None,
+        at: torch.device | None = None,
     ) -> None:
         self.rank = rank
         self.group = (rank.group(group) if group else None) or rank.exchange_group
         self.take = [int(n) for n in take]
         # of all peers, one after the other
-        self.positions = torch.from_numpy(np.concatenate(give).astype(np.int64)).to(rank.device)
+        positions = torch.from_numpy(np.concatenate(give).astype(np.int64))
+        self.positions = positions.to(at or rank.device)
         self.gives = [len(positions) for positions in give]
 
     def pack(self, rows: Rows, into: Tensor | None = None) -> Rows:

@@ -7,7 +7,7 @@ They are named as in planner/strategies/, and record their spans under the label
     constant_rows.py    its features, fetched at set-up
     feature_parallel.py sums over edges on columns of all rows
     tensor3d.py         a tile of every tensor on each rank of a grid
-    offload.py          one device, chunk by chunk, with vertex data in the server's memory
+    offload.py          devices go chunk by chunk, with vertex data in servers' memories
     granndis.py         graph parallel over deeper layouts, and cooperative batches
     minibatch.py        data parallel and GSplit
     p3/                 layer 1 by columns of the features

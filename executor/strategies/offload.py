@@ -1,9 +1,10 @@
-"""Offload: one device computes chunk by chunk, and the server's memory has what chunks read.
+"""Offload: devices compute chunk by chunk, and the server's memory has what chunks read.
 
-Rows in the server's memory are in the order of chunks, so that a chunk's own rows are neighbours. A
-layer of a chunk is a segment of its own, as graph parallelism's of a rank; where a rank would
-receive its halo, a chunk reads it from the rows that other chunks have stored. What is loaded for
-it is let go before the next chunk is loaded (planner/strategies/layerwise/chunked.py).
+A rank's rows in the server's memory are in the order of its chunks, so that a chunk's own rows are
+neighbours. A layer of a chunk is a segment of its own, as graph parallelism's of a rank. What it
+reads of its rank's other chunks it finds in the server's memory, where these have stored it; what
+it reads of other ranks crosses as a halo. What is loaded for it is let go before the next chunk is
+loaded (planner/strategies/layerwise/chunked.py).
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, dtype_of, features
+from gnnplan.executor.layers.blocks import Targets, dtype_of, features, weighted_block
 from gnnplan.executor.layers.kernels import Block, Rows, backward, dropout
 from gnnplan.executor.layers.models import BatchNorm, Net
-from gnnplan.executor.minibatch.share import share_of
+from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.whole import counts_of
-from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.layout import Layout, Piece
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
 from gnnplan.planner.vocabulary.schedule import Label
+
+HOST = torch.device("cpu")
 
 
 @dataclass
@@ -32,8 +35,11 @@ class _Part:
     """A chunk's edges of a layer, in the server's memory."""
 
     block: Block
-    vertices: Tensor  # global ids of the rows that it reads, its own first, int64 [S]
-    places: Tensor  # of these rows in the server's memory, int64 [S]
+    # global ids of the rows that it reads, its own first, then those of its rank, int64 [S]
+    vertices: Tensor
+    places: Tensor  # in the server's memory, of those of its rank, int64 [S - halo]
+    exchange: Exchange  # of the halo, and of what this rank has of other ranks' halos
+    meets: bool  # ranks exchange rows
 
 
 @dataclass
@@ -54,12 +60,13 @@ class _Loaded:
     block: Block | None = None
     vertices: Tensor | None = None  # whose rows these are, int64 [S]
     aggregate: Tensor | None = None  # of layer 1, where it is constant [R, F]
+    outgoing: Tensor | None = None  # rows of other ranks' halos
     gradient: Tensor | None = None  # of h_l [R, H_l], for a backward pass
     targets: Targets | None = None  # for a loss
 
 
 class Worker(base.Worker):
-    """The only rank, and what it keeps in the server's memory."""
+    """A rank, and what it keeps in the server's memory."""
 
     def __init__(self, rank: Rank, problem: Problem, strategy: Offload) -> None:
         self.rank, self.problem = rank, problem
@@ -68,20 +75,26 @@ class Worker(base.Worker):
         self.moments: dict[int, Tensor] = {}  # of this step's rows, by the layer that reads them
         self.sums = torch.empty(0)  # of the rows of which moments are made next
         assert strategy.chunks is not None
+        self.turns = range(strategy.chunks)  # in each of them every rank has a chunk
         with rank.in_server_memory():
             layout = problem.chunked(strategy.chunks)
             assert isinstance(layout, Layout)
             self._keep(layout)
 
+    def _number(self, rank: int, turn: int) -> int:
+        """A chunk, among those of all ranks."""
+        return rank * len(self.turns) + turn
+
     def _keep(self, layout: Layout) -> None:
-        own = [layout.own(c) for c in range(layout.ranks)]
-        order = np.concatenate(own)
-        place = np.empty(order.size, dtype=np.int64)
+        me = self.rank.rank
+        order = np.concatenate([layout.own(self._number(me, turn)) for turn in self.turns])
+        # of each vertex in this rank's rows [N]; -1: another rank has it
+        place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
         place[order] = np.arange(order.size)
-        self.chunks = [self._chunk(layout, number, place) for number in range(layout.ranks)]
+        self.chunks = [self._chunk(layout, turn, place) for turn in self.turns]
 
         def rows(width: int) -> Tensor:
-            """Zeros [N, width]; in page-locked memory if a GPU is to read them."""
+            """Zeros [own, width]; in page-locked memory if a GPU is to read them."""
             zeros = torch.zeros(order.size, width, dtype=dtype_of(self.problem.workload))
             return zeros.pin_memory() if self.rank.device.type == "cuda" else zeros
 
@@ -96,32 +109,55 @@ class Worker(base.Worker):
         self.logits = rows(self.shapes.classes)
         self.aggregate: Tensor | None = None
         if self.shapes.aggregate_cached(1):
-            self.aggregate, cpu = rows(self.shapes.features), torch.device("cpu")
+            self.aggregate = rows(self.shapes.features)
             for chunk in self.chunks:
                 part = chunk.parts.pop(1)
-                x = self._features(part.vertices.numpy(), cpu)
+                x = self._features(part.vertices.numpy(), HOST)
                 self.aggregate[chunk.own] = self.net.layer(1).gather(part.block, x)
 
-    def _chunk(self, layout: Layout, number: int, place: np.ndarray) -> _Chunk:
-        workload, on_gpu = self.problem.workload, self.rank.device.type == "cuda"
-        edges = [self.net.layer(layer).edges for layer in range(1, self.last + 1)]
-        share = share_of(layout, number, edges, workload, None)
-        parts = {
-            id(part): _Part(
-                part.block.pinned() if on_gpu else part.block,
-                torch.from_numpy(part.source),
-                torch.from_numpy(place[part.source]),
-            )
-            for part in share.parts
-        }
-        start = int(place[share.own[0]])
-        return _Chunk(
-            number,
-            slice(start, start + share.own.size),
-            share.own,
-            {layer: parts[id(part)] for layer, part in enumerate(share.parts, 1)},
-            Targets(layout.graph, share.own, workload, torch.device("cpu")),
+    def _chunk(self, layout: Layout, turn: int, place: np.ndarray) -> _Chunk:
+        own = layout.own(self._number(self.rank.rank, turn))
+        alike: dict[object, _Part] = {}
+        parts = {}
+        for layer in range(1, self.last + 1):
+            kind = layout.kind(layer), self.net.layer(layer).edges
+            if kind not in alike:
+                alike[kind] = self._part(layout, turn, layer, place)
+            parts[layer] = alike[kind]
+        start = int(place[own[0]])
+        targets = Targets(layout.graph, own, self.problem.workload, HOST)
+        return _Chunk(turn, slice(start, start + own.size), own, parts, targets)
+
+    def _part(self, layout: Layout, turn: int, layer: int, place: np.ndarray) -> _Part:
+        ranks, me = range(self.rank.world), self.rank.rank
+        pieces = [layout.piece(self._number(rank, turn), layer) for rank in ranks]
+        halos = [self._by_rank(piece) for piece in pieces]
+        number = self._number(me, turn)
+        source = np.concatenate([layout.rows(number, layer - 1), pieces[me].halo])
+        order = np.argsort(place[source] < 0, kind="stable")  # rows of this rank come first
+        source = source[order]
+        position = np.empty(order.size, dtype=np.int32)
+        position[order] = np.arange(order.size, dtype=np.int32)
+        indptr, indices = layout.block(number, layer)
+        edges, workload = self.net.layer(layer).edges, self.problem.workload
+        rows = layout.rows(number, layer)
+        block = weighted_block(
+            layout.graph, edges, rows, source, indptr, position[indices], workload
         )
+        give = [place[halos[peer][me]] if peer != me else place[:0] for peer in ranks]
+        take = np.array([halos[me][peer].size * (peer != me) for peer in ranks])
+        return _Part(
+            block.pinned() if self.rank.device.type == "cuda" else block,
+            torch.from_numpy(source),
+            torch.from_numpy(place[source[: source.size - take.sum()]]),
+            Exchange(self.rank, give, take, at=HOST),
+            any(halos[a][b].size for a in ranks for b in ranks if a != b),
+        )
+
+    def _by_rank(self, piece: Piece) -> list[np.ndarray]:
+        """The rows that a chunk reads of each rank's chunks, without its own: global ids."""
+        of_ranks = piece.received.reshape(self.rank.world, -1).sum(1)
+        return np.split(piece.halo, np.cumsum(of_ranks)[:-1])
 
     # -- loads and stores --------------------------------------------------------------------------
 
@@ -143,14 +179,19 @@ class Worker(base.Worker):
                 source = self._features(own, self.rank.device)
                 loaded = _Loaded(source, aggregate=self._copy(self.aggregate[chunk.own]))
             else:
+                outgoing = None
                 if layer == 1:
                     source = self._features(part.vertices.numpy(), self.rank.device)
                 else:
-                    picked = self.hidden[layer - 1].index_select(0, part.places)
-                    source = picked.to(self.rank.device)
-                    source.requires_grad_(self.training)
+                    rows = self.hidden[layer - 1]
+                    source = rows.new_empty(
+                        len(part.vertices), rows.shape[1], device=self.rank.device
+                    )
+                    _pick(rows, part.places, source[: len(part.places)])
+                    if part.meets:
+                        outgoing = part.exchange.pack(rows).to(self.rank.device)
                 block = part.block.mapped(self._copy)
-                loaded = _Loaded(source, block, self._copy(part.vertices))
+                loaded = _Loaded(source, block, self._copy(part.vertices), outgoing=outgoing)
             if way == "b":
                 loaded.gradient = self._copy(self.gradients[layer][chunk.own])
             elif layer == self.last and self.training:
@@ -164,6 +205,8 @@ class Worker(base.Worker):
             edges, read = 0, rows * (2 if self.shapes.layers[0].reads_own else 1)
         else:
             edges, read = part.block.nbytes + part.vertices.nbytes, len(part.vertices)
+            if layer > 1:
+                read = len(part.places) + sum(part.exchange.gives)
         nbytes = edges + read * self.shapes.layers[layer - 1].h_in * b
         if way == "b":
             return nbytes + rows * self.shapes.layers[layer - 1].h_out * b
@@ -175,21 +218,49 @@ class Worker(base.Worker):
         with self.rank.span(label, "copy", out.nbytes):
             self.hidden[layer][chunk.own] = out
 
+    def _read(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
+        """`_load`, and the rows read that other ranks have."""
+        loaded = self._load(step, way, layer, chunk)
+        if loaded.outgoing is not None:
+            part, outgoing, loaded.outgoing = chunk.parts[layer], loaded.outgoing, None
+            op = "halo" if way == "f" else "halo_again"
+            label = Label(op, step, way, layer, chunk.number)
+            with self.rank.span(label, "comm", self.rank.count(label, outgoing.nbytes)):
+                part.exchange.forward(outgoing, loaded.source[len(part.places) :])
+        if layer > self.shapes.first_varying:
+            loaded.source.requires_grad_(self.training)
+        return loaded
+
+    def _halo_home(
+        self, step: int, layer: int, chunk: _Chunk, gradient: Tensor | None
+    ) -> Tensor | None:
+        """The halo's gradient goes home -> that of the rows given [given, H_{l-1}]."""
+        if gradient is None or not chunk.parts[layer].meets:
+            return None
+        part, label = chunk.parts[layer], Label("halo", step, "b", layer, chunk.number)
+        far = gradient[len(part.places) :]
+        with self.rank.span(label, "comm", self.rank.count(label, far.nbytes)):
+            return part.exchange.backward(far)
+
     def _store_gradient(
         self, step: int, layer: int, chunk: _Chunk, loaded: _Loaded, logits: Tensor | None = None
     ) -> None:
         """Add the gradient of the rows read to what other chunks have added; keep logits."""
         gradient = loaded.source.grad
-        nbytes = sum(each.nbytes for each in (gradient, logits) if each is not None)
+        home = self._halo_home(step, layer, chunk, gradient)
+        near = None if gradient is None else gradient[: len(chunk.parts[layer].places)]
+        nbytes = sum(each.nbytes for each in (near, home, logits) if each is not None)
         with self.rank.span(Label("store", step, "b", layer, chunk.number), "copy", nbytes):
             if logits is not None:
                 self.logits[chunk.own] = logits
-            if gradient is None:
+            if near is None:
                 return
-            into = self.gradients[layer - 1]
+            into, part = self.gradients[layer - 1], chunk.parts[layer]
             if chunk is self.chunks[0]:
                 into.zero_()
-            into.index_add_(0, chunk.parts[layer].places, gradient.to("cpu"))
+            into.index_add_(0, part.places, near.to(HOST))
+            if home is not None:
+                part.exchange.add_home(into, home.to(HOST))
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -211,7 +282,7 @@ class Worker(base.Worker):
 
     def _forward(self, step: int, layer: int, chunk: _Chunk) -> None:
         """A layer before the last: nothing but its rows stays."""
-        loaded = self._load(step, "f", layer, chunk)
+        loaded = self._read(step, "f", layer, chunk)
         label = Label("forward", step, layer=layer, chunk=chunk.number)
         with self.rank.span(label, "compute"), torch.no_grad():
             out = self._compute(step, layer, loaded)
@@ -219,24 +290,36 @@ class Worker(base.Worker):
         self._store_rows(step, layer, chunk, out)
 
     def _add_to_moments(self, layer: int, chunk: _Chunk, rows: Tensor) -> None:
-        """Batch norm before a layer: its moments are complete with the last chunk's rows."""
+        """Batch norm before a layer: sums of the chunk's rows."""
         norm = self.net.batch_norm(layer)
-        if norm is None or not self.training:
-            return
-        sums = norm.sums(rows)
-        self.sums = sums if chunk is self.chunks[0] else self.sums + sums
-        if chunk is self.chunks[-1]:
-            self.moments[layer] = norm.moments(self.sums, len(self.logits)).requires_grad_()
+        if norm is not None and self.training:
+            sums = norm.sums(rows)
+            self.sums = sums if chunk is self.chunks[0] else self.sums + sums
+
+    def _complete_moments(self, step: int, layer: int) -> None:
+        """All chunks of all ranks have added theirs."""
+        norm = self.net.batch_norm(layer)
+        if norm is not None and self.training:
+            all_reduce(self.rank, Label("moments", step, "f", layer), self.sums, self.reduce_group)
+            moments = norm.moments(self.sums, self.problem.stats.vertices)
+            self.moments[layer] = moments.requires_grad_()
+
+    def _complete_gradient_of_moments(self, step: int, layer: int) -> None:
+        if (moments := self.moments.get(layer)) is not None:
+            assert moments.grad is not None
+            label = Label("moments", step, "b", layer)
+            all_reduce(self.rank, label, moments.grad, self.reduce_group)
 
     def _through_moments(self, layer: int, rows: Tensor, gradient: Tensor) -> None:
         """Add to the gradient of rows what they get through the moments before a layer."""
         if (moments := self.moments.get(layer)) is not None:
             assert moments.grad is not None
-            gradient += BatchNorm.home(rows.detach(), moments, moments.grad, len(self.logits))
+            everyone = self.problem.stats.vertices
+            gradient += BatchNorm.home(rows.detach(), moments, moments.grad, everyone)
 
     def _forward_and_backward(self, step: int, chunk: _Chunk) -> Tensor:
         """The last layer, forward and backward; returns the chunk's part of the loss."""
-        loaded = self._load(step, "f", self.last, chunk)
+        loaded = self._read(step, "f", self.last, chunk)
         label = Label("forward", step, layer=self.last, chunk=chunk.number)
         with self.rank.span(label, "compute"):
             out = self._compute(step, self.last, loaded)
@@ -253,7 +336,7 @@ class Worker(base.Worker):
 
     def _backward(self, step: int, layer: int, chunk: _Chunk) -> None:
         """A layer before the last: forward again, and backward."""
-        loaded = self._load(step, "b", layer, chunk)
+        loaded = self._read(step, "b", layer, chunk)
         label = Label("backward", step, layer=layer, chunk=chunk.number)
         with self.rank.span(label, "compute"):
             assert loaded.gradient is not None
@@ -266,35 +349,47 @@ class Worker(base.Worker):
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward; adds gradients to the parameters' .grad.
 
-        Returns the loss, and the logits in the server's memory, chunk after chunk [N, C].
+        Returns this rank's part of the loss, and its logits in the server's memory, chunk after
+        chunk [own, C].
         """
         self.training = True
         for layer in range(1, self.last):
             for chunk in self.chunks:
                 self._forward(step, layer, chunk)
+            self._complete_moments(step, layer + 1)
         loss = torch.stack([self._forward_and_backward(step, chunk) for chunk in self.chunks]).sum()
         for layer in range(self.last - 1, 0, -1):
+            self._complete_gradient_of_moments(step, layer + 1)
             for chunk in self.chunks:
                 self._backward(step, layer, chunk)
         return loss, self.logits
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        """Logits [N, C] without dropout, in the order of `step`'s."""
+        """Logits [own, C] without dropout, in the order of `step`'s."""
         self.training = False
         for layer in range(1, self.last):
             for chunk in self.chunks:
                 self._forward(step, layer, chunk)
+            self._complete_moments(step, layer + 1)
         for chunk in self.chunks:
-            loaded = self._load(step, "f", self.last, chunk)
+            loaded = self._read(step, "f", self.last, chunk)
             self.logits[chunk.own] = self._compute(step, self.last, loaded)
         return self.logits
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of all rows."""
+        """Right and wrong answers [3, 2] of own rows."""
         return counts_of([chunk.targets for chunk in self.chunks], logits)
 
 
 def open_worker(rank: Rank, problem: Problem, strategy: Offload, first: int) -> Worker:
-    """The worker of the only rank."""
+    """This rank's part of the strategy."""
     return Worker(rank, problem, strategy)
+
+
+def _pick(rows: Tensor, places: Tensor, into: Tensor) -> None:
+    """Copy rows to a device, without a second copy there."""
+    if into.device == rows.device:
+        torch.index_select(rows, 0, places, out=into)
+    else:
+        into.copy_(rows.index_select(0, places))

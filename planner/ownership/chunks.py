@@ -38,7 +38,9 @@ class Chunks:
     def __init__(self, graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> None:
         self.graph, self.chunks, self.members = graph, chunks, members
         # sub-chunk of each vertex
-        self.sub = np.asarray(chunk, dtype=np.int64) * members + _cut(graph, chunk, chunks, members)
+        self.sub = np.asarray(chunk, dtype=np.int64) * members + cut_parts(
+            graph, chunk, chunks, members
+        )
         self.order = np.argsort(self.sub, kind="stable")  # by chunk, then member, then id
         self.bounds = np.searchsorted(self.sub[self.order], np.arange(chunks * members + 1))
 
@@ -104,23 +106,23 @@ class Chunks:
         return sources, numbers, halos
 
 
-def _cut(graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> np.ndarray:
-    """The member of each vertex, by METIS inside every chunk: int64 [N].
+def cut_parts(graph: Graph, part: np.ndarray, parts: int, members: int) -> np.ndarray:
+    """The member of each vertex, by METIS inside every part: int64 [N].
 
-    In a chunk of fewer vertices than members, some members have none."""
-    member = np.zeros(chunk.size, dtype=np.int64)
+    In a part of fewer vertices than members, some members have none."""
+    member = np.zeros(part.size, dtype=np.int64)
     if members == 1:
         return member
     indptr, indices = undirected(graph)
     adjacency = sp.csr_matrix(
-        (np.ones(len(indices), dtype=np.int8), indices, indptr), shape=(chunk.size, chunk.size)
+        (np.ones(len(indices), dtype=np.int8), indices, indptr), shape=(part.size, part.size)
     )
-    by_chunk = np.argsort(chunk, kind="stable")
-    for c, rows in enumerate(
-        np.split(by_chunk, np.searchsorted(chunk[by_chunk], np.arange(1, chunks)))
+    by_part = np.argsort(part, kind="stable")
+    for p, rows in enumerate(
+        np.split(by_part, np.searchsorted(part[by_part], np.arange(1, parts)))
     ):
         if rows.size <= members:
-            member[rows] = (np.arange(rows.size) + c) % members
+            member[rows] = (np.arange(rows.size) + p) % members
         else:
             inside = adjacency[rows][:, rows]
             member[rows] = partition_weighted(inside.indptr, inside.indices, None, members)

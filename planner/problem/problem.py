@@ -19,7 +19,7 @@ from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.links import expect_held_out, hold_out
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.graph.splitting import IMBALANCE, owners
-from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, estimated_chunks
+from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, cut_parts, estimated_chunks
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
 from gnnplan.planner.ownership.layout import Expansion, Layout, distances
@@ -182,14 +182,17 @@ class Problem:
         return self.known.answer(("layout", *asked), make)
 
     def chunked(self, chunks: int) -> Layout | EstimatedLayout:
-        """The rows of every chunk at every layer, as if each chunk were a rank of one server."""
-        args = ((0,) * chunks, self.workload.layers, self.model.first_varying, 0, None)
+        """The rows of every chunk at every layer, as if each chunk were a rank.
+
+        Each of our ranks has `chunks` of them, which follow one another: a group of the layout."""
+        groups = tuple(rank for rank in range(self.ranks) for _ in range(chunks))
+        args = (groups, self.workload.layers, self.model.first_varying, 0, None)
 
         def make() -> Layout | EstimatedLayout:
             if self.graph is None:
                 mixing = mixing_of(self.stats, self.method)
                 return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
-            return Layout(self.graph, self.chunk_of(chunks), *args)
+            return Layout(self.graph, self._chunks_of_ranks(chunks), *args)
 
         asked = (*args, self.graph, self.stats, self.method)
         return self.known.answer(("chunked", *asked), make)
@@ -299,6 +302,16 @@ class Problem:
         """Chunk of every vertex, int32 [N]."""
         assert self.graph is not None
         return partition(self.graph, chunks, self.method)
+
+    def _chunks_of_ranks(self, chunks: int) -> np.ndarray:
+        """Chunk of every vertex [N], where every rank's part of the graph is cut in so many."""
+        assert self.graph is not None
+        if self.ranks > 1 and self.method.startswith("metis"):
+            owner = self._owner(())
+            if np.bincount(owner).min() >= chunks:  # no chunk is empty
+                inside = cut_parts(self.graph, owner, self.ranks, chunks)
+                return np.asarray(owner * chunks + inside)
+        return self.chunk_of(self.ranks * chunks)
 
     def cut(self, chunks: int, members: int = 1) -> Chunks:
         """The graph in `chunks` chunks, each cut over the members of a stage."""

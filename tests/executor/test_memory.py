@@ -245,6 +245,10 @@ RUNS = {
     "checkpoints": (2, Case("graph_parallel(checkpoint=True)", THIN, {**RES, "layers": 12})),
     "graph parallel": (2, Case("graph_parallel", DENSE, SAGE)),
     "offload": (1, Case("offload(chunks=4)", MANY, {**SAGE, "dropout": 0.5})),
+    "offload, two devices": (
+        2,
+        Case("offload(chunks=4)", MANY, {**SAGE, "hidden": 126, "dropout": 0.5}),
+    ),
     "narrow": (
         2,
         Case(

@@ -1,4 +1,4 @@
-"""Chunks that pass one device train as one process that has the whole graph. What they fill is in
+"""Chunks that pass devices train as one process that has the whole graph. What they fill is in
 test_memory.py, bytes and order in test_conformance.py."""
 
 from __future__ import annotations
@@ -25,10 +25,35 @@ CASES = [  # chunks, model (and more of the workload), graph, directed
 ]
 
 
-@pytest.mark.parametrize(("chunks", "how", "graph", "directed"), CASES, ids=str)
+SEVERAL = [  # ranks, servers, chunks of each, model, graph, directed
+    (2, 1, 3, {"model": "gcn", "dropout": 0.5}, "rough", False),
+    (3, 1, 2, {"model": "sage"}, "rough", True),
+    (2, 2, 1, {"model": "sage", "dropout": 0.5}, "multi", False),
+    (
+        2,
+        1,
+        4,
+        {"model": "gcn", "norm": "batch", "optimizer": "sgd", "dropout": 0.5},
+        "rough",
+        False,
+    ),
+    (2, 1, 3, {"model": "gat", "heads": 2, "dropout": 0.5}, "rough", False),
+    (2, 1, 2, {"model": "gin", "optimizer": "sgd"}, "islands", False),  # nothing crosses
+    (2, 1, 2, {"model": "sage", "layers": 1, "dropout": 0.5}, "multi", False),
+    (4, 2, 15, {"model": "sage", "layers": 4}, "rough", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "servers", "chunks", "how", "graph", "directed"),
+    [*((1, 1, *case) for case in CASES), *SEVERAL],
+    ids=str,
+)
 def test_chunks_train_as_one_process(
     run_ranks: Ranks,
     graphs: dict[str, str],
+    world: int,
+    servers: int,
     chunks: int,
     how: dict[str, object],
     graph: str,
@@ -37,7 +62,9 @@ def test_chunks_train_as_one_process(
     """Weights, losses, and right answers of every epoch, dropout's draws included."""
     how = {"layers": 3, "hidden": 8, "lr": 0.05, "seed": 3, "dtype": "float64", **how}
     case = Case("graph_parallel", graphs[graph], how, directed=directed, eval_every=1)
-    alone, chunked = run_ranks(1, [case, replace(case, strategy=f"offload(chunks={chunks})")])
+    strategy = f"offload(chunks={chunks})"
+    (alone,) = run_ranks(1, [case])
+    (chunked,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
     idle = [f"layers.{n}.bias" for n in (1, 2)] if how.get("norm") == "batch" else []
     assert difference(chunked.weights, alone.weights, tuple(idle)) <= 1e-9
     assert chunked.losses == pytest.approx(alone.losses, rel=1e-9)

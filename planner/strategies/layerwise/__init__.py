@@ -7,7 +7,7 @@
     tensor3d.py         3D tensor parallelism: a tile of every tensor on each rank of a grid
     tiles.py            the operations of its step
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
-    offload.py          one device, chunk by chunk, with vertex data in the server's memory
+    offload.py          devices go chunk by chunk, with vertex data in servers' memories
     chunked.py          the operations of its step: their program, bytes and memory
     preloading.py       what that costs and saves, in sentences
     bits.py             rows that cross in few bits per number

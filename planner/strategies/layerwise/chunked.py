@@ -1,19 +1,28 @@
 """The operations of a step that goes layer by layer, and in each layer chunk by chunk (offload).
 
-    copy     |load f l c|             |store f l c|   layers 1 .. L - 1, all chunks of each
-    compute             |forward l c|
+Every rank has as many chunks; all of them do their first one at the same time, then their second.
 
-    copy     |load f L c|                              |store b L c|   the last layer, all chunks
-    compute             |forward L c|loss c|backward L c|
+    layers 1 .. L - 1, all chunks of each
+    copy     |load f l c|                         |store f l c|
+    comm                 |halo f l c|
+    compute                          |forward l c|
 
-    copy     |load b l c|              |store b l c|   layers L - 1 .. 1, all chunks of each
-    compute             |backward l c|
+    the last layer, all chunks
+    copy     |load f L c|                                                       |store b L c|
+    comm                 |halo f L c|                              |halo b L c|
+    compute                          |forward L c|loss c|backward L c|
+
+    layers L - 1 .. 1, all chunks of each
+    copy     |load b l c|                                           |store b l c|
+    comm                 |halo_again b l c|              |halo b l c|
+    compute                                |backward l c|
 
 A forward load brings the rows of h_{l-1} that the chunk's edges read, and the edges; the last layer
-also labels. A store takes the chunk's rows of h_l back. A backward load brings the same and the
-gradient of the chunk's rows of h_l; the backward pass begins with the forward pass. A store takes
-the gradient of the rows read back, where it is added to what other chunks have left there. Between
-its loads nothing of a chunk is on the device.
+also labels. Rows that are in another rank's memory are loaded there, and cross as a halo. A store
+takes the chunk's rows of h_l back. A backward load brings the same and the gradient of the chunk's
+rows of h_l; the backward pass begins with the forward pass. The gradient of the halo goes home. A
+store takes the gradient of the rows read back, where it is added to what other chunks have left
+there. Between its loads nothing of a chunk is on the device.
 
 Which rows a chunk reads is counted by planner/ownership/layout.py, as if each chunk were a rank.
 """
@@ -29,7 +38,7 @@ import numpy as np
 from gnnplan.planner.gnn.footprint import LONG, Footprint, block, footprint, loss
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import alike_as
 from gnnplan.planner.strategies.program.held import Held
@@ -39,14 +48,27 @@ from gnnplan.planner.vocabulary.schedule import Compute
 COUNTS_AT_ENDS = 8  # [B] by which the offsets of a block's edges are more than its rows, both ways
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Counts:
-    """What a chunk has in a layer; of a graph known by statistics: on average."""
+    """What the ranks' chunks of a turn have in a layer; of a graph known by statistics: on average.
 
-    rows: float
-    sources: float  # rows that its edges read, its own included
-    edges: float  # without self edges
-    trained: float  # training vertices among its rows
+    Chunks that are alike have the same object."""
+
+    rows: np.ndarray  # [ranks]
+    sources: np.ndarray  # rows that edges read, the chunk's own and the halo included [ranks]
+    edges: np.ndarray  # without self edges [ranks]
+    trained: np.ndarray  # training vertices among the rows [ranks]
+    sends: np.ndarray  # sends[i, j]: rows of the halo of j that i has [ranks, ranks]
+
+    @cached_property
+    def given(self) -> np.ndarray:
+        """Rows that each rank has of others' halos [ranks]."""
+        return np.asarray(self.sends.sum(1))
+
+    @cached_property
+    def halo(self) -> np.ndarray:
+        """Rows read that other ranks have [ranks]."""
+        return np.asarray(self.sends.sum(0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +78,8 @@ class ChunkedStep:
     problem: Problem
     layout: Layout | EstimatedLayout
     _works: dict[tuple[str, int, Counts], Compute] = field(default_factory=dict)
-    _losses: dict[float, Compute] = field(default_factory=dict)
-    _copies: dict[int, np.ndarray] = field(default_factory=dict)
+    _losses: dict[Counts, Compute] = field(default_factory=dict)
+    _copies: dict[bytes, np.ndarray] = field(default_factory=dict)
     _needs: dict[tuple[int, Counts], Footprint] = field(default_factory=dict)
 
     @property
@@ -66,7 +88,8 @@ class ChunkedStep:
 
     @property
     def chunks(self) -> range:
-        return range(self.layout.ranks)
+        """Those of each rank."""
+        return range(self.layout.ranks // self.problem.ranks)
 
     def program(self) -> Program:
         step = list(self.ops(self.chunks))
@@ -88,20 +111,29 @@ class ChunkedStep:
         for layer in range(1, last):
             for c in chunks:
                 yield self._load("f", layer, c)
+                yield from self._halo("halo", "f", layer, c)
                 yield self._compute("forward", layer, c, like[layer])
                 yield self._store("f", layer, c)
+            yield from self._moments("f", layer + 1)
         for c in chunks:
             yield self._load("f", last, c)
+            yield from self._halo("halo", "f", last, c)
             yield self._compute("forward", last, c, last)
             yield self._loss(c)
             yield self._compute("backward", last, c, last)
+            yield from self._halo("halo", "b", last, c)
             yield self._store("b", last, c)
         for layer in range(last - 1, 0, -1):
+            yield from self._moments("b", layer + 1)
             for c in chunks:
                 yield self._load("b", layer, c)
+                yield from self._halo("halo_again", "b", layer, c)
                 yield self._compute("backward", layer, c, like[layer])
+                yield from self._halo("halo", "b", layer, c)
                 if layer > self.model.first_varying:
                     yield self._store("b", layer, c)
+        if self.problem.ranks > 1:
+            yield Op("all_reduce", size=self.model.weights * self.model.weight_itemsize)
         yield Op("update", work=self.model.update(self.model.weights), holds=Held.let_go)
 
     def _like(self) -> dict[int, int]:
@@ -121,9 +153,30 @@ class ChunkedStep:
         stored = self._copied(self.stored_bytes(way, layer, c))
         return Op("store", way, layer, chunk=c, loaded=stored)
 
-    def _copied(self, nbytes: float) -> np.ndarray:
-        """Whole bytes; equal ones are one object, whose copy is priced once."""
-        return self._copies.setdefault(round(nbytes), np.array([round(nbytes)]))
+    def _copied(self, nbytes: np.ndarray) -> np.ndarray:
+        """Whole bytes [ranks]; equal ones are one object, whose copy is priced once."""
+        whole = np.round(nbytes).astype(np.int64)
+        return self._copies.setdefault(whole.tobytes(), whole)
+
+    def _halo(self, op: str, way: str, layer: int, c: int) -> Iterator[Op]:
+        """Rows that other ranks have, or their gradients on the way home ('halo' b)."""
+        n = self.counts(layer, c)
+        if layer > self.model.first_varying and n.sends.any():
+            home = (op, way) == ("halo", "b")
+            yield Op(
+                op,
+                way,
+                layer,
+                chunk=c,
+                sent=n.sends.T if home else n.sends,
+                itemsize=self._row_bytes(layer),
+                holds=partial(self._hold_gradients if home else self._hold_halo, layer, c),
+            )
+
+    def _moments(self, way: str, layer: int) -> Iterator[Op]:
+        """Batch norm's all-reduce: moments before the layer, or their gradient after it."""
+        if self.problem.ranks > 1 and (numbers := self.model.moments(layer)):
+            yield Op("moments", way, layer, size=numbers * self.model.itemsize)
 
     def _compute(self, op: str, layer: int, c: int, like: int) -> Op:
         """A layer's forward or backward pass on a chunk."""
@@ -135,7 +188,7 @@ class ChunkedStep:
         return Op(
             "loss",
             chunk=c,
-            work=self._loss_work(self.counts(len(self.model.layers), c).rows),
+            work=self._loss_work(self.counts(len(self.model.layers), c)),
             holds=partial(self._hold_loss, c),
         )
 
@@ -146,23 +199,43 @@ class ChunkedStep:
 
     @cached_property
     def _counted(self) -> list[list[Counts]]:
-        """Of every layer, of every chunk."""
+        """Of every layer, of the chunks of every turn."""
         facts = [self.layout.facts(layer) for layer in range(1, len(self.model.layers) + 1)]
-        return [
-            [
-                Counts(*map(float, of_chunk))
-                for of_chunk in zip(f.rows, f.sources, f.edges, self._trained, strict=True)
-            ]
-            for f in facts
-        ]
+        by_facts = {id(each): self._turns(each) for each in facts}  # layers that are alike share it
+        return [by_facts[id(each)] for each in facts]
+
+    def _turns(self, facts: LayerFacts) -> list[Counts]:
+        """A layer's counts of the chunks of every turn."""
+        once, sends = dict[tuple[bytes, ...], Counts](), self._sends(facts)
+
+        def counted(c: int) -> Counts:
+            its = slice(c, None, len(self.chunks))
+            each = facts.rows, facts.sources, facts.edges, self._trained
+            arrays = [np.asarray(of_all, dtype=float)[its] for of_all in each]
+            arrays.append(sends[:, :, c])
+            return once.setdefault(tuple(a.tobytes() for a in arrays), Counts(*arrays))
+
+        return [counted(c) for c in self.chunks]
+
+    def _sends(self, facts: LayerFacts) -> np.ndarray:
+        """Rows that go from each rank to each rank's chunks [ranks, ranks, chunks]."""
+        layout, ranks, chunks = self.layout, self.problem.ranks, len(self.chunks)
+        others = ~np.eye(ranks, dtype=bool)[:, :, None]
+        if isinstance(layout, EstimatedLayout):
+            part = layout.vertices / ranks
+            far = layout.leaving(part) / max(layout.leaving(part / chunks), 1e-300)
+            halo = (facts.sources - facts.rows).reshape(ranks, chunks) * min(far, 1.0)
+            return np.asarray(others * np.round(halo / max(ranks - 1, 1)).astype(np.int64))
+        by_rank = facts.sends.reshape(ranks, chunks, ranks, chunks).sum(1)
+        return np.asarray(others * by_rank)
 
     @cached_property
     def _trained(self) -> list[float]:
-        """Training vertices of each chunk."""
+        """Training vertices of every rank's chunks."""
         layout = self.layout
         if isinstance(layout, EstimatedLayout):
             return [self.problem.stats.train_vertices / layout.ranks] * layout.ranks
-        return [float(layout.graph.train[layout.own(c)].sum()) for c in self.chunks]
+        return [float(layout.graph.train[layout.own(c)].sum()) for c in range(layout.ranks)]
 
     def _work(self, op: str, layer: int, n: Counts) -> Compute:
         """Of a layer's pass; chunks that are alike have the same object.
@@ -170,71 +243,93 @@ class ChunkedStep:
         But for the last layer's, a backward pass begins with the forward pass.
         """
         if (op, layer, n) not in self._works:
-            model, sizes = self.model, (_one(n.rows), _one(n.sources), _one(n.edges))
+            model, sizes = self.model, (n.rows, n.sources, n.edges)
             work = (model.forward if op == "forward" else model.backward)(layer, *sizes)
             if op == "backward" and layer < len(model.layers):
                 work = model.forward(layer, *sizes) + work
             self._works[op, layer, n] = work
         return self._works[op, layer, n]
 
-    def _loss_work(self, rows: float) -> Compute:
+    def _loss_work(self, n: Counts) -> Compute:
         """Forward and backward."""
-        if rows not in self._losses:
-            forward, backward = self.model.finish(_one(rows))
-            self._losses[rows] = forward + backward
-        return self._losses[rows]
+        if n not in self._losses:
+            forward, backward = self.model.finish(n.rows)
+            self._losses[n] = forward + backward
+        return self._losses[n]
 
-    def loaded_bytes(self, way: str, layer: int, c: int) -> float:
-        """What the chunk needs of the server's memory before a pass of a layer [B]."""
+    def _row_bytes(self, layer: int) -> int:
+        """Of h_{l-1}."""
+        return self.model.layers[layer - 1].h_in * self.model.itemsize
+
+    def loaded_bytes(self, way: str, layer: int, c: int) -> np.ndarray:
+        """What the chunks need of their servers' memory before a pass of a layer [ranks] [B].
+
+        That is what they read there, and what others read of it."""
         n, model, last = self.counts(layer, c), self.model, len(self.model.layers)
         loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
+        loaded = loaded + self._exchanged(layer, n.given - n.halo)
         if way == "b":
-            loaded += n.rows * model.layers[layer - 1].h_out * model.itemsize
+            loaded = loaded + n.rows * model.layers[layer - 1].h_out * model.itemsize
         elif layer == last:
-            loaded += self.label_bytes(c)
-        return loaded
+            loaded = loaded + self.label_bytes(c)
+        return np.asarray(loaded)
 
-    def stored_bytes(self, way: str, layer: int, c: int) -> float:
-        """What goes back to the server's memory after a pass of a layer [B]."""
+    def stored_bytes(self, way: str, layer: int, c: int) -> np.ndarray:
+        """What goes back to the server's memory after a pass of a layer [ranks] [B]."""
         n, model, last = self.counts(layer, c), self.model, len(self.model.layers)
         made = n.rows * model.layers[layer - 1].h_out * model.itemsize
         if way == "f":
-            return made
-        read = self.read_bytes(layer, c) * (layer > model.first_varying)
-        return read + made * (layer == last)  # the last layer's rows are logits
+            return np.asarray(made)
+        stored = made * (layer == last)  # the last layer's rows are logits
+        if layer > model.first_varying:
+            stored = stored + self.read_bytes(layer, c) + self._exchanged(layer, n.given - n.halo)
+        return np.asarray(stored)
 
-    def read_bytes(self, layer: int, c: int) -> float:
-        """Rows of h_{l-1} that the layer reads, or of its constant aggregate [B]."""
+    def _exchanged(self, layer: int, rows: np.ndarray) -> np.ndarray:
+        """Bytes of so many rows that cross before the layer [ranks]."""
+        return np.asarray(rows * self._row_bytes(layer) * (layer > self.model.first_varying))
+
+    def read_bytes(self, layer: int, c: int) -> np.ndarray:
+        """Rows of h_{l-1} that the layer reads, or of its constant aggregate [ranks] [B]."""
         n, model = self.counts(layer, c), self.model
         rows = n.sources
         if model.aggregate_cached(layer):  # GraphSAGE and residuals read a vertex's own row too
             rows = n.rows * (2 if model.layers[0].reads_own else 1)
-        return rows * model.layers[layer - 1].h_in * model.itemsize
+        return np.asarray(rows * self._row_bytes(layer))
 
-    def edge_bytes(self, layer: int, c: int) -> float:
-        """The layer's edges, and the ids of the rows that it reads [B]."""
+    def edge_bytes(self, layer: int, c: int) -> np.ndarray:
+        """The layer's edges, and the ids of the rows that it reads [ranks] [B]."""
         n, model = self.counts(layer, c), self.model
         if model.aggregate_cached(layer):
-            return 0.0
+            return np.zeros(self.problem.ranks)
         spec, kind = model.layers[layer - 1], self.problem.workload.model
-        return float(block(kind, model, spec, n.rows, n.sources, n.edges)) + COUNTS_AT_ENDS
+        return np.asarray(block(kind, model, spec, n.rows, n.sources, n.edges)) + COUNTS_AT_ENDS
 
-    def label_bytes(self, c: int) -> float:
-        """Labels of the chunk's rows, and which of them are trained on [B]."""
+    def label_bytes(self, c: int) -> np.ndarray:
+        """Labels of the chunks' rows, and which of them are trained on [ranks] [B]."""
         n, several = self.counts(len(self.model.layers), c), self.problem.stats.multilabel
         label = self.model.classes * self.model.weight_itemsize if several else LONG
-        return n.rows * label + LONG * n.trained
+        return np.asarray(n.rows * label + LONG * n.trained)
 
     # -- memory ----------------------------------------------------------------------------------
 
     def _held(self, way: str, layer: int, c: int, held: Held) -> None:
-        """Of a load: nothing of the chunk before is left."""
+        """Of a load: nothing of the chunk before is left. The halo's room is there already."""
         held.let_go()
-        read, edges = self.read_bytes(layer, c), self.edge_bytes(layer, c)
-        others = self.loaded_bytes(way, layer, c) - read - edges
+        n, read, edges = self.counts(layer, c), self.read_bytes(layer, c), self.edge_bytes(layer, c)
+        given = self._exchanged(layer, n.given)
+        others = self.loaded_bytes(way, layer, c) - read - edges - given
+        others = others + self._exchanged(layer, n.halo)
         held.keep(read, use="features" if layer <= self.model.first_varying else "activations")
         held.keep(edges, use="graph")
         held.keep(others)
+        held.keep(given, use="buffers")
+
+    def _hold_halo(self, layer: int, c: int, held: Held) -> None:
+        held.free(self._exchanged(layer, self.counts(layer, c).given), use="buffers")
+
+    def _hold_gradients(self, layer: int, c: int, held: Held) -> None:
+        held.at(self.read_bytes(layer, c), self._exchanged(layer, self.counts(layer, c).given))
 
     def _forward(self, layer: int, c: int, held: Held) -> None:
         need = self._need(layer, c)
@@ -245,7 +340,7 @@ class ChunkedStep:
 
     def _hold_loss(self, c: int, held: Held) -> None:
         n = self.counts(len(self.model.layers), c)
-        logits, most, gradient = loss(self.model, _one(n.rows), _one(n.trained))
+        logits, most, gradient = loss(self.model, n.rows, n.trained)
         held.at(most)
         held.keep(logits)
         held.handed_on = gradient
@@ -254,6 +349,7 @@ class ChunkedStep:
         need = self._need(layer, c)
         if layer == len(self.model.layers):
             held.at(held.handed_on, need.backward - need.kept)
+            held.free(need.kept)
         else:
             held.at(need.forward)
             if self.model.moments(layer + 1):  # the gradient that its rows get through them
@@ -265,11 +361,5 @@ class ChunkedStep:
     def _need(self, layer: int, c: int) -> Footprint:
         n, kind = self.counts(layer, c), self.problem.workload.model
         if (layer, n) not in self._needs:
-            sizes = _one(n.rows), _one(n.sources), _one(n.edges)
-            self._needs[layer, n] = footprint(kind, self.model, layer, *sizes)
+            self._needs[layer, n] = footprint(kind, self.model, layer, n.rows, n.sources, n.edges)
         return self._needs[layer, n]
-
-
-def _one(number: float) -> np.ndarray:
-    """A number of the only rank [ranks]."""
-    return np.array([number])

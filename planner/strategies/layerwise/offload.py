@@ -1,32 +1,38 @@
-"""Offload (HongTu): one GPU trains a graph that does not fit in its memory, chunk by chunk.
+"""Offload (HongTu): GPUs train a graph that does not fit in their memory, chunk by chunk.
 
-The server's memory has the features, every layer's rows and their gradients. The graph is cut in
-chunks. Layer by layer and chunk by chunk, the device loads the rows that a chunk's edges read,
-computes the chunk's rows of the layer, and stores them in the server's memory. The backward pass
-goes the same way from the last layer to the first: it loads the rows once more with the gradient of
-what they made, computes the layer again, and adds the gradient of the rows read to those in the
-server's memory. The last layer goes forward and backward at once.
+A server's memory has the features, and every layer's rows and their gradients of its ranks. Each
+rank's part of the graph is cut in chunks. Layer by layer and chunk by chunk, a device loads the
+rows that a chunk's edges read, computes the chunk's rows of the layer, and stores them in the
+server's memory. The backward pass goes the same way from the last layer to the first: it loads the
+rows once more with the gradient of what they made, computes the layer again, and adds the gradient
+of the rows read to those in the server's memory. The last layer goes forward and backward at once.
 
-    2 layers, 2 chunks
+    one rank, 2 layers, 2 chunks
     copy     |load|      |store|load|      |store|load|                    |store|..
     compute       |f 1 c0|          |f 1 c1|          |f 2 c0|loss|b 2 c0|
 
-So the device holds one layer of one chunk. How many chunks there are is chosen: the least power of
+Several ranks do their first chunk at the same time, then their second. A row that is in another
+rank's memory is loaded there and crosses as a halo, once for every chunk that reads it, and once
+more in the backward pass; its gradient goes home. Features are read from the own server's memory.
+
+So a device holds one layer of one chunk. How many chunks a rank has is chosen: the least power of
 two that fits by estimates, or up to sixteen times as many if its real cut does not. More chunks
 read more rows of each other.
 
 Exact: the gradient of one process, since no row is missing and none is stale.
 
-Bytes per epoch, for chunks with R rows, S rows read and E edges of e bytes, H_l numbers of b bytes:
+Bytes per epoch, for chunks with R rows, S rows read and E edges of e bytes, H_l numbers of b bytes,
+of which D rows are in another rank's memory:
 
     loads    sum over chunks [ sum_{l=1..L} (S H_{l-1} b + E e) + sum_{l=1..L-1} (S H_{l-1} b + E e
              + R H_l b) ], and labels
     stores   sum over chunks [ sum_{l=1..L} R H_l b + sum_{l=2..L} S H_{l-1} b ]
+    halos    sum over chunks [ 3 sum_{l=2..L-1} D H_{l-1} b + 2 D H_{L-1} b ]
 
 Where layer 1 always aggregates the same, its aggregate is made once and R rows of it are loaded
-instead of S. Source: Wang et al., HongTu (SIGMOD 2023), Sec. 4 and Alg. 1, for one GPU; there
-several GPUs also pass rows to each other, and rows that the next chunk reads too stay on the
-device. See also chunked.py (operations, bytes and memory) and executor/strategies/offload.py.
+instead of S. Source: Wang et al., HongTu (SIGMOD 2023), Sec. 4 and Alg. 1; there rows that the next
+chunk reads too stay on the device, and a row that several GPUs' chunks read is loaded once. See
+also chunked.py (operations, bytes and memory) and executor/strategies/offload.py.
 """
 
 from __future__ import annotations
@@ -53,9 +59,9 @@ TRIES = 5  # numbers of chunks whose real cut is looked at: it may hold more tha
 
 @dataclass(frozen=True)
 class Offload(Strategy):
-    """Full-graph training on one device, with vertex data in the server's memory.
+    """Full-graph training with vertex data in servers' memories.
 
-    chunks: pieces of the graph, of which the device holds one; None: as few as fit.
+    chunks: pieces of each rank's part, of which the device holds one; None: as few as fit.
     """
 
     chunks: int | None = None
@@ -64,7 +70,10 @@ class Offload(Strategy):
     claim: ClassVar[float] = 1e-6
     rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.offload"
-    examples: ClassVar[tuple[Example, ...]] = (Example("offload(chunks=3)", ranks=1),)
+    examples: ClassVar[tuple[Example, ...]] = (
+        Example("offload(chunks=3)", ranks=1),
+        Example("offload(chunks=2)"),
+    )
 
     @property
     def exact(self) -> bool:
@@ -76,7 +85,7 @@ class Offload(Strategy):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         """Where graph parallelism does not fit on all GPUs: where it fits, it is faster."""
-        if problem.ranks == 1 and not cls.refused(problem) and not _fits_without(problem):
+        if not cls.refused(problem) and not _fits_without(problem):
             yield cls()
 
     @classmethod
@@ -99,23 +108,23 @@ class Offload(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        alone = problem.placed(tuple(problem.cost.placement[:1]))
-        one = fastest or next((s.settle(alone) for s in cls.candidates(alone)), None)
+        there = problem if fastest else problem.placed(tuple(problem.cost.placement[:1]))
+        one = fastest or next((s.settle(there) for s in cls.candidates(there)), None)
         if one is None:
             return []
         assert isinstance(one, Offload)
-        loaded, stored = one.moved(alone)
-        predicted = one.predict(alone)
-        kept = float(sum(one.host_memory(alone).values(), np.zeros(1))[0])
+        loaded, stored = one.moved(there)
+        predicted = one.predict(there)
+        kept = float(sum(one.host_memory(there).values(), np.zeros(1)).max())
         copied_s = sum(
             float(seconds)
             for op, seconds in predicted.by_op.items()
             if op.split(":")[0] in ("load", "store")
         )
-        whole = sum(GraphParallel(checkpoint=True).memory(alone).values(), np.zeros(1))
+        whole = sum(GraphParallel(checkpoint=True).memory(there).values(), np.zeros(1))
         return [
-            f"{one} keeps {show_bytes(kept)} in the server's memory, for the graph would take"
-            f" {show_bytes(float(whole.max()))} on one device; per epoch {show_bytes(loaded)} are"
+            f"{one} keeps {show_bytes(kept)} in a server's memory, for the graph would take"
+            f" {show_bytes(float(whole.max()))} on a device; per epoch {show_bytes(loaded)} are"
             f" loaded and {show_bytes(stored)} stored, which takes"
             f" {show_time(copied_s)} of {show_time(float(predicted.epoch_s))}"
             f" ({show_percent(copied_s / float(predicted.epoch_s))})"
@@ -123,9 +132,9 @@ class Offload(Strategy):
 
     def settle(self, problem: Problem) -> Offload:
         """With as few chunks as fit."""
-        if self.chunks is not None or problem.ranks > 1 or self.refused(problem):
+        if self.chunks is not None or self.refused(problem):
             return self
-        asked = (problem.graph, problem.stats, problem.workload, problem.method)
+        asked = (problem.graph, problem.stats, problem.workload, problem.method, problem.servers)
         device = problem.cluster.device
         room = device.memory, device.kind, device.product_code, problem.cluster.host_memory
         return problem.known.answer(
@@ -134,26 +143,24 @@ class Offload(Strategy):
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
-        if problem.ranks != 1:
-            raise SpecError(
-                f"offload: one rank trains with the server's memory (ranks: {problem.ranks}); use"
-                " --ranks 1, or graph_parallel on several"
-            )
+        self.check_vertices(problem)
         if why := self.refused(problem):
             raise SpecError(f"offload: {why}")
-        most = min(problem.stats.vertices, MOST_CHUNKS)
+        most = _most_chunks(problem)
         if self.chunks is not None and not 1 <= self.chunks <= most:
             raise SpecError(
-                f"offload: chunks lie in [1, {most}], one per vertex at most (chunks:"
-                f" {self.chunks}); use chunks={min(max(self.chunks, 1), most)}, or leave it out"
+                f"offload: a rank's chunks lie in [1, {most}], in all at most one per vertex and"
+                f" {MOST_CHUNKS} (chunks: {self.chunks}, ranks: {problem.ranks}); use"
+                f" chunks={min(max(self.chunks, 1), most)}, or leave it out"
             )
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         step = self._step(problem)
-        read = sum(step.read_bytes(1, c) for c in step.chunks)
+        read = sum((step.read_bytes(1, c) for c in step.chunks), np.zeros(1))
+        features_s = float(problem.cost.load_s(float(read.max())))
         return {
             "partitioning": problem.seconds_of(step.layout),
-            "features": float(problem.cost.load_s(read)) * problem.model.aggregate_cached(1),
+            "features": features_s * problem.model.aggregate_cached(1),
         }
 
     def program(self, problem: Problem) -> Program:
@@ -164,10 +171,10 @@ class Offload(Strategy):
         return ChunkedStep(problem, problem.chunked(self.chunks))
 
     def moved(self, problem: Problem) -> tuple[int, int]:
-        """Bytes of an epoch to the device, and back."""
+        """Bytes of an epoch to the devices, and back."""
         ops = self.built(problem).at(0)
         loaded, stored = (
-            sum(int(op.loaded[0]) for op in ops if op.op == name and op.loaded is not None)
+            sum(int(op.loaded.sum()) for op in ops if op.op == name and op.loaded is not None)
             for name in ("load", "store")
         )
         return loaded, stored
@@ -177,19 +184,33 @@ class Offload(Strategy):
 
         A CPU rank's memory is the server's. It has graph data too, but for `host_memory` of it.
         """
-        use = _on_device(problem, self._step(problem))
+        step = self._step(problem)
+        use = _on_device(problem, step)
         if problem.cluster.device.kind == "cpu":
-            graph_data = sum(self.host_memory(problem).values(), np.zeros(1))
-            use["host"] = np.maximum(graph_data - (problem.cluster.host_memory or 0.0), 0.0)
+            _, of_server, ranks = np.unique(
+                problem.servers, return_inverse=True, return_counts=True
+            )
+            sharing = ranks[of_server]  # a server's memory
+            shared = _features_on_host(problem)
+            graph_data = sum(_of_ranks_on_host(problem, step).values(), shared / sharing)
+            room = (problem.cluster.host_memory or 0.0) / sharing
+            use["host"] = np.maximum(graph_data - room, 0.0)
         return use
 
     def host_memory(self, problem: Problem) -> Memory:
-        """Bytes of features, rows, gradients and edges in the server's memory."""
-        return _on_host(problem, self._step(problem))
+        """Bytes of features, rows, gradients and edges in each server's memory [servers]."""
+        step, names = self._step(problem), list(dict.fromkeys(problem.servers))
+        of_ranks = _of_ranks_on_host(problem, step)
+        at = np.array(problem.servers)
+        held = {
+            use: np.array([nbytes[at == server].sum() for server in names])
+            for use, nbytes in of_ranks.items()
+        }
+        return {"features": np.full(len(names), _features_on_host(problem))} | held
 
 
 def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
-    model, zero = problem.model, np.zeros(1)
+    model, zero = problem.model, np.zeros(problem.ranks)
     states = 3 if problem.workload.optimizer == "adam" else 1
     return {
         "parameters": zero + model.weights * model.weight_itemsize,
@@ -199,24 +220,25 @@ def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
     }
 
 
-def _on_host(problem: Problem, step: ChunkedStep) -> Memory:
-    """Rows of h_1 .. h_{L-1}, two buffers for their gradients, logits, edges of all chunks."""
-    model, n = problem.model, problem.stats.vertices
+def _features_on_host(problem: Problem) -> float:
+    """Bytes of all vertices' features, which a server's ranks share."""
+    return float(problem.stats.vertices * problem.model.features * problem.model.itemsize)
+
+
+def _of_ranks_on_host(problem: Problem, step: ChunkedStep) -> Memory:
+    """Rows of h_1 .. h_{L-1}, two buffers for their gradients, logits, edges of a rank's chunks.
+
+    And the aggregate of layer 1, if it is constant. [ranks]"""
+    model, last = problem.model, len(problem.model.layers)
+    n = sum((step.counts(last, c).rows for c in step.chunks), np.zeros(problem.ranks))
     hidden = [layer.h_out for layer in model.layers[:-1]]
-    features = n * model.features * model.itemsize
-    if model.aggregate_cached(1):
-        features *= 2
     gradients = max(hidden, default=0) * min(len(hidden), 2)
     rows = sum(hidden) + gradients + model.classes
-    kinds = {step.layout.kind(layer): layer for layer in range(1, len(model.layers) + 1)}
+    rows += model.features * model.aggregate_cached(1)
+    kinds = {step.layout.kind(layer): layer for layer in range(1, last + 1)}
     edges = sum(step.edge_bytes(layer, c) for layer in kinds.values() for c in step.chunks)
     labels = sum(step.label_bytes(c) for c in step.chunks)
-    sizes = {
-        "features": features,
-        "rows": n * rows * model.itemsize,
-        "edges": edges + labels,
-    }
-    return {use: np.array([float(nbytes)]) for use, nbytes in sizes.items()}
+    return {"rows": n * rows * model.itemsize, "edges": np.asarray(edges + labels)}
 
 
 def _fits_without(problem: Problem) -> bool:
@@ -237,11 +259,15 @@ def _fits_without(problem: Problem) -> bool:
     return problem.known.answer(("fits without offload", *asked, *room), fits)
 
 
+def _most_chunks(problem: Problem) -> int:
+    """Of a rank."""
+    return max(min(MOST_CHUNKS, problem.stats.vertices) // problem.ranks, 1)
+
+
 def _fewest_chunks(problem: Problem) -> int:
     """The least power of two of chunks that fits; 1 where none does by estimates."""
     estimate = replace(problem, graph=None)
-    most = min(MOST_CHUNKS, problem.stats.vertices)
-    powers = [1 << bit for bit in range(most.bit_length())]
+    powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
     first = next((bit for bit, chunks in enumerate(powers) if Offload(chunks).fits(estimate)), None)
     if first is None:
         return 1
