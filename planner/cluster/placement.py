@@ -110,7 +110,7 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
     """A function from placements to the seconds of a step's phases, each of them alone.
 
     A phase alone takes its latency and its busiest port, as `Cost.exchange` has it. Placements are
-    evaluated in batches: each sits on a copy of the cluster of its own.
+    evaluated in batches: each of their phases is on a copy of the cluster of its own.
     """
     n = len(gpus)
     position = np.zeros(cluster.ranks, dtype=np.int64)
@@ -118,7 +118,7 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
     most_ports = _most_ports(cluster, n)
     ends = [np.nonzero(phase.sent) for phase in phases]
     nbytes = [phase.sent[end] for phase, end in zip(phases, ends, strict=True)]
-    batch = max(1, MESSAGES_AT_ONCE // max(n, *map(len, nbytes)))
+    batch = max(1, MESSAGES_AT_ONCE // max(n * len(phases), sum(map(len, nbytes))))
 
     @cache
     def copies(count: int) -> Cost:
@@ -126,26 +126,33 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
         return Cost.of(cluster, tuple(placements.ravel().tolist()))
 
     def batch_s(placements: np.ndarray) -> np.ndarray:
-        count = len(placements)
-        # Ranks of the copies that sit where each placement has its ranks.
+        # Each phase of each placement is on a copy: all placements of the first phase come first.
+        count, all_copies = len(placements), len(placements) * len(phases)
         ranks = position[placements] + np.arange(count)[:, None] * n
+        of_phases = [ranks + phase * count * n for phase in range(len(phases))]
+        source, target = (
+            np.concatenate(
+                [its[:, end[way]].ravel() for its, end in zip(of_phases, ends, strict=True)]
+            )
+            for way in (0, 1)
+        )
+        sent = np.concatenate([np.tile(each, count) for each in nbytes])
 
         def maximum(values: np.ndarray, size: int) -> np.ndarray:
-            """Of each copy [count], from values of all copies' ranks or ports."""
-            padded = np.zeros(count * size)
+            """Of each copy [copies], from values of all copies' ranks or ports."""
+            padded = np.zeros(all_copies * size)
             padded[: len(values)] = values
-            return np.asarray(padded.reshape(count, size).max(1))
+            return np.asarray(padded.reshape(all_copies, size).max(1))
 
+        latency = busiest = np.zeros(all_copies)
+        for kind, link, starts, loads in copies(all_copies).loads("exchange", source, target, sent):
+            latency = latency + maximum(starts, n) * link.latency
+            for load in loads.values():
+                busiest = np.maximum(busiest, maximum(load, most_ports[kind]) / link.bandwidth)
         total = np.zeros(count)
-        for phase, (source, target), sent in zip(phases, ends, nbytes, strict=True):
-            latency = busiest = np.zeros(count)
-            for kind, link, starts, loads in copies(count).loads(
-                "exchange", ranks[:, source].ravel(), ranks[:, target].ravel(), np.tile(sent, count)
-            ):
-                latency = latency + maximum(starts, n) * link.latency
-                for load in loads.values():
-                    busiest = np.maximum(busiest, maximum(load, most_ports[kind]) / link.bandwidth)
-            total += phase.times * (latency + busiest)
+        of_phase = (latency + busiest).reshape(len(phases), count)
+        for phase, phase_s in zip(phases, of_phase, strict=True):
+            total += phase.times * phase_s
         return total
 
     def seconds(placements: np.ndarray) -> np.ndarray:
