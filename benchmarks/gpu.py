@@ -16,6 +16,8 @@ Stages, of eight minutes at most, each in a process of its own:
                losses beside the CPU's
     shared     the same on two and four ranks that share the card (Gloo; NCCL where there are
                enough GPUs), and how much of exchanges computation hides
+    further    the same of rows in bfloat16 and in few bits, columns, tiles, split layers, and rows
+               in the server's memory
     streams    what recording spans costs, launches and waits of a step, a step as a CUDA graph
     sampling   neighbours drawn by the GPU and by the host
     peers      the full-batch epoch beside PyG's and DGL's
@@ -47,6 +49,7 @@ STAGES = {
     "measure": "measuring.run",
     "one": "training.run_one",
     "shared": "training.run_shared",
+    "further": "training.run_further",
     "streams": "streams.run",
     "sampling": "sampling.run",
     "peers": "peers.run",

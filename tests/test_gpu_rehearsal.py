@@ -110,6 +110,15 @@ def test_ranks_that_share_the_card(stage: Stage) -> None:
     assert len(traces) == 2
 
 
+def test_rounded_rows_and_rows_in_the_servers_memory(stage: Stage) -> None:
+    rows = whole(stage("further"))
+    assert [(row["strategy"], row["ranks"]) for row in rows] == [
+        ("offload(chunks=3)", 1),
+        ("graph_parallel(bits=2)", 2),
+    ]
+    assert all(row["bytes_equal"] and row["order_equal"] and row["epoch_s"] > 0 for row in rows)
+
+
 def test_streams(stage: Stage) -> None:
     document = stage("streams")
     rows = whole(document)
@@ -198,7 +207,7 @@ def test_the_page_has_every_figure_and_is_no_result(gpu: Any, stage: Stage) -> N
     for words in (
         "| aggregation by |",
         "| dropout by |",
-        "| pipegcn | sage | 2 | gloo |",
+        "| pipegcn | float32 | sage | 2 | gloo |",
         "| recorded |",
         "| drawn by the |",
         "CUDA graphs need a GPU",

@@ -10,7 +10,7 @@ from typing import Any
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 from gpu_stages.record import Row
 
-STAGES = ("tests", "kernels", "measure", "one", "shared", "streams", "sampling", "peers")
+STAGES = ("tests", "kernels", "measure", "one", "shared", "further", "streams", "sampling", "peers")
 NOTHING = "-"
 
 
@@ -173,6 +173,7 @@ def _training(rows: list[Row]) -> list[str]:
         rows,
         {
             "strategy": _text("strategy"),
+            "rows": _text("dtype"),
             "model": _text("model"),
             "ranks": _text("ranks"),
             "over": _text("backend"),
@@ -251,6 +252,7 @@ TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "measure": _measure,
     "one": _training,
     "shared": _training,
+    "further": _training,
     "streams": _streams,
     "sampling": _sampling,
     "peers": _peers,
