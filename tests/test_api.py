@@ -18,6 +18,12 @@ FIELDS = {"model": "sage", "layers": 2, "hidden": 8}
 OPTIONS = ("--model", "sage", "--layers", "2", "--hidden", "8")
 
 
+@pytest.fixture(scope="module")
+def plan() -> gnnplan.Plan:
+    """The plan of GRAPH on CLUSTER with FIELDS; nobody changes it."""
+    return gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
+
+
 def command(*words: object) -> str:
     """What a command prints on standard output."""
     done = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
@@ -34,9 +40,8 @@ def test_all_that_is_listed_is_there_and_documented():
         _ = gnnplan.plant
 
 
-def test_a_plan_of_python_is_the_plan_of_the_command_line(tmp_path: Path):
+def test_a_plan_of_python_is_the_plan_of_the_command_line(plan: gnnplan.Plan, tmp_path: Path):
     theirs = command("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "-o", tmp_path / "p")
-    plan = gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
     plan.write(tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == (tmp_path / "p").read_text()
     assert theirs.startswith(str(plan))
@@ -50,8 +55,9 @@ def test_a_plan_of_python_is_the_plan_of_the_command_line(tmp_path: Path):
     assert html.count("<tr>") == 1 + min(8, len(plan.answers)) and plan.best.strategy in html
 
 
-def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(tmp_path: Path):
-    plan = gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
+def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(
+    plan: gnnplan.Plan, tmp_path: Path
+):
     plan.write(tmp_path / "p")
     played = plan.simulate(jitter=0.1, stragglers={0: 2.0}, overrides={"hidden": 16})
     noise = ("--jitter", "0.1", "--straggler", "0=2.0")
@@ -64,7 +70,7 @@ def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(tmp_pa
     assert [row["at"] for row in swept.rows] == [{"hidden": "8"}, {"hidden": "512"}]
 
 
-def test_a_scale_of_python_is_that_of_the_command_line():
+def test_a_scale_of_python_is_that_of_the_command_line(plan: gnnplan.Plan):
     words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "--scale", "1..4")
     found = gnnplan.scale(GRAPH, CLUSTER, gpus="1..4", **FIELDS)
     assert command(*words).rstrip() == str(found)
@@ -72,8 +78,7 @@ def test_a_scale_of_python_is_that_of_the_command_line():
     listed = gnnplan.scale(GRAPH, CLUSTER, gpus=(n for n in (4, 2, 1)), **FIELDS)
     assert listed.rows == found.rows and [row["gpus"] for row in found.rows] == [1, 2, 4]
     # a row has the numbers of a plan's answers
-    answers = gnnplan.plan(GRAPH, CLUSTER, **FIELDS).table
-    assert set(answers[0]) < set(found.rows[0])
+    assert set(plan.table[0]) < set(found.rows[0])
     told = found.document
     assert (found.best, found.fastest, found.cheapest, found.slower_from) == (
         told["best"],

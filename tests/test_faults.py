@@ -64,7 +64,7 @@ def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
     """The launcher waited for ever: no rank was left to notice that its peers were silent."""
     world = 2 if NIGHT else 1
     run = start(
-        plan(tmp_path, world), "--epochs", str(FOREVER), "--timeout", "5", "--checkpoint-every", "0"
+        plan(tmp_path, world), "--epochs", str(FOREVER), "--timeout", "1", "--checkpoint-every", "0"
     )
     run.until_training()
     ranks = {run.rank(rank) for rank in range(world)}
@@ -188,8 +188,9 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.nightly  # every time so ends the run of executor/test_meeting.py
 def test_interrupted_as_in_a_terminal(tmp_path: Path, start: Start):
-    run = start(plan(tmp_path, 2 if NIGHT else 1), "--epochs", str(FOREVER))
+    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER))
     run.until_training()
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.ended() == 130, run.stderr

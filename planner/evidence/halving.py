@@ -20,8 +20,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import norm
-from scipy.stats import t as student
+from scipy.special import ndtri, stdtrit
 
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.vocabulary.units import show_percent
@@ -110,7 +109,7 @@ def difference(contender: Contender, leader: Contender) -> Difference:
     spread = sum((one - mean(logs)) ** 2 for one in logs)
     deviation = ((PRIOR * 2 * NOISE**2 + spread) / freedom / len(logs)) ** 0.5
     tail = (1 + CONFIDENCE) / 2
-    by_rounds, by_luck = student.ppf(tail, freedom) * deviation, norm.ppf(tail) * 2**0.5 * LUCK
+    by_rounds, by_luck = stdtrit(freedom, tail) * deviation, ndtri(tail) * 2**0.5 * LUCK
     return Difference(mean(logs), hypot(by_rounds, by_luck), by_luck)
 
 

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
-from scipy.stats import kendalltau
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster
@@ -248,6 +246,8 @@ def ranking(runs: Sequence[Run]) -> dict[str, Any]:
     regret = measured[choice] / measured[fastest] - 1
     tau = None
     if min(len(set(predicted.values())), len(set(measured.values()))) > 1:
+        from scipy.stats import kendalltau  # here: it takes a second, and simulate does not rank
+
         tau = float(kendalltau(list(predicted.values()), list(measured.values())).statistic)
     return {
         "question": runs[0].name,
@@ -406,6 +406,8 @@ def _fitted_factors(runs: Sequence[Run]) -> dict[str, float]:
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         found = [np.log(predicted_s(run, factors(logs)) / run.measured_s) for run in runs]
         return np.array([*found, *(PRIOR_WEIGHT * logs)])
+
+    from scipy.optimize import least_squares  # here: it takes long, and few refit
 
     bound = np.log(LARGEST_FACTOR)
     return factors(

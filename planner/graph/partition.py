@@ -279,5 +279,6 @@ def cached(
     np.save(buffer, part, allow_pickle=False)
     with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
         write_atomically(path, buffer.getvalue(), parents=True)
-        write_atomically(path.with_suffix(".seconds"), f"{seconds:.3g}\n")
+        # a number that the disk has lost is no number: the partition is computed again
+        write_atomically(path.with_suffix(".seconds"), f"{seconds:.3g}\n", at_once=True)
     return part

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +23,16 @@ from gnnplan.planner.graph.sampling import frontier
 pytestmark = pytest.mark.timeout(110)
 
 PARTS = ("train", "val", "test")
+
+
+def at_night(*split: Any) -> Any:
+    return pytest.param(split, marks=pytest.mark.nightly)
+
+
 SPLITS = [  # ranks, servers, strategy, and more of the workload
-    (2, 1, "data_parallel", {}),
+    at_night(2, 1, "data_parallel", {}),
     (3, 1, "data_parallel(prefetch=1)", {"model": "gcnii"}),
-    (2, 1, "gsplit", {"batch": 30}),
+    at_night(2, 1, "gsplit", {"batch": 30}),
     (3, 1, "dnp(splitter='random')", {"batch": 30}),
     (3, 1, "snp(splitter='random')", {"batch": 30}),
     (4, 2, "gsplit(splitter='random',narrow=True)", {"model": "gcn"}),

@@ -83,8 +83,10 @@ def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: St
     while len(run.epochs()) < seen + 2:  # it goes on
         assert run.process.poll() is None and time.monotonic() < limit, run.stderr
         time.sleep(0.02)
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.process.pid, signal.SIGINT)  # as in a terminal
     assert run.ended() == 130, run.stderr
+    assert "error: interrupted" in run.stderr
+    assert "Traceback" not in run.stderr and "death signal" not in run.stderr
 
 
 def test_runs_at_one_store_do_not_meet() -> None:

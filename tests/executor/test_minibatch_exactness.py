@@ -210,7 +210,10 @@ def test_ranks_train_as_one_process(
 
 
 @pytest.mark.parametrize(
-    ("world", "servers", "strategy", "graph", "model", "more"), FIRST, ids=lambda v: str(v)
+    ("world", "servers", "strategy", "graph", "model", "more"),
+    # both strategies, and every knob, world, model and graph with one of them
+    covered(FIRST, lambda row: {row[:2], *re.findall(r"^\w+|[a-z]+='?\w+", row[2]), *row[3:5]}),
+    ids=str,
 )
 def test_ranks_that_split_layer_1_alone_train_as_one_process(
     run_ranks: Ranks,

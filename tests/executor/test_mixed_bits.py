@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def variance(ranges: torch.Tensor, bits: torch.Tensor) -> float:
     return float((ranges / (2.0 ** bits.double() - 1)).square().sum())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(RANGES, RANGES)
 def test_no_bits_in_as_many_bytes_have_less_variance(one: list[float], other: list[float]) -> None:
     """Among all of a peer's rows, so not 4 for all either; and every peer's rows fill its bytes."""

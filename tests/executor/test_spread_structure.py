@@ -54,12 +54,13 @@ SETTINGS: list[tuple[int, int, str, list[str], dict[str, object]]] = [
         {"model": "sage", "fanout": "full"},
     ),
     (2, 1, "gsplit()", ["structure='spread'"], {"directed": True}),
-    (
+    pytest.param(  # part of the next
         2,
         1,
         "p3()",
         ["structure='spread'", "structure='spread',structure_cache=300"],
         {"directed": True},
+        marks=pytest.mark.nightly,
     ),
     (4, 2, "p3(pipelined=True)", ["structure='spread'"], {"model": "sage", "fanout": "full"}),
 ]

@@ -19,7 +19,7 @@ CASES = [
     ("2x2x1", "gcn", 0.5, "multi", False),
     ("1x2x2", "sage", 0.5, "rough", False),
     ("2x1x2", "gcn", 0.0, "rough", False),
-    ("2x2x2", "gcn", 0.0, "rough", False),
+    pytest.param("2x2x2", "gcn", 0.0, "rough", False, marks=pytest.mark.nightly),
     ("2x2x2", "sage", 0.5, "rough", False),
     pytest.param("1x8x1", "sage", 0.5, "multi", True, marks=pytest.mark.nightly),
     pytest.param("8x1x1", "gcn", 0.0, "multi", False, marks=pytest.mark.nightly),

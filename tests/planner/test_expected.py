@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -368,8 +369,9 @@ def test_rows_that_a_cache_hits(
     assert found[1] == pytest.approx(found[0], abs=0.05)
 
 
-@pytest.mark.parametrize("over", ["server", "rank"])
-@pytest.mark.parametrize("cached", [500, 2_000, 20_000])
+@pytest.mark.parametrize(
+    ("cached", "over"), covered(list(product((500, 2_000, 20_000), ("server", "rank"))), set)
+)
 def test_rows_whose_columns_a_cache_hits(
     cached: int, over: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

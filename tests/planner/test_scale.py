@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from examples import NIGHT
 from pairwise import covered
 
 from gnnplan.planner.decision.explain import NEARLY_FULL, nearly_full
@@ -118,7 +119,7 @@ def test_a_row_is_what_a_search_finds_there(exact: bool):
 )
 def test_the_best_size_is_never_worse_than_any(graph: str, objective: str):
     base = question(graph, "dgx_a100", "price=2.5", hidden=16)
-    counts = [1, 2, 8, 32]
+    counts = [1, 2, 8, 32] if NIGHT else [1, 8, 32]
     found = scale(base, counts, Objective(objective))
     assert found.fastest.time_s == min(size.time_s for size in found.sizes)
     assert found.cheapest is not None

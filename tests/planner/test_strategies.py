@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples import examples
+from examples import NIGHT, examples
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pairwise import covered
@@ -1327,7 +1327,7 @@ def test_predict_broadcasts_over_clusters(
     many = replace(problem, cluster=with_arrays(problem.cluster, rows))
     for strategy in variants(problem):
         together = strategy.predict(many)
-        for i, row in [*enumerate(rows)][1:3]:
+        for i, row in [*enumerate(rows)][1 : 3 if NIGHT else 2]:
             alone = strategy.predict(replace(problem, cluster=with_arrays(problem.cluster, [row])))
             one = {
                 part: (

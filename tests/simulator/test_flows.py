@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simpy
-from examples import examples
+from examples import NIGHT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
@@ -230,7 +230,7 @@ def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_
     Of some ranks as of all."""
     cost, longer = PLACES[name], []
     single = ByFlows.like(cost)
-    for seed in range(6):
+    for seed in range(6 if NIGHT else 3):
         sent = irregular(12, seed)
         bundle, flows = cost.exchange(sent), single.exchange(sent)
         assert flows.busy == bundle.busy
@@ -266,7 +266,10 @@ def arrivals(kind: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     "kind",
     # of exponential ones a queue that serves first who comes first has the same mean
-    ["equal", "few large", pytest.param("exponential", marks=pytest.mark.nightly)],
+    [
+        "equal",
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("few large", "exponential")),
+    ],
 )
 def test_one_link_is_a_queue_that_shares_its_processor(kind: str):
     """M/G/1-PS: mean time in the system S / (1 - rho) = 2.5, whatever the sizes' distribution
