@@ -64,16 +64,25 @@ class Exchange:
         return self._swap(packed, self.gives, self.take, into)
 
     def forward_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
-        """`forward` of sparse rows; lengths [sum take]: stored values of each halo row."""
+        """`forward` of sparse rows; lengths [sum take]: stored values of each halo row.
+
+        A peer gets one message of bytes: the columns of all stored values, then these.
+        """
+        columns, values = packed.pattern.columns.to(packed.column_type), packed.values
         gives = [int(part.sum()) for part in torch.split(packed.lengths, self.gives)]
         takes = [int(part.sum()) for part in torch.split(lengths, self.take)]
-        # columns are below 2^24: float32 holds them exactly
-        columns_and_values = torch.stack(
-            [packed.pattern.columns.to(packed.values.dtype), packed.values], 1
+        messages = zip(*(torch.split(part, gives) for part in (columns, values)), strict=True)
+        outgoing = torch.cat([part.view(torch.uint8) for pair in messages for part in pair])
+        sizes = columns.itemsize, values.itemsize
+        incoming = self._swap(
+            outgoing[:, None], [n * sum(sizes) for n in gives], [n * sum(sizes) for n in takes]
         )
-        columns, values = self._swap(columns_and_values, gives, takes).unbind(1)
+        parts = torch.split(incoming[:, 0], [n * size for n in takes for size in sizes])
         return SparseRows.of(
-            lengths.to(values.device), columns, values.contiguous(), packed.shape[1]
+            lengths.to(values.device),
+            torch.cat(parts[::2]).view(columns.dtype),
+            torch.cat(parts[1::2]).view(values.dtype),
+            packed.shape[1],
         )
 
     def backward(self, halo_gradient: Tensor, into: Tensor | None = None) -> Tensor:

@@ -196,6 +196,9 @@ class LayerPasses:
         spec, itemsize = model.layers[layer - 1], model.itemsize
         self.spec, self.itemsize, self.apart, self.local = spec, itemsize, apart, local
         self.weight_itemsize = model.weight_itemsize
+        # [B] of a rounded number while it is added up, in the type of weights; 0: rows are not
+        # rounded
+        self.unrounded = model.weight_itemsize * (model.itemsize < model.weight_itemsize)
         self.rows, self.sources = rows, sources
         self.edges = edges + rows if spec.self_edges else edges
         self.narrow = narrow and model.narrow_at(layer)
@@ -347,7 +350,9 @@ class LayerPasses:
         They are a block of the rows, and `matrices` matrices that are transposed and added up."""
         spec = self.spec
         if self.sparse:  # numbers in the order of columns, and the gradient before it is added
-            return (n * self.nonzeros + spec.h_in * spec.multiplied) * self.itemsize
+            numbers, matrix = n * self.nonzeros, spec.h_in * spec.multiplied
+            in_order = numbers * (self.itemsize + self.unrounded)
+            return matrix * self.itemsize + np.maximum(in_order, matrix * self.unrounded)
         return self._temporaries(n, spec.h_in, spec.multiplied, through_relu, matrices, self.varies)
 
     def _temporaries(
@@ -394,7 +399,7 @@ class AggregatesFirst(LayerPasses):
 
     def scatter_gradient(self, tape: Tape) -> None:
         tape.take(self.s_in)
-        tape.touch(BAG * self.sources)
+        tape.touch(BAG * self.sources, self.edges * self.unrounded)
         tape.free(self.r_in * (self.spec.matrices > 0), self.s_in if self.own_matrix else 0.0)
 
 
@@ -440,6 +445,7 @@ class ProjectsFirst(LayerPasses):
                 tape.touch(s_in)
                 tape.take((self.s_in - self.r_in) * self.varies)
         tape.take(self.s_out)
+        tape.touch(self.edges * self.unrounded)
         tape.free(self.before_relu)
         if not self.narrow:
             tape.take(s_in)

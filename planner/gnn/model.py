@@ -37,6 +37,7 @@ SHORT = 5
 # hash_ops that a number of sparse rows costs in their transpose: to find its place there, and to
 # put it there.
 TRANSPOSED, REORDERED = 2, 1
+COLUMN = 4  # [B] of the column of a number of a sparse row, at least
 
 
 @dataclass(frozen=True)
@@ -242,11 +243,17 @@ class Model:
             and not (self.dropout and self.layers[0].drops)
         )
 
-    def features_moved(self, rows: Number) -> Number:
-        """Bytes of some rows of features in transit [B].
+    @property
+    def sparse_itemsize(self) -> int:
+        """Bytes of a number of a sparse row in transit [B]: a value and its column.
 
-        A sparse row has a column and a value per number, and the average count of numbers."""
-        return rows * (2 * self.nonzeros or self.features) * self.itemsize
+        The column is as wide as the value, and has 32 bits at least."""
+        return self.itemsize + max(self.itemsize, COLUMN)
+
+    def features_moved(self, rows: Number) -> Number:
+        """Bytes of some rows of features in transit [B]; sparse ones have the average count of
+        numbers."""
+        return rows * (self.nonzeros * self.sparse_itemsize or self.features * self.itemsize)
 
     def features_held(self, rows: Number, numbers: Number | None = None) -> Number:
         """Bytes of some rows of features in memory [B].

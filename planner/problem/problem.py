@@ -131,7 +131,7 @@ class Problem:
         whole = len(columns) == self.model.features
         sliced = graph if whole else replace(graph, x=graph.x[:, columns.start : columns.stop])
         lengths = self.known.answer(("lengths", graph, columns), lambda: sliced.lengths)
-        return np.asarray(2 * lengths[rows].astype(np.int64) * self.model.itemsize)
+        return np.asarray(lengths[rows].astype(np.int64) * self.model.sparse_itemsize)
 
     @cached_property
     def cost(self) -> Cost:

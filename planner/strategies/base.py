@@ -152,14 +152,11 @@ class Strategy(ABC):
 
     def check_rows(self, problem: Problem) -> None:
         """Raises SpecError if the workload asks for rows in bfloat16, and it has none."""
-        if problem.workload.dtype != "bfloat16":
-            return
-        if not self.rounds_rows:
+        if problem.workload.dtype == "bfloat16" and not self.rounds_rows:
             raise SpecError(
                 f"{self.name} has no rows in bfloat16 (dtype: bfloat16); use"
                 f" {ROUNDING[self.mode]}, or --dtype float32"
             )
-        check_features(problem)
 
     def check_vertices(self, problem: Problem) -> None:
         """Raises SpecError if there are more ranks than vertices to own."""
@@ -280,15 +277,6 @@ class Strategy(ABC):
             if value != defaults[knob]
         )
         return f"{self.name}({written})" if written else self.name
-
-
-def check_features(problem: Problem) -> None:
-    """Raises SpecError if the workload asks for rows in bfloat16, and features are sparse."""
-    if problem.workload.dtype == "bfloat16" and problem.model.nonzeros:
-        raise SpecError(
-            f"{problem.stats.name} has sparse features, whose columns cross as numbers that"
-            " bfloat16 cannot hold (dtype: bfloat16); use dense features, or --dtype float32"
-        )
 
 
 def show_knob(value: Any, annotation: str) -> Any:

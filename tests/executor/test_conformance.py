@@ -295,8 +295,8 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     # rows in bfloat16, weights in float32
     (2, 1, "graph_parallel(narrow=True,buckets=2)", "gcn dtype=bfloat16 norm=layer", "rough", 0.5),
     (3, 1, "pipegcn", "gcnii dtype=bfloat16", "multi", 0.5),
-    (4, 1, "gnnpipe(stages=2,chunks=3)", "gin dtype=bfloat16", "rough", 0.5),
-    (4, 2, "granndis(batches=2)", "sage dtype=bfloat16", "rough", 0.5),
+    (4, 1, "gnnpipe(stages=2,chunks=3)", "gin dtype=bfloat16", "sparse", 0.5),
+    (4, 2, "granndis(batches=2)", "sage dtype=bfloat16", "sparse", 0.5),
     (2, 1, "bns(p=0.5)", "sage dtype=bfloat16", "rough", 0.5),
     (3, 1, "feature_parallel", "gcn dtype=bfloat16", "multi", 0.5),
     (1, 1, "offload(chunks=3)", "sgc dtype=bfloat16", "rough", 0.5),
@@ -305,7 +305,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
         2,
         "data_parallel(cache=480,shared_cache=True,features='spread',prefetch=1)",
         "gcnii mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16",
-        "rough",
+        "sparse",
         0.5,
     ),
     (
@@ -313,11 +313,11 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
         1,
         "gsplit(narrow=True)",
         "gcn mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16",
-        "rough",
+        "sparse",
         0.5,
     ),
     (2, 1, "dnp", "sage mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16", "multi", 0.5),
-    (2, 1, "snp", "sage mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16", "multi", 0.5),
+    (2, 1, "snp", "sage mode=mini batch=6 fanout=3,2,2,1 dtype=bfloat16", "sparse", 0.5),
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
     (1, 1, "offload(chunks=4)", "sage", "multi", 0.0),
     (1, 1, "offload(chunks=3)", "gat", "rough", 0.5),

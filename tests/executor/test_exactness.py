@@ -9,6 +9,7 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from examples import NIGHT
 from jumping import jumping
@@ -219,6 +220,21 @@ def test_bfloat16_losses(
     how = workload(model, dtype="bfloat16", dropout=0.5, optimizer="sgd")
     case = Case(strategy, graphs["rough"], how, servers)
     (ranks,), alone = run_ranks(world, [case]), reference(run_ranks, case)
+    assert ranks.losses == pytest.approx(alone.losses, rel=2**-9)
+    assert difference(ranks.weights, alone.weights) <= 0.01
+
+
+def test_columns_that_bfloat16_does_not_hold_cross_whole(
+    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path
+) -> None:
+    """Those above 256 would become even, and gradients go to their neighbours' weights."""
+    with np.load(graphs["sparse"]) as file:
+        arrays = dict(file)
+    arrays["x_indices"], arrays["x_shape"] = 260 + arrays["x_indices"], [60, 300]
+    np.savez(tmp_path / "wide.npz", **arrays)
+    how = workload("sage", dtype="bfloat16", optimizer="sgd")
+    case = Case("graph_parallel", str(tmp_path / "wide.npz"), how)
+    (ranks,), alone = run_ranks(2, [case]), reference(run_ranks, case)
     assert ranks.losses == pytest.approx(alone.losses, rel=2**-9)
     assert difference(ranks.weights, alone.weights) <= 0.01
 

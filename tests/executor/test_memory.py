@@ -196,21 +196,23 @@ def measure_footprint(shapes: Model, workload: Workload, layer: int, within: flo
     assert told.backward == pytest.approx(kept + backward, rel=within)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("model", ["gcn", "sage", "sgc"])
-def test_footprint_of_sparse_rows(model: str, p: float) -> None:
+def test_footprint_of_sparse_rows(model: str, p: float, dtype: Any) -> None:
     """A step has sorted them before: that stays with the features."""
-    workload, each = Workload(model=model, layers=3, hidden=HIDDEN, dropout=p), 10
+    workload = Workload(model=model, layers=3, hidden=HIDDEN, dropout=p, dtype=dtype)
+    each, of_rows = 10, getattr(torch, dtype)
     shapes = describe(workload, FEATURES, CLASSES, each)
     net, rng = Net(shapes, workload), np.random.default_rng(0)
     indices = rng.integers(0, SOURCES, ROWS * PER_ROW)
     block = Block(
-        np.arange(ROWS + 1) * PER_ROW, indices, SOURCES, np.ones(indices.size, dtype=np.float32)
+        np.arange(ROWS + 1) * PER_ROW, indices, SOURCES, torch.ones(indices.size, dtype=of_rows)
     )
     source = SparseRows.of(
         torch.full((SOURCES,), each),
         torch.randint(FEATURES, (SOURCES * each,)),
-        torch.rand(SOURCES * each),
+        torch.rand(SOURCES * each).to(of_rows),
         FEATURES,
     )
     ids = torch.arange(SOURCES)
@@ -332,6 +334,14 @@ RUNS = {
     "sparse": (
         2,
         Case("graph_parallel", "coauthor_physics", {**SAGE, "hidden": 64, "dropout": 0.5}),
+    ),
+    "sparse, bfloat16": (
+        2,
+        Case(
+            "graph_parallel",
+            "coauthor_physics",
+            {**SAGE, "hidden": 66, "dropout": 0.5, "dtype": "bfloat16"},
+        ),
     ),
     "sparse pipeline": (
         2,

@@ -146,7 +146,6 @@ def test_bfloat16_is_taken_where_float32_fits_nowhere():
         ({"norm": "batch"}, "graph_parallel", "batch norm sums all vertices"),
         ({"mode": "mini", "task": "link"}, "data_parallel", "scores of edges are compared"),
         ({"model": "gcn"}, "tensor3d", "tensor3d has no rows in bfloat16"),
-        ({"stats": replace(STATS, nonzeros=10**6)}, None, "has sparse features"),
     ],
 )
 def test_rows_stay_float32_where_they_cannot_be_bfloat16(

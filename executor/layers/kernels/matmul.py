@@ -238,12 +238,15 @@ def _pieces(rows: int, size: int) -> Iterator[slice]:
 
 
 class _SparseLinear(torch.autograd.Function):
+    """`linear` of sparse rows; where they are bfloat16, weights and their gradient are float32."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, pattern: Pattern, values: Tensor) -> Tensor:
-        ctx.pattern = pattern
+        ctx.pattern, ctx.dtype = pattern, weight.dtype
         ctx.save_for_backward(values)
         # no copy where the weight lies column by column in memory (models.Net)
-        return spmm(pattern.indptr, pattern.columns, values, weight.t().contiguous())
+        by_column = weight.to(values.dtype).t().contiguous()
+        return spmm(pattern.indptr, pattern.columns, values, by_column)
 
     @staticmethod
     @once_differentiable
@@ -251,4 +254,4 @@ class _SparseLinear(torch.autograd.Function):
         indptr, rows, order = ctx.pattern.transposed
         (values,) = ctx.saved_tensors
         gradient = spmm(indptr, rows, values.index_select(0, order), grad.contiguous())
-        return gradient.t(), None, None
+        return gradient.t().to(ctx.dtype), None, None

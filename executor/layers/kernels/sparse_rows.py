@@ -104,9 +104,14 @@ class SparseRows:
         return self.pattern.indptr.diff()
 
     @property
+    def column_type(self) -> torch.dtype:
+        """The type of columns in transit: as wide as a value, and 32 bits at least."""
+        return torch.int64 if self.values.itemsize == 8 else torch.int32
+
+    @property
     def nbytes(self) -> int:
-        """Size in transit [B]: a column and a value per stored value, both of the values' type."""
-        return 2 * self.values.nbytes
+        """Size in transit [B]: a column and a value per stored value."""
+        return len(self.values) * (self.column_type.itemsize + self.values.itemsize)
 
     def __getitem__(self, rows: slice) -> SparseRows:
         start, stop, _ = rows.indices(self.shape[0])

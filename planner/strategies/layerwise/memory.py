@@ -135,7 +135,7 @@ def _read(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
     """Bytes of the constant rows that layer 1 or the encoder reads [ranks]."""
     model, f = problem.model, layout.facts(1)
     rows = f.sources if model.first_varying else local_rows(layout, 0)
-    numbers = loaded_bytes(problem, layout) / (2 * model.itemsize) if model.nonzeros else None
+    numbers = loaded_bytes(problem, layout) / model.sparse_itemsize if model.nonzeros else None
     held = np.asarray(model.features_held(rows, numbers), dtype=float)
     # own rows, a part of the rows read, have a sparse product of their own
     if model.reads_sparse(1) and model.layers[0].reads_own:

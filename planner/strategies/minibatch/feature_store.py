@@ -449,7 +449,7 @@ def row_bytes(problem: Problem, ids: Ids, columns: range | None = None) -> NDArr
     itemsize = problem.model.itemsize
     if not problem.model.nonzeros:
         return np.full(ids.size, len(columns or range(problem.model.features)) * itemsize)
-    numbers = problem.features_bytes(ids, columns) // (2 * itemsize)
+    numbers = problem.features_bytes(ids, columns) // problem.model.sparse_itemsize
     return np.asarray(numbers * (itemsize + 4) + 4)
 
 

@@ -137,7 +137,7 @@ def _features(problem: Problem, batch: MiniBatch) -> np.ndarray:
     """Bytes of the rows that layer 1 or the encoder reads [ranks]."""
     rows = batch.facts(1).sources if problem.model.first_varying else batch.row_counts(0)
     numbers = (
-        loaded_bytes(problem, batch) / (2 * problem.model.itemsize)
+        loaded_bytes(problem, batch) / problem.model.sparse_itemsize
         if problem.model.nonzeros
         else None
     )

@@ -89,9 +89,8 @@ def _columns_copied(problem: Problem, columns: range) -> float:
         return 0.0
     if isinstance(x, np.ndarray):
         return 0.0 if len(columns) == x.shape[1] else float(x.shape[0] * len(columns) * x.itemsize)
-    numbers = int(problem.features_bytes(np.arange(x.shape[0]), columns).sum()) / (
-        2 * problem.model.itemsize
-    )
+    features_bytes = int(problem.features_bytes(np.arange(x.shape[0]), columns).sum())
+    numbers = features_bytes / problem.model.sparse_itemsize
     itemsize = int(x.data.itemsize + x.indices.itemsize)
     return numbers * itemsize + float(x.indptr.nbytes)
 
@@ -144,7 +143,7 @@ class Batch:
         self.applied = self.own * model.layers[0].bias
         self.overlaps = p3.pipelined  # the rank goes on while its messages leave
         loaded = p3.loaded_bytes(problem, batch)
-        numbers = loaded / (2 * b) if model.nonzeros else None
+        numbers = loaded / model.sparse_itemsize if model.nonzeros else None
         self.loaded = np.asarray(sliced.features_held(merged.sources, numbers), dtype=float)
         # rows of the server's memory and of the cache, next to where they are put
         self.arriving: Number = 0.0
