@@ -5,7 +5,8 @@
 The peers are one process of DGL with one and with two threads, and one of PyG. Beside them are our
 families on two Gloo ranks (one thread each) for the same training, in turn and several times,
 because these machines drift. All begin with the same weights: an exact family whose losses are not
-the peers' ends the benchmark. Prints ratios, asserts no time.
+the peers' ends the benchmark. Beside exact epochs is their floor, measured in turn with them
+(floor.py). Prints ratios, asserts no time.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from statistics import median
 from typing import Any
 
 from commands import words
+from floor import GRAPH, HIDDEN, LAYERS, LR, floor, shown
 
-GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
-HIDDEN, LAYERS, LR = 256, 3, 0.01
 EPOCHS = 14
 AGREE = 1e-3  # most that losses of the same training are apart, as a share
 STALE = ("pipegcn", "gnnpipe")  # read rows of earlier epochs
@@ -154,6 +154,8 @@ def main() -> None:
     seconds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     losses: dict[str, list[float]] = {}
+    floors: dict[str, list[dict[str, float]]] = {}
+    exact = {f"{each}, {n} rank(s)": (each, n) for each, n in OURS if not each.startswith(STALE)}
     for i in range(rounds):
         for name, once in [
             *(
@@ -170,18 +172,24 @@ def main() -> None:
             seconds.setdefault(name, []).append(result["epoch_s"])
             memory[name] = max(memory.get(name, 0.0), result["rss_mb"])
             losses[name] = result["losses"]
+            if name in exact:
+                floors.setdefault(name, []).append(floor(*exact[name]))
     first, *others = losses
-    floors = seconds[first]
     print(
         f"3-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, 128 features; median epoch of"
         f" {rounds} rounds in turn"
     )
     for name, series in seconds.items():
-        ratio = median(a / b for a, b in zip(series, floors, strict=True))
+        ratio = median(a / b for a, b in zip(series, seconds[first], strict=True))
         print(
             f"{name:40s} {median(series):.3f} s  {ratio:.2f}x {first}"
             f"  {memory[name]:.0f} MB/process"
         )
+    for name, found in floors.items():
+        sums = [sum(each.values()) for each in found]
+        ratio = median(a / b for a, b in zip(seconds[name], sums, strict=True))
+        least = {part: median(each[part] for each in found) for part in found[0]}
+        print(f"{name:40s} {ratio:.2f}x its floor, {shown(least)}")
     for name in others:
         apart = max(abs(a / b - 1) for a, b in zip(losses[name], losses[first], strict=True))
         print(f"{name}: losses of {EPOCHS} epochs within {apart:.1e} of {first}'s")
