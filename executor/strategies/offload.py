@@ -39,7 +39,7 @@ class _Part:
     vertices: Tensor
     places: Tensor  # in the server's memory, of those of its rank, int64 [S - halo]
     exchange: Exchange  # of the halo, and of what this rank has of other ranks' halos
-    meets: bool  # ranks exchange rows
+    meets: bool  # some ranks exchange rows in this turn
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Worker(base.Worker):
         )
 
     def _by_rank(self, piece: Piece) -> list[np.ndarray]:
-        """The rows that a chunk reads of each rank's chunks, without its own: global ids."""
+        """A chunk's halo by the rank that has the rows: global ids."""
         of_ranks = piece.received.reshape(self.rank.world, -1).sum(1)
         return np.split(piece.halo, np.cumsum(of_ranks)[:-1])
 
@@ -231,11 +231,10 @@ class Worker(base.Worker):
             loaded.source.requires_grad_(self.training)
         return loaded
 
-    def _halo_home(
-        self, step: int, layer: int, chunk: _Chunk, gradient: Tensor | None
-    ) -> Tensor | None:
-        """The halo's gradient goes home -> that of the rows given [given, H_{l-1}]."""
-        if gradient is None or not chunk.parts[layer].meets:
+    def _halo_home(self, step: int, layer: int, chunk: _Chunk, gradient: Tensor) -> Tensor | None:
+        """The halo's gradient goes home -> that of the rows given [given, H_{l-1}], if any rank's
+        is."""
+        if not chunk.parts[layer].meets:
             return None
         part, label = chunk.parts[layer], Label("halo", step, "b", layer, chunk.number)
         far = gradient[len(part.places) :]
@@ -246,9 +245,11 @@ class Worker(base.Worker):
         self, step: int, layer: int, chunk: _Chunk, loaded: _Loaded, logits: Tensor | None = None
     ) -> None:
         """Add the gradient of the rows read to what other chunks have added; keep logits."""
-        gradient = loaded.source.grad
-        home = self._halo_home(step, layer, chunk, gradient)
-        near = None if gradient is None else gradient[: len(chunk.parts[layer].places)]
+        source, near, home = loaded.source, None, None
+        if source.requires_grad:
+            assert source.grad is not None
+            near = source.grad[: len(chunk.parts[layer].places)]
+            home = self._halo_home(step, layer, chunk, source.grad)
         nbytes = sum(each.nbytes for each in (near, home, logits) if each is not None)
         with self.rank.span(Label("store", step, "b", layer, chunk.number), "copy", nbytes):
             if logits is not None:

@@ -106,13 +106,13 @@ class Chunks:
         return sources, numbers, halos
 
 
-def cut_parts(graph: Graph, part: np.ndarray, parts: int, members: int) -> np.ndarray:
-    """The member of each vertex, by METIS inside every part: int64 [N].
+def cut_parts(graph: Graph, part: np.ndarray, parts: int, pieces: int) -> np.ndarray:
+    """The piece of each vertex, by METIS inside every part: int64 [N].
 
-    In a part of fewer vertices than members, some members have none."""
-    member = np.zeros(part.size, dtype=np.int64)
-    if members == 1:
-        return member
+    In a part of fewer vertices than pieces, some pieces have none."""
+    piece = np.zeros(part.size, dtype=np.int64)
+    if pieces == 1:
+        return piece
     indptr, indices = undirected(graph)
     adjacency = sp.csr_matrix(
         (np.ones(len(indices), dtype=np.int8), indices, indptr), shape=(part.size, part.size)
@@ -121,12 +121,12 @@ def cut_parts(graph: Graph, part: np.ndarray, parts: int, members: int) -> np.nd
     for p, rows in enumerate(
         np.split(by_part, np.searchsorted(part[by_part], np.arange(1, parts)))
     ):
-        if rows.size <= members:
-            member[rows] = (np.arange(rows.size) + p) % members
+        if rows.size <= pieces:
+            piece[rows] = (np.arange(rows.size) + p) % pieces
         else:
             inside = adjacency[rows][:, rows]
-            member[rows] = partition_weighted(inside.indptr, inside.indices, None, members)
-    return member
+            piece[rows] = partition_weighted(inside.indptr, inside.indices, None, pieces)
+    return piece
 
 
 @lru_cache(maxsize=32)

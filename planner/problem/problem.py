@@ -304,7 +304,7 @@ class Problem:
         return partition(self.graph, chunks, self.method)
 
     def _chunks_of_ranks(self, chunks: int) -> np.ndarray:
-        """Chunk of every vertex [N], where every rank's part of the graph is cut in so many."""
+        """Chunk of every vertex [N]: every rank's part of the graph is cut in `chunks`."""
         assert self.graph is not None
         if self.ranks > 1 and self.method.startswith("metis"):
             owner = self._owner(())

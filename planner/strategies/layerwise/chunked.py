@@ -22,7 +22,7 @@ also labels. Rows that are in another rank's memory are loaded there, and cross 
 takes the chunk's rows of h_l back. A backward load brings the same and the gradient of the chunk's
 rows of h_l; the backward pass begins with the forward pass. The gradient of the halo goes home. A
 store takes the gradient of the rows read back, where it is added to what other chunks have left
-there. Between its loads nothing of a chunk is on the device.
+there. When a load begins, nothing of the chunk before is on the device.
 
 Which rows a chunk reads is counted by planner/ownership/layout.py, as if each chunk were a rank.
 """
@@ -62,7 +62,7 @@ class Counts:
 
     @cached_property
     def given(self) -> np.ndarray:
-        """Rows that each rank has of others' halos [ranks]."""
+        """Rows of others' halos that each rank has, and sends [ranks]."""
         return np.asarray(self.sends.sum(1))
 
     @cached_property
@@ -265,14 +265,17 @@ class ChunkedStep:
         """What the chunks need of their servers' memory before a pass of a layer [ranks] [B].
 
         That is what they read there, and what others read of it."""
-        n, model, last = self.counts(layer, c), self.model, len(self.model.layers)
+        n = self.counts(layer, c)
         loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
-        loaded = loaded + self._exchanged(layer, n.given - n.halo)
+        here = self._exchanged(layer, n.given - n.halo)
+        return np.asarray(loaded + here + self._besides(way, layer, c))
+
+    def _besides(self, way: str, layer: int, c: int) -> np.ndarray:
+        """The gradient of the chunks' rows for a backward pass, or labels [ranks] [B]."""
         if way == "b":
-            loaded = loaded + n.rows * model.layers[layer - 1].h_out * model.itemsize
-        elif layer == last:
-            loaded = loaded + self.label_bytes(c)
-        return np.asarray(loaded)
+            layer_out = self.model.layers[layer - 1].h_out * self.model.itemsize
+            return np.asarray(self.counts(layer, c).rows * layer_out)
+        return self.label_bytes(c) * (layer == len(self.model.layers))
 
     def stored_bytes(self, way: str, layer: int, c: int) -> np.ndarray:
         """What goes back to the server's memory after a pass of a layer [ranks] [B]."""
@@ -314,16 +317,13 @@ class ChunkedStep:
     # -- memory ----------------------------------------------------------------------------------
 
     def _held(self, way: str, layer: int, c: int, held: Held) -> None:
-        """Of a load: nothing of the chunk before is left. The halo's room is there already."""
+        """Of a load: nothing of the chunk before is left. There is room for the halo."""
         held.let_go()
-        n, read, edges = self.counts(layer, c), self.read_bytes(layer, c), self.edge_bytes(layer, c)
-        given = self._exchanged(layer, n.given)
-        others = self.loaded_bytes(way, layer, c) - read - edges - given
-        others = others + self._exchanged(layer, n.halo)
+        read = self.read_bytes(layer, c)
         held.keep(read, use="features" if layer <= self.model.first_varying else "activations")
-        held.keep(edges, use="graph")
-        held.keep(others)
-        held.keep(given, use="buffers")
+        held.keep(self.edge_bytes(layer, c), use="graph")
+        held.keep(self._besides(way, layer, c))
+        held.keep(self._exchanged(layer, self.counts(layer, c).given), use="buffers")
 
     def _hold_halo(self, layer: int, c: int, held: Held) -> None:
         held.free(self._exchanged(layer, self.counts(layer, c).given), use="buffers")

@@ -121,7 +121,7 @@ class Offload(Strategy):
             for op, seconds in predicted.by_op.items()
             if op.split(":")[0] in ("load", "store")
         )
-        whole = sum(GraphParallel(checkpoint=True).memory(there).values(), np.zeros(1))
+        whole = sum(_least(there).memory(there).values(), np.zeros(1))
         return [
             f"{one} keeps {show_bytes(kept)} in a server's memory, for the graph would take"
             f" {show_bytes(float(whole.max()))} on a device; per epoch {show_bytes(loaded)} are"
@@ -156,8 +156,9 @@ class Offload(Strategy):
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         step = self._step(problem)
-        read = sum((step.read_bytes(1, c) for c in step.chunks), np.zeros(1))
-        features_s = float(problem.cost.load_s(float(read.max())))
+        rows = sum((step.counts(1, c).sources for c in step.chunks), np.zeros(1))
+        nbytes = float(rows.max()) * problem.model.features * problem.model.itemsize
+        features_s = float(problem.cost.load_s(nbytes))
         return {
             "partitioning": problem.seconds_of(step.layout),
             "features": features_s * problem.model.aggregate_cached(1),
@@ -241,10 +242,15 @@ def _of_ranks_on_host(problem: Problem, step: ChunkedStep) -> Memory:
     return {"rows": n * rows * model.itemsize, "edges": np.asarray(edges + labels)}
 
 
+def _least(problem: Problem) -> GraphParallel:
+    """Graph parallelism with as little memory as it can do with."""
+    return GraphParallel(checkpoint=True, trim=problem.needs_few_rows)
+
+
 def _fits_without(problem: Problem) -> bool:
     """Whether graph parallelism that keeps layers' inputs only fits on all GPUs, or is refused."""
     everyone = problem.placed(tuple(range(problem.cluster.ranks)))
-    least = GraphParallel(checkpoint=True, trim=problem.needs_few_rows)
+    least = _least(everyone)
 
     def fits() -> bool:
         try:
