@@ -635,9 +635,14 @@ def needs_of(problem: Problem, options: Sequence[Strategy]) -> list[tuple[float,
 def least_needed(
     problem: Problem, exact: bool = False, forced: Strategy | None = None
 ) -> float | None:
-    """The least memory [B] in which a strategy fits, or `forced`; None where none suits."""
+    """The least memory of a device [B] in which a strategy fits, or `forced`; None: none suits.
+
+    Of those that servers have the memory for, if there are any.
+    """
     options = [forced] if forced else _and_with_less_memory(problem, exact)
-    return min((need for need, *_ in needs_of(problem, options)), default=None)
+    needs = needs_of(problem, options)
+    there = [need for need, host, _ in needs if host <= problem.cluster.graph_room]
+    return min(there or [need for need, *_ in needs], default=None)
 
 
 def needed(problem: Problem, strategy: Strategy) -> tuple[float, float] | None:
