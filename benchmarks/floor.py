@@ -2,9 +2,10 @@
 
     python benchmarks/floor.py [STRATEGY] [RANKS]
 
-Ranks measure together, one thread each, the fastest of several rounds: products of float32 at the
-best of three shapes, aggregation of the strategy's own blocks at each width it sums, and 8 MB both
-ways over Gloo. The floor is the step's counted work at these rates, of the rank that has most.
+Ranks measure together, one thread each, and the fastest of several rounds counts. They measure
+products of float32 at the best of three shapes, aggregation of the strategy's own blocks at each
+width it sums, and 8 MB both ways over Gloo. The floor is the step's counted work at these rates, of
+the rank that has most.
 `spine.py` prints epochs beside it.
 """
 
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from commands import words
 
@@ -25,6 +27,25 @@ HIDDEN, LAYERS, LR = 256, 3, 0.01
 SHAPES = ((1024, 1024, 1024), (4000, 512, 512), (2000, 256, 256))
 MESSAGE = 8 << 20  # [B]
 ROUNDS = 7
+
+
+def problem_of(ranks: int) -> Any:
+    """The training that is timed, on so many ranks of a cluster whose rates play no part."""
+    from gnnplan.planner.cluster.spec import Cluster, Device, Link
+    from gnnplan.planner.gnn.workload import Workload
+    from gnnplan.planner.graph.graph import Graph
+    from gnnplan.planner.graph.load import load
+    from gnnplan.planner.problem.problem import Problem
+
+    graph = load(GRAPH)
+    assert isinstance(graph, Graph)
+    anywhere = Cluster(
+        gpus_per_server=ranks,
+        device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
+        intra_node=Link(bandwidth=1e9),
+    )
+    workload = Workload(model="sage", layers=LAYERS, hidden=HIDDEN, lr=LR)
+    return Problem(graph.stats, graph, workload, anywhere)
 
 
 def floor(strategy: str, ranks: int) -> dict[str, float]:
@@ -52,24 +73,11 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     from gnnplan.executor.ranks.comm import swap
     from gnnplan.executor.ranks.rank import Rank
     from gnnplan.executor.strategies.graph_parallel import whole_share
-    from gnnplan.planner.cluster.spec import Cluster, Device, Link
-    from gnnplan.planner.gnn.workload import Workload
-    from gnnplan.planner.graph.graph import Graph
-    from gnnplan.planner.graph.load import load
     from gnnplan.planner.ownership.layout import Layout
-    from gnnplan.planner.problem.problem import Problem
     from gnnplan.planner.strategies import parse
 
     torch.set_num_threads(1)
-    graph = load(GRAPH)
-    assert isinstance(graph, Graph)
-    anywhere = Cluster(  # its rates play no part
-        gpus_per_server=ranks,
-        device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
-        intra_node=Link(bandwidth=1e9),
-    )
-    workload = Workload(model="sage", layers=LAYERS, hidden=HIDDEN, lr=LR)
-    problem = Problem(graph.stats, graph, workload, anywhere)
+    problem = problem_of(ranks)
     settled = parse(strategy).settle(problem)
     rank = Rank(number, ranks, torch.device("cpu"), "gloo")
     if ranks > 1:
@@ -95,7 +103,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     peak = max(map(flop_rate, SHAPES))
     layout = problem.layout()
     assert isinstance(layout, Layout)
-    net = Net(problem.model, workload)
+    net = Net(problem.model, problem.workload)
     block = whole_share(rank, problem, layout, net, "global").parts[-1].block
     per_row: dict[tuple[str, int], float] = {}
 

@@ -33,7 +33,7 @@ from statistics import median
 
 import numpy as np
 from commands import gnnplan, words
-from spine import GRAPH, HIDDEN, LAYERS, LR
+from floor import GRAPH, HIDDEN, LAYERS, LR
 
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph

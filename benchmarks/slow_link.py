@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from commands import words
-from spine import GRAPH, HIDDEN, LAYERS
+from floor import GRAPH, HIDDEN, LAYERS
 
 STRATEGIES = (
     "graph_parallel",

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from commands import words
-from floor import GRAPH, HIDDEN, LAYERS, LR, floor, shown
+from floor import GRAPH, HIDDEN, LAYERS, floor, problem_of, shown
 
 EPOCHS = 14
 AGREE = 1e-3  # most that losses of the same training are apart, as a share
@@ -57,22 +57,8 @@ def as_peer(library: str, threads: int) -> dict[str, Any]:
     import torch
     from gpu_stages import peers
 
-    from gnnplan.planner.cluster.spec import Cluster, Device, Link
-    from gnnplan.planner.gnn.workload import Workload
-    from gnnplan.planner.graph.graph import Graph
-    from gnnplan.planner.graph.load import load
-    from gnnplan.planner.problem.problem import Problem
-
     torch.set_num_threads(threads)
-    graph = load(GRAPH)
-    assert isinstance(graph, Graph)
-    anywhere = Cluster(  # plays no part in a training
-        device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
-        intra_node=Link(bandwidth=1e9),
-    )
-    workload = Workload(model="sage", layers=LAYERS, hidden=HIDDEN, lr=LR)
-    problem = Problem(graph.stats, graph, workload, anywhere)
-    epoch = getattr(peers, library)(problem, torch.device("cpu"))
+    epoch = getattr(peers, library)(problem_of(1), torch.device("cpu"))
 
     seconds, losses = [], []
     for _ in range(EPOCHS):

@@ -131,7 +131,7 @@ class Worker(base.Worker):
     def _part(self, layout: Layout, turn: int, layer: int, place: np.ndarray) -> _Part:
         ranks, me = range(self.rank.world), self.rank.rank
         pieces = [layout.piece(self._number(rank, turn), layer) for rank in ranks]
-        halos = [self._by_rank(piece) for piece in pieces]
+        halos = [self._by_rank(piece, rank) for rank, piece in enumerate(pieces)]
         number = self._number(me, turn)
         source = np.concatenate([layout.rows(number, layer - 1), pieces[me].halo])
         order = np.argsort(place[source] < 0, kind="stable")  # rows of this rank come first
@@ -144,20 +144,22 @@ class Worker(base.Worker):
         block = weighted_block(
             layout.graph, edges, rows, source, indptr, position[indices], workload
         )
-        give = [place[halos[peer][me]] if peer != me else place[:0] for peer in ranks]
-        take = np.array([halos[me][peer].size * (peer != me) for peer in ranks])
+        give = [place[halo[me]] for halo in halos]
+        take = np.array([of_peer.size for of_peer in halos[me]])
         return _Part(
             block.pinned() if self.rank.device.type == "cuda" else block,
             torch.from_numpy(source),
             torch.from_numpy(place[source[: source.size - take.sum()]]),
             Exchange(self.rank, give, take, at=HOST),
-            any(halos[a][b].size for a in ranks for b in ranks if a != b),
+            any(of_peer.size for halo in halos for of_peer in halo),
         )
 
-    def _by_rank(self, piece: Piece) -> list[np.ndarray]:
-        """A chunk's halo by the rank that has the rows: global ids."""
+    def _by_rank(self, piece: Piece, reader: int) -> list[np.ndarray]:
+        """What a chunk of the reader reads of each rank, but of the reader itself: global ids."""
         of_ranks = piece.received.reshape(self.rank.world, -1).sum(1)
-        return np.split(piece.halo, np.cumsum(of_ranks)[:-1])
+        halo = np.split(piece.halo, np.cumsum(of_ranks)[:-1])
+        halo[reader] = halo[reader][:0]
+        return halo
 
     # -- loads and stores --------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class Worker(base.Worker):
                 loaded = _Loaded(source, aggregate=self._copy(self.aggregate[chunk.own]))
             else:
                 outgoing = None
-                if layer == 1:
+                if layer <= self.shapes.first_varying:
                     source = self._features(part.vertices.numpy(), self.rank.device)
                 else:
                     rows = self.hidden[layer - 1]
@@ -205,7 +207,7 @@ class Worker(base.Worker):
             edges, read = 0, rows * (2 if self.shapes.layers[0].reads_own else 1)
         else:
             edges, read = part.block.nbytes + part.vertices.nbytes, len(part.vertices)
-            if layer > 1:
+            if layer > self.shapes.first_varying:
                 read = len(part.places) + sum(part.exchange.gives)
         nbytes = edges + read * self.shapes.layers[layer - 1].h_in * b
         if way == "b":
@@ -347,6 +349,13 @@ class Worker(base.Worker):
         if layer > self.shapes.first_varying:
             self._store_gradient(step, layer, chunk, loaded)
 
+    def _forward_to_the_last(self, step: int) -> None:
+        """All layers before the last, of all chunks."""
+        for layer in range(1, self.last):
+            for chunk in self.chunks:
+                self._forward(step, layer, chunk)
+            self._complete_moments(step, layer + 1)
+
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward; adds gradients to the parameters' .grad.
 
@@ -354,10 +363,7 @@ class Worker(base.Worker):
         chunk [own, C].
         """
         self.training = True
-        for layer in range(1, self.last):
-            for chunk in self.chunks:
-                self._forward(step, layer, chunk)
-            self._complete_moments(step, layer + 1)
+        self._forward_to_the_last(step)
         loss = torch.stack([self._forward_and_backward(step, chunk) for chunk in self.chunks]).sum()
         for layer in range(self.last - 1, 0, -1):
             self._complete_gradient_of_moments(step, layer + 1)
@@ -369,10 +375,7 @@ class Worker(base.Worker):
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] without dropout, in the order of `step`'s."""
         self.training = False
-        for layer in range(1, self.last):
-            for chunk in self.chunks:
-                self._forward(step, layer, chunk)
-            self._complete_moments(step, layer + 1)
+        self._forward_to_the_last(step)
         for chunk in self.chunks:
             loaded = self._read(step, "f", self.last, chunk)
             self.logits[chunk.own] = self._compute(step, self.last, loaded)

@@ -40,7 +40,7 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.step import alike_as
+from gnnplan.planner.strategies.layerwise.step import alike_as, moments
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
@@ -114,7 +114,7 @@ class ChunkedStep:
                 yield from self._halo("halo", "f", layer, c)
                 yield self._compute("forward", layer, c, like[layer])
                 yield self._store("f", layer, c)
-            yield from self._moments("f", layer + 1)
+            yield from moments(self.problem, layer + 1, "f")
         for c in chunks:
             yield self._load("f", last, c)
             yield from self._halo("halo", "f", last, c)
@@ -124,7 +124,7 @@ class ChunkedStep:
             yield from self._halo("halo", "b", last, c)
             yield self._store("b", last, c)
         for layer in range(last - 1, 0, -1):
-            yield from self._moments("b", layer + 1)
+            yield from moments(self.problem, layer + 1, "b")
             for c in chunks:
                 yield self._load("b", layer, c)
                 yield from self._halo("halo_again", "b", layer, c)
@@ -172,11 +172,6 @@ class ChunkedStep:
                 itemsize=self._row_bytes(layer),
                 holds=partial(self._hold_gradients if home else self._hold_halo, layer, c),
             )
-
-    def _moments(self, way: str, layer: int) -> Iterator[Op]:
-        """Batch norm's all-reduce: moments before the layer, or their gradient after it."""
-        if self.problem.ranks > 1 and (numbers := self.model.moments(layer)):
-            yield Op("moments", way, layer, size=numbers * self.model.itemsize)
 
     def _compute(self, op: str, layer: int, c: int, like: int) -> Op:
         """A layer's forward or backward pass on a chunk."""

@@ -29,7 +29,7 @@ from gnnplan.planner.gnn.model import MASK, Layer, Model
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.holds import Holds
-from gnnplan.planner.strategies.layerwise.step import finish
+from gnnplan.planner.strategies.layerwise.step import finish, moments
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
@@ -305,26 +305,21 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         if back and several:
             yield Op("to_rows", way, layer, sent=sent(course.width, "to_rows"), itemsize=b)
 
-    def moments(layer: int, way: str) -> Iterator[Op]:
-        """Batch norm's all-reduce, as in step.py."""
-        if several and (numbers := model.moments(layer)):
-            yield Op("moments", way, layer, size=numbers * b)
-
     encode = model.encode(encoded) if model.encoder else None
     if encode:
         yield Op("encode", "f", work=encode[0], holds=holds.encode)
     for layer in range(1, layers + 1):
-        yield from moments(layer, "f")
+        yield from moments(problem, layer, "f")
         if (course := courses[layer - 1]) is not None:
             kept = Between(model, layer, own, course.width).keep if course.backward else None
             yield Op("prepare", "f", layer, work=prepare(like[layer])[0], holds=kept)
             yield from sums(layer, "f")
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=end(like[layer])[0], holds=keeps)
-    yield from moments(layers + 1, "f")
+    yield from moments(problem, layers + 1, "f")
     forward, backward = finish(problem, own, None)
     yield Op("loss", work=forward + backward, holds=holds.loss)
-    yield from moments(layers + 1, "b")
+    yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         course, frees = courses[layer - 1], partial(holds.backward, layer)
         yield Op("backward", layer=layer, work=end(like[layer])[1], holds=frees)
@@ -332,7 +327,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             yield from sums(layer, "b")
             freed = Between(model, layer, own, course.width).free
             yield Op("prepare", "b", layer, work=prepare(like[layer])[1], holds=freed)
-            yield from moments(layer, "b")
+            yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])
     if several:

@@ -188,10 +188,8 @@ class Offload(Strategy):
         step = self._step(problem)
         use = _on_device(problem, step)
         if problem.cluster.device.kind == "cpu":
-            _, of_server, ranks = np.unique(
-                problem.servers, return_inverse=True, return_counts=True
-            )
-            sharing = ranks[of_server]  # a server's memory
+            of_server = _server_of(problem)
+            sharing = np.bincount(of_server)[of_server]  # ranks that share a server's memory
             shared = _features_on_host(problem)
             graph_data = sum(_of_ranks_on_host(problem, step).values(), shared / sharing)
             room = (problem.cluster.host_memory or 0.0) / sharing
@@ -200,14 +198,9 @@ class Offload(Strategy):
 
     def host_memory(self, problem: Problem) -> Memory:
         """Bytes of features, rows, gradients and edges in each server's memory [servers]."""
-        step, names = self._step(problem), list(dict.fromkeys(problem.servers))
-        of_ranks = _of_ranks_on_host(problem, step)
-        at = np.array(problem.servers)
-        held = {
-            use: np.array([nbytes[at == server].sum() for server in names])
-            for use, nbytes in of_ranks.items()
-        }
-        return {"features": np.full(len(names), _features_on_host(problem))} | held
+        of_server, of_ranks = _server_of(problem), _of_ranks_on_host(problem, self._step(problem))
+        held = {use: np.bincount(of_server, nbytes) for use, nbytes in of_ranks.items()}
+        return {"features": np.full(of_server.max() + 1, _features_on_host(problem))} | held
 
 
 def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
@@ -219,6 +212,11 @@ def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
         **fullest(problem, step.fullest_program()),
         "runtime": zero + RUNTIME[problem.cluster.device.kind],
     }
+
+
+def _server_of(problem: Problem) -> np.ndarray:
+    """The server of each rank, counted among those that have ranks [ranks]."""
+    return np.asarray(np.unique(problem.servers, return_inverse=True)[1])
 
 
 def _features_on_host(problem: Problem) -> float:

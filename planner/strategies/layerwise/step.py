@@ -176,14 +176,6 @@ def step(
         yield moved
         yield Op("unpack", way, layer, work=unpack)
 
-    def moments(layer: int, way: str) -> Iterator[Op]:
-        """Batch norm's all-reduce: moments before the layer, or their gradient after it.
-
-        Layer L + 1 is the decoder.
-        """
-        if problem.ranks > 1 and (numbers := model.moments(layer)):
-            yield Op("moments", way, layer, size=numbers * model.itemsize)
-
     complete: dict[int, list[Bucket]] = {}  # by the layer whose backward pass completes them
     for bucket in buckets_of(problem, options.buckets, options.narrow):
         complete.setdefault(bucket.after, []).append(bucket)
@@ -211,7 +203,7 @@ def step(
     if encode:
         yield Op("encode", "f", work=encode[0], holds=holds.encode)
     for layer in range(1, layers + 1):
-        yield from moments(layer, "f")
+        yield from moments(problem, layer, "f")
         yield from exchange(layer, "f")
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=work(like[layer], "f"), holds=keeps)
@@ -219,26 +211,35 @@ def step(
     ends = None
     if scored is not None and scored.meets:
         ends = scored.sends * model.layers[-1].h_out * model.itemsize
-    yield from moments(layers + 1, "f")
+    yield from moments(problem, layers + 1, "f")
     if ends is not None:
         yield Op("halo", "f", layers + 1, sent=ends)
     yield Op("loss", work=forward + backward, holds=holds.loss)
     if ends is not None:
         yield Op("halo", "b", layers + 1, sent=ends.T)
-    yield from moments(layers + 1, "b")
+    yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
         done = work(like[layer], "b", reduced(layer + 1))
         yield Op("backward", layer=layer, work=done, holds=frees)
         yield from sums(layer)
         yield from exchange(layer, "b")
-        yield from moments(layer, "b")
+        yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))
         yield from sums(0)
     if problem.ranks > 1 and not complete:
         yield Op("all_reduce", size=model.weights * model.weight_itemsize)
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
+
+
+def moments(problem: Problem, layer: int, way: str) -> Iterator[Op]:
+    """Batch norm's all-reduce: moments before the layer, or their gradient after it.
+
+    Layer L + 1 is the decoder.
+    """
+    if problem.ranks > 1 and (numbers := problem.model.moments(layer)):
+        yield Op("moments", way, layer, size=numbers * problem.model.itemsize)
 
 
 def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> tuple[Compute, Compute]:
