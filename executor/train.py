@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import scores
-from gnnplan.executor.layers.kernels import Shapes, by_onednn, warm_up
+from gnnplan.executor.layers.kernels import Shapes, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
 from gnnplan.executor.ranks.checkpoint import Checkpoints
@@ -99,8 +99,7 @@ class _Training:
         epochs: int,
         checkpoints: Checkpoints | None,
     ) -> None:
-        # oneDNN, cuBLAS and the library of a user's module: their memory belongs to the process
-        by_onednn()
+        # cuBLAS, MKL, oneDNN and the library of a user's module: their memory is the process's
         warm_up(rank.device)
         if problem.workload.is_converted:
             read_again(problem.workload)

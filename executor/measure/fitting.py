@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from scipy.optimize import lsq_linear
 
-from gnnplan.executor.layers.kernels import CODE, by_onednn
+from gnnplan.executor.layers.kernels import code_of
 from gnnplan.executor.measure.computation import FANOUTS, PRODUCTS, SEEDS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.executor.ranks.machine import cores
@@ -245,7 +245,8 @@ def _device(
         memory=memory,
         gemm=1e12,
         memory_bandwidth=memory_rates[max(memory_rates)],
-        product_code=0.0 if cuda or not by_onednn() else CODE,
+        product_code=0.0 if cuda else code_of(torch.float32),
+        product_code_bfloat16=0.0 if cuda else code_of(torch.bfloat16),
         **gathering,
         **core,
     )

@@ -153,14 +153,19 @@ class Device(Spec):
     # Rows that are in the cache [B/s]. None: 3 x memory_bandwidth.
     cache_bandwidth: Bandwidth | None = None
     launch: Latency = 8e-6  # one framework operation, however small [s]
-    # Machine code that is kept for each shape of a product [B] (oneDNN).
+    # Machine code that is kept for each shape of a product [B] (oneDNN), in float32 and bfloat16.
     product_code: float = Field(0.0, ge=0.0, le=1e9)
+    product_code_bfloat16: float = Field(0.0, ge=0.0, le=1e9)
     power: Power | None = None  # that it draws while it trains; of a CPU: a rank's share [W]
     # Share of a transfer's seconds that computation loses while they overlap. On GPUs by default
     # what was fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv).
     overlap_tax: float = Field(
         default_factory=lambda given: 0.185 if given.get("kind") == "cuda" else 0.0, ge=0.0, le=1.0
     )
+
+    def code_of(self, itemsize: int) -> float:
+        """Machine code that is kept for each shape of a product of numbers of so many bytes [B]."""
+        return {2: self.product_code_bfloat16, 4: self.product_code}.get(itemsize, 0.0)
 
 
 def _lists(value: object) -> object:

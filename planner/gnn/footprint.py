@@ -26,8 +26,9 @@ from gnnplan.planner.vocabulary.numbers import Number
 # [B] of libraries and context in a process that has done nothing yet
 RUNTIME = {"cpu": 300e6, "cuda": 800e6}
 # Numbers of a product's operands that its backward pass reads at a time (the executor's products
-# work block by block).
-BLOCK = 512_000
+# work block by block), by their bytes: where they take 2, a product is so fast that small blocks
+# cost time.
+BLOCK = {2: 2_048_000, 4: 512_000, 8: 512_000}
 INDEX = 4  # [B] of an index of ours
 # Numbers that an operation makes of edges together, where it makes a row for each (the executor's
 # GATv2).
@@ -37,6 +38,11 @@ BAG = 8  # [B] that embedding_bag keeps of each row that it aggregates: two numb
 # Rows of the smallest piece that gets machine code of its own, where row counts vary from step to
 # step.
 LEAST = 128
+
+
+def block_rows(h_in: int, h_out: int, itemsize: int) -> int:
+    """Rows that the backward pass of a product [., h_in] -> [., h_out] reads at a time."""
+    return max(1000, BLOCK[itemsize] // (h_in + h_out))
 
 
 class Tape:
@@ -73,29 +79,25 @@ class Product:
     # What follows the product ('bias', 'bias relu', ''). oneDNN makes code for each separately.
     after: tuple[str, ...] = ("bias",)
 
-    @property
-    def block(self) -> int:
-        """Rows that the backward pass reads at a time."""
-        return max(1000, BLOCK // (self.h_in + self.h_out))
-
-    def shapes(self, rows: int, vary: bool = False) -> Iterator[tuple[object, ...]]:
-        """Shapes of all products of one rank, forward and backward.
+    def shapes(self, rows: int, itemsize: int, vary: bool = False) -> Iterator[tuple[object, ...]]:
+        """Shapes of all products of one rank, forward and backward, of numbers of so many bytes.
 
         vary: row counts differ from step to step, so the executor cuts rows in pieces of few
         sizes: whole blocks, and powers of two of LEAST rows."""
         if not rows:
             return
+        block = block_rows(self.h_in, self.h_out, itemsize)
         if vary:
-            left = (rows % self.block) // LEAST
+            left = (rows % block) // LEAST
             powers = [LEAST << bit for bit in range(left.bit_length()) if left >> bit & 1]
-            for piece in [self.block] * (rows >= self.block) + powers:
+            for piece in [block] * (rows >= block) + powers:
                 yield from self._forward_shapes(piece)
                 yield from self._backward_shapes(piece)
             return
         yield from self._forward_shapes(rows)
         blocks = {rows}
-        if rows > self.block:
-            blocks = {min(rows, self.block), rows % self.block or self.block}
+        if rows > block:
+            blocks = {block, rows % block or block}
         for piece in blocks:
             yield from self._backward_shapes(piece)
 
@@ -108,7 +110,9 @@ class Product:
             yield rows, self.h_out, self.h_in, ""
 
 
-def distinct(products: Iterable[Product], ranks: int, vary: bool = False) -> np.ndarray:
+def distinct(
+    products: Iterable[Product], ranks: int, itemsize: int, vary: bool = False
+) -> np.ndarray:
     """How many different shapes the products have, on each rank [ranks].
 
     A product's rows are [ranks], or [pieces, ranks] where it is done piece by piece."""
@@ -116,7 +120,7 @@ def distinct(products: Iterable[Product], ranks: int, vary: bool = False) -> np.
     for product in products:
         for piece in np.reshape(np.ceil(product.rows), (-1, ranks)):
             for shapes, rows in zip(shapes_by_rank, piece, strict=True):
-                shapes.update(product.shapes(int(rows), vary))
+                shapes.update(product.shapes(int(rows), itemsize, vary))
     return np.array([len(shapes) for shapes in shapes_by_rank])
 
 
@@ -364,7 +368,7 @@ class LayerPasses:
         matrices: int = 1,
         varies: bool = True,
     ) -> Number:
-        block = np.minimum(n, Product(n, h_in, h_out).block) * (
+        block = np.minimum(n, block_rows(h_in, h_out, self.itemsize)) * (
             max(h_in * varies, h_out) + h_out * through_relu
         )
         # per matrix its transpose and the sum of its gradients; the gradient of a block
@@ -857,7 +861,8 @@ def addition(model: Model, layer: int, own: Number) -> Addition:
         return Addition(dropped, dropped + rows * drops, rows * drops, ())
     after = "bias" if layer == len(model.layers) else ""
     product = Product(own, h_out, model.jumped, True, (after,))
-    block = np.minimum(own, product.block) * max(h_out, model.jumped)
+    read = np.minimum(own, block_rows(h_out, model.jumped, model.itemsize))
+    block = read * max(h_out, model.jumped)
     temporaries = (block + 3 * h_out * model.jumped) * model.itemsize
     backward = dropped + added + rows + np.maximum(temporaries, rows * drops)
     return Addition(dropped + added, backward, rows, (product,))

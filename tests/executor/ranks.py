@@ -53,7 +53,9 @@ class Case:
     streams: bool = False  # lanes without threads, as over NCCL
 
     def problem(self, world: int) -> Any:
-        from gnnplan.executor.layers.kernels import CODE, by_onednn
+        import torch
+
+        from gnnplan.executor.layers.kernels import code_of
         from gnnplan.planner.cluster.spec import Cluster
         from gnnplan.planner.gnn.workload import Workload
         from gnnplan.planner.graph.load import load
@@ -65,7 +67,8 @@ class Case:
             "memory": "24GB",
             "gemm": "14TFLOP/s",
             "memory_bandwidth": "600GB/s",
-            "product_code": CODE if by_onednn() else 0.0,
+            "product_code": code_of(torch.float32),
+            "product_code_bfloat16": code_of(torch.bfloat16),
         }
         islands = (
             {"islands": self.islands, "island": {"bandwidth": "100GB/s"}}

@@ -3,6 +3,7 @@ exact hash values."""
 
 import os
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnnplan.executor.layers.kernels import (
     Block,
@@ -26,6 +29,9 @@ from gnnplan.executor.layers.kernels import (
     softmax_aggregate,
 )
 from gnnplan.executor.layers.kernels.aggregation import sparse_product
+from gnnplan.planner.gnn.footprint import block_rows
+
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 
 
 @pytest.fixture(autouse=True)
@@ -602,3 +608,32 @@ def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(
             plain, pieces, rtol=1e-4, atol=1e-3 * float(plain.detach().abs().max())
         )
     assert {shape[0] for shape in sizes if shape[1] == 300} <= {1000, 128, 256, 512}
+
+
+@pytest.mark.parametrize("rows", [1, 127, 2500, 4093])
+def test_products_in_bfloat16_that_vary_go_by_pieces_too(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """oneDNN multiplies them on all cores with AVX-512, and keeps 0.7 MB of code for each shape."""
+    monkeypatch.setattr(matmul, "code_of", lambda dtype: 0.7e6)
+    monkeypatch.setattr(matmul.Shapes, "vary", True)
+    sizes: set[int] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            factors = [t for t in args if isinstance(t, Tensor) and t.dim() == 2]
+            if func.overloadpacket in PRODUCTS and factors[-1].dtype == torch.bfloat16:
+                sizes.update(size for t in factors for size in t.shape if size not in (300, 260))
+            return func(*args, **(kwargs or {}))
+
+    a = torch.randn(rows, 300, dtype=torch.bfloat16, requires_grad=True)
+    w, bias = torch.randn(260, 300, requires_grad=True), torch.randn(260, requires_grad=True)
+    with Watch():
+        out = linear_sum([(a, w), (a, w)], bias)
+        gradients = torch.autograd.grad(out.sum(), (a, w, bias))
+    whole = 2 * F.linear(a.double(), w.double()) + bias.double()
+    torch.testing.assert_close(out.double(), whole, rtol=2e-2, atol=0.5)
+    for mine, exact in zip(gradients, torch.autograd.grad(whole.sum(), (a, w, bias)), strict=True):
+        near = 2e-2 * float(exact.abs().max())
+        torch.testing.assert_close(mine.double(), exact.double(), rtol=0, atol=near)
+    assert sizes <= {block_rows(300, 260, 2), *(128 << power for power in range(6))}

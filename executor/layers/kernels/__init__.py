@@ -8,10 +8,10 @@ Open
     aggregation.py     for `aggregate`: sparse matrix times dense rows, and its gradient
     attention.py       for `softmax_aggregate`, `attend`, `attend_pairs`: softmax over edges
     sparse_rows.py     for `SparseRows`: features of which most are zero
-    matmul.py          for `linear` and `linear_sum`: dense products by MKL or oneDNN; `Shapes`
+    matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
     few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random
-    runtime.py         for typed autograd calls, `backward`, the allocator's settings, `warm_up`
+    runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
 (H_in and H_out for a linear layer)."""
@@ -22,19 +22,19 @@ from gnnplan.executor.layers.kernels.block import Block
 from gnnplan.executor.layers.kernels.few_bits import pack, unpack
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import (
-    CODE,
     Shapes,
     by_onednn,
+    code_of,
     linear,
     linear_sum,
+    warm_up,
     weight_gradient,
 )
 from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
-from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator, warm_up
+from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
 
 __all__ = [
-    "CODE",
     "GOLDEN",
     "Block",
     "FeatureRows",
@@ -48,6 +48,7 @@ __all__ = [
     "attend_pairs",
     "backward",
     "by_onednn",
+    "code_of",
     "dropout",
     "dropout_mask",
     "keep_allocator",

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.executor.layers.kernels.runtime import apply
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Pattern, SparseRows
-from gnnplan.planner.gnn.footprint import LEAST
+from gnnplan.planner.gnn.footprint import LEAST, block_rows
 
 BY_BLOCKS = (torch.float32, torch.bfloat16)  # types whose products `_LinearSum` makes on CPUs
 
@@ -75,17 +75,47 @@ class Shapes:
             cls.vary = before
 
 
-CODE = 0.6e6  # [B] of machine code that oneDNN keeps for each shape (measured; torch 2.13)
+# [B] of machine code that oneDNN keeps for each shape (measured; torch 2.13)
+CODE = {torch.float32: 0.6e6, torch.bfloat16: 0.7e6}
 
 
 @functools.cache
 def by_onednn() -> bool:
-    """Whether oneDNN multiplies: on cores with AVX-512, of which MKL leaves half idle on AMD's.
+    """Whether oneDNN multiplies float32: on cores with AVX-512 that are not Intel's.
 
-    With AVX2, MKL is as fast (60 to 76 GFLOP/s of a core of AMD's third generation), faster where
-    rows are few or layers narrow (oneDNN: 42 to 62), and compiles nothing.
+    On AMD's, MKL leaves half of AVX-512 idle. On Intel's (fourth generation) MKL is faster, 135
+    GFLOP/s of a core for 106 in gradients of weights. With AVX2, MKL is as fast (60 to 76 GFLOP/s
+    of a core of AMD's third generation), faster where rows are few or layers narrow (oneDNN: 42 to
+    62), and compiles nothing.
     """
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_onednn()
+    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return is_wide and "Intel" not in torch.cpu.get_capabilities()["cpu_name"] and has_onednn()
+
+
+def warm_up(device: torch.device) -> None:
+    """Let cuBLAS or MKL allocate its workspaces, tens of MB that stay.
+
+    Call it before memory is watched. cuBLAS's are the current stream's. MKL packs the factors of a
+    product there; with AVX-512 no wider layer needs more than these do.
+    """
+    if device.type == "cuda":
+        rows = torch.zeros(16, 16, device=device)
+        F.linear(rows, rows), F.linear(rows, rows, rows[0])
+    elif not by_onednn():
+        rows, weight, grad = torch.zeros(512, 4096), torch.zeros(512, 4096), torch.zeros(512, 512)
+        F.linear(rows, weight), grad @ weight, grad.t() @ rows
+
+
+def code_of(dtype: torch.dtype) -> float:
+    """Machine code that is kept for each shape of a product of such rows [B]; 0 if none is.
+
+    Products of bfloat16 go to oneDNN wherever torch hands them on.
+    """
+    if dtype == torch.bfloat16:
+        compiles = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    else:
+        compiles = dtype == torch.float32 and by_onednn()
+    return CODE[dtype] if compiles else 0.0
 
 
 @functools.cache
@@ -110,11 +140,34 @@ def _product(
 
     `summed`: the dimension that may vary is K, otherwise R.
     """
-    rest = Shapes.vary and a.shape[summed] < Shapes.least  # that `_pieces` leaves
-    if by_onednn() and a.dtype == torch.float32 and not rest:
+    is_rest = _is_rest(a, summed)
+    if a.dtype == torch.float32 and by_onednn() and not is_rest:
         return _onednn(a, b, bias, after)
+    if a.dtype == torch.bfloat16 and is_rest:
+        bias = None if bias is None else bias.float()
+        return _product(a.float(), b.float(), bias, after, summed).to(a.dtype)
     out = F.linear(a, b, bias)
     return out.relu_() if after == "relu" else out
+
+
+def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = False) -> None:
+    """Write `_product` of a and b into out [R, H], or add it.
+
+    MKL does so itself, and oneDNN with rows in bfloat16; oneDNN's private operation does not.
+    """
+    is_private = a.dtype == torch.float32 and by_onednn()
+    if is_private or out.dtype != a.dtype or _is_rest(a, summed):
+        product = _product(a, b, summed=summed)
+        out.add_(product) if add else out.copy_(product)
+    elif add:
+        out.addmm_(a, b.t())
+    else:
+        torch.mm(a, b.t(), out=out)
+
+
+def _is_rest(a: Tensor, summed: bool) -> bool:
+    """Whether these are the few rows that `_pieces` leaves, of which oneDNN shall keep no code."""
+    return Shapes.vary and a.shape[summed] < Shapes.least
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
@@ -123,14 +176,15 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none
     return product
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad [R, H_out] transposed times x [R, H_in] -> [H_out, H_in]; copies the narrower of both.
+def _add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add grad [R, H_out] transposed times x [R, H_in] to total [H_out, H_in].
 
-    At 10 columns of x and 128 of grad that takes half the time of copying grad.
+    oneDNN copies the first factor. At 10 columns of x and 128 of grad it takes half the time if
+    that is x.
     """
     if x.shape[1] < grad.shape[1]:
-        return _product(x.t(), grad.t(), summed=True).t()
-    return _product(grad.t(), x.t(), summed=True)
+        total, grad, x = total.t(), x, grad
+    _put(total, grad.t(), x.t(), add=True, summed=True)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
@@ -141,8 +195,8 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     if not (x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() and gradient.numel()):
         return gradient.t() @ x
     out = x.new_zeros(gradient.shape[1], x.shape[1])
-    for part in _row_blocks(len(x), *out.shape):
-        out += _weight_gradient(gradient[part], x[part])
+    for part in _row_blocks([x], out.shape[0]):
+        _add_weight_gradient(out, gradient[part], x[part])
     return out
 
 
@@ -166,13 +220,12 @@ class _LinearSum(torch.autograd.Function):
             relu_inside = relu and len(xs) == 1
             out = _product(xs[0][part], weights[0], bias, "relu" if relu_inside else "none")
             for x, weight in zip(xs[1:], weights[1:], strict=True):
-                out += _product(x[part], weight)
+                _put(out, x[part], weight, add=True)
             return out.relu_() if relu and not relu_inside else out
 
         if Shapes.vary:
-            rows, h_out = xs[0].shape[0], weights[0].shape[0]
-            out = xs[0].new_empty(rows, h_out)
-            for part in _row_blocks(rows, h_out, max(x.shape[1] for x in xs)):
+            out = xs[0].new_empty(xs[0].shape[0], weights[0].shape[0])
+            for part in _row_blocks(xs, out.shape[1]):
                 out[part] = compute(part)
         else:
             out = compute(slice(None))
@@ -194,29 +247,30 @@ class _LinearSum(torch.autograd.Function):
         ]
         to_bias = weights[0].new_zeros(grad.shape[1]) if need_bias else None
         transposed = [weight.to(grad.dtype).t().contiguous() for weight in weights]
-        rows, h_out = grad.shape
-        for part in _row_blocks(rows, h_out, max(x.shape[1] for x in xs)):
+        for part in _row_blocks(xs, grad.shape[1]):
             piece = grad[part]
             if out is not None:
                 piece = torch.ops.aten.threshold_backward(piece, out[part], 0)
             for i, x in enumerate(xs):
                 if (gradient := to_x[i]) is not None:
-                    gradient[part] = _product(piece, transposed[i])
+                    _put(gradient[part], piece, transposed[i])
                 if (gradient := to_weight[i]) is not None:
-                    gradient += _weight_gradient(piece, x[part])
+                    _add_weight_gradient(gradient, piece, x[part])
             if to_bias is not None:
                 to_bias += piece.sum(0, dtype=to_bias.dtype)
         gradients = [g for pair in zip(to_x, to_weight, strict=True) for g in pair]
         return to_bias, None, *gradients
 
 
-def _row_blocks(rows: int, h_out: int, h_in: int) -> Iterable[slice]:
-    """Blocks of rows for a product's gradients, whose operands take 2 MB.
+def _row_blocks(xs: Sequence[Tensor], h_out: int) -> Iterable[slice]:
+    """Blocks of rows of xs [R, H_in] for gradients, whose operands take 2 MB, in bfloat16 4 MB.
 
-    With AVX-512, weight gradients reach 175 GFLOP/s by blocks, 140 without, and 93 by MKL.
+    With AVX-512, weight gradients reach 175 GFLOP/s by blocks, 140 without, and 93 by MKL. With
+    AMX, gradients in bfloat16 take a quarter less time by 4 MB than by 1 MB.
     """
-    size = max(1000, 512_000 // (h_in + h_out))
-    if Shapes.vary and by_onednn():
+    rows, h_in, dtype = len(xs[0]), max(x.shape[1] for x in xs), xs[0].dtype
+    size = block_rows(h_in, h_out, dtype.itemsize)
+    if Shapes.vary and code_of(dtype):
         return _pieces(rows, size)
     return (slice(start, start + size) for start in range(0, rows, size))
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
@@ -47,13 +46,3 @@ def keep_allocator() -> bool:
         return bool(kept and libc.mallopt(trim_threshold, 2**31 - 1))
     except (AttributeError, OSError):  # musl, macOS, Windows
         return False
-
-
-def warm_up(device: torch.device) -> None:
-    """Let cuBLAS allocate its workspaces on the current stream, tens of MB that stay.
-
-    Call it before memory is watched. On other devices nothing happens.
-    """
-    if device.type == "cuda":
-        rows = torch.zeros(16, 16, device=device)
-        F.linear(rows, rows), F.linear(rows, rows, rows[0])

@@ -136,7 +136,8 @@ class Offload(Strategy):
             return self
         asked = (problem.graph, problem.stats, problem.workload, problem.method, problem.servers)
         device = problem.cluster.device
-        room = device.memory, device.kind, device.product_code, problem.cluster.host_memory
+        code = device.code_of(problem.model.itemsize)
+        room = device.memory, device.kind, code, problem.cluster.host_memory
         return problem.known.answer(
             ("offload", *asked, *room), lambda: Offload(_fewest_chunks(problem))
         )
@@ -259,7 +260,7 @@ def _fits_without(problem: Problem) -> bool:
 
     device = problem.cluster.device
     asked = (problem.graph, problem.stats, problem.workload, problem.method, everyone.servers)
-    room = device.memory, device.kind, device.product_code
+    room = device.memory, device.kind, device.code_of(problem.model.itemsize)
     return problem.known.answer(("fits without offload", *asked, *room), fits)
 
 

@@ -30,9 +30,12 @@ def fullest(problem: Problem, program: Program) -> dict[str, np.ndarray]:
         ranks = group or tuple(range(problem.ranks))
         for name, most in zip(USES, each.most, strict=True):
             use[name][list(ranks)] = most
-        if (code := problem.cluster.device.product_code) and problem.model.itemsize == 4:
+        itemsize = problem.model.itemsize
+        if code := problem.cluster.device.code_of(itemsize):
             varies = problem.workload.mode == "mini"
-            use["buffers"][list(ranks)] += code * distinct(each.products, len(ranks), varies)
+            use["buffers"][list(ranks)] += code * distinct(
+                each.products, len(ranks), itemsize, varies
+            )
     return use
 
 
