@@ -66,6 +66,10 @@ class Layer(nn.Module):
         """Prepared, and perhaps projected, rows [S, width] -> [R, width]."""
         return aggregate(block, rows)
 
+    def gather_beside(self, block: Block, rows: FeatureRows) -> tuple[Tensor, FeatureRows]:
+        """`gather` of prepared rows [S, H_in], and those of the destinations [R, H_in]."""
+        return self.gather(block, self.gathers(rows)), rows[: block.n_dst]
+
     def update(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
@@ -94,8 +98,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
         rows = self.prepare(x, drop) if moments is None else self.prepare(x, drop, moments)
-        gathered = self.gather(block, self.gathers(rows))
-        return self.update(gathered, rows[: block.n_dst], x[: block.n_dst], x0, relu)
+        gathered, own = self.gather_beside(block, rows)
+        return self.update(gathered, own, x[: block.n_dst], x0, relu)
 
 
 class ColumnLayer(Protocol):

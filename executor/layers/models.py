@@ -22,6 +22,7 @@ from gnnplan.executor.layers.kernels import (
     FeatureRows,
     SparseRows,
     aggregate,
+    aggregate_beside,
     attend,
     attend_pairs,
     backward,
@@ -206,6 +207,11 @@ class SAGELayer(_SplitLayer):
 
     def project(self, rows: FeatureRows) -> Tensor:
         return linear(rows, self.weight)
+
+    def gather_beside(self, block: Block, rows: FeatureRows) -> tuple[Tensor, FeatureRows]:
+        if self.projects_first or not isinstance(rows, Tensor):
+            return super().gather_beside(block, rows)
+        return aggregate_beside(block, rows)
 
     def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool

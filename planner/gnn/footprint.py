@@ -199,7 +199,7 @@ class LayerPasses:
     ) -> None:
         spec, itemsize = model.layers[layer - 1], model.itemsize
         self.spec, self.itemsize, self.apart, self.local = spec, itemsize, apart, local
-        self.weight_itemsize = model.weight_itemsize
+        self.weight_itemsize, self.in_place = model.weight_itemsize, model.in_place
         # [B] of a rounded number while it is added up, in the type of weights; 0: rows are not
         # rounded
         self.unrounded = model.weight_itemsize * (model.itemsize < model.weight_itemsize)
@@ -368,11 +368,13 @@ class LayerPasses:
         matrices: int = 1,
         varies: bool = True,
     ) -> Number:
-        block = np.minimum(n, block_rows(h_in, h_out, self.itemsize)) * (
-            max(h_in * varies, h_out) + h_out * through_relu
-        )
-        # per matrix its transpose and the sum of its gradients; the gradient of a block
-        of_matrices = matrices * (self.itemsize + self.weight_itemsize) + self.itemsize
+        made_apart = max(h_in * varies, h_out) * (not self.in_place)
+        read = np.minimum(n, block_rows(h_in, h_out, self.itemsize))
+        block = read * (made_apart + h_out * through_relu)
+        # per matrix its transpose and the sum of its gradients; and where it is not added in place,
+        # the gradient of a block
+        of_matrices = matrices * (self.itemsize + self.weight_itemsize)
+        of_matrices += self.itemsize * (not self.in_place or self.unrounded > 0)
         return block * self.itemsize + h_in * h_out * of_matrices
 
 
@@ -385,7 +387,7 @@ class AggregatesFirst(LayerPasses):
 
     def compute(self, tape: Tape) -> None:
         tape.take(self.gathered, self.r_out)
-        tape.touch(self.r_out if self.own_matrix else 0.0)
+        tape.touch(self.r_out if self.own_matrix and not self.in_place else 0.0)
 
     def compute_backward(self, tape: Tape) -> None:
         temporaries = self.product(self.rows, self.relu, self.spec.matrices)
@@ -397,14 +399,11 @@ class AggregatesFirst(LayerPasses):
         tape.free(self.gathered)
         if self.own_matrix:
             tape.free(self.prepared.dropped)
-            if not self.apart:
-                tape.take(self.s_in)
-                tape.free(self.r_in)
 
     def scatter_gradient(self, tape: Tape) -> None:
         tape.take(self.s_in)
         tape.touch(BAG * self.sources, self.edges * self.unrounded)
-        tape.free(self.r_in * (self.spec.matrices > 0), self.s_in if self.own_matrix else 0.0)
+        tape.free(self.r_in * self.spec.matrices)
 
 
 class AggregatesOnly(AggregatesFirst):
@@ -862,7 +861,7 @@ def addition(model: Model, layer: int, own: Number) -> Addition:
     after = "bias" if layer == len(model.layers) else ""
     product = Product(own, h_out, model.jumped, True, (after,))
     read = np.minimum(own, block_rows(h_out, model.jumped, model.itemsize))
-    block = read * max(h_out, model.jumped)
-    temporaries = (block + 3 * h_out * model.jumped) * model.itemsize
+    block = read * max(h_out, model.jumped) * (not model.in_place)
+    temporaries = (block + (3 - model.in_place) * h_out * model.jumped) * model.itemsize
     backward = dropped + added + rows + np.maximum(temporaries, rows * drops)
     return Addition(dropped + added, backward, rows, (product,))

@@ -77,10 +77,12 @@ class Layer:
     def put_among(self) -> int:
         """How often the gradient of own rows is put among that of the sources.
 
-        A residual of prepared rows shares that with the kind's own reading of them."""
+        A residual of prepared rows shares that with the kind's own reading of them. GraphSAGE that
+        aggregates first adds it where the aggregate's gradient has been made."""
+        own = self.kind.own - (self.matrices > 1 and not self.projects_first)
         if self.residual is None or (self.kind.own and self.residual.of == "prepared"):
-            return self.kind.own
-        return self.kind.own + 1
+            return own
+        return own + 1
 
     @property
     def multiplied(self) -> int:
@@ -120,6 +122,9 @@ class Model:
     # A product is made piece by piece, and the pieces are copied into place. CPU ranks do so where
     # every step has other shapes.
     by_pieces: bool = False
+    # Gradients of products are written where they belong, and a sum of products is added up there
+    # (MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made apart.
+    in_place: bool = False
     relu: bool = True  # between layers
     # All layers' rows, or products of them, are added up; the sum is what is decoded.
     jump: Jump | None = None

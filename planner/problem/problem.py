@@ -118,7 +118,13 @@ class Problem:
             self.stats.classes,
             self.stats.nonzeros / self.stats.vertices,
         )
-        return replace(model, by_pieces=model.redrawn and self.cluster.device.kind == "cpu")
+        device = self.cluster.device
+        on_cpu, private = device.kind == "cpu", model.itemsize == 4 and device.product_code > 0
+        return replace(
+            model,
+            by_pieces=model.redrawn and on_cpu,
+            in_place=on_cpu and model.itemsize < 8 and not private,
+        )
 
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:
         """Bytes of the vertices' features in transit: int64 ids [R] -> int64 [R] [B].

@@ -19,6 +19,7 @@ from gnnplan.executor.layers.kernels import (
     Block,
     SparseRows,
     aggregate,
+    aggregate_beside,
     attend,
     dropout,
     dropout_mask,
@@ -89,6 +90,22 @@ def test_aggregate_is_a_matrix_product_both_ways(
     grad = torch.randn_like(out)
     out.backward(grad)
     torch.testing.assert_close(x.grad, (dense(block).t() @ grad.double()).to(dtype))
+
+
+@given(blocks, st.integers(0, 7))
+@settings(deadline=None)
+def test_own_rows_beside_their_aggregate(block: Block, width: int) -> None:
+    """They and the gradient are those of a slice, whichever is read."""
+    block, x = block.to(dtype=torch.float64), torch.randn(block.n_src, width, dtype=torch.float64)
+    of_sums, of_own = torch.randn(2, block.n_dst, width, dtype=torch.float64)
+    for reads_sums, reads_own in ((1, 1), (1, 0), (0, 1)):
+        mine, plain = (x.clone().requires_grad_() for _ in range(2))
+        beside = aggregate_beside(block, mine)
+        apart = aggregate(block, plain), plain[: block.n_dst]
+        for sums, own in (beside, apart):
+            (reads_sums * (sums * of_sums).sum() + reads_own * (own * of_own).sum()).backward()
+        torch.testing.assert_close(beside, apart, rtol=0, atol=0)
+        torch.testing.assert_close(mine.grad, plain.grad)
 
 
 def test_aggregate_by_differences() -> None:

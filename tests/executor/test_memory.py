@@ -23,7 +23,7 @@ from pairwise import covered
 from ranks import Case, ForkServer, Ranks
 from torch.profiler import ProfilerActivity, profile
 
-from gnnplan.executor.layers.kernels import Block, SparseRows, by_onednn, dropout, matmul
+from gnnplan.executor.layers.kernels import Block, SparseRows, by_onednn, dropout
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.memory import MemoryWatch, allocated
 from gnnplan.executor.ranks.rank import Rank, wait_in_turn
@@ -118,14 +118,6 @@ RESIDUALS = [
     Residual(linear=True, after_relu=True),
     Residual(of="inputs", linear=True),
 ]
-
-
-@pytest.fixture
-def by_onednn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN multiplies: it makes results apart, as the model counts. MKL writes them into place."""
-    if not matmul.has_onednn():
-        pytest.skip("products without oneDNN allocate less")
-    monkeypatch.setattr(matmul, "by_onednn", matmul.has_onednn)
 
 
 @pytest.mark.parametrize(

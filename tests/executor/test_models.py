@@ -234,6 +234,7 @@ class Touched(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("by_onednn_alone")
 @pytest.mark.parametrize(("of", "products"), [("sum", 0), ("cat", 1)])
 def test_rows_that_meet_touch_what_torch_says(of: Literal["sum", "cat"], products: int) -> None:
     """A product is done once forward, and backward once more before its two gradients."""

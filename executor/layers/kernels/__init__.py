@@ -16,7 +16,11 @@ Open
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
 (H_in and H_out for a linear layer)."""
 
-from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
+from gnnplan.executor.layers.kernels.aggregation import (
+    aggregate,
+    aggregate_beside,
+    aggregate_transposed,
+)
 from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
 from gnnplan.executor.layers.kernels.block import Block
 from gnnplan.executor.layers.kernels.few_bits import pack, unpack
@@ -43,6 +47,7 @@ __all__ = [
     "Shapes",
     "SparseRows",
     "aggregate",
+    "aggregate_beside",
     "aggregate_transposed",
     "attend",
     "attend_pairs",

@@ -25,6 +25,17 @@ def aggregate(block: Block, x: Tensor) -> Tensor:
     return apply(_Aggregate, x, block)
 
 
+def aggregate_beside(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`aggregate` of x [S, H], and the destinations' own rows, its first R: both [R, H].
+
+    The gradient of own rows is added where that of the aggregate has been made. The gradient of a
+    slice would be put among zeros first, for all of S.
+    """
+    check_rows(block, x)
+    both: tuple[Tensor, Tensor] = _AggregateBeside.apply(x, block)  # type: ignore[no-untyped-call]
+    return both
+
+
 def aggregate_transposed(block: Block, gradient: Tensor) -> Tensor:
     """The backward pass of `aggregate`, called by hand: gradient [R, H] -> [S, H]."""
     return spmm(block.t_indptr, block.t_indices, block.t_weight, gradient.contiguous())
@@ -40,6 +51,20 @@ class _Aggregate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return aggregate_transposed(ctx.block, grad), None
+
+
+class _AggregateBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        ctx.block = block
+        return spmm(block.indptr, block.indices, block.weight, x), x[: block.n_dst]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_sums: Tensor, of_own: Tensor) -> tuple[Tensor, None]:
+        gradient = aggregate_transposed(ctx.block, of_sums)
+        gradient[: ctx.block.n_dst].add_(of_own)
+        return gradient, None
 
 
 def spmm(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
