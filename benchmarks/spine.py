@@ -2,11 +2,12 @@
 
     python benchmarks/spine.py [ROUNDS]
 
-The peers are one process of DGL with one and with two threads, and one of PyG. Beside them are our
-families on two Gloo ranks (one thread each) for the same training, in turn and several times,
-because these machines drift. All begin with the same weights: an exact family whose losses are not
-the peers' ends the benchmark. Beside exact epochs is their floor, measured in turn with them
-(floor.py). Prints ratios, asserts no time.
+The peers are one process of DGL with one and with two threads, one that aggregates the features
+once, as SAR does, and one of PyG. Beside them are our families on two Gloo ranks (one thread each)
+for the same training, in turn and several times, because these machines drift. All begin with the
+same weights: an exact family whose losses are not the peers' ends the benchmark. Beside exact
+epochs is their floor, measured in turn with them (floor.py). Where the CPU multiplies bfloat16,
+epochs with such rows are beside those in float32. Prints ratios, asserts no time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from floor import GRAPH, HIDDEN, LAYERS, floor, problem_of, shown
 EPOCHS = 14
 AGREE = 1e-3  # most that losses of the same training are apart, as a share
 STALE = ("pipegcn", "gnnpipe")  # read rows of earlier epochs
-PEERS = (("dgl", 1), ("dgl", 2), ("pyg", 1))  # and their threads
+PEERS = (("dgl", 1), ("dgl", 2), ("dgl_once", 1), ("pyg", 1))  # and their threads
 
 
 def peer(library: str, threads: int) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def as_peer(library: str, threads: int) -> dict[str, Any]:
     }
 
 
-def ours(strategy: str, ranks: int) -> dict[str, Any]:
+def ours(strategy: str, ranks: int, dtype: str) -> dict[str, Any]:
     """The same training by `gnnplan run`.
 
     {'epoch_s': median [s], 'losses', 'rss_mb': of the fullest rank}.
@@ -91,6 +92,8 @@ def ours(strategy: str, ranks: int) -> dict[str, Any]:
             str(HIDDEN),
             "--ranks",
             str(ranks),
+            "--dtype",
+            dtype,
         ]
         subprocess.run(
             [*gnnplan, "plan", *question, "--strategy", strategy, "-o", plan],
@@ -122,11 +125,15 @@ def ours(strategy: str, ranks: int) -> dict[str, Any]:
 
 
 OURS = (
-    ("graph_parallel(narrow=True)", 1),
-    ("graph_parallel(narrow=True)", 2),
-    ("graph_parallel", 2),
-    ("pipegcn", 2),
-    ("gnnpipe", 2),
+    ("graph_parallel(narrow=True)", 1, "float32"),
+    ("graph_parallel(narrow=True)", 2, "float32"),
+    ("graph_parallel", 2, "float32"),
+    ("pipegcn", 2, "float32"),
+    ("gnnpipe", 2, "float32"),
+)
+ROUNDED = (
+    ("graph_parallel(narrow=True)", 1, "bfloat16"),
+    ("graph_parallel(narrow=True)", 2, "bfloat16"),
 )
 
 
@@ -136,50 +143,69 @@ def main() -> None:
         warnings.simplefilter("ignore")  # the libraries' own
         print(json.dumps(as_peer(sys.argv[2], int(sys.argv[3]))))
         return
+    import torch
+
+    from gnnplan.executor.layers.kernels import code_of
+
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    seconds: dict[str, list[float]] = {}
-    memory: dict[str, float] = {}
+    mine = {
+        f"{strategy}, {ranks} rank(s), {dtype}": (strategy, ranks, dtype)
+        for strategy, ranks, dtype in OURS + ROUNDED * (code_of(torch.bfloat16) > 0)
+    }
+    exact = [
+        name
+        for name, (strategy, _, dtype) in mine.items()
+        if dtype == "float32" and not strategy.startswith(STALE)
+    ]
+    runs = {
+        f"{library}, {threads} thread(s)": partial(peer, library, threads)
+        for library, threads in PEERS
+    }
+    runs |= {name: partial(ours, *each) for name, each in mine.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    floors: dict[str, list[dict[str, float]]] = {name: [] for name in exact}
+    memory = dict.fromkeys(runs, 0.0)
     losses: dict[str, list[float]] = {}
-    floors: dict[str, list[dict[str, float]]] = {}
-    exact = {f"{each}, {n} rank(s)": (each, n) for each, n in OURS if not each.startswith(STALE)}
     for i in range(rounds):
-        for name, once in [
-            *(
-                (f"{library}, {threads} thread(s)", partial(peer, library, threads))
-                for library, threads in PEERS
-            ),
-            *(
-                (f"{strategy}, {ranks} rank(s)", partial(ours, strategy, ranks))
-                for strategy, ranks in OURS
-            ),
-        ]:
+        for name, once in runs.items():
             print(f"round {i + 1}/{rounds}: {name}", file=sys.stderr)
             result = once()
-            seconds.setdefault(name, []).append(result["epoch_s"])
-            memory[name] = max(memory.get(name, 0.0), result["rss_mb"])
+            seconds[name].append(result["epoch_s"])
+            memory[name] = max(memory[name], result["rss_mb"])
             losses[name] = result["losses"]
             if name in exact:
-                floors.setdefault(name, []).append(floor(*exact[name]))
-    first, *others = losses
+                floors[name].append(floor(*mine[name][:2]))
+
+    def ratio(name: str, other: str) -> float:
+        pairs = zip(seconds[name], seconds[other], strict=True)
+        return median(a / b for a, b in pairs)
+
+    first, *others = runs
     print(
         f"3-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, 128 features; median epoch of"
         f" {rounds} rounds in turn"
     )
     for name, series in seconds.items():
-        ratio = median(a / b for a, b in zip(series, seconds[first], strict=True))
         print(
-            f"{name:40s} {median(series):.3f} s  {ratio:.2f}x {first}"
+            f"{name:50s} {median(series):.3f} s  {ratio(name, first):.2f}x {first}"
             f"  {memory[name]:.0f} MB/process"
         )
+    for name, (strategy, ranks, dtype) in mine.items():
+        if dtype != "float32":
+            plain = f"{strategy}, {ranks} rank(s), float32"
+            by = ", ".join(
+                f"{ratio(name, other):.2f}x {other}" for other in (plain, "dgl_once, 1 thread(s)")
+            )
+            print(f"{name:50s} {by}")
     for name, found in floors.items():
         sums = [sum(each.values()) for each in found]
-        ratio = median(a / b for a, b in zip(seconds[name], sums, strict=True))
+        over = median(a / b for a, b in zip(seconds[name], sums, strict=True))
         least = {part: median(each[part] for each in found) for part in found[0]}
-        print(f"{name:40s} {ratio:.2f}x its floor, {shown(least)}")
+        print(f"{name:50s} {over:.2f}x its floor, {shown(least)}")
     for name in others:
         apart = max(abs(a / b - 1) for a, b in zip(losses[name], losses[first], strict=True))
         print(f"{name}: losses of {EPOCHS} epochs within {apart:.1e} of {first}'s")
-        if apart > AGREE and not name.startswith(STALE):
+        if apart > AGREE and (name in exact or name not in mine):
             raise SystemExit("that is not the same training")
 
 

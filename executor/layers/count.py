@@ -35,7 +35,7 @@ from gnnplan.planner.gnn.model import VECTOR
 # (rows, sources, edges): one of each is larger, for its factor; the last is to be foretold
 SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))
 KINDS = ("gemm_bytes", "elementwise_bytes", "exponentials")
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise", "linear")
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "linear")
 EXPONENTIALS = (
     "exp",
     "exp_",
