@@ -52,8 +52,7 @@ def test_half_the_bytes_nearly_the_losses_and_weights_in_float32(
 
 
 def test_sums_of_rows_and_gradients_of_weights_are_rounded_once() -> None:
-    """1003 ones added up in bfloat16 would stay at 256. The nearest number of 8 bits is 1004; a
-    bias's gradient is float32."""
+    """1003 ones added up in bfloat16 would stay at 256. The nearest number of 8 bits is 1004."""
     rows = 1003
     block = Block(np.array([0, rows]), np.arange(rows), rows)
     x = torch.ones(rows, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -62,7 +61,7 @@ def test_sums_of_rows_and_gradients_of_weights_are_rounded_once() -> None:
     weight, bias = torch.ones(4, 8, requires_grad=True), torch.zeros(4, requires_grad=True)
     linear(x, weight, bias).sum().backward()
     assert weight.grad is not None and weight.grad.unique().tolist() == [1004.0]
-    assert bias.grad is not None and bias.grad.unique().tolist() == [1003.0]
+    assert bias.grad is not None and bias.grad.unique().tolist() == [1004.0]
 
 
 def test_products_of_sparse_rows_are_rounded_once() -> None:

@@ -257,7 +257,7 @@ class _LinearSum(torch.autograd.Function):
                 if (gradient := to_weight[i]) is not None:
                     _add_weight_gradient(gradient, piece, x[part])
             if to_bias is not None:
-                to_bias += piece.sum(0, dtype=to_bias.dtype)
+                to_bias += piece.sum(0)
         gradients = [g for pair in zip(to_x, to_weight, strict=True) for g in pair]
         return to_bias, None, *gradients
 
