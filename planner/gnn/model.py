@@ -122,8 +122,9 @@ class Model:
     # A product is made piece by piece, and the pieces are copied into place. CPU ranks do so where
     # every step has other shapes.
     by_pieces: bool = False
-    # Gradients of products are written where they belong, and a sum of products is added up there
-    # (MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made apart.
+    # Gradients of products are written where they belong, and a sum of products is added up there,
+    # with ReLU after it (MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made apart, with
+    # ReLU inside.
     in_place: bool = False
     relu: bool = True  # between layers
     # All layers' rows, or products of them, are added up; the sum is what is decoded.
@@ -658,12 +659,21 @@ class Model:
         numbers = numbers + self._ends(layer)[0] * rows * spec.h_out
         if spec.middle and spec.projects_first:
             numbers = numbers + (passes.BIAS[0] + passes.RELU[0]) * rows * spec.middle
+        elif spec.middle and self.in_place:
+            numbers = numbers + passes.RELU[0] * rows * spec.middle
+        if self.in_place and spec.matrices > 1 and not spec.projects_first:
+            numbers = numbers - passes.SUM * rows * spec.h_out  # of both products
         numbers = numbers + passes.COPY * self._copied(layer, rows, 0.0 if narrow else sources)
         if narrow:
             return numbers
         if spec.norm == "batch":
             numbers = numbers + passes.MOMENTS[0] * rows * spec.h_in
         return numbers + self._before_gather(spec, True)[0] * sources
+
+    @property
+    def _gradient_copied(self) -> int:
+        """Passes over the gradient of a product's input, to put it into place."""
+        return 0 if self.in_place else passes.COPY
 
     def _copied(self, layer: int, rows: Number, sources: Number) -> Number:
         """Results of products that are copied into place, in the forward pass of a layer."""
@@ -686,12 +696,12 @@ class Model:
         numbers = _over(spec.kind.backward, spec, rows, sources, edges)
         numbers = numbers + self._ends(layer)[1] * rows * spec.h_out
         if spec.middle:
-            per_number = passes.RELU[1] + passes.BIAS[1] + passes.COPY
+            per_number = passes.RELU[1] + passes.BIAS[1] + self._gradient_copied
             numbers = numbers + per_number * rows * spec.middle
         among, residual = spec.put_among, spec.residual
         if varies:
             products = spec.matrices - (spec.matrices > 0 and spec.projects_first)
-            own = passes.COPY * (products + bool(residual and residual.linear))
+            own = self._gradient_copied * (products + bool(residual and residual.linear))
             own += passes.SUM * (spec.kind.own + bool(residual) - among)
             numbers = numbers + own * rows * spec.h_in
         if narrow:
@@ -717,7 +727,8 @@ class Model:
         copied = passes.COPY * self.by_pieces * (not apart)
         both_gradients = passes.SUM * self.hands_on_initial  # of h_0 and of the initial rows
         return (
-            ((passes.BIAS[0] + passes.RELU[0] * relu) * apart + copied) * numbers,
+            (passes.BIAS[0] * apart + passes.RELU[0] * relu * (apart or self.in_place) + copied)
+            * numbers,
             (passes.BIAS[1] + passes.RELU[1] * relu + both_gradients) * numbers,
         )
 
@@ -728,14 +739,14 @@ class Model:
         if self.decoder_inputs.norm == "batch":
             forward, backward = forward + passes.MOMENTS[0], backward + passes.MOMENTS[1]
         h_in, h_out = self.decoder
-        backward += passes.COPY
+        backward += self._gradient_copied
         copied = passes.COPY * self.by_pieces * h_out
         return (forward * h_in + copied) * rows, (backward * h_in + passes.BIAS[1] * h_out) * rows
 
     def _before_gather(self, spec: Layer, varies: bool) -> tuple[float, float]:
         """Per source row: norm, activation, dropout and projection."""
         forward, backward = self._prepares(spec)
-        backward += passes.COPY * spec.projects_first
+        backward += self._gradient_copied * spec.projects_first
         of_projected = spec.kind.project
         return (
             forward * spec.h_in + of_projected[0] * spec.projected,
@@ -752,7 +763,8 @@ class Model:
         spec, relu = self.layers[layer - 1], self.relu_after(layer)
         kind, residual = spec.kind, spec.residual
         multiplied = kind.multiplies_last or (spec.matrices > 0 and not spec.projects_first)
-        inside = multiplied and kind.fuses and not (residual and not residual.after_relu)
+        fuses = kind.fuses and not self.in_place
+        inside = multiplied and fuses and not (residual and not residual.after_relu)
         biases = spec.bias + bool(residual and residual.linear and residual.bias)
         return (
             passes.BIAS[0] * (spec.bias and not multiplied)

@@ -108,13 +108,14 @@ class Case(NamedTuple):
     aggregation: str = "softmax"
     narrow: bool = False
     mini: bool = False  # products go by pieces
+    in_place: bool = False  # and are made by MKL, which writes them into place
 
     def __str__(self) -> str:
         told = [self.kind, f"layer {self.number}", "x".join(map(str, self.shape))]
         told += [f"norm {self.norm}"] if self.norm else []
         told += [f"residual {self.residual}"] if self.residual else []
         told += ["dropout"] * (self.p > 0) + ["narrow"] * self.narrow
-        told += ["mini-batches"] * self.mini
+        told += ["mini-batches"] * self.mini + ["in place"] * self.in_place
         return ", ".join(told + ["sum"] * (self.aggregation == "sum"))
 
     @property
@@ -144,7 +145,9 @@ class Case(NamedTuple):
         if self.residual:
             spec = replace(spec, residual=RESIDUALS[self.residual])
         layers[self.number - 1] = spec
-        return replace(model, layers=tuple(layers), by_pieces=self.by_pieces)
+        return replace(
+            model, layers=tuple(layers), by_pieces=self.by_pieces, in_place=self.in_place
+        )
 
     def counted(self) -> tuple[list[Work], list[Work]]:
         """Forward and backward work on blocks of SIZES, by torch."""
@@ -263,14 +266,20 @@ CASES = [
 ]
 
 
+CASES += [case._replace(in_place=True) for case in CASES if not case.norm]
+
+
 @pytest.fixture(autouse=True)
 def whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN multiplies all, for it has ReLU inside, as the model counts; the blocks' rows leave no
-    rest."""
-    if not matmul.has_onednn():
-        pytest.skip("products without oneDNN are other operations")
-    monkeypatch.setattr(matmul, "by_onednn", matmul.has_onednn)
+    """The blocks' rows leave no rest."""
     monkeypatch.setattr(Shapes, "least", 32)
+
+
+def multiply(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """By MKL, which writes products into place, or by oneDNN, which has ReLU inside."""
+    if not in_place and not matmul.has_onednn():
+        pytest.skip("this torch has no oneDNN product")
+    monkeypatch.setattr(matmul, "by_onednn", lambda: not in_place)
 
 
 def fields_of(case: Case) -> set[Hashable]:
@@ -281,7 +290,8 @@ def fields_of(case: Case) -> set[Hashable]:
 
 
 @pytest.mark.parametrize("case", covered(CASES, fields_of, several=False), ids=str)
-def test_a_layers_work_is_what_torch_counts(case: Case) -> None:
+def test_a_layers_work_is_what_torch_counts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply(monkeypatch, case.in_place)
     for way, counted, stated in amounts(case):
         assert stated.flops == pytest.approx(counted.flops, rel=1e-6), way
         sums_over_rows = counted.weight_gradient_flops
@@ -322,16 +332,23 @@ def ends(case: Case, rows: int) -> list[tuple[float, float]]:
     return [(work.flops, work.elementwise_bytes) for work in works]
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize(("kind", "norm"), [("gcnii", None), *(("resgcn", n) for n in NORMS)])
 def test_the_ends_work_is_what_torch_counts(
-    kind: str, norm: str | None, p: float, mini: bool
+    kind: str,
+    norm: str | None,
+    p: float,
+    mini: bool,
+    in_place: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What more rows are more; the loss is apart."""
+    multiply(monkeypatch, in_place)
     if mini and norm == "batch":
         pytest.skip("batch norm needs all vertices at once")
-    case, rows = Case(kind, norm=norm, p=p, mini=mini), 256
+    case, rows = Case(kind, norm=norm, p=p, mini=mini, in_place=in_place), 256
     model = case.model
     told = [*model.encode(rows), *model.finish(rows)]
     for place, (less, more, stated) in enumerate(
