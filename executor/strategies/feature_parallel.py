@@ -34,6 +34,7 @@ from gnnplan.executor.layers.models import BatchNorm, GCNLayer, Net
 from gnnplan.executor.ranks.comm import Turn, all_reduce
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
+from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel
 from gnnplan.planner.strategies.layerwise.columns import Course, spans
@@ -63,13 +64,15 @@ class Worker(base.Worker):
         self.shapes, self.courses = strategy.arranged(problem)
         self.net = Net(self.shapes, workload).to(device)
         count = graph.stats.vertices
-        self.runs, everything = spans(count, rank.world), np.arange(count)
+        # in an order in which a sum finds its rows in cache
+        whole = Layout(graph, np.zeros(count, np.int32), servers=(0,), layers=1, first_varying=1)
+        self.runs, everything = spans(count, rank.world), whole.rows(0, 1)
         own = everything[self.runs[rank.rank]]
         self.everyone = torch.from_numpy(everything).to(device)
         self.own_vertices = self.everyone[self.runs[rank.rank]]
         edges = self.net.layer(1).edges  # layers of a kind have one kind of edges
         self.block = weighted_block(
-            graph, edges, everything, everything, graph.indptr, graph.indices, workload
+            graph, edges, everything, everything, *whole.block(0, 1), workload
         ).to(device)
         self.targets = Targets(graph, own, workload, device)
         read = sparse_features if problem.model.nonzeros else features
