@@ -6,8 +6,8 @@ The peers are one process of DGL with one and with two threads, one that aggrega
 once, as SAR does, and one of PyG. Beside them are our families on two Gloo ranks (one thread each)
 for the same training, in turn and several times, because these machines drift. All begin with the
 same weights: an exact family whose losses are not the peers' ends the benchmark. Beside exact
-epochs is their floor, measured in turn with them (floor.py). Where the CPU multiplies bfloat16,
-epochs with such rows are beside those in float32. Prints ratios, asserts no time.
+epochs is their floor, measured in turn with them (floor.py). On CPUs with AVX-512, epochs with rows
+in bfloat16 are beside those in float32. Prints ratios, asserts no time.
 """
 
 from __future__ import annotations

@@ -252,7 +252,11 @@ def _device(
     )
     plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
     products: dict[str, float] = {}
-    provenance = {"device.product_code": "of the library that multiplies there"}
+    of_library = "of the library that multiplies there"
+    provenance = {
+        "device.product_code": of_library,
+        "device.product_code_bfloat16": of_library,
+    }
     for name, kinds in RATES.items():
         flops, seconds = [], []
         b = BFLOAT16 if name == "gemm_bfloat16" else 4

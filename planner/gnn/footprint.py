@@ -282,7 +282,9 @@ class LayerPasses:
         return 0.0
 
     def backward(self, tape: Tape) -> None:
-        """Own rows are a slice of the rows read; a slice's gradient is as large as the whole."""
+        """Own rows are a slice of the rows read; a slice's gradient is as large as the whole.
+
+        GraphSAGE that aggregates first adds it to the aggregate's (`aggregate_beside`)."""
         residual = self.spec.residual
         if residual:
             self.residual_backward(tape, residual.linear)

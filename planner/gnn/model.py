@@ -120,11 +120,11 @@ class Model:
     nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
     redrawn: bool = False  # every step has other edges (mini-batches)
     # A product is made piece by piece, and the pieces are copied into place. CPU ranks do so where
-    # every step has other shapes.
+    # every step has other shapes and oneDNN multiplies.
     by_pieces: bool = False
     # Gradients of products are written where they belong, and a sum of products is added up there,
     # with ReLU after it (MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made apart, with
-    # ReLU inside.
+    # ReLU inside; GPUs are counted so too.
     in_place: bool = False
     relu: bool = True  # between layers
     # All layers' rows, or products of them, are added up; the sum is what is decoded.

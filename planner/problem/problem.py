@@ -118,12 +118,13 @@ class Problem:
             self.stats.classes,
             self.stats.nonzeros / self.stats.vertices,
         )
-        device = self.cluster.device
-        on_cpu, private = device.kind == "cpu", model.itemsize == 4 and device.product_code > 0
+        device, b = self.cluster.device, model.itemsize
+        if device.kind != "cpu":
+            return model
         return replace(
             model,
-            by_pieces=model.redrawn and on_cpu,
-            in_place=on_cpu and model.itemsize < 8 and not private,
+            by_pieces=model.redrawn and device.code_of(b) > 0,
+            in_place=b == 2 or (b == 4 and not device.product_code),
         )
 
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:

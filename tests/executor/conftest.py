@@ -10,8 +10,6 @@ import pytest
 import torch
 from ranks import ForkServer, Ranks
 
-from gnnplan.executor.layers.kernels import matmul
-
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
@@ -48,14 +46,6 @@ def sizes(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "sitecustomize.py").write_text(Path(a_tenth.__file__).read_text())
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{path}" if path else str(folder))
-
-
-@pytest.fixture
-def by_onednn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN multiplies: it makes products apart, as the model counts. MKL writes them into place."""
-    if not matmul.has_onednn():
-        pytest.skip("products without oneDNN are written into place")
-    monkeypatch.setattr(matmul, "by_onednn", matmul.has_onednn)
 
 
 @pytest.fixture(scope="session")

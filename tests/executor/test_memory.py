@@ -19,11 +19,12 @@ import pytest
 import torch
 from examples import NIGHT
 from jumping import jumping
+from libraries import multiply
 from pairwise import covered
 from ranks import Case, ForkServer, Ranks
 from torch.profiler import ProfilerActivity, profile
 
-from gnnplan.executor.layers.kernels import Block, SparseRows, by_onednn, dropout
+from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.memory import MemoryWatch, allocated
 from gnnplan.executor.ranks.rank import Rank, wait_in_turn
@@ -129,14 +130,17 @@ RESIDUALS = [
     ),
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-@pytest.mark.usefixtures("by_onednn_alone")
-def test_footprint_is_what_torch_allocates(model: dict[str, Any], p: float, layer: int) -> None:
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+def test_footprint_is_what_torch_allocates(
+    model: dict[str, Any], p: float, layer: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is kept to 0.1 %, peaks to 5 %: leaves out indices that operations make for themselves,
     and small numbers per row."""
     workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model)
-    shapes = describe(workload, FEATURES, CLASSES)
+    shapes = replace(describe(workload, FEATURES, CLASSES), in_place=in_place)
     if shapes.aggregate_cached(layer):
         pytest.skip("its aggregate is made at set-up")
+    multiply(monkeypatch, in_place)
     measure_footprint(shapes, workload, layer, 0.05)
 
 
@@ -151,13 +155,15 @@ def test_footprint_is_what_torch_allocates(model: dict[str, Any], p: float, laye
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("by_onednn_alone")
-def test_footprint_of_a_residual(model: dict[str, Any], residual: Residual) -> None:
+def test_footprint_of_a_residual(
+    model: dict[str, Any], residual: Residual, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Peaks of the way back to 20 %: a sum's gradient may be freed before its last use is told."""
     workload = Workload(layers=3, hidden=HIDDEN, dropout=0.5, **model)
     shapes = describe(workload, FEATURES, CLASSES)
     if residual.after_relu and not shapes.relu_after(2):
         pytest.skip("no ReLU")
+    multiply(monkeypatch, in_place=False)
     first, second, third = shapes.layers
     layers = (first, replace(second, residual=residual), third)
     measure_footprint(replace(shapes, layers=layers), workload, 2, 0.2)
@@ -537,9 +543,9 @@ def fullest_of_batches(case: Case) -> float:
 def test_predicted_memory_of_batches(
     name: str, fresh_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fullest rank's to 5 %, in the second run of its processes: oneDNN's code for products, which
-    comes in few sizes of pieces although every batch has another number of rows, is there then: all
-    of it, as the same batches were drawn."""
+    """The fullest rank's to 5 %, in the second run of its processes. Where oneDNN multiplies, its code
+    for products, which comes in few sizes of pieces although every batch has another number of rows,
+    is there then: all of it, as the same batches were drawn."""
     case = replace(BATCHES[name], epochs=1)  # each draws other batches, as many and as large
     _, second = fresh_ranks(2, [case, case])
     monkeypatch.setattr(program_memory, "distinct", lambda *products: 0.0)
@@ -594,7 +600,7 @@ def test_a_step_leaves_nothing_behind(strategy: str, workload: dict[str, Any]) -
         {**workload, "layers": 4, "hidden": 96, "dropout": 0.5},
     )
     problem = case.problem(1)
-    by_onednn()
+    warm_up(torch.device("cpu"))
     worker = open_worker(
         Rank(0, 1, torch.device("cpu"), "gloo", traced=0), problem, case.settled(problem)
     )

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from libraries import multiply
 from plain import Plain
 from ranks import Case, Ranks
 from torch import Tensor
@@ -234,10 +235,12 @@ class Touched(TorchDispatchMode):
         return out
 
 
-@pytest.mark.usefixtures("by_onednn_alone")
 @pytest.mark.parametrize(("of", "products"), [("sum", 0), ("cat", 1)])
-def test_rows_that_meet_touch_what_torch_says(of: Literal["sum", "cat"], products: int) -> None:
+def test_rows_that_meet_touch_what_torch_says(
+    of: Literal["sum", "cat"], products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A product is done once forward, and backward once more before its two gradients."""
+    multiply(monkeypatch, in_place=False)
     rows, width, classes = 4000, 32, 16
     workload = Workload(model="gcn", layers=3, hidden=width)
     model = replace(describe(workload, 8, classes), jump=Jump(of=of, relu=True))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from libraries import multiply
 from pairwise import covered
 
 from gnnplan.executor.layers.count import (
@@ -23,7 +24,7 @@ from gnnplan.executor.layers.count import (
     factors_of,
     flops_of,
 )
-from gnnplan.executor.layers.kernels import Shapes, backward, dropout, matmul
+from gnnplan.executor.layers.kernels import Shapes, backward, dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.planner.gnn.counted import amount
@@ -146,7 +147,10 @@ class Case(NamedTuple):
             spec = replace(spec, residual=RESIDUALS[self.residual])
         layers[self.number - 1] = spec
         return replace(
-            model, layers=tuple(layers), by_pieces=self.by_pieces, in_place=self.in_place
+            model,
+            layers=tuple(layers),
+            by_pieces=self.by_pieces and not self.in_place,
+            in_place=self.in_place,
         )
 
     def counted(self) -> tuple[list[Work], list[Work]]:
@@ -273,13 +277,6 @@ CASES += [case._replace(in_place=True) for case in CASES if not case.norm]
 def whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks' rows leave no rest."""
     monkeypatch.setattr(Shapes, "least", 32)
-
-
-def multiply(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
-    """By MKL, which writes products into place, or by oneDNN, which has ReLU inside."""
-    if not in_place and not matmul.has_onednn():
-        pytest.skip("this torch has no oneDNN product")
-    monkeypatch.setattr(matmul, "by_onednn", lambda: not in_place)
 
 
 def fields_of(case: Case) -> set[Hashable]:

@@ -27,7 +27,6 @@ from gnnplan.executor.layers.kernels.few_bits import pack, unpack
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import (
     Shapes,
-    by_onednn,
     code_of,
     linear,
     linear_sum,
@@ -52,7 +51,6 @@ __all__ = [
     "attend",
     "attend_pairs",
     "backward",
-    "by_onednn",
     "code_of",
     "dropout",
     "dropout_mask",

@@ -57,8 +57,8 @@ def linear_sum(
 class Shapes:
     """Whether the number of rows varies from step to step, as in mini-batches.
 
-    oneDNN compiles a kernel for every shape it meets, which takes half a millisecond and `CODE`,
-    and keeps it. Where shapes vary, its products therefore go by pieces of a few sizes (`_pieces`).
+    oneDNN compiles a kernel for every shape it meets, which takes half a millisecond, and keeps it
+    (`CODE`). Where shapes vary, its products therefore go by pieces of a few sizes (`_pieces`).
     """
 
     vary = False
@@ -88,34 +88,47 @@ def by_onednn() -> bool:
     of a core of AMD's third generation), faster where rows are few or layers narrow (oneDNN: 42 to
     62), and compiles nothing.
     """
-    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return is_wide and "Intel" not in torch.cpu.get_capabilities()["cpu_name"] and has_onednn()
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return False
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in older torch
+    return "Intel" not in str(known.get("cpu_name")) and has_onednn()
 
 
 def warm_up(device: torch.device) -> None:
-    """Let cuBLAS or MKL allocate its workspaces, tens of MB that stay.
+    """Let cuBLAS, MKL or oneDNN allocate what stays, tens of MB.
 
-    Call it before memory is watched. cuBLAS's are the current stream's. MKL packs the factors of a
-    product there; with AVX-512 no wider layer needs more than these do.
+    Call it before memory is watched. cuBLAS has workspaces of the current stream. MKL packs the
+    factors of a product; with AVX-512 no wider layer takes more room than these do.
     """
     if device.type == "cuda":
         rows = torch.zeros(16, 16, device=device)
         F.linear(rows, rows), F.linear(rows, rows, rows[0])
-    elif not by_onednn():
+        return
+    if not by_onednn():
         rows, weight, grad = torch.zeros(512, 4096), torch.zeros(512, 4096), torch.zeros(512, 512)
         F.linear(rows, weight), grad @ weight, grad.t() @ rows
+    if code_of(torch.bfloat16):
+        F.linear(torch.zeros(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16())
 
 
 def code_of(dtype: torch.dtype) -> float:
-    """Machine code that is kept for each shape of a product of such rows [B]; 0 if none is.
+    """Machine code that is kept for each shape of a product of such rows [B]; 0 if none is."""
+    compiles = {torch.float32: by_onednn, torch.bfloat16: _bfloat16_by_onednn}.get(dtype)
+    return CODE[dtype] if compiles and compiles() else 0.0
 
-    Products of bfloat16 go to oneDNN wherever torch hands them on.
-    """
-    if dtype == torch.bfloat16:
-        compiles = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    else:
-        compiles = dtype == torch.float32 and by_onednn()
-    return CODE[dtype] if compiles else 0.0
+
+@functools.cache
+def _bfloat16_by_onednn() -> bool:
+    """Whether torch hands products of bfloat16 to oneDNN: on all cores with AVX-512."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except AttributeError:  # a torch without oneDNN
+        return False
+
+
+def _by_pieces(dtype: torch.dtype) -> bool:
+    """Whether products go by pieces of a few sizes."""
+    return Shapes.vary and code_of(dtype) > 0
 
 
 @functools.cache
@@ -167,7 +180,7 @@ def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = Fa
 
 def _is_rest(a: Tensor, summed: bool) -> bool:
     """Whether these are the few rows that `_pieces` leaves, of which oneDNN shall keep no code."""
-    return Shapes.vary and a.shape[summed] < Shapes.least
+    return a.shape[summed] < Shapes.least and _by_pieces(a.dtype)
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
@@ -223,7 +236,7 @@ class _LinearSum(torch.autograd.Function):
                 _put(out, x[part], weight, add=True)
             return out.relu_() if relu and not relu_inside else out
 
-        if Shapes.vary:
+        if _by_pieces(dtype):
             out = xs[0].new_empty(xs[0].shape[0], weights[0].shape[0])
             for part in _row_blocks(xs, out.shape[1]):
                 out[part] = compute(part)
@@ -265,12 +278,12 @@ class _LinearSum(torch.autograd.Function):
 def _row_blocks(xs: Sequence[Tensor], h_out: int) -> Iterable[slice]:
     """Blocks of rows of xs [R, H_in] for gradients, whose operands take 2 MB, in bfloat16 4 MB.
 
-    With AVX-512, weight gradients reach 175 GFLOP/s by blocks, 140 without, and 93 by MKL. With
-    AMX, gradients in bfloat16 take a quarter less time by 4 MB than by 1 MB.
+    On an AMD core with AVX-512, weight gradients reach 175 GFLOP/s by blocks, 140 without, and 93
+    by MKL. With AMX, gradients in bfloat16 take a quarter less time by 4 MB than by 1 MB.
     """
     rows, h_in, dtype = len(xs[0]), max(x.shape[1] for x in xs), xs[0].dtype
     size = block_rows(h_in, h_out, dtype.itemsize)
-    if Shapes.vary and code_of(dtype):
+    if _by_pieces(dtype):
         return _pieces(rows, size)
     return (slice(start, start + size) for start in range(0, rows, size))
 

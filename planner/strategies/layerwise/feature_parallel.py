@@ -51,7 +51,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import RUNTIME, block, gathers_linearly
-from gnnplan.planner.graph.partition import locality_order
+from gnnplan.planner.graph.partition import Stopwatch, locality_order
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import columns
@@ -142,16 +142,18 @@ class FeatureParallel(Strategy):
         return arranged(problem.model, self.order == "alternating")
 
     def preparation(self, problem: Problem) -> dict[str, float]:
+        with Stopwatch() as watch:
+            if problem.graph is not None:
+                locality_order(problem.graph)
         features_s = setup_s(problem, columns.setup(problem, self.arranged(problem)[1]))
-        return {"partitioning": 0.0, "features": features_s}
+        return {"partitioning": watch.seconds, "features": features_s}
 
     def program(self, problem: Problem) -> Program:
         return columns.program(problem, *self.arranged(problem))
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
-        """As ever; METIS orders the vertices here, and not in every rank."""
-        if problem.graph is not None:
-            locality_order(problem.graph)
+        """Has METIS order the vertices first: ranks find the order on the disk."""
+        self.preparation(problem)
         return super().schedule(problem, steps)
 
     def memory(self, problem: Problem) -> Memory:
