@@ -98,15 +98,16 @@ def warm_up(device: torch.device) -> None:
     """Let cuBLAS, MKL or oneDNN allocate what stays, tens of MB.
 
     Call it before memory is watched. cuBLAS has workspaces of the current stream. MKL packs the
-    factors of a product; with AVX-512 no wider layer takes more room than these do.
+    factors of a product, of a few rows where oneDNN multiplies the others; with AVX-512 no wider
+    layer takes more room than these do.
     """
     if device.type == "cuda":
         rows = torch.zeros(16, 16, device=device)
         F.linear(rows, rows), F.linear(rows, rows, rows[0])
         return
-    if not by_onednn():
-        rows, weight, grad = torch.zeros(512, 4096), torch.zeros(512, 4096), torch.zeros(512, 512)
-        F.linear(rows, weight), grad @ weight, grad.t() @ rows
+    rows, weight, grad = torch.zeros(512, 4096), torch.zeros(512, 4096), torch.zeros(512, 512)
+    F.linear(rows, weight), grad @ weight, grad.t() @ rows
+    by_onednn()  # by a product
     if code_of(torch.bfloat16):
         F.linear(torch.zeros(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16())
 
