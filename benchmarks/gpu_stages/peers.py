@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,12 +189,8 @@ def _pyg_layers(problem: Problem) -> list[torch.nn.Module]:
 
 def dgl(problem: Problem, device: torch.device) -> Epoch:
     """DGL as its documentation has it; GCN on the graph with self-loops."""
-    library, graph = imported("dgl"), problem.graph
-    assert graph is not None
-    edges = library.graph(
-        ("csc", (torch.tensor(graph.indptr).long(), torch.tensor(graph.indices).long(), [])),
-        num_nodes=graph.stats.vertices,
-    )
+    library = imported("dgl")
+    edges = _dgl_graph(problem)
     if problem.workload.model == "gcn":
         edges = library.add_self_loop(edges)
     try:
@@ -206,15 +203,11 @@ def dgl(problem: Problem, device: torch.device) -> Epoch:
 
 def dgl_once(problem: Problem, device: torch.device) -> Epoch:
     """`dgl` of GraphSAGE, with layer 1's aggregate of the features made once (SAR, MLSys 2022)."""
-    library, graph = imported("dgl"), problem.graph
-    assert graph is not None
-    edges = library.graph(
-        ("csc", (torch.tensor(graph.indptr).long(), torch.tensor(graph.indices).long(), [])),
-        num_nodes=graph.stats.vertices,
-    )
+    edges = _dgl_graph(problem)
     edges.create_formats_()
     first, *others = _dgl_layers(problem)
-    mean = library.ops.copy_u_mean(edges, torch.tensor(graph.x))
+    assert problem.graph is not None
+    mean = imported("dgl").ops.copy_u_mean(edges, torch.tensor(problem.graph.x))
     return _training(problem, device, [_Gathered(first, mean), *others], edges, first=True)
 
 
@@ -228,6 +221,14 @@ class _Gathered(torch.nn.Module):
     def forward(self, _: object, h: Tensor) -> Tensor:
         out: Tensor = self.conv.fc_self(h) + self.conv.fc_neigh(self.mean)
         return out
+
+
+def _dgl_graph(problem: Problem) -> Any:
+    """The problem's graph as DGL has it, on the CPU."""
+    graph = problem.graph
+    assert graph is not None
+    csc = torch.tensor(graph.indptr).long(), torch.tensor(graph.indices).long(), []
+    return imported("dgl").graph(("csc", csc), num_nodes=graph.stats.vertices)
 
 
 def _dgl_layers(problem: Problem) -> list[torch.nn.Module]:

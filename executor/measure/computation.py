@@ -12,7 +12,6 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -77,10 +76,7 @@ class Computation(Messages):
     def _block(self, vertices: int, edges: int) -> Block:
         """A community graph as the executor lays it out: rows in locality order."""
         graph = _community(vertices, edges)
-        layout = Layout(
-            graph, np.zeros(vertices, np.int32), servers=(0,), layers=1, first_varying=1
-        )
-        indptr, indices = layout.block(0, 1)
+        indptr, indices = Layout.of_one(graph).block(0, 1)
         return Block(indptr, indices, vertices).mean().to(self.device)
 
     def computation(

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,8 +63,7 @@ class Worker(base.Worker):
         self.shapes, self.courses = strategy.arranged(problem)
         self.net = Net(self.shapes, workload).to(device)
         count = graph.stats.vertices
-        # in an order in which a sum finds its rows in cache
-        whole = Layout(graph, np.zeros(count, np.int32), servers=(0,), layers=1, first_varying=1)
+        whole = Layout.of_one(graph)  # in an order in which a sum finds its rows in cache
         self.runs, everything = spans(count, rank.world), whole.rows(0, 1)
         own = everything[self.runs[rank.rank]]
         self.everyone = torch.from_numpy(everything).to(device)

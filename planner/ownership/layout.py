@@ -149,6 +149,12 @@ class Layout:
         self._members = self._regions() if self.inside else self._parts()
         self._clear_caches()
 
+    @classmethod
+    def of_one(cls, graph: Graph) -> Layout:
+        """Of one layer on one rank, which has all rows."""
+        owner = np.zeros(graph.stats.vertices, np.int32)
+        return cls(graph, owner, servers=(0,), layers=1, first_varying=1)
+
     def _clear_caches(self) -> None:
         self._pieces: dict[tuple[int, int, int, bool, int], Piece] = {}
         self._row_counts: dict[int, tuple[int, ...]] = {}
