@@ -17,7 +17,7 @@ from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.spec import LinkName
 from gnnplan.planner.cluster.transfer import Transfer, add_seconds
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Number, largest
 
 
 class Flows(NamedTuple):
@@ -38,9 +38,9 @@ class AllReduces:
     def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
         """An all-reduce of `size` bytes by the cluster's algorithm.
 
-        Where the cluster names none and has GPUs, NCCL takes a ring or a tree, whichever is faster.
-        The ports then carry the ring's bytes, and the latency is such that the faster one's time
-        comes out.
+        Where the cluster names none and has GPUs, NCCL takes a ring or a tree, and the time is the
+        faster one's. A port is then busy as by the one that needs it less: if ports changed with
+        the choice, a better link could make another transfer slower.
         """
         cluster = self.ports.cluster
         ring = self._by_algorithm("ring", size, group)
@@ -48,9 +48,11 @@ class AllReduces:
             if cluster.all_reduce in (None, "ring"):
                 return ring
             return self._by_algorithm(cluster.all_reduce, size, group)
-        tree_s = self._by_algorithm("tree", size, group).alone
-        latency = np.maximum(tree_s - (ring.alone - ring.latency), 0.0)
-        return Transfer(np.minimum(ring.latency, latency), ring.busy)
+        tree = self._by_algorithm("tree", size, group)
+        pairs = {port: (seconds, tree.busy.get(port, 0.0)) for port, seconds in ring.busy.items()}
+        less = {(id(a), id(b)): np.minimum(a, b) for a, b in pairs.values()}
+        busy: dict[Port, Number] = {port: less[id(a), id(b)] for port, (a, b) in pairs.items()}
+        return Transfer(np.minimum(ring.alone, tree.alone) - largest(busy.values()), busy)
 
     def _by_algorithm(self, algorithm: Algorithm, size: int, group: tuple[int, ...]) -> Transfer:
         """Its steps one after the other, and what passes each port in all of them."""

@@ -165,9 +165,10 @@ def test_a_small_buffer_on_1024_ranks_takes_a_trees_latency():
     st.floats(1e8, 1e12),
 )
 @settings(deadline=None)
-def test_nccl_takes_the_faster_one_and_fills_the_rings_ports(
+def test_nccl_takes_the_faster_one(
     servers: int, gpus: int, size: int, latency: float, bandwidth: float
 ):
+    """Also over two servers, where a tree's cards send half of what a ring's do."""
     where = cluster(servers, gpus, inter_node=Link(bandwidth=bandwidth, latency=latency))
     ring, tree, chosen = (
         Cost.of(where.model_copy(update={"all_reduce": name})).all_reduce(
@@ -175,10 +176,9 @@ def test_nccl_takes_the_faster_one_and_fills_the_rings_ports(
         )
         for name in ("ring", "tree", None)
     )
-    assert chosen.busy == ring.busy and chosen.latency >= 0
-    assert float(chosen.alone) == pytest.approx(
-        min(ring.alone, max(tree.alone, ring.alone - ring.latency))
-    )
+    assert float(chosen.alone) == pytest.approx(min(ring.alone, tree.alone))
+    assert chosen.latency >= 0
+    assert all(s == min(ring.busy[p], tree.busy[p]) for p, s in chosen.busy.items())
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from(ALGORITHMS), st.integers(0, 10**9))
