@@ -15,7 +15,7 @@ from scipy.special import ndtr, ndtri
 
 from gnnplan.planner.cluster.spec import Device
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import EDGE_ACCESSES, HASH_ACCESSES, Compute
+from gnnplan.planner.vocabulary.schedule import EDGE_ACCESSES, HASH_BYTES, Compute
 
 # Bytes of a row that an aggregation on a GPU reads before it goes on to the next row: the line of
 # a warp (GE-SpMM, SC 2020) [B].
@@ -84,7 +84,7 @@ class Roofline:
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
         seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
         seconds = seconds + work.hash_ops / (
-            device.memory_bandwidth / (HASH_ACCESSES * work.itemsize)
+            device.memory_bandwidth / HASH_BYTES
             if device.hash_rate is None
             else device.hash_rate
         )

@@ -24,7 +24,7 @@ from gnnplan.planner.gnn.counted import Counted, between
 from gnnplan.planner.gnn.passes import Kind
 from gnnplan.planner.gnn.workload import Jump, Module, Residual, Workload
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute, Gather
+from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 # Framework operations that hash a dropout mask. The backward pass finds the mask made.
 MASK = 5
@@ -420,7 +420,7 @@ class Model:
             launches=self._prepare_launches(spec), hash_ops=hashed
         )
         backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
-            elementwise_bytes=HASH_ACCESSES * hashed * self.itemsize
+            elementwise_bytes=passes.MASKED * hashed * self.itemsize
         )
         return forward, backward
 

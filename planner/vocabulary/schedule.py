@@ -13,9 +13,10 @@ import numpy as np
 
 from gnnplan.planner.vocabulary.numbers import Number
 
-# Fallback costs where a device has no rate of its own, in element accesses: of a dropout hash, and
-# of an attention weight (logit, maximum, exponential, sum, weight).
-HASH_ACCESSES, EDGE_ACCESSES = 6, 10
+# Fallback costs where a device has no rate of its own: of a dropout hash, whose words are as long
+# whatever the rows' type [B], and of an attention weight (logit, maximum, exponential, sum, weight)
+# in element accesses.
+HASH_BYTES, EDGE_ACCESSES = 24, 10
 # Fields of `Compute` that are numbers, or arrays of them
 _COUNTS = (
     "flops",

@@ -98,6 +98,8 @@ CORE = Device(
         (Compute(flops=1e9, gemm_bytes=4e8, tensor_bytes=1e9), 4.0, 5.0),
         # instructions, where a device that has not been measured has six passes over memory
         (Compute(hash_ops=2e6), 0.48, 2.0),
+        # as many for rows that are rounded: a hash has 64 bits whatever they have
+        (Compute(hash_ops=2e6, itemsize=2), 0.48, 2.0),
         (Compute(attention_edges=2e5), 0.08, 2.0),
         # 25.6 MB; a core takes three times as long as for what lies in a row
         (Compute(random_rows=((1e5, 64, 1e3),)), 0.256, 0.768),

@@ -12,13 +12,13 @@ from functools import cached_property
 from gnnplan.planner.gnn.model import Layer, Model
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES
 
 COPIED = 2  # passes over rows around a product
 APPLIED, APPLIED_BACKWARD = 3, 2  # over outputs; the backward pass does both
 ACTIVATED, NORMED = 2, 6  # over inputs
 MIXED, MIXED_BACKWARD = 3, 7  # over outputs, by GCNII
 EXPONENTIALS = 2  # over messages
+DROPPED = 6  # over inputs with dropout, backward
 
 
 class TheirModel(Model):
@@ -44,24 +44,24 @@ class TheirModel(Model):
         hashed = self.forward(layer, rows, sources, edges, narrow).hash_ops
         applied = APPLIED_BACKWARD + MIXED_BACKWARD * self.hands_on_initial
         numbers = applied * rows * self.layers[layer - 1].h_out
-        return forward + numbers + HASH_ACCESSES * hashed
+        return forward + numbers + DROPPED * hashed
 
     def project_numbers(self, spec: Layer, rows: Number) -> tuple[Number, Number]:
         forward = (COPIED * (spec.h_in + spec.multiplied) + _activated(spec)) * rows
-        return forward, forward + HASH_ACCESSES * self.hashed(spec, rows)
+        return forward, forward + DROPPED * self.hashed(spec, rows)
 
     def encode_numbers(self, rows: Number) -> tuple[Number, Number]:
         assert self.encoder
         h_in, h_out = self.encoder
         forward = COPIED * (h_out if self.nonzeros else h_in + h_out) * rows
         hashed = self.hashed(self.encoder_inputs, rows, self.nonzeros > 0)
-        return forward, forward + HASH_ACCESSES * hashed
+        return forward, forward + DROPPED * hashed
 
     def decode_numbers(self, rows: Number) -> tuple[Number, Number]:
         assert self.decoder and self.decoder_inputs
         spec = self.decoder_inputs
         forward = (COPIED * sum(self.decoder) + _activated(spec)) * rows
-        return forward, forward + HASH_ACCESSES * self.hashed(spec, rows)
+        return forward, forward + DROPPED * self.hashed(spec, rows)
 
 
 def _activated(spec: Layer) -> int:

@@ -16,7 +16,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn import few_bits
+from gnnplan.planner.gnn import few_bits, passes
 from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
@@ -25,7 +25,7 @@ from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Example, Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import HASH_ACCESSES, Compute
+from gnnplan.planner.vocabulary.schedule import Compute
 
 LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs
 MOST_CHUNKS = 100_000
@@ -278,7 +278,7 @@ class Pipeline(Strategy):
                 hash_ops=dropped * width,
             ),
             Compute(
-                elementwise_bytes=(3.0 * given + 2 * rows + 4 * taken + HASH_ACCESSES * dropped)
+                elementwise_bytes=(3.0 * given + 2 * rows + 4 * taken + passes.MASKED * dropped)
                 * width
                 * b,
                 launches=4,
