@@ -175,6 +175,11 @@ class Asked:
     def predicted(self) -> dict[str, float]:
         return predicted_memory(self.document)
 
+    @property
+    def host_bytes(self) -> float:
+        """Graph data in the fullest server's memory, beside what its ranks fill [B]."""
+        return float(self.document["best"].get("predicted", {}).get("host_bytes", 0.0))
+
 
 def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:
     """Memory of the fullest rank by use [B], as a plan predicts it.
@@ -379,12 +384,20 @@ def _memory(asked: Asked) -> Row:
         each = max(each, sum(asked.predicted.values()) / SLACK)
     planned = f"{show_count(ranks, 'rank')} with {show_bytes(each)} each at least"
     here = f"{show_bytes(free)} free"
-    if ranks * each <= free:
+    servers = asked.servers_here if asked.emulate else 1  # that this machine plays
+    graph = asked.host_bytes * servers / SLACK
+    if graph:
+        planned += f", and {show_bytes(graph)} of graph data"
+    if ranks * each + graph <= free:
         return Row("memory", planned, here)
-    says = (
-        f"enough for {int(free / each):,}: stop what fills it, plan again with --ranks or for a"
-        " smaller workload, or start it with torchrun on several servers"
-    )
+    if graph > free:
+        room = show_bytes(free / servers)
+        says = f"stop what fills it, or plan again with --set host_memory={room.replace(' ', '')}"
+    else:
+        says = (
+            f"enough for {int((free - graph) / each):,}: stop what fills it, plan again with"
+            " --ranks or for a smaller workload, or start it with torchrun on several servers"
+        )
     return Row("memory", planned, here, "stops", says)
 
 

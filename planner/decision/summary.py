@@ -181,11 +181,12 @@ def costs(best: Candidate) -> str:
         *nearly_full(best),
         f"sent per epoch: {links or 'nothing'}",
     ]
-    if best.host_bytes and (room := best.problem.cluster.graph_room) < np.inf:
+    if best.host_bytes:
+        room = best.problem.cluster.graph_room
+        limit = f" of {show_bytes(room)}" if room < np.inf else ""
         words.insert(
             2,
-            f"{show_bytes(best.host_bytes)} of {show_bytes(room)} of graph data in the fullest"
-            " server's memory",
+            f"{show_bytes(best.host_bytes)}{limit} of graph data in the fullest server's memory",
         )
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")

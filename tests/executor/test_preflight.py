@@ -208,6 +208,18 @@ def test_shared_memory_holds_the_batches_that_wait(
     assert row(ahead, "shared memory").verdict == "ok"
 
 
+def test_graph_data_in_a_servers_memory_is_asked_for(asked: Asked, monkeypatch: Patch) -> None:
+    """A plan that needs more than the server has started all the same: only ranks were counted."""
+    plan = edited(asked, lambda d: (gpu_plan(d), d["best"]["predicted"].update(host_bytes=8.36e9)))
+    assert row(plan, "memory").verdict == "ok"  # 7.6 GB at least, and 400 MB of ranks
+    lacking(monkeypatch, "free_memory", 7.9e9)
+    assert "enough for 1: " in row(plan, "memory").says
+    lacking(monkeypatch, "free_memory", 7e9)
+    found = row(plan, "memory")
+    assert found.verdict == "stops" and "7.60 GB of graph data" in found.planned
+    assert found.says.endswith("plan again with --set host_memory=7.00GB")
+
+
 def test_gpus_of_a_plan_for_gpus(asked: Asked, monkeypatch: Patch) -> None:
     """Those of another size and form are the same GPU; too few are shared."""
     plan = edited(asked, gpu_plan)

@@ -268,4 +268,4 @@ def test_plans_tell_graph_data_in_servers():
     unlimited = replace(problem, cluster=free)
     made = plan.make(unlimited, search(unlimited, forced=P3(pipelined=True)))
     assert "host_bytes" in made["best"]["predicted"]
-    assert "graph data" not in made["summary"]["cost"]
+    assert "; 23.34 GB of graph data in the fullest server's memory" in made["summary"]["cost"]
