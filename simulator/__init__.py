@@ -4,5 +4,6 @@
     network.py   transfers that overlap share ports by max-min fairness
     flows.py     the same for single messages, which network.py bundles
     noise.py     jitter and stragglers
+    replay.py    a finished run beside its plan: predicted again, played, compared
 
 The simulator imports planner/vocabulary and planner/cluster only."""

@@ -1,5 +1,6 @@
 """Documents say what is true: their links lead somewhere, every field is explained, and nothing long."""
 
+import ast
 import os
 import re
 import shlex
@@ -25,6 +26,19 @@ DOCUMENTS = sorted(
 )
 # A published name without a page of its own is a variant: pipegcn_gf is on pipegcn's page.
 PAGES = [name for name in names() if (ROOT / "docs" / "strategies" / f"{name}.md").exists()]
+
+
+def docstring_of(module: Path) -> str:
+    return ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+
+
+# rooms that say which file to open
+ROOMS = [
+    path.parent
+    for top in ("benchmarks", "executor", "gnnplan", "planner", "simulator")
+    for path in sorted((ROOT / top).rglob("__init__.py"))
+    if docstring_of(path).count(".py") > 1
+]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -73,6 +87,13 @@ def test_every_knob_is_explained(family: type[Strategy]):
 def test_every_preset_is_listed():
     text = (ROOT / "docs" / "how-to" / "describe-a-cluster.md").read_text(encoding="utf-8")
     assert not [path.stem for path in PRESETS.glob("*.yaml") if f"`{path.stem}`" not in text]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_a_room_names_its_files(room: Path):
+    """Eleven lists of files had fallen behind."""
+    listed = set(re.findall(r"(?<![\w/])\w+\.py", docstring_of(room / "__init__.py")))
+    assert listed == {path.name for path in room.glob("*.py")} - {"__init__.py"}
 
 
 def test_no_document_or_code_names_a_file_that_is_gone():

@@ -9,7 +9,8 @@ A layer is split where ranks may have to talk to each other:
     update    row-wise, on destinations: the rest
 
 A layer with these four methods runs under every strategy but P3, which asks for those of
-`ColumnLayer` in layer 1. So does snp, which takes layers of ours alone.
+`ColumnLayer` in layer 1. So does snp, which takes layers of ours alone, as do feature_parallel and
+tensor3d.
 
 Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 

@@ -5,11 +5,14 @@ They are named as in planner/strategies/, and record their spans under the label
     base.py             what each of them offers the training loop
     graph_parallel.py   layer after layer over a layout, halos exchanged before each
     constant_rows.py    its features, fetched at set-up
+    bns.py              graph parallel over the blocks of an epoch's sample
+    gradient_errors.py  how far a step's gradient is from the exact one
     feature_parallel.py sums over edges on columns of all rows
     tensor3d.py         a tile of every tensor on each rank of a grid
     offload.py          devices go chunk by chunk, with vertex data in servers' memories
     granndis.py         graph parallel over deeper layouts, and cooperative batches
     minibatch.py        data parallel and GSplit
+    whole.py            the full graph, on which mini-batch strategies evaluate
     p3/                 layer 1 by columns of the features
     gnnpipe/            layers in a pipeline, the graph in chunks
 

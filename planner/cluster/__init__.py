@@ -1,11 +1,16 @@
 """A cluster: what it is made of, and the seconds that work and transfers take on it.
 
     spec.py          the fields of a cluster file; presets/ holds clusters that are known
-    cost.py          `Cost`: work and transfers become seconds; names the files that it consists of
+    cost.py          `Cost`: work and transfers become seconds
+    compute.py       how long a device computes
+    shared_cores.py  ranks on a CPU that share the cores of their machine
+    transfer.py      what a transfer is: a latency, and seconds of ports
+    ports.py         which ports messages pass
     places.py        who shares a server, an island, a PCIe switch, a NIC
     topology.py      the same as a graph; fabric.py has the part between servers
+    all_reduce.py    what an all-reduce keeps busy
     collectives.py   the algorithms of an all-reduce
-    placement.py       which GPU each rank sits on
+    placement.py     which GPU each rank sits on
     link_fit.py      from timed messages to a link
     readings.py      from the files of nccl-tests and nvidia-smi to a cluster
     scaling.py       a cluster with some of its numbers multiplied

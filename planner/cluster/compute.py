@@ -84,9 +84,7 @@ class Roofline:
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
         seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
         seconds = seconds + work.hash_ops / (
-            device.memory_bandwidth / HASH_BYTES
-            if device.hash_rate is None
-            else device.hash_rate
+            device.memory_bandwidth / HASH_BYTES if device.hash_rate is None else device.hash_rate
         )
         seconds = seconds + work.attention_edges / (
             device.memory_bandwidth / (EDGE_ACCESSES * work.itemsize)

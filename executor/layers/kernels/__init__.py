@@ -11,6 +11,7 @@ Open
     matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
     few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random
+    mixed_bits.py      for `pack_mixed`, `Mix`: rows of 8, 4 or 2 bits beside each other
     runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row

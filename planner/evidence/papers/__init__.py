@@ -3,9 +3,13 @@
 published.py     all figures of a file: errors, and whether the faster strategy is named
 choices.py       what a plan would choose of the strategies that print compares
 rows.py          reads and checks the file
+question.py      what a row asks of the model
 interpret.py     a row -> its question: graph, GNN, testbed, strategy
+presets.py       testbeds with the constants that were fitted to their figures
 figures.py       a question -> its figure
 calibrate.py     constants of the testbeds, fitted to some figures
-full_graph.py    what PipeGCN's and GraNNDis' code does differently; their_memory.py: what it keeps
+full_graph.py    what PipeGCN's and GraNNDis' code does differently
+their_memory.py  what it keeps
+their_passes.py  the element-wise work of other people's code
 mini_batch.py    what P3 and GSplit count and time
 """

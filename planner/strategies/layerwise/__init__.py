@@ -10,10 +10,11 @@
     offload.py          devices go chunk by chunk, with vertex data in servers' memories
     chunked.py          the operations of its step: their program, bytes and memory
     preloading.py       what that costs and saves, in sentences
-    bits.py             rows that cross in few bits per number
     step.py             the operations of one step: their program
+    buckets.py          gradients that ranks add up in buckets, beside the backward pass
     holds.py            bytes that the step's operations keep, free and need besides
     memory.py           bytes that a rank holds, with what stays from step to step
 
-Mini-batch strategies begin with operations of their own and go on with the same `step`.
+Rows that cross in few bits are in the folder above (bits), for pipelines have them too. Mini-batch
+strategies begin with operations of their own and go on with the same `step`.
 """

@@ -52,8 +52,8 @@ Bytes per epoch: as graph parallelism, where layers l <= depth + 1 exchange halo
 first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. Its Eq. 3-9 are in formulas.py and
 decide nothing: plans use the counted rows of every layer.
 
-See also step.py, account.py, schedule.py, memory.py in this folder; planner/ownership/layout.py for
-recomputed rows; executor/strategies/granndis.py.
+See also step.py and memory.py in this folder, account.py and schedule.py in ../program;
+planner/ownership/layout.py for recomputed rows; executor/strategies/granndis.py.
 """
 
 from __future__ import annotations

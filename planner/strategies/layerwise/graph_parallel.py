@@ -51,8 +51,9 @@ bfloat16 the first b is 2; that of weights stays 4.
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
 
-See also step.py (operations), account.py (bytes and seconds), schedule.py (tasks) and memory.py in
-this folder; planner/ownership/layout.py for parts and halos; executor/strategies/graph_parallel.py.
+See also step.py (operations) and memory.py in this folder; account.py (bytes and seconds) and
+schedule.py (tasks) in ../program; planner/ownership/layout.py for parts and halos;
+executor/strategies/graph_parallel.py.
 """
 
 from __future__ import annotations
