@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.kernels import Block, aggregate, attend, dropout, linear
 from gnnplan.executor.measure.messages import SIZES, Messages
 from gnnplan.executor.measure.rehearsal import Rehearsal
@@ -51,6 +53,8 @@ PRODUCTS = {"gemm": 2, "weight_gradient": 1, "gemm_bfloat16": 2, "weight_gradien
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
 LARGE = (400_000, 256)  # on GPUs, whose L2 would hold the others
 SAMPLED = (20_000, 1_000_000)  # one of GRAPHS
+LOADED = (80_000, 1_000)  # rows of features that a GPU loads from the server's memory at once
+LOADED_WIDTH = 128
 # Of a rank's share of a batch, from the seeds outwards. Small batches show what a layer costs
 # besides its edges.
 SEEDS, FANOUTS = (1024, 64), (5, 10, 15)
@@ -108,6 +112,9 @@ class Computation(Messages):
         notify("element-wise work")
         found["elementwise"] = [self.elementwise(*shape) for shape in self.tensors]
         found["dropout_hash"] = [self.dropout_hash()]
+        if self.device.type == "cuda":
+            notify("loads from the server's memory")
+            found["load"] = [self.load(rows) for rows in LOADED]
         notify("the sampler")
         for sampler in samplers:
             for what, samples in self.sampling(sampler).items():
@@ -152,6 +159,20 @@ class Computation(Messages):
                 torch.ops.aten.threshold_backward(torch.relu(a), a + b, 0)
 
         return self._time(work, divide=3 * (2 + 3 + 3) * tensors[0].nbytes)
+
+    def load(self, rows: int) -> list[float]:
+        """Seconds of picking so many rows of features from the server's memory."""
+        stored, picked = self._stored, np.random.default_rng(0).permutation(max(LOADED))[:rows]
+        return self._time(lambda: features(stored, picked, Workload(), self.device))
+
+    @cached_property
+    def _stored(self) -> Graph:
+        graph = load(
+            f"synthetic:community?vertices={max(LOADED)}&edges={max(LOADED)}"
+            f"&features={LOADED_WIDTH}&classes=2&seed=0"
+        )
+        assert isinstance(graph, Graph)
+        return graph
 
     def dropout_hash(self) -> list[float]:
         """Seconds per number of dropout, whose mask is a hash."""

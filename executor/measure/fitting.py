@@ -91,7 +91,13 @@ def cluster_of(
         network.ranges |= {
             key.replace("intra", "inter"): known for key, known in network.ranges.items()
         }
-    sampling = {work: sampler(found[work]) for work in HOST_WORK}
+    sampling = {work: line(found[work]) for work in HOST_WORK}
+    host = None
+    if "load" in found:
+        fixed, per_byte = line(found["load"])
+        host = Link(bandwidth=1 / per_byte, latency=fixed)
+        of_rows = f"{source}, rows of features picked from the server's memory"
+        provenance |= {"host.bandwidth": of_rows, "host.latency": of_rows}
     cluster = Cluster(
         name="measured",
         servers=servers,
@@ -99,6 +105,7 @@ def cluster_of(
         device=Device(**device),
         intra_node=intra,
         inter_node=links.get("inter_node", intra),
+        host=host,
         host_rates={work: 1 / per_edge for work, (_, per_edge) in sampling.items()},
         host_latency={work: fixed / len(FANOUTS) for work, (fixed, _) in sampling.items()},
         cores=cores(),
@@ -292,13 +299,13 @@ def _device(
     return device.model_dump() | products, provenance
 
 
-def sampler(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """What a sampler takes for a batch besides its edges, and for an edge [s].
+def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
+    """What a batch takes besides its edges, and for an edge [s]; or a copy, and for a byte.
 
-    samples: edges of a batch and seconds, of large batches, then of small ones. The line through
-    both; an edge takes at least half of what it takes of the large ones.
+    samples: edges and seconds, of large batches, then of small ones. The line through both; an edge
+    takes at least half of what it takes of the large ones.
 
-    >>> sampler([(3.0, [4.0]), (1.0, [2.0])])
+    >>> line([(3.0, [4.0]), (1.0, [2.0])])
     (1.0, 1.0)
     """
     (most, large), (least, small) = ((edges, median(seconds)) for edges, seconds in samples)

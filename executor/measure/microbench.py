@@ -11,6 +11,8 @@ import torch
 
 from gnnplan.executor.measure.computation import (
     GRAPHS,
+    LOADED,
+    LOADED_WIDTH,
     PRODUCTS,
     SAMPLED,
     SEEDS,
@@ -83,6 +85,11 @@ class Bench(Computation):
             (rows * width * 4, samples)
             for (rows, width), samples in zip(self.tensors, typical["elementwise"], strict=True)
         ]
+        if "load" in typical:
+            found["load"] = [
+                (rows * LOADED_WIDTH * 4, samples)
+                for rows, samples in zip(LOADED, typical["load"], strict=True)
+            ]
         found["dropout_hash"] = typical["dropout_hash"][0]
         found["attention"] = (SAMPLED[1], typical["attention"][0])
         found["steps"] = typical["steps"]

@@ -358,6 +358,11 @@ def test_only_ranks_that_share_cores_have_less_latency(
     assert set(cluster.ranges) >= {"host_rates", "collectives.send.intra_node"}
     bounds = cluster.ranges.values()
     assert all(0 < low <= 0.96 and 1.05 <= high <= 2 for low, high in bounds)
+    # a GPU loads rows from the server's memory: without a link of its own plans took intra_node's
+    loads = {"load": [(4e7, [1.1e-2]), (5e5, [1.1e-3])]}
+    host = module.cluster_of(found | loads, 1, 2, 1e9, one_machine=True).host
+    assert cluster.host is None and host is not None
+    assert (host.bandwidth, host.latency) == pytest.approx((3.99e9, 0.975e-3), rel=1e-2)
     # of cores alone
     assert (not device.memory_rates, device.hash_rate is None, device.edge_rate is None) == (
         cuda,
