@@ -79,7 +79,7 @@ def measure(
         )
     check_dtype(dtype)
     notify = progress or (lambda what: None)
-    memory = torch.cuda.mem_get_info()[0] if cuda else free_memory() / (ranks * servers)
+    memory = free_memory() / (ranks * servers)
     if servers == 1:
         store = store_of_this_machine()
         meeting = {
@@ -112,6 +112,8 @@ def measure(
                 dtype,
                 notify,
             )
+    # asked here, a GPU would give this process a context
+    memory = found["free_on_gpu"] or memory
     return cluster_of(found, servers, ranks, memory, one_machine=True)
 
 

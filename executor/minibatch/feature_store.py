@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -225,8 +224,7 @@ def _share_features(rank: Rank, problem: Problem) -> None:
     path = cache_dir() / "features" / f"{graph.stats.hash}.npy"
     if problem.servers.index(problem.servers[rank.rank]) == rank.rank:
         write_features(path, graph)
-    # a barrier: now the file is there, or never will be
-    dist.all_reduce(torch.zeros(1, device=rank.wire_device), group=rank.exchange_group)
+    rank.await_all(rank.exchange_group)  # now the file is there, or never will be
     map_features(path, graph)
 
 

@@ -35,6 +35,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
 T = TypeVar("T")
+NCCL_LEAST_S = 600.0  # [s] as torch has it
 SCRATCH = "GNNPLAN_SCRATCH"  # the launcher's folder of temporary files; samplers are noted there
 
 
@@ -189,6 +190,15 @@ class Rank:
             self.count(label, nbytes)
             self.counted.add(label)
 
+    @property
+    def patience(self) -> timedelta:
+        """How long a message may take.
+
+        Over NCCL a host enqueues a step's messages ahead of it, so they wait for its computation.
+        """
+        least = NCCL_LEAST_S if self.backend == "nccl" else 0.0
+        return timedelta(seconds=max(self.timeout_s, least))
+
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The process group of some ranks; None is the group of all ranks.
 
@@ -198,7 +208,7 @@ class Rank:
             return None
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(
-                list(ranks), backend=self.backend, timeout=timedelta(seconds=self.timeout_s)
+                list(ranks), backend=self.backend, timeout=self.patience
             )
             if self.rank in ranks:
                 self.meet(self._groups[ranks])
@@ -207,7 +217,9 @@ class Rank:
     def await_all(self, group: dist.ProcessGroup | None) -> None:
         """A barrier of the group's ranks."""
         if self.world > 1:
-            dist.all_reduce(torch.zeros(1, device=self.wire_device), group=group)
+            number = torch.zeros(1, device=self.wire_device)
+            dist.all_reduce(number, group=group)
+            number.item()  # over NCCL the host has only enqueued the sum
 
     def meet(self, group: dist.ProcessGroup) -> None:
         """Connect a new group. All of its ranks call this.
@@ -468,7 +480,6 @@ def _connect(rank: Rank, store: Store) -> None:
     Rank 0 chooses the backend: a launcher may show each rank its own GPU only, or the ranks of one
     server share GPUs and those of another do not.
     """
-    limit = timedelta(seconds=rank.timeout_s)
     store.set(f"card {rank.rank}", rank.card)
     if rank.rank == 0:
         cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
@@ -477,7 +488,7 @@ def _connect(rank: Rank, store: Store) -> None:
     if rank.backend == "gloo":
         wait_in_turn()
     dist.init_process_group(
-        rank.backend, store=store, rank=rank.rank, world_size=rank.world, timeout=limit
+        rank.backend, store=store, rank=rank.rank, world_size=rank.world, timeout=rank.patience
     )
-    rank.exchange_group = dist.new_group(backend=rank.backend, timeout=limit)
+    rank.exchange_group = dist.new_group(backend=rank.backend, timeout=rank.patience)
     rank.meet(rank.exchange_group)

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, dtype_of, features, weighted_block
-from gnnplan.executor.layers.kernels import Block, Rows, backward, dropout
+from gnnplan.executor.layers.kernels import (
+    Block,
+    Rows,
+    backward,
+    dropout,
+    pin_no_more_than_asked,
+)
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank
@@ -93,10 +99,15 @@ class Worker(base.Worker):
         place[order] = np.arange(order.size)
         self.chunks = [self._chunk(layout, turn, place) for turn in self.turns]
 
+        on_gpu = self.rank.device.type == "cuda"
+        if on_gpu:
+            pin_no_more_than_asked()
+
         def rows(width: int) -> Tensor:
             """Zeros [own, width]; in page-locked memory if a GPU is to read them."""
-            zeros = torch.zeros(order.size, width, dtype=dtype_of(self.problem.workload))
-            return zeros.pin_memory() if self.rank.device.type == "cuda" else zeros
+            return torch.zeros(
+                order.size, width, dtype=dtype_of(self.problem.workload), pin_memory=on_gpu
+            )
 
         widths = {layer: spec.h_out for layer, spec in enumerate(self.shapes.layers[:-1], 1)}
         self.hidden = {layer: rows(width) for layer, width in widths.items()}  # h_l

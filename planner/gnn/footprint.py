@@ -30,9 +30,6 @@ RUNTIME = {"cpu": 300e6, "cuda": 800e6}
 # cost time.
 BLOCK = {2: 2_048_000, 4: 512_000, 8: 512_000}
 INDEX = 4  # [B] of an index of ours
-# Numbers that an operation makes of edges together, where it makes a row for each (the executor's
-# GATv2).
-AT_ONCE = 1 << 18
 LONG = 8  # [B] of an index that torch wants in 64 bits
 BAG = 8  # [B] that embedding_bag keeps of each row that it aggregates: two numbers
 # Rows of the smallest piece that gets machine code of its own, where row counts vary from step to
@@ -200,6 +197,7 @@ class LayerPasses:
         spec, itemsize = model.layers[layer - 1], model.itemsize
         self.spec, self.itemsize, self.apart, self.local = spec, itemsize, apart, local
         self.weight_itemsize, self.in_place = model.weight_itemsize, model.in_place
+        self.edge_numbers = model.edge_numbers
         # [B] of a rounded number while it is added up, in the type of weights; 0: rows are not
         # rounded
         self.unrounded = model.weight_itemsize * (model.itemsize < model.weight_itemsize)
@@ -541,7 +539,7 @@ class PairAttention(LayerPasses):
     def _sums(self) -> Number:
         """Sums of two rows, of as many edges as are taken together."""
         width = self.spec.h_out // self.spec.heads
-        return np.minimum(self.edges, max(1, AT_ONCE // width)) * width * self.itemsize
+        return np.minimum(self.edges, max(1, self.edge_numbers // width)) * width * self.itemsize
 
 
 class Perceptron(LayerPasses):

@@ -31,6 +31,9 @@ MASK = 5
 # Numbers that a processor multiplies at once. A product of fewer columns costs as much as one of
 # this many.
 VECTOR = 16
+# Numbers that an operation makes of edges together, where it makes a row for each (the executor's
+# GATv2). On a core they stay in its cache; a GPU would do little else but begin operations.
+EDGE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
 # hash_ops that an exponential of the loss costs in rows shorter than VECTOR, whose numbers are
 # taken one by one. In longer rows it costs one.
 SHORT = 5
@@ -126,6 +129,7 @@ class Model:
     # with ReLU after it (MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made apart, with
     # ReLU inside; GPUs are counted so too.
     in_place: bool = False
+    edge_numbers: int = EDGE_NUMBERS["cuda"]
     relu: bool = True  # between layers
     # All layers' rows, or products of them, are added up; the sum is what is decoded.
     jump: Jump | None = None

@@ -13,7 +13,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
-from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.gnn.model import EDGE_NUMBERS, Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.links import expect_held_out, hold_out
@@ -125,6 +125,7 @@ class Problem:
             model,
             by_pieces=model.redrawn and device.code_of(b) > 0,
             in_place=b == 2 or (b == 4 and not device.product_code),
+            edge_numbers=EDGE_NUMBERS["cpu"],
         )
 
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:

@@ -35,7 +35,7 @@ from gnnplan.executor.layers.kernels.matmul import (
     weight_gradient,
 )
 from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
-from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator
+from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator, pin_no_more_than_asked
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "mix",
     "pack",
     "pack_mixed",
+    "pin_no_more_than_asked",
     "softmax_aggregate",
     "unpack",
     "unpack_mixed",

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.kernels.aggregation import aggregate_transposed, no_beta_warning, spmm
 from gnnplan.executor.layers.kernels.block import Block, check_rows
 from gnnplan.executor.layers.kernels.runtime import apply
-from gnnplan.planner.gnn.footprint import AT_ONCE
+from gnnplan.planner.gnn.model import EDGE_NUMBERS
 
 
 def softmax_aggregate(block: Block, m: Tensor) -> Tensor:
@@ -192,8 +192,9 @@ def _readers(block: Block) -> Tensor:
 
 
 def _some_edges(block: Block, width: int) -> Iterator[slice]:
-    """Edges in pieces of AT_ONCE numbers."""
-    for start in range(0, block.edges, each := max(1, AT_ONCE // width)):
+    """Edges in pieces of EDGE_NUMBERS."""
+    each = max(1, EDGE_NUMBERS[block.indptr.device.type] // width)
+    for start in range(0, block.edges, each):
         yield slice(start, min(start + each, block.edges))
 
 

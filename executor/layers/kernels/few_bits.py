@@ -23,7 +23,6 @@ from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, mix, vertex_k
 from gnnplan.planner.gnn.few_bits import AT_ONCE, PARAMETERS, row_bytes
 
 LEAST = 2.0**-126  # of a spacing: its inverse is a float32, too
-_INFINITY = torch.tensor(torch.inf, dtype=torch.bfloat16)
 
 
 def pack(
@@ -77,7 +76,7 @@ def _range(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Lowest number and spacing of each row [R, 1], as bfloat16."""
     least = rows.amin(1, keepdim=True)  # aminmax takes ten times as long
     lowest = least.to(torch.bfloat16)
-    infinity = _INFINITY.to(rows.device)
+    infinity = lowest.new_full((), torch.inf)
     lowest = torch.where(lowest > least, torch.nextafter(lowest, -infinity), lowest)
     spacing = (rows.amax(1, keepdim=True) - lowest) / ((1 << bits) - 1)
     # above what it is rounded from by more than the rounding of the division by it

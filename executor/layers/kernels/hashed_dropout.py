@@ -78,7 +78,8 @@ def vertex_keys(vertices: Tensor, *numbers: int) -> Tensor:
     key = torch.zeros(1, dtype=torch.int64)
     for number in numbers:
         key = mix((key + number + 1) * GOLDEN)
-    return mix((vertices + key.to(vertices.device)) * GOLDEN)
+    # as a number: to copy a tensor to a GPU the host would wait for it
+    return mix((vertices + int(key)) * GOLDEN)
 
 
 def _threshold(p: float) -> int:

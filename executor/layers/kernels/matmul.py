@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.aggregation import spmm
-from gnnplan.executor.layers.kernels.runtime import apply
+from gnnplan.executor.layers.kernels.runtime import apply, backward
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Pattern, SparseRows
 from gnnplan.planner.gnn.footprint import LEAST, block_rows
 
-BY_BLOCKS = (torch.float32, torch.bfloat16)  # types whose products `_LinearSum` makes on CPUs
+BY_BLOCKS = (torch.float32, torch.bfloat16)  # types whose products `_LinearSum` makes
 
 
 def linear(
@@ -44,10 +44,11 @@ def linear_sum(
 
     The backward pass reads the gradient once for all of them.
     """
-    tensors = [t for term in terms for t in term]
-    if all(t.device.type == "cpu" and t.dtype in BY_BLOCKS and t.numel() for t in tensors):
+    tensors, dtype = [t for term in terms for t in term], terms[0][0].dtype
+    # on a GPU for the sake of gradients of weights, which autograd would round to bfloat16
+    ours = tensors[0].device.type == "cpu" or dtype == torch.bfloat16
+    if ours and all(t.dtype in BY_BLOCKS and t.numel() for t in tensors):
         return apply(_LinearSum, bias, relu, *tensors)
-    dtype = terms[0][0].dtype
     out = F.linear(terms[0][0], terms[0][1].to(dtype), None if bias is None else bias.to(dtype))
     for x, weight in terms[1:]:
         out = out + F.linear(x, weight.to(dtype))
@@ -97,13 +98,14 @@ def by_onednn() -> bool:
 def warm_up(device: torch.device) -> None:
     """Let cuBLAS, MKL or oneDNN allocate what stays, tens of MB.
 
-    Call it before memory is watched. cuBLAS has workspaces of the current stream. MKL packs the
-    factors of a product, of a few rows where oneDNN multiplies the others; with AVX-512 no wider
-    layer takes more room than these do.
+    Call it before memory is watched. cuBLAS has workspaces of the current stream and of each host
+    thread, and autograd has one of its own. MKL packs the factors of a product, of a few rows where
+    oneDNN multiplies the others; with AVX-512 no wider layer takes more room than these do.
     """
     if device.type == "cuda":
-        rows = torch.zeros(16, 16, device=device)
-        F.linear(rows, rows), F.linear(rows, rows, rows[0])
+        rows = torch.zeros(16, 16, device=device, requires_grad=True)
+        out = F.linear(rows, rows) + F.linear(rows, rows, rows[0])
+        backward([out], [torch.zeros_like(out)])
         return
     rows, weight, grad = torch.zeros(512, 4096), torch.zeros(512, 4096), torch.zeros(512, 512)
     F.linear(rows, weight), grad @ weight, grad.t() @ rows
@@ -127,9 +129,9 @@ def _bfloat16_by_onednn() -> bool:
         return False
 
 
-def _by_pieces(dtype: torch.dtype) -> bool:
-    """Whether products go by pieces of a few sizes."""
-    return Shapes.vary and code_of(dtype) > 0
+def _by_pieces(rows: Tensor) -> bool:
+    """Whether products of these rows go by pieces of a few sizes."""
+    return Shapes.vary and not rows.is_cuda and code_of(rows.dtype) > 0
 
 
 @functools.cache
@@ -169,6 +171,11 @@ def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = Fa
 
     MKL does so itself, and oneDNN with rows in bfloat16; oneDNN's private operation does not.
     """
+    if a.is_cuda and out.dtype != a.dtype:
+        # as cuBLAS sums it up, not rounded
+        product = torch.mm(a, b.t(), out_dtype=out.dtype)
+        out.add_(product) if add else out.copy_(product)
+        return
     is_private = a.dtype == torch.float32 and by_onednn()
     if is_private or out.dtype != a.dtype or _is_rest(a, summed):
         product = _product(a, b, summed=summed)
@@ -181,7 +188,7 @@ def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = Fa
 
 def _is_rest(a: Tensor, summed: bool) -> bool:
     """Whether these are the few rows that `_pieces` leaves, of which oneDNN shall keep no code."""
-    return a.shape[summed] < Shapes.least and _by_pieces(a.dtype)
+    return a.shape[summed] < Shapes.least and _by_pieces(a)
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
@@ -215,13 +222,13 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 class _LinearSum(torch.autograd.Function):
-    """`linear_sum` on CPUs, of rows in float32 or bfloat16; weights are float32.
+    """`linear_sum` on CPUs, and on GPUs of rows in bfloat16; weights are float32.
 
     Gradients of weights are summed over blocks in float32.
 
-    Backward goes by blocks of rows: a block of the gradient stays in cache for everything that is
-    computed from it. So a three-layer GraphSAGE of width 256 trains 7 % faster than with whole
-    matrices.
+    On CPUs backward goes by blocks of rows: a block of the gradient stays in cache for everything
+    that is computed from it. So a three-layer GraphSAGE of width 256 trains 7 % faster than with
+    whole matrices.
     """
 
     @staticmethod
@@ -237,7 +244,7 @@ class _LinearSum(torch.autograd.Function):
                 _put(out, x[part], weight, add=True)
             return out.relu_() if relu and not relu_inside else out
 
-        if _by_pieces(dtype):
+        if _by_pieces(xs[0]):
             out = xs[0].new_empty(xs[0].shape[0], weights[0].shape[0])
             for part in _row_blocks(xs, out.shape[1]):
                 out[part] = compute(part)
@@ -271,7 +278,8 @@ class _LinearSum(torch.autograd.Function):
                 if (gradient := to_weight[i]) is not None:
                     _add_weight_gradient(gradient, piece, x[part])
             if to_bias is not None:
-                to_bias += piece.sum(0)
+                # a core would copy the piece for it
+                to_bias += piece.sum(0, dtype=to_bias.dtype if piece.is_cuda else None)
         gradients = [g for pair in zip(to_x, to_weight, strict=True) for g in pair]
         return to_bias, None, *gradients
 
@@ -283,8 +291,10 @@ def _row_blocks(xs: Sequence[Tensor], h_out: int) -> Iterable[slice]:
     by MKL. With AMX, gradients in bfloat16 take a quarter less time by 4 MB than by 1 MB.
     """
     rows, h_in, dtype = len(xs[0]), max(x.shape[1] for x in xs), xs[0].dtype
+    if xs[0].is_cuda:
+        return [slice(None)]
     size = block_rows(h_in, h_out, dtype.itemsize)
-    if _by_pieces(dtype):
+    if _by_pieces(xs[0]):
         return _pieces(rows, size)
     return (slice(start, start + size) for start in range(0, rows, size))
 

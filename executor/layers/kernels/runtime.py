@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -31,6 +33,17 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def pin_no_more_than_asked() -> None:
+    """Let page-locked memory be as large as what is kept there.
+
+    torch rounds it up to a power of two. Whoever has set the allocator keeps it so.
+    """
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    with suppress(AttributeError, RuntimeError):  # private, and not in every torch
+        torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
 
 
 def keep_allocator() -> bool:
