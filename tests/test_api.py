@@ -258,6 +258,13 @@ def test_from_an_object_in_memory_to_a_validated_run(tmp_path: Path):
     assert [row["epoch"] for row in onwards.metrics] == [1, 2, 3, 4]
 
 
+def test_a_strategy_that_no_plan_proposes_moves_to_other_ranks() -> None:
+    """bns "cannot run there: no variant fits", it said, for it was looked for among proposals."""
+    plan = gnnplan.plan(GRAPH, CLUSTER, strategy="bns(p=0.5)", **FIELDS)
+    moved = plan.simulate(overrides={"servers": 2}).document["strategy"]
+    assert (moved["name"], moved["p"]) == ("bns", 0.5)
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_run_says_in_how_many_epochs_an_accuracy_is_reached(tmp_path: Path):

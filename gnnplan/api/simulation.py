@@ -10,7 +10,7 @@ from typing import Any
 from gnnplan.api.asking import Overrides, settings_of
 from gnnplan.api.view import Table, View, of
 from gnnplan.planner.decision.objective import Objective
-from gnnplan.planner.decision.search import Candidate, placed, search
+from gnnplan.planner.decision.search import Candidate, placed, search, unproposed
 from gnnplan.planner.decision.sweep import Axis, axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.evidence.validate import (
@@ -276,7 +276,7 @@ class Sweep(View):
         )
         for _, problem in asked:
             playing.must_be_of(problem.ranks)
-        found = rows(asked, strategy.name, playing, exact, notify, objective)
+        found = rows(asked, strategy, playing, exact, notify, objective)
         return cls(swept, strategy.name, exact, found)
 
     @property
@@ -360,11 +360,15 @@ def moved(
 
 
 def best_of_family(strategy: Strategy, problem: Problem, exact: bool) -> Strategy:
-    """The fastest variant of the strategy's family for this problem.
+    """The fastest variant of the strategy's family for this problem, an exact one of an exact one.
 
-    Raises Infeasible where none fits.
+    Of a family of which plans propose none (bns) it is the strategy itself. Raises Infeasible where
+    none fits, SpecError where its knobs do not suit.
     """
-    found = search(problem, exact, may_use_fewer=False)
+    own = unproposed(problem, strategy)
+    if own is not None:
+        return own.strategy
+    found = search(problem, exact or strategy.exact, may_use_fewer=False)
     for candidate in found.ranked:
         if candidate.strategy.name == strategy.name:
             return candidate.strategy

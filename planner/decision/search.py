@@ -297,6 +297,18 @@ def evaluate_or_save_memory(
         raise error
 
 
+def unproposed(
+    problem: Problem, strategy: Strategy, objective: Objective = TIME
+) -> Candidate | None:
+    """The strategy as it is on all GPUs, where plans propose no variant of its family; else None.
+
+    Raises SpecError, Infeasible.
+    """
+    if next(iter(type(strategy).candidates(problem)), None) is not None:
+        return None
+    return evaluate(placed(problem, strategy), strategy, objective)
+
+
 def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:
     """The problem with its ranks on those of its GPUs where the strategy's traffic is fastest.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.decision.objective import TIME, Objective
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.search import Candidate, SearchResult, search, unproposed
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
@@ -161,13 +162,14 @@ def planned(
 
 def rows(
     asked: Iterable[tuple[dict[str, str], Problem]],
-    family: str,
+    strategy: Strategy,
     playing: Playing,
     exact: bool = False,
     notify: Notify = silent,
     objective: Objective = TIME,
 ) -> list[dict[str, Any]]:
-    """A row per point: what is recommended there, and the best of the plan's family on all GPUs.
+    """A row per point: what is recommended there, and the best of the family of the plan's strategy
+    on all GPUs, an exact one of an exact one.
 
     With `exact` only exact strategies are recommended.
     """
@@ -182,10 +184,15 @@ def rows(
             (
                 c
                 for c in found.ranked
-                if c.strategy.name == family and c.problem.ranks == problem.ranks
+                if c.strategy.name == strategy.name
+                and c.strategy.exact >= strategy.exact
+                and c.problem.ranks == problem.ranks
             ),
             None,
         )
+        if same is None:
+            with suppress(Infeasible, SpecError):
+                same = unproposed(problem, strategy, objective)
         notify("playing", f"{best.strategy} on {best.problem.ranks}")
         row |= {
             "best": str(best.strategy),

@@ -577,12 +577,11 @@ def _masks(
 ) -> list[Array]:
     """Training, validation and test masks [N].
 
-    Labels without masks are split at random, with a note."""
-    labelled = y >= 0 if y.ndim == 1 else np.ones(vertices, bool)
+    Without masks labelled vertices are split at random, with a note; without labels all are."""
+    labelled = y >= 0 if y.ndim == 1 and classes else np.ones(vertices, bool)
+    if classes == 0:
+        notes.append("no labels: can be planned, not trained")
     if "train_mask" not in arrays:
-        if classes == 0:
-            notes.append("no labels: can be planned, not trained")
-            return [np.zeros(vertices, bool) for _ in range(3)]
         notes.append(f"random 60/20/20 split by seed {seed}: the file has no train_mask")
         masks = list(random_split(labelled, rng))
     else:
@@ -592,7 +591,7 @@ def _masks(
             for name in names
         ]
     train, val, test = masks
-    if classes and not train.any():
+    if not train.any():
         raise SpecError(
             f"{path}: train_mask: marks no vertex; at least 1 of {vertices:,} must be trained on"
         )

@@ -191,6 +191,32 @@ def test_a_transposed_adjacency_of_pyg_is_turned():
     assert np.array_equal(in_order(arrays), in_order(GRAPH))
 
 
+def test_what_pyg_keeps_after_a_transform_is_no_object_of_unknown_code(tmp_path):
+    """ToUndirected, subgraph and is_node_attr leave a defaultdict of enums in the Data."""
+    quiet("torch_geometric")
+    torch, path = quiet("torch"), tmp_path / "data.pt"
+    data = importlib.import_module("torch_geometric.data").Data(
+        x=torch.ones(N, 2), edge_index=torch.from_numpy(EDGES), edge_attr=torch.rand(90, 1)
+    )
+    assert data.is_node_attr("x") and data.is_edge_attr("edge_attr")
+    torch.save(data, path)
+    parts = formats.pyg.read(str(path))
+    assert np.array_equal(in_order(collect(parts)), in_order(GRAPH))
+    assert parts.notes == ["ignored: edge_attr, for layers weigh edges themselves"]
+
+
+def test_a_graph_of_several_kinds_is_told_what_to_become(tmp_path):
+    """Its remedy was to save a dictionary, whose remedy was an edge_index."""
+    quiet("torch_geometric")
+    torch, path = quiet("torch"), str(tmp_path / "data.pt")
+    data = importlib.import_module("torch_geometric.data").HeteroData()
+    data["a"].x = torch.ones(3, 2)
+    for saved in (data, data.to_dict()):
+        torch.save(saved, path)
+        with pytest.raises(SpecError, match=r"to_homogeneous\(\)"):
+            formats.pyg.read(path)
+
+
 def test_of_several_splits_the_first_is_taken_and_said():
     graph = {"edge_index": EDGES, "train_mask": np.stack([GRAPH["train_mask"]] * 3, 1)}
     parts = formats.pyg.of_mapping(graph, "it")

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.formats.mapped import of_own, write
-from gnnplan.planner.graph.formats.parts import Parts, library, reading, take_vertex_data
+from gnnplan.planner.graph.formats.parts import (
+    Parts,
+    edge_data_note,
+    library,
+    reading,
+    take_vertex_data,
+)
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 
 MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
@@ -30,6 +36,7 @@ def of_graph(graph: Any, path: str = "a DGLGraph") -> Parts:
         )
     src, dst = (ids.cpu().numpy() for ids in graph.edges(order="eid"))
     parts = Parts(path, [(src, dst)], int(graph.num_nodes()))
+    parts.notes += edge_data_note(name for name in graph.edata if name != "_ID")  # DGL's own
     take_vertex_data(parts, dict(graph.ndata))
     return parts
 

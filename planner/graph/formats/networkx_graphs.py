@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from gnnplan.planner.graph.formats.parts import (
     MASKS,
     Parts,
     class_ids,
+    edge_data_note,
     library,
     one_split,
     reading,
@@ -62,6 +64,8 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
     src, dst = edges[:, 0], edges[:, 1]
     if not graph.is_directed():
         src, dst = np.concatenate([src, dst]), np.concatenate([dst, src])
+    first: Mapping[str, Any] = next(iter(graph.edges(data=True)), ({},))[-1]
+    notes += edge_data_note(name for name in first if name == "weight")
     parts = Parts(path, [(src, dst)], len(nodes), notes=notes)
     attributes = {node: data for node, data in graph.nodes(data=True)}
 

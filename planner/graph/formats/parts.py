@@ -142,6 +142,12 @@ def as_mask(path: str, name: str, mask: Array) -> Array:
     return mask.astype(bool)
 
 
+def edge_data_note(names: Iterable[str]) -> list[str]:
+    """What is said of numbers that a file has of its edges."""
+    shown = ascii(", ".join(names))[1:-1][: 3 * MOST_SHOWN]
+    return [f"ignored: {shown}, for layers weigh edges themselves"] if shown else []
+
+
 def one_split(parts: Parts, masks: Mapping[str, Array]) -> None:
     """Take the masks [N]; of several splits [N, S] the first, and say so."""
     for name, mask in masks.items():

@@ -6,12 +6,14 @@ classes in it become `_Record`, so PyG itself is not imported."""
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from gnnplan.planner.graph.arrays import must_not_swell
 from gnnplan.planner.graph.formats.parts import (
     Parts,
+    edge_data_note,
     endpoints,
     library,
     must_be_count,
@@ -41,6 +43,31 @@ class _Record:
             self.__dict__.update(state)
 
 
+def _dictionary(factory: Any) -> dict[Any, Any]:
+    """Stands for a defaultdict, which torch does not fill."""
+    return {}
+
+
+# PyG keeps which attributes vertices have, after ToUndirected for instance
+ATTRIBUTES = (
+    (_dictionary, "collections.defaultdict"),
+    (str, "torch_geometric.data.storage.AttrType"),
+)
+
+
+@contextmanager
+def _only(serialization: Any, allowed: list[Any]) -> Iterator[None]:
+    """Let files make nothing but these; where PyG is imported it allows its own classes."""
+    before = serialization.get_safe_globals()
+    serialization.clear_safe_globals()
+    serialization.add_safe_globals(allowed)
+    try:
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(before)
+
+
 def load_tensors(path: str) -> Any:
     """What a .pt file holds: tensors, mapped where they can be, in plain containers.
 
@@ -51,17 +78,18 @@ def load_tensors(path: str) -> Any:
         with reading(path, ".pt"), zipfile.ZipFile(path) as archive:
             for info in archive.infolist():  # torch does not compress, but unpacks what others did
                 must_not_swell(f"{path}: {info.filename}", info.file_size, info.compress_size)
-    allowed = [(_Record, name) for name in PYG]
-    # so that two names of one file are two entries, and other code's list stays as it is
+    allowed = [*((_Record, name) for name in PYG), *ATTRIBUTES]
     error: Exception
     for mapped in (True, False):  # files of torch before 1.6 cannot be mapped
         try:
-            with torch.serialization.safe_globals(allowed):
+            with _only(torch.serialization, allowed):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as caught:
             error = caught
     text = " ".join(str(error).split())
     if "nsupported" in text or "eights only" in text or "weights_only" in text:
+        if "HeteroData" in text or "NodeStorage" in text:
+            raise of_several_kinds(path, "HeteroData") from error
         said = text.rpartition("WeightsUnpickler error: ")[2][: 2 * MOST_SHOWN]
         raise SpecError(
             f"{path}: holds objects that only code of the file can make, which is never run"
@@ -82,7 +110,7 @@ def read(path: str) -> Parts:
                 f"{path}: holds several graphs; save one of them, torch.save(dataset[0], ...)"
             )
         loaded = loaded[0]
-    if type(loaded).__name__ in ("_Record", "Data"):  # Data, if PyG itself allows its classes
+    if isinstance(loaded, _Record):
         store = vars(loaded).get("_store", loaded)
         loaded = vars(store).get("_mapping") or vars(loaded)
     if isinstance(loaded, Mapping):
@@ -90,19 +118,25 @@ def read(path: str) -> Parts:
     return of_edge_index(loaded, path)
 
 
+def of_several_kinds(path: str, name: str) -> SpecError:
+    return SpecError(
+        f"{path}: {name} is not a graph of one kind of vertices and edges; give a Data"
+        " (data.to_homogeneous())"
+    )
+
+
 def of_data(data: Any, path: str = "a PyG Data") -> Parts:
     """A Data object."""
     if type(data).__name__ in ("HeteroData", "Batch", "TemporalData"):
-        raise SpecError(
-            f"{path}: {type(data).__name__} is not a graph of one kind of vertices and edges; give"
-            " a Data (data.to_homogeneous())"
-        )
+        raise of_several_kinds(path, type(data).__name__)
     return of_mapping({**data.to_dict(), "num_nodes": data.num_nodes}, path)
 
 
 def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
     """A Data's dictionary."""
     edge_index = data.get("edge_index")
+    if "_global_store" in data:
+        raise of_several_kinds(path, "a HeteroData's dictionary")
     if edge_index is None:
         turned = data.get("adj_t")
         if turned is None:
@@ -117,6 +151,8 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
     parts = of_edge_index(edge_index, path)
     if data.get("num_nodes") is not None:
         parts.vertices = must_be_count(path, "num_nodes", data["num_nodes"])
+    weights = ("edge_attr", "edge_weight")
+    parts.notes += edge_data_note(name for name in weights if data.get(name) is not None)
     take_vertex_data(parts, {name: value for name, value in data.items() if name not in OTHERS})
     return parts
 

@@ -8,7 +8,7 @@ from typing import Any
 import scipy.sparse as sp
 
 from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
-from gnnplan.planner.graph.formats.parts import Parts, must_be_count, reading
+from gnnplan.planner.graph.formats.parts import Parts, edge_data_note, must_be_count, reading
 from gnnplan.planner.graph.graph import must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
@@ -56,4 +56,6 @@ def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
         if matrix.format in ("csr", "csc", "bsr"):
             matrix.check_format(full_check=True)  # scipy trusts pointers blindly
         matrix = matrix.tocoo()
-    return Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]))
+    weighs = matrix.nnz > 0 and bool((matrix.data != matrix.data[0]).any())
+    notes = edge_data_note(["the entries' numbers"] * weighs)
+    return Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]), notes=notes)

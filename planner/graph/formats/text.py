@@ -213,7 +213,9 @@ def edge_list(path: str) -> Parts:
         columns = columns_of(fields)
     notes = []
     if len(fields) > 2:
-        notes.append(f"of {len(fields)} columns those of source and target are taken")
+        taken = (fields[columns[0]], fields[columns[1]]) if named else ("the first", "the second")
+        names = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
+        notes.append(f"of {len(fields)} columns {names} are taken")
     comment = "%" if lines and lines[0].startswith("%") else "#"
     rows = tables(path, np.int64, delimiter, columns, before + named, comment)
     return Parts(path, ((table[:, 0], table[:, 1]) for table in rows), notes=notes)
