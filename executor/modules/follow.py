@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from gnnplan.executor.modules.chain import Chain, Gap, Linear, Meeting, Op, Rows, Step
 from gnnplan.executor.modules.convolutions import (
@@ -27,6 +28,9 @@ from gnnplan.executor.modules.convolutions import (
 from gnnplan.executor.modules.meet import are_all, elsewhere, meeting_of
 from gnnplan.executor.modules.trace import dropout_of, place, traced
 from gnnplan.planner.gnn.workload import Residual
+
+# of a torch module, by the names that it keeps them under
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def follow(module: nn.Module) -> Chain:
@@ -43,7 +47,38 @@ def follow(module: nn.Module) -> Chain:
                 " training=self.training"
             )
     module.train()
-    return _Walk(module).walk(graph)
+    chain = _Walk(module).walk(graph)
+    _must_be_plain(module)
+    return chain
+
+
+def _must_be_plain(module: nn.Module) -> None:
+    """Raise Unfit if a part does something that neither its parameters nor `forward` show.
+
+    A strategy trains layers of ours with these parameters, all of them, each for itself."""
+    owners: dict[int, str] = {}
+    for name, part in module.named_modules():
+        what = name or "the module itself"
+        if is_parametrized(part):
+            raise Unfit(
+                f"{what} has a parametrization, which our layers have not; remove it"
+                " (torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+        if any(getattr(part, hooks, None) for hooks in HOOKS):
+            raise Unfit(f"{what} has a hook, which no layer of ours calls; remove it")
+        for own, parameter in part.named_parameters(prefix=name, recurse=False):
+            if not parameter.requires_grad:
+                raise Unfit(
+                    f"{own} is frozen (requires_grad=False), and all parameters are trained here;"
+                    " let it learn"
+                )
+            if getattr(parameter, "_backward_hooks", None):
+                raise Unfit(f"{own} has a hook, which no layer of ours calls; remove it")
+            other = owners.setdefault(id(parameter), own)
+            if other != own:
+                raise Unfit(
+                    f"{own} is {other} too, and our layers share no weights; give each its own"
+                )
 
 
 class _Placed(Unfit):
@@ -95,6 +130,8 @@ class _Walk:
             try:
                 if node.op == "output":
                     return self.finish(node.args[0])
+                if not node.meta["learns"]:
+                    raise Unfit("no gradient is recorded here (torch.no_grad); leave that out")
                 self.values[node] = self.value(node)
                 first = node.args[0] if node.args else None
                 if isinstance(first, fx.Node) and self.in_place(node):
@@ -126,6 +163,8 @@ class _Walk:
         target = node.target
         first = node.args[0] if node.args else node.kwargs.get("input")
         if isinstance(first, fx.Node) and isinstance(self.values[first], _Input):
+            if target is operator.getitem and not isinstance(node.args[1], (int, str)):
+                raise Unfit("a part of what forward is given; give convolutions all edges")
             if target in (getattr, operator.getitem):
                 return _Input()
             if node.op == "call_method" and target == "local_var":  # of a DGL graph

@@ -6,12 +6,16 @@ import itertools
 import re
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+import gnnplan
 from gnnplan.executor.modules.convolutions import Unfit, is_convolution
 
+OURS = str(Path(gnnplan.__file__).parent)
 MOST_LAYERS = 1000  # of a loop over a list that forward is given
 
 
@@ -22,6 +26,7 @@ class _Tracer(fx.Tracer):
         """Also notes the lines that made it. fx notes them too, if it is asked to, but imports
         torch's compiler for that: a second and more of every rank's start."""
         node = super().create_node(*args, **kwargs)
+        node.meta["learns"] = torch.is_grad_enabled()
         lines = [line for line in traceback.extract_stack() if line.filename != __file__]
         node.stack_trace = "".join(traceback.format_list(lines))
         return node
@@ -49,11 +54,11 @@ def traced(module: nn.Module) -> fx.Graph:
     except Unfit:
         raise
     except Exception as error:  # whatever the user's forward raises on a stand-in for rows
-        words = str(error).strip().splitlines() or [""]
+        words = f"{type(error).__name__}: {error}".strip(": \n").splitlines()[0]
         line = _line_of(error, module)
         raise Unfit(
             f"{line}torch.fx cannot follow forward of {type(module).__name__}"
-            f" ({type(error).__name__}: {words[0]:.120}); a forward that it can follow calls"
+            f" ({words:.150}); a forward that it can follow calls"
             " modules and functions, and branches on nothing that is computed"
         ) from error
     for node in reversed(graph.nodes):
@@ -63,22 +68,28 @@ def traced(module: nn.Module) -> fx.Graph:
 
 
 def _line_of(error: BaseException, module: nn.Module) -> str:
-    """'line 12: ' where forward raised, '' if that is unknown."""
+    """'line 12: ' where forward raised, '' if that is unknown or in a library."""
     code = getattr(type(module).forward, "__code__", None)
     found, step = "", error.__traceback__
     while step is not None:
-        if code is not None and step.tb_frame.f_code.co_filename == code.co_filename:
+        file = step.tb_frame.f_code.co_filename
+        if code is not None and file == code.co_filename and "site-packages" not in file:
             found = f"line {step.tb_lineno}: "
         step = step.tb_next
     return found
 
 
 def place(node: fx.Node) -> str:
-    """'line 12: ', from the innermost line that is no library's."""
+    """'line 12: ', from the innermost line that is neither a library's nor ours.
+
+    An output is where it was computed: its own node is made after forward has returned."""
+    if node.op == "output":
+        computed = node.args[0]
+        return place(computed) if isinstance(computed, fx.Node) else ""
     lines = [
         number
         for path, number in re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
-        if "site-packages" not in path
+        if "site-packages" not in path and not path.startswith(OURS)
     ]
     return f"line {lines[-1]}: " if lines else ""
 

@@ -749,6 +749,48 @@ REFUSED = {
         frame("return self.b(self.a(x, edge_index, x).relu(), edge_index)"),
         "a is called with 3 values; give it rows and edges alone",
     ),
+    # what was trained without a word as if it were not there
+    "frozen": (
+        frame(PLAIN, "for p in self.a.parameters(): p.requires_grad_(False)"),
+        "a.bias is frozen (requires_grad=False), and all parameters are trained here",
+    ),
+    "tied weights": (
+        frame(
+            "return self.c(self.b(self.a(x, edge_index).relu(), edge_index).relu(), edge_index)",
+            "self.b, self.c = GCNConv(8, 8), GCNConv(8, 4)\nself.c.bias = self.b.bias",
+        ),
+        "c.bias is b.bias too, and our layers share no weights",
+    ),
+    "no gradient": (
+        frame(
+            "with torch.no_grad():\n    x = self.a(x, edge_index)\n"
+            "return self.b(x.relu(), edge_index)"
+        ),
+        "line 14: no gradient is recorded here (torch.no_grad)",
+    ),
+    "some edges": (
+        frame("return self.b(self.a(x, edge_index[:, :9]).relu(), edge_index)"),
+        "line 13: a part of what forward is given; give convolutions all edges",
+    ),
+    "hook": (
+        frame(PLAIN, "self.a.register_forward_hook(lambda m, i, o: o * 3)"),
+        "a has a hook, which no layer of ours calls",
+    ),
+    "weight norm": (
+        frame(PLAIN, "nn.utils.parametrizations.weight_norm(self.a.lin)"),
+        "a.lin has a parametrization, which our layers have not",
+    ),
+    "output": (
+        frame("return self.b(self.a(x, edge_index).relu(), edge_index).relu()"),
+        "line 13: the output is relu of the last layer",
+    ),
+    "a model of PyG": (
+        PYG
+        + "from torch_geometric.nn import GraphSAGE\n"
+        + "def M(in_channels, out_channels):\n"
+        + "    return GraphSAGE(in_channels, 8, 2, out_channels)\n",
+        "M: torch.fx cannot follow forward of GraphSAGE (",
+    ),
     "several values": (frame("return self.a(x, edge_index), x"), "forward returns several values"),
     "no convolution": (frame("return x"), "no convolution of torch_geometric.nn or dgl.nn"),
     "the middle": (
