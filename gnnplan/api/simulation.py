@@ -236,7 +236,8 @@ class Simulation(View):
         rest = [show_time(all_ - some) for all_, some in zip(totals_s, parts_s, strict=True)]
         cells.append(["at the same time (-), waiting (+)", *rest])
         cells.append(["epoch", *map(show_time, totals_s)])
-        title = "per epoch, each operation on its slowest rank"
+        undisturbed = " undisturbed," if noise else ""
+        title = f"per epoch,{undisturbed} each operation on its slowest rank"
         lines.append(Table(title, ["", "simulated", "predicted"], cells))
         if trace := self.document["trace"]:
             which = f" of the first repetition with {describe_noise(noise)}" if noise else ""

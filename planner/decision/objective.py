@@ -272,7 +272,7 @@ class Objective:
         if self.of == "cost" and cluster.price is None:
             raise SpecError(
                 f"--objective cost needs the price of a GPU and hour, and {cluster.name} has none;"
-                " add it, as --set price=2.50"
+                " add it, as --set price=2.50, or of one of several clusters as CLUSTER?price=2.50"
             )
         if self.of == "energy" and cluster.device.power is None:
             unit = "CPU rank" if cluster.device.kind == "cpu" else "GPU"

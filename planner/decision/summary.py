@@ -259,5 +259,5 @@ def changes(found: SearchResult, turning_points: Sequence[str]) -> str:
         return "not asked of an estimate on so many GPUs"
     wins = [sentence for sentence in turning_points if sentence.endswith("wins")]
     if not wins:
-        return "no link or device from an eighth to eight times as fast changes the winner"
+        return "no link or device from an eighth to eight times as fast makes another kind win"
     return "; ".join(wins[:MOST_CHANGES])

@@ -583,7 +583,9 @@ def diagnose(
     errors = {
         row["operation"]: error for row in rows if (error := share_of_step(row, step)) is not None
     }
-    worst = max(errors, key=lambda name: abs(errors[name]), default=None)
+    # an operation that is predicted too long is no reason why a step is predicted too short
+    blamed = [name for name in errors if step_fits or (errors[name] > 0) == (missed > 0)]
+    worst = max(blamed, key=lambda name: abs(errors[name]), default=None)
     if worst is not None and abs(errors[worst]) > TOLERANCE:
         own = next(row["predicted_error"] for row in rows if row["operation"] == worst)
         found = (
@@ -594,7 +596,9 @@ def diagnose(
         if step_fits:
             return f"{found}; the {unit} itself is {show_percent(missed, sign=True)} off"
         return f"{found}: {MEASURE}"
-    found = f"no operation is off by more than {show_percent(TOLERANCE)} of the {unit}"
+    others = any(abs(errors[name]) > TOLERANCE for name in errors.keys() - set(blamed))
+    off = f"predicted too {'long' if missed > 0 else 'short'}" if others else "off"
+    found = f"no operation is {off} by more than {show_percent(TOLERANCE)} of the {unit}"
     if step_fits:
         return f"the prediction holds: {found}"
     together = sum(errors.values())
