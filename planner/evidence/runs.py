@@ -32,29 +32,6 @@ PRIOR_WEIGHT = 0.1
 LARGEST_FACTOR = 10.0  # a larger one explains nothing
 WARM_UP = 2  # epochs that are not compared
 
-# Operations whose seconds depend on links. All others compute, or work in a server's memory.
-COMMUNICATION = (
-    "halo",
-    "to_columns",
-    "to_rows",
-    "sum_aggregates",
-    "sum_outputs",
-    "sum_inputs",
-    "gather_weights",
-    "scatter_weights",
-    "pipeline",
-    "all_reduce",
-    "moments",
-    "ids",
-    "push",
-    "pull",
-    "fetch",
-    "ask",
-    "ask_edges",
-    "edges",
-    "logits",
-)
-
 
 class Planned(NamedTuple):
     """What was run: with this the run can be predicted again, on other constants."""
@@ -302,10 +279,10 @@ def doubt(runs: Sequence[Run]) -> list[dict[str, Any]]:
     measured_s: dict[str, float] = {}
     for run in runs:
         link = "between" if run.servers > 1 else "inside"
+        sent = run.comparison["bytes"]["predicted"]  # by operation
         for row in run.comparison["operations"]:
             if row["predicted_s"] is not None:
-                communicates = row["operation"].split(":")[0] in COMMUNICATION
-                kind = link if communicates else "computation"
+                kind = link if row["operation"].split(":")[0] in sent else "computation"
                 predicted_s[kind] = predicted_s.get(kind, 0.0) + row["predicted_s"]
                 measured_s[kind] = measured_s.get(kind, 0.0) + row["measured_s"]
     total_s = sum(run.measured_s for run in runs)

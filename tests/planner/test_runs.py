@@ -14,7 +14,6 @@ from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.decision.recommendation import MARGIN, missed
 from gnnplan.planner.evidence.runs import (
-    COMMUNICATION,
     Planned,
     Run,
     errors,
@@ -55,7 +54,7 @@ def run(
         "step": {"predicted_s": said, "simulated_s": said, "measured_s": measured},
         "operations": list(operations),
         "memory": {"of": "data", "predicted_bytes": 95.0, "measured_bytes": 100.0},
-        "bytes": {"equal": True},
+        "bytes": {"equal": True, "predicted": {"halo": 1, "all_reduce": 1}},
         "order": {"equal": strategy != "gnnpipe"},
     }
     return Run.of(
@@ -160,17 +159,18 @@ def test_every_transfer_of_a_schedule_is_one_when_constants_are_doubted():
         "metis",
     )
     full = Problem(GRAPH.stats, GRAPH, Workload(hidden=16, layers=4), CLUSTER, "metis")
-    moved = set()
+    everything = set()
     for problem, names in (
         (graph, ("gsplit", "p3", "data_parallel(cache=1000,features='spread',structure='spread')")),
         (full, ("graph_parallel", "gnnpipe(stages=2,chunks=4)")),
     ):
         for name in names:
-            schedule = parse(name).settle(problem).schedule(problem, 1)
-            moved |= {
-                task.label.op for task in schedule.tasks if isinstance(task.work, Send | Collective)
-            }
-    assert {"ids", "ask_edges", "fetch", "pull", "pipeline", "halo"} <= moved <= set(COMMUNICATION)
+            strategy = parse(name).settle(problem)
+            tasks = strategy.schedule(problem, 1).tasks
+            moved = {task.label.op for task in tasks if isinstance(task.work, Send | Collective)}
+            assert moved == set(strategy.predict(problem).bytes)
+            everything |= moved
+    assert {"ids", "ask_edges", "fetch", "pull", "pipeline", "halo"} <= everything
 
 
 def test_noise_is_that_of_repeated_runs_or_of_a_median():

@@ -39,7 +39,8 @@ class Op:
     the order of chunks is another, each has an operation of its own, named by `chunk`.
 
     Readers know three names: 'halo' is an exchange of rows between their owners, 'loss' ends a
-    forward pass, 'update' ends a step. Bytes are reported by `op`, seconds by `op`, `way` and
+    forward pass, 'update' ends a step. Any other is free; `validate` has words for some (MOVED in
+    evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and
     `layer`. An operation that is `ahead` may be done `prefetch` steps before its own begins. An
     all-reduce is `beside` the backward pass if only later all-reduces and the update wait for it.
     An `idle` operation has empty work: it is how long a rank waits. `phase` is the part of its step
