@@ -12,7 +12,6 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -25,7 +24,7 @@ from gnnplan.executor.layers.blocks import scores
 from gnnplan.executor.layers.kernels import Shapes, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.read import read_again, state_of
-from gnnplan.executor.ranks.checkpoint import Checkpoints
+from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.gathered import gather_bytes
 from gnnplan.executor.ranks.learner import Learner
@@ -36,7 +35,7 @@ from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import must_be_file, write_atomically
+from gnnplan.planner.vocabulary.files import whole_lines, write_atomically
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import MOST_SPANS, read_trace, trace_of, write_traces
 
@@ -390,18 +389,8 @@ class Metrics:
     def _opened(self, first: int) -> BinaryIO:
         if not self.path.exists() and not first:
             return open(self.path, "xb")
-        kept, size = 0, 0
-        if self.path.exists():
-            must_be_file(self.path)
-            with open(self.path, "rb") as stream:
-                for line in islice(stream, first):
-                    if line.endswith(b"\n"):
-                        kept, size = kept + 1, size + len(line)
-        if kept < first:
-            raise SpecError(
-                f"{self.path} has {kept} epochs, but the checkpoint is of epoch {first}; put it"
-                " back, or start anew with another --out"
-            )
+        must_have_epochs(self.path, first)
+        _, size = whole_lines(self.path, first)
         os.truncate(self.path, size)
         return open(self.path, "ab")
 

@@ -991,6 +991,7 @@ def test_the_plan_before_is_kept_where_another_goes_on(
     out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
     out.mkdir()
     (out / "plan.json").write_text(json.dumps(other))
+    (out / "metrics.jsonl").write_text('{"epoch": 1}\n' * 10)
     for objective in ("time", "energy"):  # the first of the two trained nothing
         plan = json.loads(plan_file.read_text()) | {"objective": objective}
         plan_file.write_text(json.dumps(plan))

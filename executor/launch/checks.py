@@ -16,6 +16,7 @@ from gnnplan.executor.ranks.checkpoint import (
     Checkpoints,
     fingerprint,
     handed_over,
+    must_have_epochs,
     onwards,
     plan_of,
 )
@@ -150,7 +151,12 @@ def must_be_new(out: Path, begun: Mapping[str, Any] | None = None) -> None:
 
 
 def must_go_on(
-    out: Path, last: int, epochs: int, may_begin: bool = False, of_another: bool = False
+    out: Path,
+    last: int,
+    epochs: int,
+    may_begin: bool = False,
+    of_another: bool = False,
+    logs: bool = True,
 ) -> None:
     """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
 
@@ -158,6 +164,7 @@ def must_go_on(
     training may begin again from epoch 0. A new run may, and so may ranks that our launcher
     restarts, which has asked for a checkpoint itself; a run that a user resumes may not.
     of_another: the checkpoint is of another plan, after which this one trains an epoch at least.
+    logs: this machine has the run's metrics, which must reach as far as the checkpoint.
     """
     if not last and not may_begin:
         raise SpecError(
@@ -170,6 +177,8 @@ def must_go_on(
             f"{out} has a checkpoint of epoch {last}, but only {epochs} epochs are asked for; use"
             f" --epochs {last + of_another} or more"
         )
+    if logs:
+        must_have_epochs(out / "metrics.jsonl", last)
 
 
 def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]:

@@ -6,6 +6,7 @@ rank_process.py define. The ranks themselves run rank_process.py.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ from gnnplan.executor.ranks.meeting import loopback_only
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
-from gnnplan.planner.vocabulary.errors import GnnplanError
+from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import forget_unfinished, make_folder
 from gnnplan.planner.vocabulary.progress import say
 
@@ -76,8 +77,30 @@ def begin(
     """
     strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
     make_folder(out)
-    write_run(out, document, options, last)
-    start(out / "plan.json", out, options, problem, emulate)
+    with _alone_in(out):
+        write_run(out, document, options, last)
+        start(out / "plan.json", out, options, problem, emulate)
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """A block in which no other launcher of this machine trains in the folder. Raises SpecError.
+
+    The lock is the system's and ends with this process, however that ends.
+    """
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SpecError(
+                f"another run trains in {out}; wait for its end, or give another --out"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(folder)
 
 
 @contextmanager

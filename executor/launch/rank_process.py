@@ -272,7 +272,8 @@ class _Process:
         if self.resumes:
             # the launcher, if it has prepared this, has seen a checkpoint, on the disk of all ranks
             may_begin = self.prepared or not options.resume
-            must_go_on(self.out, last, epochs, may_begin, of_another)
+            logs = rank.rank == 0
+            must_go_on(self.out, last, epochs, may_begin, of_another, logs)
             checkpoints.go_on(last, others[last] if of_another else None)
             # a finished run that is to have more epochs has left these
             for path in self.out.glob("rank*.json"):  # of more ranks, too

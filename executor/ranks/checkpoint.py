@@ -42,14 +42,17 @@ from gnnplan.executor.ranks.whole import Joined
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of
+from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, whole_lines
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_count
 
 KEPT = 2  # checkpoints of each rank
 # in which plans may differ that go on from each other's checkpoints
 OF_A_PLAN = ("ranks", "servers", "strategy", "partitioner")
-DAMAGE = (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError)
+DAMAGE = (
+    *(OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError),
+    RuntimeError,  # of torch, about a file that has gone meanwhile
+)
 _FILE = re.compile(r"epoch(\d+)\.rank(\d+)\.safetensors")
 
 
@@ -370,6 +373,16 @@ def onwards(
     ours = latest(own)
     theirs = max((epoch for epoch, _ in set.intersection(*map(set, handed_over))), default=0)
     return max(ours, theirs), theirs > ours
+
+
+def must_have_epochs(metrics: Path, first: int) -> None:
+    """Raise SpecError if a run's metrics do not reach as far as the checkpoint of epoch `first`."""
+    kept, _ = whole_lines(metrics, first)
+    if kept < first:
+        raise SpecError(
+            f"{metrics} has {kept} epochs, but the checkpoint is of epoch {first}; put it back, or"
+            " start anew with another --out"
+        )
 
 
 def last_stored(out: Path, ranks: Iterable[int]) -> int:

@@ -15,6 +15,7 @@ import secrets
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,18 @@ def write_atomically(
 ) -> None:
     """Write a temporary file next to `path`, then rename it, so that a file is complete or absent.
 
-    `parents` makes missing folders. at_once: do not wait for the disk, which looks to other ranks
-    like a lost peer. Raises SpecError if the file cannot be written.
+    A pipe or a device is written to as it is, and a link leads to its file. `parents` makes missing
+    folders. at_once: do not wait for the disk, which looks to other ranks like a lost peer. Raises
+    SpecError if the file cannot be written.
     """
     path = Path(path)
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            path.write_bytes(data.encode() if isinstance(data, str) else data)
+            return
+        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    except OSError as error:
+        raise cannot_write(path, error) from error
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         if parents:
@@ -80,6 +89,16 @@ def write_atomically(
                 f"{path}: the folder {path.parent} does not exist; create it first"
             ) from error
         raise cannot_write(path, error) from error
+
+
+def whole_lines(path: Path, most: int) -> tuple[int, int]:
+    """How many of a file's first `most` lines are whole, and their bytes; 0 where there is none."""
+    if not path.exists():
+        return 0, 0
+    must_be_file(path)
+    with open(path, "rb") as stream:
+        lengths = [len(line) for line in islice(stream, most) if line.endswith(b"\n")]
+    return len(lengths), sum(lengths)
 
 
 def forget_unfinished(folder: Path) -> None:

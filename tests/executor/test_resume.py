@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 
 from gnnplan.cli import app
 from gnnplan.executor import train
+from gnnplan.executor.launch import launcher
+from gnnplan.executor.launch.checks import must_go_on
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, stored
 from gnnplan.executor.ranks.rank import Rank
@@ -330,6 +332,24 @@ def test_metrics_go_on_after_the_lines_that_count(tmp_path: Path) -> None:
     metrics.append('{"epoch": 2, "again": 1}\n')
     metrics.close()
     assert path.read_text() == '{"epoch": 1}\n{"epoch": 2, "again": 1}\n'
+
+
+def test_metrics_that_lack_epochs_refuse_before_anything_is_removed(tmp_path: Path) -> None:
+    """The weights of a finished run were gone when its ranks refused."""
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
+    with pytest.raises(SpecError, match="has 1 epochs, but the checkpoint is of epoch 2"):
+        must_go_on(tmp_path, 2, 4)
+    must_go_on(tmp_path, 2, 4, logs=False)  # on a server that has none
+    must_go_on(tmp_path, 1, 4)
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    """Two that began together ended both, and left metrics that nobody could read."""
+    again = launcher._alone_in(tmp_path)
+    with launcher._alone_in(tmp_path), pytest.raises(SpecError, match="another run trains in"):
+        again.__enter__()
+    with launcher._alone_in(tmp_path):
+        pass
 
 
 def test_another_training_is_refused(tmp_path: Path) -> None:

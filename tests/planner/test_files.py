@@ -154,6 +154,20 @@ def test_more_servers_need_a_network(cluster_with):
         read_cluster(path)
 
 
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    """`-o /dev/null` as root made a file of it, a pipe's reader got nothing, a link lost its file."""
+    pipe, file, link = tmp_path / "pipe", tmp_path / "file", tmp_path / "link"
+    os.mkfifo(pipe)
+    file.write_text("before")
+    link.symlink_to(file)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, link):
+        write_atomically(path, "after")
+    assert os.read(reader, 10) == b"after" and pipe.is_fifo()
+    os.close(reader)
+    assert link.is_symlink() and file.read_text() == "after"
+
+
 def test_files_that_are_no_specification(tmp_path):
     for name, content, words in (
         ("list.yaml", b"[1, 2]", "must be a mapping"),
