@@ -44,6 +44,11 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
     measured = read_traces(directory)
     document = read(directory / "plan.json")
     problem = question(document)
+    if len(ranks) != problem.ranks:
+        raise SpecError(
+            f"{directory} has the files of {len(ranks)} of {problem.ranks} ranks (rank*.json,"
+            " trace.rank*.json); bring those of all servers into one folder"
+        )
     if cluster:
         problem = replace(problem, cluster=same_shape(read_cluster(cluster), problem.cluster))
     candidate = evaluate(problem, chosen(document))

@@ -258,6 +258,31 @@ def test_from_an_object_in_memory_to_a_validated_run(tmp_path: Path):
     assert [row["epoch"] for row in onwards.metrics] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda plan: gnnplan.plan(GRAPH, CLUSTER, ranks="2"), "ranks must be a whole number"),
+        (lambda plan: gnnplan.plan(GRAPH, CLUSTER, ranks=2.0), "ranks must be a whole number"),
+        (lambda plan: plan.simulate(steps=0), "steps must be 1 or more"),
+        (lambda plan: plan.simulate(jitter=0.1, repetitions=0), "repetitions must be 1 or more"),
+        (lambda plan: plan.simulate(jitter=0.1, seed=-1), "seed must be 0 or more"),
+        (lambda plan: plan.simulate(stragglers={"0": 2.0}), "rank must be a whole number"),
+        (lambda plan: gnnplan.validate([]), "no run is given"),
+        (lambda plan: gnnplan.validate([Path("a"), "./a"]), "is given twice"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_in_words(plan: gnnplan.Plan, wrong, words: str):
+    with pytest.raises(gnnplan.SpecError, match=words):
+        wrong(plan)
+
+
+def test_numbers_of_numpy_paths_and_single_names_are_taken(plan: gnnplan.Plan):
+    assert gnnplan.plan(GRAPH, CLUSTER, ranks=np.int64(2), **FIELDS).document["best"]["gpus"] <= 2
+    alone = plan.simulate(overrides="servers=2")
+    assert alone.document == plan.simulate(overrides=["servers=2"]).document
+    assert gnnplan.offers(GRAPH, CLUSTER, gpus=[1], **FIELDS).best == (CLUSTER, 1)
+
+
 def test_a_strategy_that_no_plan_proposes_moves_to_other_ranks() -> None:
     """bns "cannot run there: no variant fits", it said, for it was looked for among proposals."""
     plan = gnnplan.plan(GRAPH, CLUSTER, strategy="bns(p=0.5)", **FIELDS)

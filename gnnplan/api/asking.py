@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, suggest
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
-Overrides = Mapping[str, object] | Sequence[str]  # {'servers': 16}, or ['servers=16'] as --set
+# {'servers': 16}, or 'servers=16' as --set, or several of these
+Overrides = Mapping[str, object] | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ def ask(
     workload: str | Path | Mapping[str, Any] | Workload | None,
     fields: Mapping[str, object],
     *,
-    features: str | None = None,
-    labels: str | None = None,
-    split: str | None = None,
+    features: str | int | os.PathLike[str] | None = None,
+    labels: str | os.PathLike[str] | None = None,
+    split: str | os.PathLike[str] | None = None,
     task: str | None = None,
     overrides: Overrides = (),
     ranks: int | None = None,
@@ -66,6 +68,7 @@ def ask(
         fields, task = {**fields, "task": task}, None
     elif task not in (None, "none"):
         raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*METRICS, 'none'))}")
+    ranks = None if ranks is None else whole("ranks", ranks)
     name = source_name(graph)
     notify(f"reading {name}")
     settings = settings_of(overrides)
@@ -82,7 +85,10 @@ def ask(
     wanted = workload_of(workload, {**fields, "model": None} if live else fields)
     asked, module = wanted.workload, live or wanted.module
     machine, fitted = _cluster_of(cluster, asked.model)
-    source = source_of(name, features, labels, split, task)
+    files = {"features": features, "labels": labels, "split": split}
+    source = source_of(
+        name, task=task, **{what: str(file) for what, file in files.items() if file is not None}
+    )
     made: list[str] = []
     problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed)
     if module:
@@ -169,7 +175,20 @@ def settings_of(overrides: Overrides) -> list[str]:
     """Overrides as 'field=value'."""
     if isinstance(overrides, Mapping):
         return [f"{field}={value}" for field, value in overrides.items()]
-    return list(overrides)
+    return several(overrides)
+
+
+def several(names: Iterable[Any] | str | os.PathLike[str]) -> list[Any]:
+    """What is given one by one, of which there may be one alone."""
+    return [names] if isinstance(names, str | os.PathLike) else list(names)
+
+
+def whole(what: str, number: object) -> int:
+    """A whole number, NumPy's too. Raises SpecError."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise SpecError(f"{what} must be a whole number, not {number!r:.100}") from None
 
 
 def _field_of(setting: str) -> str:

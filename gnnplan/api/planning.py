@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api.asking import Overrides, Question, ask
+from gnnplan.api.asking import Overrides, Question, ask, several
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Lines, Table, View, of
 from gnnplan.planner.cluster.spec import Cluster
@@ -126,7 +126,7 @@ def wanted_objective(
 
     Raises SpecError, and Mismatch where another version made a run.
     """
-    folders = list(evidence)
+    folders = several(evidence)
     if target_accuracy is None:
         if folders:
             raise SpecError(

@@ -133,6 +133,8 @@ def offers(
     >>> gnnplan.offers("flickr", offered, gpus=[1, 8], objective="cost").best
     ('l4_box?price=0.80', 8)
     """
+    if isinstance(clusters, str | os.PathLike | Mapping | Cluster):
+        clusters = [clusters]
     named = [(_name(one), one) for one in clusters]
     if not named:
         raise SpecError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gnnplan.api.asking import Overrides, settings_of
+from gnnplan.api.asking import Overrides, settings_of, whole
 from gnnplan.api.view import Table, View, of
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import Candidate, placed, search, unproposed
@@ -48,6 +48,12 @@ class Playing:
     seed: int
 
     def __post_init__(self) -> None:
+        least = {"steps": 1, "repetitions": 1, "seed": 0}
+        for name, number in least.items():
+            if whole(name, getattr(self, name)) < number:
+                raise SpecError(f"{name} must be {number} or more, not {getattr(self, name)}")
+        for rank in self.stragglers:
+            whole("a straggler's rank", rank)
         _ = self.noise
 
     @property

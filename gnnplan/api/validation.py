@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -213,6 +214,11 @@ class Validations(View):
             must_be_writable(fitted_file)
             if len(folders) < 2:
                 raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
+        if not folders:
+            raise SpecError("no run is given; give the folder of a finished run, or several")
+        places = Counter(folder.resolve() for folder in folders)
+        if twice := next((place for place, count in places.items() if count > 1), None):
+            raise SpecError(f"{twice} is given twice, and would count as two runs; leave one out")
         runs = []
         for folder in folders:
             notify("comparing runs", str(folder))

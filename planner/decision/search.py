@@ -623,6 +623,8 @@ def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy
             between = (few + many) // 2
             few, many = (few, between) if with_servers(between) else (between, many)
         words.append(f"--set servers={many} ({with_servers(many)}, estimated)")
+    if not words and not needs:
+        return "more memory would not help"
     if not words:
         return "no memory per device and no number of servers up to 64 times as many would fit"
     return f"the smallest change that would fit: {' or '.join(words)}"

@@ -204,7 +204,11 @@ def checked(
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
+        errors = [
+            item
+            for item in error.errors(include_url=False)
+            if item["type"] != "default_factory_not_called"  # for the sake of another mistake
+        ]
         mistakes = []
         for item in errors[:MOST_MISTAKES]:
             where, message = _mistake(kind, item["loc"], item["type"], item["msg"])
