@@ -120,6 +120,9 @@ class Link(Spec):
         )
 
 
+Code = Annotated[float, bounded(0.0, 1e9, "machine code [B]", "B")]
+
+
 class Device(Spec):
     """A GPU, or a CPU core that plays one rank. Rates are those that programs reach."""
 
@@ -154,8 +157,8 @@ class Device(Spec):
     cache_bandwidth: Bandwidth | None = None
     launch: Latency = 8e-6  # one framework operation, however small [s]
     # Machine code that is kept for each shape of a product [B] (oneDNN), in float32 and bfloat16.
-    product_code: float = Field(0.0, ge=0.0, le=1e9)
-    product_code_bfloat16: float = Field(0.0, ge=0.0, le=1e9)
+    product_code: Code = 0.0
+    product_code_bfloat16: Code = 0.0
     power: Power | None = None  # that it draws while it trains; of a CPU: a rank's share [W]
     # Share of a transfer's seconds that computation loses while they overlap. On GPUs by default
     # what was fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv).
@@ -271,7 +274,7 @@ class Cluster(Spec):
     # How many times as long ranks compute that take turns on a core, for caches are another's.
     timeslice_slowdown: Annotated[float, Field(ge=1.0, le=10.0)] = 1.0
     # What a rank that blocked computes longer, where ranks take turns [s].
-    cold_cache_penalty: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    cold_cache_penalty: Latency = 0.0
     one_machine: bool = False  # one machine plays all servers, which share its cores
     # What was measured: 'operation.link', as 'all_reduce.intra_node', -> the link as it reaches it.
     # The links themselves serve for all other operations.
