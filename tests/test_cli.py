@@ -978,6 +978,12 @@ def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(
     assert answer.code == 2 and "give the plan too (gnnplan run PLAN --strategy" in answer.err
 
 
+def test_what_is_to_be_typed_next_is_quoted(gnnplan: Call, tmp_path: Path):
+    out = tmp_path / "a plan.json"
+    told = gnnplan("plan", "--graph", "flickr", "--cluster", "p3_p100", "-o", out)
+    assert f"written to {out}; next: gnnplan simulate '{out}'" in told.out
+
+
 def test_the_plan_before_is_kept_where_another_goes_on(
     plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

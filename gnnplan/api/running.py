@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,7 @@ class Run(View):
             lines.append(f"the last gradient is off by {show_gradient_error(found)}")
         if trained_before(self._ranks):  # no plan's prediction is of all of it
             return [*lines, f"in {self.out}"]
-        return [*lines, f"in {self.out}; next: gnnplan validate {self.out}"]
+        return [*lines, f"in {self.out}; next: gnnplan validate {quote(str(self.out))}"]
 
 
 class Preflight(View):

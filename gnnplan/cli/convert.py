@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -66,4 +67,4 @@ def convert(
     for note in notes:
         say(f"note: {note}")
     print(f"{source} ({kind}): {vertices:,} vertices, {edges:,} edges as they are in the file")
-    print(f"written to {folder}; next: gnnplan plan --graph {folder}")
+    print(f"written to {folder}; next: gnnplan plan --graph {quote(str(folder))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -74,7 +75,10 @@ def emit_plan(
     if note:
         say(f"note: {note}")
     how = {"torchrun": "bash", "slurm": "sbatch", "kubernetes": "kubectl create -f"}
-    print(f"written to {output}" + (f"; next: {how[target]} {output}" if target in how else ""))
+    print(
+        f"written to {output}"
+        + (f"; next: {how[target]} {quote(str(output))}" if target in how else "")
+    )
 
 
 def launch_file(plan: Path, document: dict[str, object], target: str, image: str | None) -> str:

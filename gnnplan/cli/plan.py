@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -306,10 +307,10 @@ def show_next(path: Path | None, problem: Problem) -> None:
     trainable = problem.stats.known and (learns_links or problem.stats.classes > 0)
     if path is None:
         print("not written; to simulate or run it, add -o plan.json")
-    elif trainable:
-        print(f"written to {path}; next: gnnplan simulate {path}, gnnplan run {path}")
     else:
-        print(f"written to {path}; next: gnnplan simulate {path}")
+        name = quote(str(path))
+        onwards = f", gnnplan run {name}" if trainable else ""
+        print(f"written to {path}; next: gnnplan simulate {name}{onwards}")
     if not problem.stats.known:
         print(
             f"this plan cannot be run: of {problem.stats.name} only statistics are known; to train,"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -64,4 +65,4 @@ def tune(
     if as_json:
         return print_json(tuned.document)
     show(tuned)
-    print(f"written to {output}; next: gnnplan run {output}")
+    print(f"written to {output}; next: gnnplan run {quote(str(output))}")
