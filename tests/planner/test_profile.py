@@ -89,7 +89,7 @@ def test_a_path_in_two(tmp_path):
     assert (two["rows_per_part"], two["edges_per_part"], two["train_per_part"], two["balance"]) == (
         [3, 3],
         [5, 5],
-        [0, 0],
+        [3, 1],
         1.0,
     )
     one = found["parts"]["1"]

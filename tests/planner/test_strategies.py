@@ -632,7 +632,7 @@ def test_pipelines_on_other_clusters_share_a_program():
     """It says what stages do, not how long that takes."""
     problem = problem_of(GRAPHS[0], cluster(2, 4), layers=4)
     others = [
-        replace(problem, cluster=cluster(2, 4, inter=1e6, kind="cpu", gemm=1e9, product_code=6e5)),
+        replace(problem, cluster=cluster(2, 4, inter=1e6, gemm=1e9)),
         problem.placed((7, 6, 5, 4, 3, 2, 1, 0)),
     ]
     strategy = parse("gnnpipe(stages=2,layers_per_stage=(2,2))").settle(problem)
