@@ -35,7 +35,7 @@ from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import whole_lines, write_atomically
+from gnnplan.planner.vocabulary.files import write_atomically
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import MOST_SPANS, read_trace, trace_of, write_traces
 
@@ -389,9 +389,7 @@ class Metrics:
     def _opened(self, first: int) -> BinaryIO:
         if not self.path.exists() and not first:
             return open(self.path, "xb")
-        must_have_epochs(self.path, first)
-        _, size = whole_lines(self.path, first)
-        os.truncate(self.path, size)
+        os.truncate(self.path, must_have_epochs(self.path, first))
         return open(self.path, "ab")
 
     def append(self, line: str) -> None:

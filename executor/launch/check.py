@@ -255,7 +255,7 @@ def _verdict(
         return Verdict(text, "differs", None, f"{name} is not finite after the step")
     if not strategy.exact:
         # of a tensor whose gradient is rounding a share says nothing
-        gap = max(gaps[name] for name, size in gradients.items() if size >= least)
+        gap = max((gaps[name] for name, size in gradients.items() if size >= least), default=gap)
         return Verdict(
             text,
             "lossy",

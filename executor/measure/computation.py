@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -28,7 +28,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import Batches
 
-SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=8&classes=16&seed=0"
+SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&seed=0"
 # Vertices and edges. Rows fit a core's cache, the chip's, or none; graphs with few edges per row
 # show what a row costs besides its edges.
 GRAPHS = (
@@ -62,9 +62,9 @@ BRIEF_STEPS = 300  # in all rounds, of each kind
 
 
 @cache
-def _community(vertices: int, edges: int) -> Graph:
+def _community(vertices: int, edges: int, features: int = 8) -> Graph:
     """Made once, for what aggregates and what samples."""
-    graph = load(SYNTHETIC.format(vertices, edges))
+    graph = load(SYNTHETIC.format(vertices, edges, features))
     assert isinstance(graph, Graph)
     return graph
 
@@ -162,17 +162,10 @@ class Computation(Messages):
 
     def load(self, rows: int) -> list[float]:
         """Seconds of picking so many rows of features from the server's memory."""
-        stored, picked = self._stored, np.random.default_rng(0).permutation(max(LOADED))[:rows]
+        vertices = max(LOADED)
+        stored = _community(vertices, vertices, LOADED_WIDTH)
+        picked = np.random.default_rng(0).permutation(vertices)[:rows]
         return self._time(lambda: features(stored, picked, Workload(), self.device))
-
-    @cached_property
-    def _stored(self) -> Graph:
-        graph = load(
-            f"synthetic:community?vertices={max(LOADED)}&edges={max(LOADED)}"
-            f"&features={LOADED_WIDTH}&classes=2&seed=0"
-        )
-        assert isinstance(graph, Graph)
-        return graph
 
     def dropout_hash(self) -> list[float]:
         """Seconds per number of dropout, whose mask is a hash."""

@@ -375,14 +375,18 @@ def onwards(
     return max(ours, theirs), theirs > ours
 
 
-def must_have_epochs(metrics: Path, first: int) -> None:
-    """Raise SpecError if a run's metrics do not reach as far as the checkpoint of epoch `first`."""
-    kept, _ = whole_lines(metrics, first)
+def must_have_epochs(metrics: Path, first: int) -> int:
+    """The bytes of the lines of a run's first epochs, as far as the checkpoint of epoch `first`.
+
+    Raises SpecError if they do not reach that far.
+    """
+    kept, size = whole_lines(metrics, first)
     if kept < first:
         raise SpecError(
             f"{metrics} has {kept} epochs, but the checkpoint is of epoch {first}; put it back, or"
             " start anew with another --out"
         )
+    return size
 
 
 def last_stored(out: Path, ranks: Iterable[int]) -> int:

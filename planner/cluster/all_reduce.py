@@ -50,6 +50,7 @@ class AllReduces:
             return self._by_algorithm(cluster.all_reduce, size, group)
         tree = self._by_algorithm("tree", size, group)
         pairs = {port: (seconds, tree.busy.get(port, 0.0)) for port, seconds in ring.busy.items()}
+        # ports that are busy equally long share an object (transfer.py), and shall go on to
         less = {(id(a), id(b)): np.minimum(a, b) for a, b in pairs.values()}
         busy: dict[Port, Number] = {port: less[id(a), id(b)] for port, (a, b) in pairs.items()}
         return Transfer(np.minimum(ring.alone, tree.alone) - largest(busy.values()), busy)

@@ -274,7 +274,7 @@ class Cluster(Spec):
     # How many times as long ranks compute that take turns on a core, for caches are another's.
     timeslice_slowdown: Annotated[float, Field(ge=1.0, le=10.0)] = 1.0
     # What a rank that blocked computes longer, where ranks take turns [s].
-    cold_cache_penalty: Latency = 0.0
+    cold_cache_penalty: Annotated[float, bounded(0.0, 1.0, "a penalty [s]", "s")] = 0.0
     one_machine: bool = False  # one machine plays all servers, which share its cores
     # What was measured: 'operation.link', as 'all_reduce.intra_node', -> the link as it reaches it.
     # The links themselves serve for all other operations.

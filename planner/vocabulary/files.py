@@ -59,22 +59,19 @@ def write_atomically(
     folders. at_once: do not wait for the disk, which looks to other ranks like a lost peer. Raises
     SpecError if the file cannot be written.
     """
-    path = Path(path)
+    path, raw = Path(path), data.encode() if isinstance(data, str) else data
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            path.write_bytes(data.encode() if isinstance(data, str) else data)
+            path.write_bytes(raw)
             return
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # The tempfile module would give it other permissions than the umask does.
             with open(temporary, "xb") as stream:
-                stream.write(data.encode() if isinstance(data, str) else data)
+                stream.write(raw)
                 stream.flush()
                 if not at_once:
                     os.fsync(stream.fileno())

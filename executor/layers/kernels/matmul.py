@@ -170,15 +170,13 @@ def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = Fa
     """Write `_product` of a and b into out [R, H], or add it.
 
     MKL does so itself, and oneDNN with rows in bfloat16; oneDNN's private operation does not.
+    cuBLAS does not round what it sums up in another type.
     """
-    if a.is_cuda and out.dtype != a.dtype:
-        # as cuBLAS sums it up, not rounded
-        product = torch.mm(a, b.t(), out_dtype=out.dtype)
-        out.add_(product) if add else out.copy_(product)
-        return
     is_private = a.dtype == torch.float32 and by_onednn()
     if is_private or out.dtype != a.dtype or _is_rest(a, summed):
-        product = _product(a, b, summed=summed)
+        product = (
+            torch.mm(a, b.t(), out_dtype=out.dtype) if a.is_cuda else _product(a, b, summed=summed)
+        )
         out.add_(product) if add else out.copy_(product)
     elif add:
         out.addmm_(a, b.t())
